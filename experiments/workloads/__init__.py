@@ -1,0 +1,1 @@
+"""What is trained: one file per workload, found through `_target_` in conf/workload/*.yaml."""

@@ -1,0 +1,115 @@
+"""`Workload`: model, batches, loss and evaluation of one task. The training loop knows nothing else about a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the data this process sees: `rank` of `world_size`, on `device`."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+
+class Workload(ABC):
+    """One task. Constructed on every rank with the same arguments, from conf/workload/<name>.yaml.
+
+    Class or instance attributes that the harness reads:
+
+    name:             workload name, e.g. "resnet50".
+    metric:           name of the metric in what `evaluate` returns, e.g. "top1", "f1", "perplexity".
+    higher_is_better: whether a larger metric is better.
+    target:           the published value of the metric, or None when none was published.
+    data_name:        what the data is, e.g. "ImageNet" or "synthetic 64x64 images".
+    synthetic:        True when the data is random: such a run measures time and bytes, never accuracy.
+    sample:           what one sample is called in rates: "images", "sequences", "tokens".
+
+    Arguments out of range and missing or broken data raise `experiments.errors.UserError` with one line, from
+    `__init__` or `prepare`, before any process group exists where that is possible.
+    """
+
+    name: str
+    metric: str
+    higher_is_better: bool = True
+    target: float | None = None
+    data_name: str
+    synthetic: bool = False
+    sample: str = "samples"
+
+    @abstractmethod
+    def check(self) -> None:
+        """Cheap check of arguments and files, run once in the launcher before any worker starts. Raises UserError.
+
+        Must not import torchvision, transformers or datasets, nor read whole files.
+        """
+
+    @abstractmethod
+    def prepare(self, shard: Shard) -> None:
+        """Loads the data (this rank's view of it). Called once on every rank, before `build_model`."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """The model on CPU, in fp32, initialised from torch's global generator (seeded alike on all ranks)."""
+
+    @abstractmethod
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        """Number of batches that `train_batches` yields for one epoch: the same on every rank, at least 1."""
+
+    @abstractmethod
+    def train_batches(self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """This rank's batches of one epoch, as tensors on `shard.device`, each of `batch_per_rank` samples.
+
+        A pure function of its arguments: order and augmentation come from a generator of its own, seeded with (seed,
+        epoch, rank), never from torch's global one. `start` skips that many batches and then yields exactly what an
+        uninterrupted iteration would have yielded (resume). Every rank yields the same number of batches.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean loss over the batch: a scalar with a graph. `model` may be wrapped (DDP): call it, don't reach into it."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        """Metrics over the whole evaluation set, including `self.metric`. Called on every rank, returns the same on all.
+
+        `model` is the bare module in eval mode, under no_grad. Work is split over ranks; sums are joined with
+        `experiments.workloads.base.all_sum`. An empty dict for synthetic data.
+        """
+
+    def samples(self, batch_per_rank: int) -> int:
+        """Samples (in units of `self.sample`) that one batch holds."""
+        return batch_per_rank
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        """Parameter groups for the optimizer. Default: all trainable parameters in one group."""
+        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rank-local training state beside the model (e.g. the hidden state of a recurrent net). Tensors and scalars."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+
+
+def all_sum(values: list[float], shard: Shard) -> list[float]:
+    """Element-wise sum of `values` over all ranks, in float64. The identity when no process group is running."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return list(values)
+    # NCCL cannot reduce CPU tensors; float64 exists on both kinds of device.
+    total = torch.tensor(values, dtype=torch.float64, device=shard.device)
+    dist.all_reduce(total)
+    return [float(v) for v in total.tolist()]
