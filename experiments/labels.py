@@ -1,0 +1,61 @@
+"""What a method and its wire format are called in tables. Reads the configuration only, never torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Classes whose `wire` option speaks of their dense phase only: most of what they send is one bit per parameter.
+ONE_BIT = {"Birder": "Birder", "OneBitAdam": "1-bit Adam"}
+DENSE = {"SGDM", "BertAdam", "AdamW"}
+UNCOMPRESSED_WIRES = {"none", "fp32", "bf16", "fp16"}
+NO_COMMUNICATION = "no communication"
+
+
+def class_name(section: dict[str, Any]) -> str:
+    """Last part of the section's `_target_`: "birder.Birder" -> "Birder"."""
+    return str(section["_target_"]).rpartition(".")[2]
+
+
+def wire(config: dict[str, Any]) -> str:
+    """What the collectives carry: none | fp32 | bf16 | fp16 | 1bit | the optimizer's own `wire` option."""
+    if not config.get("comm", {}).get("enabled", True):
+        return "none"
+    optimizer = config["optimizer"]
+    name = class_name(optimizer)
+    if name in ONE_BIT:
+        return "1bit"
+    return str(optimizer.get("wire", "fp32" if name in DENSE else "1bit"))
+
+
+def method(config: dict[str, Any]) -> str:
+    """The row label of a run: "SGDM bf16", "1-bit Adam", "Birder hierarchical", "no communication", ..."""
+    if not config.get("comm", {}).get("enabled", True):
+        return NO_COMMUNICATION
+    name = class_name(config["optimizer"])
+    if name in DENSE:
+        return f"{name} {wire(config)}"
+    label = ONE_BIT.get(name, name)
+    if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":
+        label += " hierarchical"
+    return label
+
+
+def is_compressed(wire: str) -> bool:
+    """Whether fewer bits are sent than a 16-bit all-reduce would."""
+    return wire not in UNCOMPRESSED_WIRES
+
+
+def workload(config: dict[str, Any]) -> str:
+    """Name of the workload: the module of its class ("experiments.workloads.ptb.PennTreebank" -> "ptb")."""
+    return str(config["workload"]["_target_"]).split(".")[-2]
+
+
+def cluster(config: dict[str, Any]) -> str:
+    """Name of the cluster: its `name`, or else the module of its launcher ("launch.local.Local" -> "local")."""
+    section = config["cluster"]
+    if section.get("name"):
+        return str(section["name"])
+    launcher = section.get("launcher") or section
+    target = launcher if isinstance(launcher, str) else str(launcher.get("_target_", "unnamed"))
+    parts = target.split(".")
+    return parts[-2] if len(parts) > 1 else parts[0]

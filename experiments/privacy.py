@@ -1,0 +1,77 @@
+"""Keeps what belongs to a user's machine out of records, which are made to be published: paths, hosts, users, keys."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+HIDDEN = "…"
+_SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credentials"}
+_PLACES = {
+    "host",
+    "hosts",
+    "hostname",
+    "hostfile",
+    "nodelist",
+    "addr",
+    "address",
+    "endpoint",
+    "user",
+    "username",
+    "entity",
+}
+_ABSOLUTE = re.compile(
+    r"""(?P<quote>['"])(?P<quoted>[/~][^'"]*)(?P=quote)|(?<![\w.:/~…-])(?P<bare>[/~][^\s'",;:=\[\]{}()]+)"""
+)
+_ASSIGNMENT = re.compile(r"""(?P<key>[\w.@/-]+)=(?P<value>\[[^\]]*\]|"[^"]*"|'[^']*'|\S+)""")
+
+
+def is_private(key: str) -> bool:
+    """Whether a configuration key or environment variable of this name holds a secret, a host or a user."""
+    words = set(re.split(r"[._\-]+", key.rpartition(".")[2].lower()))
+    return bool(words & (_SECRET | _PLACES))
+
+
+def clean_path(path: str, base: Path) -> str:
+    """An absolute path as seen from `base` when it lies below, else "…/" and its last component."""
+    pure = Path(path)
+    if pure == base:
+        return "."
+    if pure.is_relative_to(base):
+        return pure.relative_to(base).as_posix()
+    return f"{HIDDEN}/{pure.name}"
+
+
+def clean_text(text: str, base: Path) -> str:
+    """`text` (a command line, an override, an error message) without absolute paths, secrets and host names."""
+
+    def path(match: re.Match[str]) -> str:
+        quote = match["quote"] or ""
+        found = match["quoted"] or match["bare"]
+        # A lone slash is division or "and/or", not a place.
+        return match[0] if len(found) < 2 else quote + clean_path(found, base) + quote
+
+    def assignment(match: re.Match[str]) -> str:
+        return f"{match['key']}={HIDDEN}" if is_private(match["key"]) else match[0]
+
+    text = _ASSIGNMENT.sub(assignment, text.replace("file:///", "/"))
+    host = socket.gethostname()
+    if len(host) > 3 and host != "localhost":
+        text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", HIDDEN, text)
+    return _ABSOLUTE.sub(path, text)
+
+
+def clean(value: Any, base: Path) -> Any:
+    """`value` (plain dicts, lists, scalars) with private keys hidden and strings cleaned."""
+    if isinstance(value, dict):
+        return {k: HIDDEN if v is not None and is_private(str(k)) else clean(v, base) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v, base) for v in value]
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        # A configuration value that begins like a path is one path, spaces included.
+        return clean_path(value, base) if value.startswith(("/", "~")) and len(value) > 1 else clean_text(value, base)
+    return value
