@@ -1,0 +1,62 @@
+"""Element-wise work of the 1-bit methods: one set of functions, the implementation chosen by the tensor's device.
+
+| module | runs on | needs |
+|---|---|---|
+| reference | any device | torch |
+| cpu | CPU tensors | numba |
+
+Without numba the reference runs on CPU too, after one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from birder.kernels import reference
+
+__all__ = ["apply_bits", "average_signs", "encode", "pack_signs", "reduce_bits"]
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    try:
+        from birder.kernels import cpu
+    except ImportError:
+        warnings.warn("numba is not installed: 1-bit kernels run unfused in torch, about 10x slower", stacklevel=3)
+        return reference
+    return cpu
+
+
+def backend(device: torch.device) -> ModuleType:
+    """The module whose functions serve tensors on `device`."""
+    return _cpu() if device.type == "cpu" else reference
+
+
+def encode(g: Tensor, m: Tensor, b: Tensor, **options) -> Tensor:
+    """See `reference.encode`."""
+    return backend(g.device).encode(g, m, b, **options)
+
+
+def reduce_bits(rows: Tensor, **options) -> Tensor:
+    """See `reference.reduce_bits`."""
+    return backend(rows.device).reduce_bits(rows, **options)
+
+
+def apply_bits(p: Tensor, bits: Tensor, **options) -> None:
+    """See `reference.apply_bits`."""
+    backend(p.device).apply_bits(p, bits, **options)
+
+
+def pack_signs(z: Tensor) -> Tensor:
+    """See `reference.pack_signs`."""
+    return backend(z.device).pack_signs(z)
+
+
+def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
+    """See `reference.average_signs`."""
+    return backend(rows.device).average_signs(rows, scales)

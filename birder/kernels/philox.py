@@ -1,0 +1,55 @@
+"""Counter-based random numbers: Philox 4x32 with 10 rounds, in torch integer arithmetic.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+A random number here is a pure function of (seed, step, worker, element). It therefore does not depend on how tensors
+are bucketed, on the device, on the number of draws made before, or on a restart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MUL_0, MUL_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+
+LANES = 8
+"""Elements served by one Philox block: 4 words of 32 bits, cut into 16-bit lanes."""
+
+SERVER_STREAM = 1 << 24
+"""Added to the worker's number in draws of the server stage; ranks are far fewer than 2^24."""
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """One Philox block per element: four int64 tensors holding 32-bit words in, four out.
+
+    The product of two 32-bit words wraps around in int64, which leaves both of its halves right.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MUL_0, c2 * MUL_1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK) ^ c1 ^ k0,
+            p1 & MASK,
+            ((p0 >> 32) & MASK) ^ c3 ^ k1,
+            p0 & MASK,
+        )
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    return c0, c1, c2, c3
+
+
+def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, device: torch.device) -> Tensor:
+    """Uniform integers in [0, 65536) for the elements start .. start+numel-1, as int64[numel].
+
+    numel and start are multiples of 8. `stream` is the worker's number, plus `SERVER_STREAM` in the server stage.
+    """
+    block = torch.arange(start // LANES, (start + numel) // LANES, dtype=torch.int64, device=device)
+    zero = torch.zeros_like(block)
+    counter = (block & MASK, block >> 32, zero + (step & MASK), zero + stream)
+    words = philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
+    lanes = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], dim=1)
+    return lanes.reshape(-1)

@@ -1,0 +1,97 @@
+"""The kernels in plain torch: any device, and the definition that the fused ones must equal bit for bit.
+
+All tensors are flat and contiguous; states are fp32. Bits are packed 8 to a byte, the lowest bit first; a set bit is +1.
+Products and sums are written as separate operations, because a fused multiply-add would round differently.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from birder.kernels.philox import SERVER_STREAM, uniform16
+
+HALF_RANGE = 32768.0  # 2^15: maps u in [-1, 1] to a threshold in [0, 2^16], exact to 2^-17 in probability
+
+
+def pack(flags: Tensor) -> Tensor:
+    """bool[8c] -> uint8[c]."""
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flags.device)
+    return (flags.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack(bits: Tensor) -> Tensor:
+    """uint8[..., c] -> uint8[..., 8c] of zeros and ones."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)
+
+
+def encode(
+    g: Tensor,
+    m: Tensor,
+    b: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    hold: bool,
+    seed: int,
+    step: int,
+    worker: int,
+    start: int,
+) -> Tensor:
+    """Birder's worker side, m and b updated in place; returns the packed bits uint8[numel/8].
+
+    m = beta m + (1-beta) g;  b = beta b + (1-beta)|g|;  u = m/(b+eps), 0 where b = 0;  +1 with probability (1+u)/2.
+    A gradient that is not finite counts as 0. `hold`: b stays as it is where g = 0. u = +1 and u = -1 never flip.
+    """
+    g = torch.where(torch.isfinite(g), g, 0.0)
+    scaled = g * (1.0 - beta)
+    b_next = b * beta + scaled.abs()
+    if hold:
+        b_next = torch.where(g == 0, b, b_next)
+    m.mul_(beta).add_(scaled)
+    b.copy_(b_next)
+    u = torch.where(b > 0, m / (b + eps), 0.0)
+    threshold = torch.floor(u * HALF_RANGE + (HALF_RANGE + 0.5)).to(torch.int64)
+    draw = uniform16(g.numel(), seed=seed, step=step, stream=worker, start=start, device=g.device)
+    return pack(draw < threshold)
+
+
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+    """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c].
+
+    With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n.
+    """
+    n, c = rows.shape
+    ones = unpack(rows).sum(0, dtype=torch.int64)
+    threshold = (ones * 65536 + n // 2) // n
+    draw = uniform16(8 * c, seed=seed, step=step, stream=SERVER_STREAM, start=start, device=rows.device)
+    return pack(draw < threshold)
+
+
+def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tensor | None) -> None:
+    """p = (1-decay) p - lr * (+-1), in place; nothing moves where `active` (bool[numel]) is False.
+
+    p: parameter of any shape; bits: uint8[>= numel/8].
+    """
+    signs = unpack(bits)[: p.numel()].to(p.dtype).mul_(2).sub_(1)
+    if active is not None:
+        signs.mul_(active)
+    if decay:
+        p.mul_(1.0 - decay)
+    p.add_(signs.view(p.shape), alpha=-lr)
+
+
+def pack_signs(z: Tensor) -> Tensor:
+    """The packed bits of z >= 0: fp32[8c] -> uint8[c]. Zero counts as +1."""
+    return pack(z >= 0)
+
+
+def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
+    """(1/n) sum_i scales[i] * (+-1): uint8[n, c], fp32[n] -> fp32[8c], summed in the order of the workers."""
+    n = rows.shape[0]
+    weights = scales / n
+    total = torch.zeros(8 * rows.shape[1], dtype=torch.float32, device=rows.device)
+    for row, weight in zip(rows, weights, strict=True):
+        total.add_(torch.where(unpack(row).bool(), weight, -weight))
+    return total
