@@ -1,0 +1,146 @@
+"""One rank. torchrun starts `python experiments/worker.py SPEC` on every rank of every node.
+
+Says what becomes of it in files of the run directory (format: launch/failure.py), which the launcher reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from experiments.errors import UserError
+from experiments.spec import RunSpec
+from launch.process import die_with_parent
+
+Train = Callable[[RunSpec], None]
+
+
+def run_rank(spec: RunSpec, train: Train | None = None) -> int:
+    """Trains as the rank that the environment names and returns the exit status: 0, 1, or 2 for bad input.
+
+    Every failure is left in `<run_dir>/errors/rank<r>.json`. `train` defaults to `experiments.train.train`.
+    """
+    me = _Rank(spec)
+    me.save("running")
+    try:
+        if train is None:
+            from experiments import train as training
+
+            train = training.train
+        train(spec)
+    except BaseException as error:
+        me.save_error(error)
+        me.save("failed")
+        return 2 if isinstance(error, UserError) else 1
+    me.save("done")
+    return 0
+
+
+def main(spec_path: str, train: Train | None = None) -> None:
+    """The whole life of a rank's process; never returns."""
+    die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
+    spec = RunSpec.load(spec_path)
+    me = _Rank(spec)
+    _redirect_output(me)
+    _end_on_sigterm(me)
+    code = run_rank(spec, train)
+    _flush()
+    if code:
+        # Threads of a broken process group could keep an ordinary exit waiting for ever.
+        os._exit(code)
+    sys.exit(0)
+
+
+class _Rank:
+    """This process's place in the world, and its files in the run directory."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.dir = spec.path
+        self.rank = int(os.environ["RANK"])
+        # BIRDER_NODE is the launcher's number of the node; torchrun may count in another order.
+        node = os.environ.get("BIRDER_NODE") or os.environ.get("GROUP_RANK", "0")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.facts = {"rank": self.rank, "node": int(node), "attempt": int(attempt)}
+
+    def save(self, state: str) -> None:
+        self._write("ranks", {**self.facts, "pid": os.getpid(), "state": state})
+
+    def save_error(self, error: BaseException) -> None:
+        shown = "".join(traceback.format_exception(error))
+        what = {"type": type(error).__name__, "message": str(error), "traceback": shown}
+        self._write("errors", {**self.facts, "time": time.time(), **what, "user_error": isinstance(error, UserError)})
+
+    def _write(self, folder: str, content: dict[str, Any]) -> None:
+        target = self.dir / folder / f"rank{self.rank}.json"
+        partial = target.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # a full disk: the exit status must tell
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content))
+            os.replace(partial, target)
+
+
+def _redirect_output(me: _Rank) -> None:
+    """Sends this rank's output to its log, except rank 0's standard output, which goes to the user's terminal."""
+    terminal_on_stdin = os.environ.get("BIRDER_TERMINAL") == "stdin"
+    log = me.dir / "logs" / f"rank{me.rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    _flush()
+    os.dup2(out, 2)
+    if me.rank != 0:
+        os.dup2(out, 1)
+    elif terminal_on_stdin:
+        os.dup2(0, 1)
+    os.close(out)
+    if terminal_on_stdin:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+
+def _end_on_sigterm(me: _Rank) -> None:
+    """Ends this process within moments of SIGTERM, also while its main thread waits inside a collective.
+
+    A Python handler would run only when that wait is over. The wake-up pipe is written by the C handler at once.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:
+        while True:
+            if signal.SIGTERM in os.read(read, 64):
+                me.save("terminated")
+                _flush()
+                os._exit(128 + signal.SIGTERM)
+
+    def in_child() -> None:
+        # Children (data loaders) share neither the thread nor, therefore, this way to end.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=in_child)
+    threading.Thread(target=watch, daemon=True, name="sigterm").start()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

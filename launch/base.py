@@ -1,0 +1,118 @@
+"""`Launcher`: from a `RunSpec` to finished ranks, or to one line that says which rank failed, where and why."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from experiments.errors import UserError
+from experiments.spec import RunSpec
+from launch import failure
+from launch.failure import RunFailed
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "experiments" / "worker.py"
+
+
+class Launcher(ABC):
+    """One way to start `nodes` x `ranks_per_node` ranks, one torchrun agent per node.
+
+    Constructed from the `cluster` section of the configuration (conf/cluster/<name>.yaml).
+
+    nodes, ranks_per_node: the shape of the world.
+    backend:      auto | nccl | gloo; auto is nccl where there are GPUs, gloo elsewhere.
+    max_restarts: how often torchrun restarts all ranks after a failure.
+    timeout_s:    how long a collective may take before its ranks fail, in seconds.
+    dry_run:      print the commands, start nothing.
+    name:         what records call this cluster.
+    """
+
+    worker: Path = WORKER
+    python: str = sys.executable
+
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        name: str = "cluster",
+        backend: str = "auto",
+        max_restarts: int = 0,
+        timeout_s: float = 300.0,
+        dry_run: bool = False,
+    ) -> None:
+        self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.name = name
+        self.backend = backend
+        self.max_restarts = max_restarts
+        self.timeout_s = timeout_s
+        self.dry_run = dry_run
+
+    @abstractmethod
+    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+        """The command that starts the ranks of one node. Node 0 hosts the rendezvous."""
+
+    @abstractmethod
+    def check(self, spec: RunSpec) -> None:
+        """Raises UserError when this run cannot be started here. Nothing has been written or started yet."""
+
+    @abstractmethod
+    def run(self, spec_path: Path, spec: RunSpec) -> None:
+        """Starts every node and waits. Returns when all ranks ended well, raises RunFailed or UserError otherwise.
+
+        Whatever happens, an interrupt included, nothing that it started is left running when it returns or raises.
+        """
+
+    def launch(self, spec: RunSpec) -> None:
+        """Runs `spec` to its end.
+
+        Raises UserError (bad input, found here or by a worker; nothing is left behind) and RunFailed (a record with
+        status "failed" has been written, the failing rank's traceback has been printed).
+        """
+        self.check(spec)
+        if self.dry_run:
+            for node in range(self.nodes):
+                print(" ".join(self.command(spec.path / "spec.yaml", spec, node)))
+            return
+        fresh = not spec.path.exists()
+        try:
+            failure.forget_earlier(spec.path)
+            spec_path = spec.save()
+        except OSError as error:
+            raise UserError(f"cannot write to {spec.run_dir}: {error.strerror}; set output_dir=FOLDER") from error
+        shape = (
+            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} rank{'s' * (self.ranks_per_node > 1)}"
+        )
+        print(f"{spec.id}: {shape}, files in {spec.run_dir}", flush=True)
+        try:
+            self.run(spec_path, spec)
+        except UserError:
+            if fresh:
+                failure.remove_unused(spec.path)
+            raise
+        except RunFailed as error:
+            failure.write_record(spec, str(error))
+            raise
+        except BaseException as error:
+            why = "interrupted by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
+            failure.write_record(spec, why)
+            raise
+
+    def torchrun(
+        self, spec_path: Path, spec: RunSpec, *, endpoint: str, is_host: bool, local_addr: str | None = None
+    ) -> list[str]:
+        """torchrun's command line for one node: c10d rendezvous at `endpoint` ("host:port"), hosted where `is_host`."""
+        command = [self.python, "-m", "torch.distributed.run"]
+        command += ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks_per_node)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-id", spec.id, "--rdzv-endpoint", endpoint]
+        command += ["--rdzv-conf", f"is_host={int(is_host)}"]
+        if local_addr is not None:
+            command += ["--local-addr", local_addr]
+        command += ["--max-restarts", str(self.max_restarts)]
+        return [*command, str(self.worker), str(spec_path)]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,116 @@
+"""All nodes on this machine: one torchrun agent per node, GPUs and cores divided among them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import UserError
+from experiments.spec import RunSpec
+from launch import failure, process
+from launch.base import Launcher
+
+# What an enclosing torchrun or an earlier run may have left: it would speak to the wrong world.
+_STALE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_STALE_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
+
+
+class LocalLauncher(Launcher):
+    """N nodes as N torchrun agents on the loopback interface of this machine."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.port = 0  # of the rendezvous; 0: not chosen yet
+
+    def check(self, spec: RunSpec) -> None:
+        gpus, ranks = len(visible_gpus()), self.nodes * self.ranks_per_node
+        if self.backend == "nccl" and gpus < ranks:
+            raise UserError(
+                f"backend nccl needs a GPU for each of the {ranks} ranks, here are {gpus}: cluster.backend=gloo"
+            )
+        self.port = free_port()
+
+    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+        endpoint = f"127.0.0.1:{self.port}"
+        return self.torchrun(spec_path, spec, endpoint=endpoint, is_host=node_rank == 0, local_addr="127.0.0.1")
+
+    def environment(self, node_rank: int) -> dict[str, str]:
+        """Environment of one node's agent and so of its ranks."""
+        env = {k: v for k, v in os.environ.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
+        ranks = self.nodes * self.ranks_per_node
+        gpus = visible_gpus()
+        if len(gpus) >= ranks:
+            first = node_rank * self.ranks_per_node
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self.ranks_per_node])
+        elif gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ""  # ranks that share a GPU would time each other, not themselves
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+        env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"]
+        env["BIRDER_NODE"] = str(node_rank)
+        # torchrun closes all inherited files except the standard ones; rank 0 finds the user's terminal as its stdin.
+        env["BIRDER_TERMINAL"] = "stdin"
+        env["PYTHONUNBUFFERED"] = "1"
+        return env
+
+    def run(self, spec_path: Path, spec: RunSpec) -> None:
+        agents: list[subprocess.Popen] = []
+        try:
+            with process.stop_signals():
+                terminal = terminal_fd()
+                for node in range(self.nodes):
+                    log = spec.path / "logs" / f"node{node}.log"
+                    command = self.command(spec_path, spec, node)
+                    agents.append(process.start(command, self.environment(node), log, stdin=terminal))
+                failed = process.wait_for_first_failure(agents)
+                # Read before anything is ended on purpose: whoever is gone now went by itself.
+                killed = failure.vanished(spec.path) if failed is not None else []
+        finally:
+            with process.undisturbed():
+                process.end(agents, others=lambda: failure.pids(spec.path))
+        if failed is not None:
+            failure.report(failure.explain(spec.path, killed, failed, agents[failed].returncode))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses. Raises UserError when there is none."""
+    try:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            return int(s.getsockname()[1])
+    except OSError as error:
+        raise UserError(f"no free port on 127.0.0.1 ({error.strerror}): end other programs or wait a minute") from error
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str]:
+    """Identifiers of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [g for g in listed.split(",") if g.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(i) for i in range(len(found))]
+
+
+def terminal_fd() -> int:
+    """The file that the user reads: standard output, or nothing when it is closed."""
+    try:
+        os.fstat(1)
+    except OSError:
+        return subprocess.DEVNULL
+    return 1

@@ -1,0 +1,137 @@
+"""Processes that never outlive what started them. Imports neither torch nor hydra: workers load it first of all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class Stopped(BaseException):
+    """The launcher was asked to end by a signal other than Ctrl-C. `code` is the exit status: 128 + signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.code = 128 + signum
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent, process `parent`, ends for whatever cause (Linux only).
+
+    Ends at once if the parent has ended already: between fork and this call there is no protection.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def start(command: Sequence[str], env: dict[str, str], log: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
+    """Starts `command` in a session of its own, output appended to `log`; it dies when this process does.
+
+    The session keeps the terminal's Ctrl-C away from it: the launcher alone decides when and how it ends.
+    """
+    parent = os.getpid()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            list(command),
+            env=env,
+            stdin=stdin,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+
+
+def wait_for_first_failure(processes: Sequence[subprocess.Popen], poll_s: float = 0.1) -> int | None:
+    """Waits until all have ended well (None) or one has not: its index. Says nothing about the others then."""
+    while True:
+        codes = [p.poll() for p in processes]
+        for index, code in enumerate(codes):
+            if code not in (None, 0):
+                return index
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(poll_s)
+
+
+def end(processes: Sequence[subprocess.Popen], others: Callable[[], list[int]], grace_s: float = 5.0) -> None:
+    """Ends all `processes` and the processes whose ids `others()` returns: SIGTERM, and SIGKILL after `grace_s`."""
+    for sig in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.poll() is None:
+                _signal_group(process.pid, sig)
+        for pid in others():
+            if alive(pid):
+                _signal_group(pid, sig)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline:
+            if all(p.poll() is not None for p in processes) and not any(alive(pid) for pid in others()):
+                return
+            time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this id runs. A zombie, which only waits to be collected, does not."""
+    try:
+        # The command name in parentheses may itself hold spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        if sys.platform == "linux":
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into `Stopped` while it is open, so that `finally` blocks run. Main thread only."""
+
+    def handler(signum: int, frame: object) -> None:
+        raise Stopped(signum)
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for s, old in before.items():
+            signal.signal(s, old)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Holds back Ctrl-C, SIGTERM and SIGHUP while it is open: cleaning up is short and must not be cut shorter."""
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        # What came meanwhile is dropped: the caller is on its way out already.
+        while signal.sigpending() & signals:
+            signal.sigwait(signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _signal_group(pid: int, sig: signal.Signals) -> None:
+    """Signals the process group that `pid` leads, or the process alone when it leads none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, sig)
+        else:
+            os.kill(pid, sig)
