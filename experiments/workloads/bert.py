@@ -1,0 +1,141 @@
+"""What the two BERT workloads share: tokenizer, model, parameter groups. transformers is imported on use."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from experiments.errors import UserError
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+# preset: BertConfig of a model with random weights
+PRESETS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
+}
+
+
+def check_model(model: str | None, init: str | None, preset: str) -> None:
+    """Raises UserError for an unknown `init` or `preset`, or a local model folder that cannot be one."""
+    if init not in (None, "pretrained", "random"):
+        raise UserError(f"workload.init={init} is unknown: pretrained or random")
+    if init == "pretrained" and model is None:
+        raise UserError("workload.init=pretrained needs workload.model (a hub name or a folder)")
+    if preset not in PRESETS:
+        raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+    if model is not None and looks_local(model):
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"workload.model: no folder {folder}: give a checkpoint folder or a hub name")
+        if not (folder / "config.json").is_file():
+            raise UserError(f"workload.model: {folder} holds no config.json, so it is not a checkpoint folder")
+
+
+def looks_local(model: str) -> bool:
+    """Whether `model` is a path, not a hub name: such a model is never looked up on the network."""
+    return model.startswith(("/", "~", ".")) or Path(model).is_dir()
+
+
+def load(loader: Any, model: str, **options: Any) -> Any:
+    """`loader.from_pretrained(model)`, without network for a folder. Raises UserError when it fails."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    local = looks_local(model)
+    try:
+        return loader.from_pretrained(
+            str(Path(model).expanduser()) if local else model, local_files_only=local, **options
+        )
+    except Exception as error:  # OSError, ValueError and the hub client's own types
+        where = "" if local else " from the hub (no network?)"
+        raise UserError(
+            f"cannot load {model}{where}: give a checkpoint folder with workload.model=/path, or workload.init=random "
+            f"workload.model=null ({type(error).__name__})"
+        ) from error
+
+
+def word_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """A fast lower-case BERT tokenizer with a vocabulary from `texts`, the same on every rank.
+
+    Holds the special tokens, every character (alone and as ##continuation, so that nothing is unknown) and the most
+    frequent words, `size` pieces in all.
+    """
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+    from tokenizers.models import WordPiece
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(re.findall(r"\w+|[^\w\s]", text.lower()))
+    characters = sorted({c for word in counts for c in word})[: max(0, (size - len(SPECIAL)) // 2)]
+    words = sorted((w for w in counts if len(w) > 1), key=lambda word: (-counts[word], word))
+    pieces = [*SPECIAL, *characters, *(f"##{c}" for c in characters), *words][:size]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    core = Tokenizer(WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    core.normalizer = normalizers.BertNormalizer(lowercase=True)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+def load_tokenizer(model: str) -> Any:
+    """The fast tokenizer of a checkpoint. Raises UserError when there is none."""
+    from transformers import AutoTokenizer
+
+    tokenizer = load(AutoTokenizer, model, use_fast=True)
+    if not tokenizer.is_fast:
+        raise UserError(f"workload.model: {model} has no fast tokenizer, which answer offsets need")
+    return tokenizer
+
+
+def load_model(
+    auto: Any, model: str | None, init: str | None, preset: str, vocab_size: int, positions: int
+) -> nn.Module:
+    """A model of the class `auto`: pretrained, or with random weights and the shape of `model` or of `preset`."""
+    from transformers import AutoConfig, BertConfig
+
+    if model is not None and init != "random":
+        # Checkpoints may be stored in half precision; parameters here are fp32.
+        net = load(auto, model).float()
+    elif model is not None:
+        net = auto.from_config(load(AutoConfig, model)).float()
+    else:
+        size = {"max_position_embeddings": max(512, positions), "vocab_size": vocab_size, **PRESETS[preset]}
+        net = auto.from_config(BertConfig(**size)).float()
+    known = getattr(net.config, "max_position_embeddings", positions)
+    if positions > known:
+        raise UserError(f"workload.seq_len={positions} is longer than the model's {known} positions")
+    # A pooler that no loss reaches would have no gradient.
+    base = getattr(net, net.base_model_prefix, None)
+    if base is not None and getattr(base, "pooler", None) is not None:
+        base.pooler = None
+    net.train()
+    return net
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with `weight_decay`; biases and LayerNorm weights (one dimension) without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,251 @@
+"""Fine-tuning BERT on SQuAD 1.1: answer extraction, with the official exact match and F1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from experiments.errors import UserError
+from experiments.workloads import bert
+from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
+from experiments.workloads.squad_data import Question, find_file, read_hub, read_json, synthetic_questions
+from experiments.workloads.squad_metric import best_spans, em_f1_sums
+
+CHUNK = 1000  # questions tokenized at once: bounds the memory that Python lists of tokens take
+
+
+class BertSquad(Workload):
+    """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
+
+    model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
+    init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
+    preset:          base | tiny, the shape where `model` is None.
+    data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
+    train_file:      training file, absolute or inside `data_path`; likewise dev_file.
+    dataset:         hub data set used when no file is given, or "synthetic".
+    seq_len:         window length in tokens, padded to this length.
+    doc_stride:      tokens shared by consecutive windows of one paragraph.
+    max_query_len:   longer questions are cut to this many tokens.
+    train_questions: number of training questions, always the same ones; None: all. Likewise dev_questions.
+    n_best:          starts and ends considered per window.
+    max_answer_len:  longest answer in tokens.
+    """
+
+    name = "bert_squad"
+    metric = "f1"
+    target = None  # the paper's F1 could not be found
+    sample = "sequences"
+
+    def __init__(
+        self,
+        model: str | None = None,
+        init: str | None = None,
+        preset: str = "base",
+        data_path: str | None = None,
+        train_file: str | None = None,
+        dev_file: str | None = None,
+        dataset: str = "squad",
+        seq_len: int = 384,
+        doc_stride: int = 128,
+        max_query_len: int = 64,
+        train_questions: int | None = None,
+        dev_questions: int | None = None,
+        n_best: int = 20,
+        max_answer_len: int = 30,
+        eval_batch: int = 32,
+        vocab_size: int = 2000,
+    ) -> None:
+        if seq_len - max_query_len - 3 <= doc_stride or doc_stride < 0:
+            raise UserError(
+                f"workload.doc_stride={doc_stride} must be at least 0 and less than seq_len - max_query_len - 3 = "
+                f"{seq_len - max_query_len - 3}"
+            )
+        for key, value in (
+            ("train_questions", train_questions),
+            ("dev_questions", dev_questions),
+            ("max_query_len", max_query_len),
+            ("n_best", n_best),
+            ("max_answer_len", max_answer_len),
+        ):
+            if value is not None and value < 1:
+                raise UserError(f"workload.{key}={value} must be 1 or more")
+        self.model, self.init, self.preset = model, init, preset
+        self.data_path, self.train_file, self.dev_file, self.dataset = data_path, train_file, dev_file, dataset
+        self.seq_len, self.doc_stride, self.max_query_len = seq_len, doc_stride, max_query_len
+        self.train_questions, self.dev_questions = train_questions, dev_questions
+        self.n_best, self.max_answer_len = n_best, max_answer_len
+        self.eval_batch = eval_batch
+        self.vocab_size = vocab_size
+        self._from_files = bool(data_path or train_file or dev_file)
+        self.synthetic = not self._from_files and dataset == "synthetic"
+        self.data_name = "synthetic questions" if self.synthetic else "SQuAD 1.1"
+        if train_questions is not None and not self.synthetic:
+            self.data_name += f" ({train_questions} training questions)"
+
+    def check(self) -> None:
+        bert.check_model(self.model, self.init, self.preset)
+        if self._from_files:
+            self._file("train")
+            self._file("dev")
+
+    def prepare(self, shard: Shard) -> None:
+        train = self._questions("train", self.train_questions)
+        dev = self._questions("dev", self.dev_questions)
+        if self.model is None:
+            texts = [text for q in train for text in (q.question, q.context)]
+            self.tokenizer = bert.word_tokenizer(dict.fromkeys(texts), self.vocab_size)
+        else:
+            self.tokenizer = bert.load_tokenizer(self.model)
+        self._pad = int(self.tokenizer.pad_token_id or 0)
+        self._typed = "token_type_ids" in self.tokenizer.model_input_names
+        self._train = _Windows(self, train, with_offsets=False)
+        # A question's windows stay on one rank, which alone can choose the best of them.
+        self._dev_questions = dev[shard.rank :: shard.world_size]
+        self._dev = _Windows(self, self._dev_questions, with_offsets=True)
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForQuestionAnswering
+
+        return bert.load_model(
+            AutoModelForQuestionAnswering, self.model, self.init, self.preset, len(self.tokenizer), self.seq_len
+        )
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        for _, indices in batch_indices(
+            len(self._train), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
+        ):
+            batch = self._inputs(self._train, indices.numpy(), shard.device)
+            answer = torch.from_numpy(self._train.answers[indices.numpy()]).to(shard.device, torch.int64)
+            yield {**batch, "start_positions": answer[:, 0], "end_positions": answer[:, 1]}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(**batch).loss
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        if self.synthetic:
+            return {}
+        predictions = self.predict(model, shard.device)
+        exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in self._dev_questions])
+        exact, f1, count = all_sum([exact, f1, float(len(predictions))], shard)
+        return {"f1": 100 * f1 / count, "exact_match": 100 * exact / count}
+
+    def predict(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Answer texts for this rank's dev questions, each from its best-scoring window; "" where none is possible."""
+        windows = self._dev
+        texts = [""] * len(self._dev_questions)
+        scores = [-float("inf")] * len(texts)
+        for first in range(0, len(windows), self.eval_batch):
+            indices = np.arange(first, min(first + self.eval_batch, len(windows)))
+            out = model(**self._inputs(windows, indices, device))
+            allowed = torch.from_numpy(windows.offsets[indices, :, 1] > 0)
+            spans = best_spans(out.start_logits.cpu(), out.end_logits.cpu(), allowed, self.n_best, self.max_answer_len)
+            for window, span in zip(indices.tolist(), spans, strict=True):
+                question = int(windows.question[window])
+                if span is not None and span.score > scores[question]:
+                    begin, end = windows.offsets[window, span.first, 0], windows.offsets[window, span.last, 1]
+                    texts[question] = self._dev_questions[question].context[begin:end]
+                    scores[question] = span.score
+        return texts
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        return bert.decay_groups(model, weight_decay)
+
+    def _file(self, split: str) -> Path:
+        return find_file(self.data_path, self.train_file if split == "train" else self.dev_file, split)
+
+    def _questions(self, split: str, limit: int | None) -> list[Question]:
+        if self._from_files:
+            questions = read_json(self._file(split))
+        elif self.synthetic:
+            questions = synthetic_questions(limit or 1000, split)
+        else:
+            questions = read_hub(self.dataset, "train" if split == "train" else "validation")
+        return [questions[i] for i in fixed_choice(len(questions), limit, split)]
+
+    def _inputs(self, windows: _Windows, indices: np.ndarray, device: torch.device) -> dict[str, Tensor]:
+        ids = torch.from_numpy(windows.ids[indices]).to(device, torch.int64)
+        ends = torch.from_numpy(windows.ends[indices]).to(device, torch.int64)
+        position = torch.arange(self.seq_len, device=device)[None]
+        inputs = {"input_ids": ids, "attention_mask": (position < ends[:, 1:]).long()}
+        if self._typed:
+            inputs["token_type_ids"] = ((position >= ends[:, :1]) & (position < ends[:, 1:])).long()
+        return inputs
+
+
+class _Windows:
+    """Tokenized windows as arrays.
+
+    ids:      int32[windows, seq_len].
+    ends:     int32[windows, 2]: where the second segment begins, where padding begins.
+    question: int32[windows]: index of the question.
+    answers:  int32[windows, 2]: first and last token of the answer; (0, 0), the [CLS] token, where it lies outside.
+    offsets:  int32[windows, seq_len, 2]: characters of each context token, (0, 0) elsewhere; only with `with_offsets`.
+    """
+
+    def __init__(self, workload: BertSquad, questions: list[Question], with_offsets: bool) -> None:
+        size = workload.seq_len
+        ids, ends, owner, answers, offsets = [], [], [], [], []
+        for first in range(0, len(questions), CHUNK):
+            some = questions[first : first + CHUNK]
+            tokens = workload.tokenizer(
+                _cut([q.question for q in some], workload),
+                [q.context for q in some],
+                truncation="only_second",
+                max_length=size,
+                stride=workload.doc_stride,
+                padding="max_length",
+                return_overflowing_tokens=True,
+                return_offsets_mapping=with_offsets,
+                return_token_type_ids=False,
+            )
+            ids.append(np.array(tokens["input_ids"], dtype=np.int32))
+            of = tokens["overflow_to_sample_mapping"]
+            owner.append(np.array(of, dtype=np.int32) + first)
+            length = np.array(tokens["attention_mask"], dtype=np.int32).sum(1)
+            for i, question in enumerate(of):
+                segments = tokens.sequence_ids(i)
+                context = segments.index(1) if 1 in segments else int(length[i])
+                ends.append((context, int(length[i])))
+                answers.append(_answer_tokens(tokens, i, some[question]))
+                if with_offsets:
+                    # A context token has a non-empty span; everything else counts as not allowed.
+                    table = np.array(tokens["offset_mapping"][i], dtype=np.int32)
+                    table[[s != 1 for s in segments]] = 0
+                    offsets.append(table)
+        self.ids = np.concatenate(ids) if ids else np.zeros((0, size), np.int32)
+        self.question = np.concatenate(owner) if owner else np.zeros(0, np.int32)
+        self.ends = np.array(ends, dtype=np.int32).reshape(-1, 2)
+        self.answers = np.array(answers, dtype=np.int32).reshape(-1, 2)
+        self.offsets = np.stack(offsets) if offsets else np.zeros((0, size, 2), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _answer_tokens(tokens: Any, window: int, question: Question) -> tuple[int, int]:
+    """First and last token of the first answer in this window, or (0, 0) when it is not wholly inside."""
+    text, at = question.answers[0]
+    first = tokens.char_to_token(window, at, sequence_index=1)
+    last = tokens.char_to_token(window, at + len(text) - 1, sequence_index=1)
+    return (0, 0) if first is None or last is None else (first, last)
+
+
+def _cut(questions: list[str], workload: BertSquad) -> list[str]:
+    """Questions of at most `max_query_len` tokens."""
+    limit = workload.max_query_len
+    tokens = workload.tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        question if len(spans) <= limit else question[: spans[limit - 1][1]]
+        for question, spans in zip(questions, tokens["offset_mapping"], strict=True)
+    ]

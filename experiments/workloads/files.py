@@ -1,0 +1,77 @@
+"""Checks of data folders that need no heavy import, shared by the workloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.errors import UserError
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+
+
+def existing_dir(path: str | Path, what: str) -> Path:
+    """`path` as a Path. Raises UserError when it is not a folder."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"data.path: no folder {folder}: {what}")
+    return folder
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Names of the class folders of an image folder. Raises UserError when one holds no image or none is there."""
+    if not folder.is_dir():
+        raise UserError(f"data.path: no folder {folder}: images lie in <data.path>/train/<class>/ and /val/<class>/")
+    classes = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    if not classes:
+        raise UserError(f"data.path: {folder} is empty: expected one folder of images per class")
+    for name in classes:
+        if not any(p.suffix.lower() in IMAGE_SUFFIXES for p in (folder / name).rglob("*")):
+            raise UserError(f"data.path: {folder / name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    return classes
+
+
+def image_split(root: Path, names: tuple[str, ...]) -> Path:
+    """The first of `root/<name>` that exists, else `root/<names[0]>` (which the caller's check will refuse)."""
+    return next((root / name for name in names if (root / name).is_dir()), root / names[0])
+
+
+def check_image_folder(path: str | Path) -> list[str]:
+    """Class names of `<path>/train`, after checking that `<path>/val` has the same. Raises UserError."""
+    root = existing_dir(path, "expected train/<class>/*.jpg and val/<class>/*.jpg in it")
+    classes = class_folders(image_split(root, ("train",)))
+    held_out = class_folders(image_split(root, ("val", "test")))
+    if classes != held_out:
+        odd = sorted(set(classes) ^ set(held_out))[0]
+        raise UserError(f"data.path: train and val of {root} do not have the same classes (first difference: {odd})")
+    return classes
+
+
+def text_files(path: str | Path) -> list[Path]:
+    """`path` itself when it is a file, else the .txt files in it, sorted. Raises UserError when there are none."""
+    source = Path(path).expanduser()
+    if source.is_file():
+        files = [source]
+    elif source.is_dir():
+        files = sorted(source.glob("*.txt"))
+    else:
+        raise UserError(f"data.path: {source} does not exist: give a text file or a folder of .txt files")
+    if not files:
+        raise UserError(f"data.path: {source} holds no .txt file")
+    if all(f.stat().st_size == 0 for f in files):
+        raise UserError(f"data.path: the text in {source} is empty")
+    return files
+
+
+def read_text(file: Path) -> str:
+    """Text of `file`. Raises UserError when it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.path: {file} is not UTF-8 text (byte {error.start})") from error
+
+
+def no_synthetic(what: str) -> UserError:
+    """The error for a run at paper scale that has no data."""
+    return UserError(
+        f"no data: give data.path=... ({what}), or scale=quick, or workload.allow_synthetic=true to measure time only"
+    )

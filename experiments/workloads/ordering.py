@@ -1,0 +1,58 @@
+"""Random streams and the split of an epoch over ranks, shared by the workloads."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.errors import UserError
+from experiments.workloads.base import Shard
+
+
+def generator(*keys: int | str) -> torch.Generator:
+    """A CPU generator whose stream depends on `keys` alone, e.g. `generator("order", seed, epoch)`.
+
+    torch's global generator is left untouched: dropout must not depend on how data is read.
+    """
+    words = [zlib.crc32(key.encode()) if isinstance(key, str) else key for key in keys]
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1))
+
+
+def steps_per_epoch(samples: int, world_size: int, batch_per_rank: int, what: str) -> int:
+    """Full batches that every rank gets from `samples`; the remainder is dropped so that ranks stay in step.
+
+    Raises UserError when there is not one batch for each rank.
+    """
+    steps = samples // (world_size * batch_per_rank)
+    if steps == 0:
+        raise UserError(
+            f"{what} has {samples} training samples, fewer than one batch of {batch_per_rank} on each of "
+            f"{world_size} ranks: lower train.batch_per_rank or give more data"
+        )
+    return steps
+
+
+def batch_indices(
+    samples: int, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int, what: str
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (step, indices[batch_per_rank]) of this rank, from step `start`.
+
+    One permutation per (seed, epoch), the same on all ranks; step t takes its t-th block of world_size batches and
+    rank r the r-th batch in it, so ranks see disjoint samples.
+    """
+    steps = steps_per_epoch(samples, shard.world_size, batch_per_rank, what)
+    order = torch.randperm(samples, generator=generator("order", seed, epoch))
+    for step in range(start, steps):
+        first = (step * shard.world_size + shard.rank) * batch_per_rank
+        yield step, order[first : first + batch_per_rank]
+
+
+def fixed_choice(count: int, limit: int | None, name: str) -> list[int]:
+    """Sorted indices of `limit` out of `count` items, always the same ones, whatever the seed of the run."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted(torch.randperm(count, generator=generator("choice", name))[:limit].tolist())

@@ -1,0 +1,218 @@
+"""Word-level language model with an LSTM: Penn Treebank, or any text split into train, valid and test files."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.errors import UserError
+from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.files import existing_dir, no_synthetic, read_text
+from experiments.workloads.ordering import generator
+
+# preset: (hidden size, dropout), both with two layers (Zaremba et al., 2014)
+PRESETS = {"tiny": (64, 0.0), "small": (200, 0.0), "medium": (650, 0.5)}
+EOS, UNKNOWN = "<eos>", "<unk>"
+
+Hidden = tuple[Tensor, Tensor]
+
+
+class PennTreebank(Workload):
+    """Next-word prediction on one long stream of words; one sample is one token.
+
+    The training stream is cut into world_size * batch_per_rank columns of equal length; rank r reads columns
+    [r * batch_per_rank, (r + 1) * batch_per_rank), `bptt` words at a time, and carries the LSTM's hidden state from
+    batch to batch. The order is that of the text, so batches do not depend on the seed.
+
+    data_path:       folder with ptb.train.txt and ptb.valid.txt (or train.txt and valid.txt); None: synthetic text.
+    preset:          tiny | small | medium.
+    dropout:         overrides the preset's.
+    bptt:            length of a batch in words, through which gradients flow.
+    tie_weights:     the output layer shares the embedding's weights.
+    eval_columns:    columns of the validation stream; fixes the result for any number of ranks.
+    allow_synthetic: False makes a missing `data_path` an error.
+    """
+
+    name = "ptb"
+    metric = "perplexity"
+    higher_is_better = False
+    target = None
+    sample = "tokens"
+
+    def __init__(
+        self,
+        data_path: str | None = None,
+        preset: str = "medium",
+        dropout: float | None = None,
+        bptt: int = 35,
+        tie_weights: bool = False,
+        eval_columns: int = 16,
+        allow_synthetic: bool = True,
+    ) -> None:
+        if preset not in PRESETS:
+            raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+        if dropout is not None and not 0 <= dropout < 1:
+            raise UserError(f"workload.dropout={dropout} must be in [0, 1)")
+        if bptt < 1 or eval_columns < 1:
+            raise UserError("workload.bptt and workload.eval_columns must be 1 or more")
+        self.data_path = data_path
+        self.hidden_size, preset_dropout = PRESETS[preset]
+        self.dropout = preset_dropout if dropout is None else dropout
+        self.bptt = bptt
+        self.tie_weights = tie_weights
+        self.eval_columns = eval_columns
+        self.allow_synthetic = allow_synthetic
+        self.synthetic = data_path is None
+        self.data_name = "synthetic Markov text" if data_path is None else f"text of {Path(data_path).name}"
+        self._hidden: Hidden | None = None
+
+    def check(self) -> None:
+        if self.data_path is None:
+            if not self.allow_synthetic:
+                raise no_synthetic("a folder with ptb.train.txt and ptb.valid.txt")
+            return
+        for split in ("train", "valid"):
+            self._file(split)
+
+    def prepare(self, shard: Shard) -> None:
+        if self.data_path is None:
+            self._train, self._valid, self.vocab_size = _markov_text()
+            return
+        train_words = _words(self._file("train"))
+        # Most frequent first, ties by spelling: the same numbers on every rank.
+        counts = Counter(train_words)
+        words = [word for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+        if UNKNOWN not in counts:
+            words.append(UNKNOWN)
+        ids = {word: i for i, word in enumerate(words)}
+        unknown = ids[UNKNOWN]
+        self.vocab_size = len(ids)
+        self._train = torch.tensor([ids[word] for word in train_words])
+        self._valid = torch.tensor([ids.get(word, unknown) for word in _words(self._file("valid"))])
+        if len(self._valid) < 2 * self.eval_columns:
+            raise UserError(f"data.path: {self._file('valid')} has fewer than {2 * self.eval_columns} words")
+        if self.vocab_size == 10_000 and len(self._train) == 929_589:
+            self.data_name = "Penn Treebank"
+
+    def build_model(self) -> nn.Module:
+        return LSTMModel(self.vocab_size, self.hidden_size, self.dropout, self.tie_weights)
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        # The last word of a column has no successor.
+        steps = (len(self._train) // (world_size * batch_per_rank) - 1) // self.bptt
+        if steps < 1:
+            raise UserError(
+                f"{self.data_name} has {len(self._train)} training words, too few for {world_size} ranks with "
+                f"{batch_per_rank} columns of {self.bptt} words: lower train.batch_per_rank or workload.bptt"
+            )
+        return steps
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        """Yields (words[bptt, B], next words[bptt, B], whether it opens the stream)."""
+        steps = self.steps_per_epoch(shard.world_size, batch_per_rank)
+        columns = _columns(self._train, shard.world_size * batch_per_rank)
+        mine = columns[:, shard.rank * batch_per_rank : (shard.rank + 1) * batch_per_rank].to(shard.device)
+        for step in range(start, steps):
+            first = step * self.bptt
+            yield mine[first : first + self.bptt], mine[first + 1 : first + 1 + self.bptt], step == 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        words, following, opens = batch
+        hidden = None if opens else self._hidden
+        if hidden is None:
+            shape = (LSTMModel.LAYERS, words.shape[1], self.hidden_size)
+            hidden = (torch.zeros(shape, device=words.device), torch.zeros(shape, device=words.device))
+        logits, (h, c) = model(words, hidden)
+        # float(): under autocast the state may come back in half precision, the next call wants fp32.
+        self._hidden = (h.detach().float(), c.detach().float())
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        if self.synthetic:
+            return {}
+        columns = _columns(self._valid, self.eval_columns)[:, shard.rank :: shard.world_size].to(shard.device)
+        loss, count = 0.0, 0.0
+        if columns.shape[1]:  # with more ranks than columns some have nothing to do
+            shape = (LSTMModel.LAYERS, columns.shape[1], self.hidden_size)
+            hidden = (torch.zeros(shape, device=shard.device), torch.zeros(shape, device=shard.device))
+            for first in range(0, len(columns) - 1, self.bptt):
+                following = columns[first + 1 : first + 1 + self.bptt]
+                logits, (h, c) = model(columns[first : first + len(following)], hidden)
+                hidden = (h.float(), c.float())
+                loss += float(F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum"))
+                count += following.numel()
+        loss, count = all_sum([loss, count], shard)
+        # Capped so that a diverged run writes a number, not an overflow.
+        return {"perplexity": math.exp(min(loss / count, 50.0)), "loss": loss / count}
+
+    def samples(self, batch_per_rank: int) -> int:
+        return batch_per_rank * self.bptt
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._hidden is None else {"h": self._hidden[0], "c": self._hidden[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._hidden = (state["h"], state["c"]) if state else None
+
+    def _file(self, split: str) -> Path:
+        root = existing_dir(str(self.data_path), "expected ptb.train.txt and ptb.valid.txt in it")
+        for name in (f"ptb.{split}.txt", f"{split}.txt"):
+            if (root / name).is_file():
+                if not (root / name).stat().st_size:
+                    raise UserError(f"data.path: {root / name} is empty")
+                return root / name
+        raise UserError(f"data.path: neither ptb.{split}.txt nor {split}.txt in {root}")
+
+
+class LSTMModel(nn.Module):
+    """Embedding, two LSTM layers, linear output. words[T, B] and the state -> logits[T, B, vocab] and the state."""
+
+    LAYERS = 2
+
+    def __init__(self, vocab_size: int, hidden_size: int, dropout: float, tie_weights: bool) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.lstm = nn.LSTM(hidden_size, hidden_size, self.LAYERS, dropout=dropout)
+        self.output = nn.Linear(hidden_size, vocab_size)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.05, 0.05)
+        nn.init.zeros_(self.output.bias)
+        if tie_weights:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, words: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        out, hidden = self.lstm(self.drop(self.embedding(words)), hidden)
+        return self.output(self.drop(out)), hidden
+
+
+def _columns(stream: Tensor, count: int) -> Tensor:
+    """stream[N] -> [N // count, count]: `count` contiguous pieces side by side; the remainder is dropped."""
+    length = len(stream) // count
+    return stream[: length * count].view(count, length).t().contiguous()
+
+
+def _words(file: Path) -> list[str]:
+    """Words of a text file, with <eos> at each line's end."""
+    return [word for line in read_text(file).splitlines() if line.strip() for word in [*line.split(), EOS]]
+
+
+def _markov_text(vocab: int = 1000, length: int = 60_000) -> tuple[Tensor, Tensor, int]:
+    """Training and validation stream in which each word has four possible successors, and the vocabulary's size."""
+    stream = generator("markov text")
+    successors = torch.randint(vocab, (vocab, 4), generator=stream).tolist()
+    choices = torch.randint(4, (length,), generator=stream).tolist()
+    words = [0]
+    for choice in choices[1:]:
+        words.append(successors[words[-1]][choice])
+    text = torch.tensor(words)
+    return text[: length * 9 // 10], text[length * 9 // 10 :], vocab

@@ -1,0 +1,182 @@
+"""ResNet-50 on ImageNet, or on synthetic images where only time and bytes are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from experiments.errors import UserError
+from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
+from experiments.workloads.ordering import batch_indices, generator, steps_per_epoch
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+POOL = 4  # distinct synthetic batches: enough that no result can be cached, few enough to cost nothing
+
+
+class ResNet50(Workload):
+    """torchvision's ResNet-50 (25,557,032 parameters with 1000 classes).
+
+    data_path:        folder with train/<class>/ and val/<class>/; None: synthetic images.
+    image_size:       side of the square crop in pixels, at least 32.
+    workers:          loader processes per rank for real images.
+    eval_batch:       images per batch in `evaluate`.
+    synthetic_images: images that one epoch of synthetic data stands for.
+    allow_synthetic:  False makes a missing `data_path` an error.
+    """
+
+    name = "resnet50"
+    metric = "top1"
+    target = None  # the paper gives no accuracy that could be found
+    sample = "images"
+
+    def __init__(
+        self,
+        data_path: str | None = None,
+        image_size: int = 224,
+        workers: int = 0,
+        eval_batch: int = 64,
+        synthetic_images: int = 1_281_167,
+        allow_synthetic: bool = True,
+    ) -> None:
+        if image_size < 32:
+            raise UserError(f"workload.image_size={image_size} is too small: at least 32, the paper uses 224")
+        if workers < 0:
+            raise UserError(f"workload.workers={workers} must be 0 or more")
+        self.data_path = data_path
+        self.image_size = image_size
+        self.workers = workers
+        self.eval_batch = eval_batch
+        self.allow_synthetic = allow_synthetic
+        self.synthetic = data_path is None
+        self.data_name = f"synthetic {image_size}x{image_size} images" if data_path is None else "ImageNet folder"
+        self.num_classes = 1000
+        self._train_size = synthetic_images
+        self._folders: dict[str, Any] = {}
+        self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
+
+    def check(self) -> None:
+        if self.data_path is not None:
+            check_image_folder(self.data_path)
+        elif not self.allow_synthetic:
+            raise no_synthetic("a folder with ImageNet's train/ and val/")
+
+    def prepare(self, shard: Shard) -> None:
+        if self.data_path is None:
+            return
+        from torchvision.datasets import ImageFolder
+
+        classes = check_image_folder(self.data_path)
+        root = existing_dir(self.data_path, "expected train/ and val/ in it")
+        self._folders = {
+            "train": ImageFolder(image_split(root, ("train",))),
+            "val": ImageFolder(image_split(root, ("val", "test"))),
+        }
+        self.num_classes = len(classes)
+        self._train_size = len(self._folders["train"])
+
+    def build_model(self) -> nn.Module:
+        from torchvision.models import resnet50
+
+        return resnet50(weights=None, num_classes=self.num_classes)
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return steps_per_epoch(self._train_size, world_size, batch_per_rank, self.data_name)
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        if self.synthetic:
+            pool = self._synthetic_pool(shard, batch_per_rank, seed)
+            steps = self.steps_per_epoch(shard.world_size, batch_per_rank)
+            for step in range(start, steps):
+                yield pool[(epoch * steps + step) % len(pool)]
+            return
+        from torchvision import transforms as T
+
+        augment = T.Compose([T.RandomResizedCrop(self.image_size), T.RandomHorizontalFlip(), *_to_tensor()])
+        order = [
+            indices.tolist()
+            for _, indices in batch_indices(
+                self._train_size, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
+            )
+        ]
+        yield from self._load(_Images(self._folders["train"], augment, seed, epoch), order, shard)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        if self.synthetic:
+            return {}
+        from torchvision import transforms as T
+
+        resize = T.Resize(round(self.image_size * 256 / 224))
+        images = _Images(self._folders["val"], T.Compose([resize, T.CenterCrop(self.image_size), *_to_tensor()]), 0, 0)
+        mine = list(range(shard.rank, len(images), shard.world_size))
+        batches = [mine[i : i + self.eval_batch] for i in range(0, len(mine), self.eval_batch)]
+        sums = [0.0, 0.0, 0.0]
+        for pixels, labels in self._load(images, batches, shard):
+            best = model(pixels).topk(min(5, self.num_classes), dim=1).indices == labels[:, None]
+            sums[0] += float(best[:, 0].sum())
+            sums[1] += float(best.any(dim=1).sum())
+            sums[2] += len(labels)
+        top1, top5, count = all_sum(sums, shard)
+        return {"top1": 100 * top1 / count, "top5": 100 * top5 / count}
+
+    def _synthetic_pool(self, shard: Shard, batch: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+        key = (shard, batch, seed)
+        if self._pool is None or self._pool[0] != key:
+            stream = generator("synthetic images", seed, shard.rank)
+            pool = []
+            for _ in range(POOL):
+                images = torch.randn(batch, 3, self.image_size, self.image_size, generator=stream)
+                labels = torch.randint(self.num_classes, (batch,), generator=stream)
+                pool.append((images.to(shard.device), labels.to(shard.device)))
+            self._pool = (key, pool)
+        return self._pool[1]
+
+    def _load(self, images: _Images, batches: list[list[int]], shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+        cuda = shard.device.type == "cuda"
+        loader = DataLoader(
+            images,
+            batch_sampler=batches,
+            num_workers=self.workers,
+            pin_memory=cuda,
+            generator=torch.Generator(),  # without it the loader draws from torch's global generator
+        )
+        for pixels, labels in loader:
+            yield pixels.to(shard.device, non_blocking=cuda), labels.to(shard.device, non_blocking=cuda)
+
+
+def _to_tensor() -> list[Any]:
+    from torchvision import transforms as T
+
+    return [T.ToTensor(), T.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    """An ImageFolder whose random transforms depend on (seed, epoch, index) alone, in whatever process they run."""
+
+    def __init__(self, folder: Any, transform: Any, seed: int, epoch: int) -> None:
+        self.folder, self.transform, self.seed, self.epoch = folder, transform, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            image, label = self.folder[index]
+        except OSError as error:
+            raise UserError(f"data.path: {self.folder.samples[index][0]} is not a readable image ({error})") from error
+        # torchvision's transforms draw from the global generator, so it is borrowed and given back.
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.set_state(generator("augment", self.seed, self.epoch, index).get_state())
+            return self.transform(image), label

@@ -1,0 +1,163 @@
+"""Questions of SQuAD 1.1 from JSON files, from the hub, or made up."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.errors import UserError
+from experiments.workloads.ordering import generator
+
+XZ_MAGIC = b"\xfd7zXZ\x00"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question on one paragraph. `answers`: (text, offset of its first character in `context`), at least one."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
+def find_file(folder: str | None, given: str | None, split: str) -> Path:
+    """The file of `split` (train | dev): `given` (absolute or inside `folder`), else the one in `folder`.
+
+    Raises UserError when it is missing, ambiguous, or plainly not JSON.
+    """
+    root = Path(folder).expanduser() if folder else Path()
+    if folder and not root.is_dir():
+        raise UserError(f"data.path: no folder {root}: expected train-v1.1.json and dev-v1.1.json in it")
+    if given:
+        file = root / Path(given).expanduser()
+        if not file.is_file():
+            raise UserError(f"workload.{split}_file: no file {file}")
+    else:
+        found = [root / f"{split}-v1.1.json{end}" for end in ("", ".xz")]
+        found = [f for f in found if f.is_file()][:1] or sorted(root.glob(f"{split}*.json*"))
+        if len(found) != 1:
+            names = ", ".join(f.name for f in found)
+            raise UserError(
+                f"data.path: {root} holds no {split}-v1.1.json"
+                + (f": choose one of {names} with workload.{split}_file" if names else "")
+            )
+        file = found[0]
+    _check_ends(file)
+    return file
+
+
+def _check_ends(file: Path) -> None:
+    """A cheap look at both ends of a file: a truncated download shows without parsing all of it."""
+    with file.open("rb") as stream:
+        head = stream.read(64)
+        stream.seek(max(0, file.stat().st_size - 64))
+        tail = stream.read()
+    good = head.startswith(XZ_MAGIC) and tail.endswith(b"YZ") if file.suffix == ".xz" else _is_braced(head, tail)
+    if not good:
+        raise UserError(f"{file} is not a complete SQuAD JSON file (a truncated or wrong download?)")
+
+
+def _is_braced(head: bytes, tail: bytes) -> bool:
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") and tail.rstrip().endswith(b"}")
+
+
+def read_json(file: Path) -> list[Question]:
+    """Questions of a file in the official SQuAD 1.1 format, plain or .xz. Raises UserError when it is broken."""
+    try:
+        raw = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+        document = json.loads(raw)
+    except (ValueError, lzma.LZMAError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    try:
+        questions = [
+            Question(
+                str(qa["id"]),
+                str(qa["question"]).strip(),
+                paragraph["context"],
+                tuple((str(a["text"]), int(a["answer_start"])) for a in qa["answers"]),
+            )
+            for article in document["data"]
+            for paragraph in article["paragraphs"]
+            for qa in paragraph["qas"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is not in SQuAD 1.1 format: {type(error).__name__} {error}") from error
+    return checked(questions, str(file))
+
+
+def read_hub(dataset: str, split: str) -> list[Question]:
+    """Questions of a hub data set with SQuAD's columns. Raises UserError when the hub cannot be reached."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        table: Any = datasets.load_dataset(dataset, split=split)
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise UserError(
+            f"cannot load {dataset} from the hub ({type(error).__name__}): give local files with data.path=FOLDER "
+            "(train-v1.1.json, dev-v1.1.json), or workload.dataset=synthetic"
+        ) from error
+    try:
+        questions = [
+            Question(
+                row["id"],
+                row["question"].strip(),
+                row["context"],
+                tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)),
+            )
+            for row in table
+        ]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{dataset} has not SQuAD's columns (id, question, context, answers): {error}") from error
+    return checked(questions, dataset)
+
+
+def checked(questions: list[Question], source: str) -> list[Question]:
+    """`questions` whose answers stand at their offsets. Raises UserError when more than 1 % do not, or none is left."""
+    good = [q for q in questions if q.answers and all(q.context[at : at + len(text)] == text for text, at in q.answers)]
+    if len(good) < max(1, 0.99 * len(questions)):
+        raise UserError(
+            f"{source}: {len(questions) - len(good)} of {len(questions)} questions have no answer at the given offset"
+        )
+    return good
+
+
+def synthetic_questions(count: int, split: str) -> list[Question]:
+    """Made-up paragraphs of a few facts, each asked for one of them; the answer is a name or a year."""
+    stream = generator("synthetic questions", split)
+
+    def pick(items: list[str]) -> str:
+        return items[int(torch.randint(len(items), (1,), generator=stream))]
+
+    things = ["bridge", "castle", "library", "harbour", "theatre", "railway", "garden", "market", "tower", "canal"]
+    places = ["Alda", "Brevik", "Corvo", "Dunmore", "Elsin", "Farow", "Gant", "Holm", "Istra", "Jarna"]
+    people = ["Ada Moor", "Ben Holt", "Cara Lind", "Dov Marsh", "Eva Roth", "Finn Oake", "Gail Pike", "Hugo Stern"]
+    questions = []
+    for number in range(count):
+        facts = []
+        for _ in range(5):
+            thing, place, person = pick(things), pick(places), pick(people)
+            year = str(1500 + int(torch.randint(500, (1,), generator=stream)))
+            facts.append((thing, place, person, year))
+        text = [f"The {t} of {p} was built by {who} in {y}." for t, p, who, y in facts]
+        asked = int(torch.randint(len(facts), (1,), generator=stream))
+        thing, place, person, year = facts[asked]
+        wants_year = bool(torch.randint(2, (1,), generator=stream))
+        before = sum(len(sentence) + 1 for sentence in text[:asked])
+        answer = year if wants_year else person
+        questions.append(
+            Question(
+                id=f"{split}-{number}",
+                question=f"{'When was' if wants_year else 'Who built'} the {thing} of {place}"
+                + (" built?" if wants_year else "?"),
+                context=" ".join(text),
+                answers=((answer, before + text[asked].index(answer)),),
+            )
+        )
+    return questions
