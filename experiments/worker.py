@@ -27,10 +27,10 @@ from launch.process import die_with_parent
 Train = Callable[[RunSpec], None]
 
 
-def run_rank(spec: RunSpec, train: Train | None = None) -> int:
-    """Trains as the rank that the environment names and returns the exit status: 0, 1, or 2 for bad input.
+def run_rank(spec: RunSpec, train: Train | None = None) -> None:
+    """Trains as the rank that the environment names. `train` defaults to `experiments.train.train`.
 
-    Every failure is left in `<run_dir>/errors/rank<r>.json`. `train` defaults to `experiments.train.train`.
+    Whatever it raises is also left in `<run_dir>/errors/rank<r>.json`.
     """
     me = _Rank(spec)
     me.save("running")
@@ -43,23 +43,23 @@ def run_rank(spec: RunSpec, train: Train | None = None) -> int:
     except BaseException as error:
         me.save_error(error)
         me.save("failed")
-        return 2 if isinstance(error, UserError) else 1
+        raise
     me.save("done")
-    return 0
 
 
 def main(spec_path: str, train: Train | None = None) -> None:
-    """The whole life of a rank's process; never returns."""
+    """The whole life of a rank's process; never returns. Exit status: 0, 1, or 2 for bad input."""
     die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
     spec = RunSpec.load(spec_path)
     me = _Rank(spec)
     _redirect_output(me)
     _end_on_sigterm(me)
-    code = run_rank(spec, train)
-    _flush()
-    if code:
+    try:
+        run_rank(spec, train)
+    except BaseException as error:
+        _flush()
         # Threads of a broken process group could keep an ordinary exit waiting for ever.
-        os._exit(code)
+        os._exit(2 if isinstance(error, UserError) else 1)
     sys.exit(0)
 
 

@@ -1,0 +1,144 @@
+"""Runs one experiment: `python experiments/run.py +exp=bert_squad [key=value ...]`, with Hydra's whole syntax.
+
+Composes once, starts its own workers (`cluster=...` says where) and waits for them. Under torchrun it starts nothing
+and trains in that world. `-m` runs one job after the other. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from experiments import compose
+from experiments.compose import Composed
+from experiments.errors import UserError
+from experiments.spec import RunSpec
+from launch.failure import RunFailed, write_record
+from launch.process import Stopped
+
+_keep: list[object] = []  # the store of a world that rank 0 hosts must outlive `share`
+
+
+def launch(composed: Composed, *, command: str, group: str | None = None) -> RunSpec:
+    """Checks, starts and waits for one run. Raises UserError or RunFailed."""
+    compose.check(composed)
+    spec = compose.make_spec(composed, command=command, group=group)
+    compose.launcher(spec.config).launch(spec)
+    return spec
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(composed: Composed, *, command: str) -> RunSpec:
+    """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
+    from experiments import worker
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        raise UserError(f"{world} ranks are no multiple of the {per_node} on this node: start as many on every node")
+    cluster = composed.config.cluster
+    cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"
+    compose.check(composed, rank_zero=rank == 0)
+    command = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {per_node} {command.removeprefix('python ')}"
+    spec = share(compose.make_spec(composed, command=command) if rank == 0 else None)
+    if rank == 0:
+        spec.save()
+    try:
+        worker.run_rank(spec)
+    except UserError:
+        raise
+    except Exception as error:
+        if rank == 0:
+            write_record(spec, f"rank 0: {type(error).__name__}: {error}")
+        raise
+    return spec
+
+
+def share(spec: RunSpec | None) -> RunSpec:
+    """Rank 0's `spec`, on every rank: one id and one directory for the run."""
+    import dataclasses
+    import json
+
+    import torch.distributed as dist
+
+    store, rank, _ = next(iter(dist.rendezvous("env://")))
+    _keep.append(store)
+    key = f"birder/spec/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{len(_keep)}"
+    if rank == 0:
+        assert spec is not None
+        store.set(key, json.dumps(dataclasses.asdict(spec)))
+        return spec
+    return RunSpec(**json.loads(store.get(key)))
+
+
+def typed(script: str, arguments: list[str]) -> str:
+    """The command line as the user would type it again."""
+    return shlex.join(["python", f"experiments/{script}.py", *arguments])
+
+
+def report(error: BaseException) -> int:
+    """Tells the user in one line what ended a run, and returns the exit status."""
+    if isinstance(error, UserError | RunFailed):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted: every process of the run has ended", file=sys.stderr, flush=True)
+        return 130
+    if isinstance(error, Stopped):
+        print(f"{error}: every process of the run has ended", file=sys.stderr, flush=True)
+        return error.code
+    raise error
+
+
+def main() -> int:
+    """The Hydra application."""
+    arguments = sys.argv[1:]
+    jobs = 0
+    failed: list[tuple[str, int]] = []
+
+    def job(config: DictConfig) -> None:
+        nonlocal jobs
+        jobs += 1
+        hydra_config = HydraConfig.get()
+        composed = Composed(config, dict(hydra_config.runtime.choices), list(hydra_config.overrides.task))
+        try:
+            if under_torchrun():
+                join(composed, command=typed("run", composed.overrides))
+            else:
+                launch(composed, command=typed("run", composed.overrides))
+        except (UserError, RunFailed) as error:
+            # The other jobs of a sweep go on.
+            failed.append((" ".join(composed.overrides), report(error)))
+
+    # Hydra's own reports of errors are many lines long: have it raise, and say it in one.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
+    except compose.CONFIG_ERRORS as error:
+        typed_overrides = [a for a in arguments if not a.startswith("-")]
+        return report(compose.explain(error, typed_overrides))
+    except (KeyboardInterrupt, Stopped, UserError) as error:
+        return report(error)
+    if jobs > 1 and failed:
+        print(f"{len(failed)} of {jobs} jobs failed:", file=sys.stderr)
+        for overrides, _ in failed:
+            print(f"  {overrides}", file=sys.stderr)
+        return 1
+    return failed[0][1] if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

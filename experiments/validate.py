@@ -1,0 +1,138 @@
+"""Ranges of every configuration key, checked in the launcher before anything heavy is imported or started.
+
+The rules are by key, so a new optimizer or cluster that uses the usual names is covered; what a class alone can know,
+its constructor checks on the workers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import UserError
+
+Rule = Callable[[Any], bool]
+
+
+def whole(minimum: int) -> tuple[Rule, str]:
+    """A whole number, `minimum` or more. True and 4.0 are none."""
+    return (
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= minimum,
+        f"a whole number, {minimum} or more",
+    )
+
+
+def number(rule: Rule, words: str) -> tuple[Rule, str]:
+    """A finite int or float for which `rule` holds."""
+    return lambda v: is_number(v) and rule(v), f"a number {words}"
+
+
+def optional(rule: tuple[Rule, str]) -> tuple[Rule, str]:
+    """null, or what `rule` asks for."""
+    return lambda v: v is None or rule[0](v), f"{rule[1]}, or null"
+
+
+def one_of(*options: Any) -> tuple[Rule, str]:
+    """One of `options`; a bool only matches a bool."""
+    return (
+        lambda v: any(v == o and isinstance(v, bool) == isinstance(o, bool) for o in options),
+        "one of " + ", ".join(str(o).lower() if isinstance(o, bool) else str(o) for o in options),
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite int or float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _betas(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(is_number(v) and 0 <= v < 1 for v in value)
+
+
+def _milestones(value: Any) -> bool:
+    return isinstance(value, list) and all(is_number(v) and v > 0 for v in value) and value == sorted(set(value))
+
+
+_POSITIVE = number(lambda v: v > 0, "above 0")
+_NOT_NEGATIVE = number(lambda v: v >= 0, "of 0 or more")
+_DECAY = number(lambda v: 0 <= v < 1, "from 0 up to, but not including, 1")
+_FRACTION = number(lambda v: 0 <= v <= 1, "from 0 to 1")
+_SWITCH = one_of(True, False)
+
+# The shape of the world and the batch: other keys are computed from these, so these come first.
+FIRST: dict[str, tuple[Rule, str]] = {
+    "cluster.nodes": whole(1),
+    "cluster.ranks_per_node": whole(1),
+    "train.lr_batch": one_of("total", "per_gpu"),
+    "train.batch_per_rank": whole(1),
+    "train.accumulate": whole(1),
+}
+
+REST: dict[str, tuple[Rule, str]] = {
+    "seed": whole(0),
+    "resume": one_of("never", "auto"),
+    "cluster.backend": one_of("auto", "nccl", "gloo"),
+    "cluster.max_restarts": whole(0),
+    "cluster.timeout_s": _POSITIVE,
+    "cluster.dry_run": _SWITCH,
+    "train.epochs": _POSITIVE,
+    "train.max_steps": optional(whole(1)),
+    "train.precision": one_of("fp32", "bf16", "fp16"),
+    "train.lr_schedule.name": one_of("constant", "linear", "step"),
+    "train.lr_schedule.warmup": _FRACTION,
+    "train.lr_schedule.final": _NOT_NEGATIVE,
+    "train.lr_schedule.gamma": _POSITIVE,
+    "train.lr_schedule.milestones": (_milestones, "a rising list of epochs, such as [30,60,90]"),
+    "train.eval_every": whole(0),
+    "train.timing_warmup": whole(0),
+    "train.threads": optional(whole(1)),
+    "comm.enabled": _SWITCH,
+    "comm.topology": one_of("flat", "hierarchical"),
+    "comm.overlap": _SWITCH,
+    "comm.bucket_mb": _POSITIVE,
+    "checkpoint.every": whole(0),
+    "checkpoint.keep": whole(1),
+    "optimizer.lr": _NOT_NEGATIVE,
+    "optimizer.momentum": _DECAY,
+    "optimizer.beta": _DECAY,
+    "optimizer.betas": (_betas, "two numbers from 0 up to, but not including, 1, such as [0.9,0.999]"),
+    "optimizer.eps": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.warmup_steps": whole(0),
+    "optimizer.decoupled": _SWITCH,
+    "optimizer.wire": one_of("fp32", "bf16", "fp16"),
+}
+
+
+def check(get: Callable[[str], Any], has: Callable[[str], bool], rules: dict[str, tuple[Rule, str]]) -> None:
+    """Raises UserError for the first key of `rules` that is present (`has`) and whose value (`get`) breaks its rule."""
+    for key, (rule, words) in rules.items():
+        if has(key) and not rule(value := get(key)):
+            raise UserError(f"{key} must be {words}, not {shown(value)}")
+
+
+def check_name(key: str, name: Any) -> None:
+    """Raises UserError unless `name` is safe as the name of a file."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str(name)):
+        raise UserError(f"{key} names a folder: letters, digits, '.', '_', '-', at most 100 of them, not {shown(name)}")
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Raises UserError unless files can be made in `folder`, or in the nearest parent that exists. Makes nothing."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise UserError(f"{key}={folder}: {there} is a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key}={folder} cannot be written to: choose another folder with {key}=FOLDER")
+
+
+def shown(value: Any) -> str:
+    """`value` as the user would type it, within one line."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return f"'{text}'" if isinstance(value, str) else text
