@@ -1,9 +1,9 @@
-"""Classification of small images held in memory: CIFAR-100, Fashion-MNIST, scikit-learn's digits, any image folder."""
+"""Classification of small images held in memory. The data sets are subclasses, one file each."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,103 +11,77 @@ from torch import Tensor, nn
 
 from experiments.errors import UserError
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
-from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
+from experiments.workloads.files import existing_dir, no_synthetic
 from experiments.workloads.ordering import batch_indices, fixed_choice, generator, steps_per_epoch
 
-# dataset: (name in tables, channels, side, classes); None: found from the files
-DATASETS: dict[str, tuple[str, int, int, int] | None] = {
-    "cifar100": ("CIFAR-100", 3, 32, 100),
-    "fashion_mnist": ("Fashion-MNIST", 1, 28, 10),
-    "digits": ("scikit-learn digits", 1, 8, 10),
-    "image_folder": None,
-}
-# What must lie in data_path, and how to get it.
-FILES = {
-    "cifar100": (
-        "cifar-100-python/train",
-        "unpack cifar-100-python.tar.gz there, or run torchvision.datasets.CIFAR100(root, download=True) once",
-    ),
-    "fashion_mnist": (
-        "FashionMNIST/raw/train-images-idx3-ubyte",
-        "unpack the four archives to FashionMNIST/raw/ there, or run torchvision.datasets.FashionMNIST(root, "
-        "download=True) once",
-    ),
-}
 MODELS = ("resnet18", "small_cnn")
 AUGMENTATIONS = ("none", "flip", "crop_flip")
+
+Split = tuple[Tensor, Tensor]  # uint8[N, C, H, W] images, int64[N] labels
 
 
 class SmallImages(Workload):
     """The whole data set as uint8 tensors on the device; shuffling and augmentation on tensors.
 
-    dataset:         cifar100 | fashion_mnist | digits | image_folder.
-    data_path:       torchvision's root, or a folder with train/<class>/ and val/<class>/. Not used by `digits`; None:
-                     random images of the data set's shape (time only).
+    A subclass gives `name`, `title`, `shape`, `num_classes` and `read`, and `check_files` where files are needed.
+
+    data_path:       where the files lie; None: random images of the data set's shape (time only).
     model:           resnet18 (CIFAR form: 3x3 stem, no max-pooling) | small_cnn (two convolutions, two linear layers).
     augment:         none | flip | crop_flip (zero padding of an eighth of the side, random crop, random flip).
-    image_size:      side to which an image folder is resized; None: the size of its first image.
     train_images:    number of training images to use, always the same ones; None: all.
-    target:          published accuracy, where there is one.
+    eval_batch:      images per batch in `evaluate`.
     allow_synthetic: False makes a missing `data_path` an error.
     """
 
     metric = "top1"
     sample = "images"
 
+    title: str  # of the data set, in tables
+    shape: tuple[int, int, int]  # channels, height, width
+    num_classes: int
+    needs_files = True
+
     def __init__(
         self,
-        dataset: str,
         data_path: str | None = None,
         model: str = "small_cnn",
         augment: str = "none",
-        image_size: int | None = None,
         train_images: int | None = None,
         eval_batch: int = 500,
-        target: float | None = None,
         allow_synthetic: bool = True,
     ) -> None:
-        for key, value, known in (
-            ("dataset", dataset, tuple(DATASETS)),
-            ("model", model, MODELS),
-            ("augment", augment, AUGMENTATIONS),
-        ):
+        for key, value, known in (("model", model, MODELS), ("augment", augment, AUGMENTATIONS)):
             if value not in known:
                 raise UserError(f"workload.{key}={value} is unknown: one of {', '.join(known)}")
-        if image_size is not None and image_size < 8:
-            raise UserError(f"workload.image_size={image_size} is too small: at least 8")
-        self.name = self.dataset = dataset
+        if train_images is not None and train_images < 1:
+            raise UserError(f"workload.train_images={train_images} must be 1 or more")
         self.data_path = data_path
         self.model = model
         self.augment = augment
-        self.image_size = image_size
         self.train_images = train_images
         self.eval_batch = eval_batch
-        self.target = target
         self.allow_synthetic = allow_synthetic
-        self.synthetic = data_path is None and dataset != "digits"
-        facts = DATASETS[dataset]
-        self.data_name = facts[0] if facts else f"image folder {Path(data_path).name}" if data_path else "image folder"
-        if self.synthetic:
-            self.data_name = f"synthetic images like {self.data_name}"
+        self.synthetic = data_path is None and self.needs_files
+        self.data_name = f"synthetic images like {self.title}" if self.synthetic else self.title
+
+    @abstractmethod
+    def read(self) -> tuple[Split, Split]:
+        """Training and test set. Raises UserError when files are broken."""
+
+    def check_files(self) -> None:
+        """Cheap check of the files in `data_path`, which is not None here. Raises UserError."""
 
     def check(self) -> None:
-        if self.dataset == "digits":
+        if not self.needs_files:
             return
-        if self.data_path is None:
-            if not self.allow_synthetic or self.dataset == "image_folder":
-                raise no_synthetic(f"the folder of {self.data_name}")
-        elif self.dataset == "image_folder":
-            check_image_folder(self.data_path)
-        else:
-            file, how = FILES[self.dataset]
-            root = existing_dir(self.data_path, how)
-            # torchvision reads either the unpacked file or, for the MNIST family, nothing else.
-            if not (root / file).is_file():
-                raise UserError(f"data.path: no {file} in {root}: {how}")
+        if self.data_path is not None:
+            self.check_files()
+        elif not self.allow_synthetic:
+            raise no_synthetic(f"the folder of {self.title}")
 
     def prepare(self, shard: Shard) -> None:
         self.check()
-        train, test, self.num_classes = self._read()
+        train, test = _synthetic(self.shape, self.num_classes) if self.synthetic else self.read()
         keep = fixed_choice(len(train[1]), self.train_images, "train_images")
         train = (train[0][keep], train[1][keep]) if len(keep) < len(train[1]) else train
         # Per-channel mean and spread of the training images, on the 0..1 scale.
@@ -161,55 +135,6 @@ class SmallImages(Workload):
     def _normalise(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self._mean) / self._std
 
-    def _read(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int]:
-        """Training and test set as (uint8[N, C, H, W], int64[N]), and the number of classes."""
-        facts = DATASETS[self.dataset]
-        if facts is None:
-            return self._read_folder()
-        _, channels, side, classes = facts
-        if self.dataset == "digits":
-            return *_read_digits(), classes
-        if self.synthetic:
-            stream = generator("synthetic images")
-            shape = (1024, channels, side, side)
-            images = torch.randint(256, shape, generator=stream, dtype=torch.uint8)
-            both = (images, torch.randint(classes, (1024,), generator=stream))
-            return both, both, classes
-        return *self._read_torchvision(channels), classes
-
-    def _read_torchvision(self, channels: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        from torchvision import datasets
-
-        kind = {"cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}[self.dataset]
-        parts = []
-        for train in (True, False):
-            try:
-                split = kind(str(Path(str(self.data_path)).expanduser()), train=train, download=False)
-            except (OSError, RuntimeError, ValueError, EOFError) as error:
-                raise UserError(f"data.path: cannot read {self.data_name}: {str(error).splitlines()[0]}") from error
-            images = torch.as_tensor(split.data)
-            images = images.unsqueeze(1) if channels == 1 else images.permute(0, 3, 1, 2).contiguous()
-            parts.append((images, torch.as_tensor(split.targets)))
-        return parts[0], parts[1]
-
-    def _read_folder(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int]:
-        from torchvision import transforms as T
-        from torchvision.datasets import ImageFolder
-
-        root = existing_dir(str(self.data_path), "expected train/ and val/ in it")
-        size = self.image_size
-        parts = []
-        for names in (("train",), ("val", "test")):
-            folder = ImageFolder(image_split(root, names))
-            size = size or min(folder[0][0].size)
-            fit = T.Compose([T.Resize(size), T.CenterCrop(size), T.PILToTensor()])
-            try:
-                images = torch.stack([fit(image) for image, _ in folder])
-            except OSError as error:
-                raise UserError(f"data.path: an image in {folder.root} is not readable ({error})") from error
-            parts.append((images, torch.tensor(folder.targets)))
-        return parts[0], parts[1], len(folder.classes)
-
 
 def augmented(images: Tensor, kind: str, stream: torch.Generator) -> Tensor:
     """uint8[B, C, H, W] -> the same shape, each image cropped and flipped at random by `stream` (a CPU generator)."""
@@ -230,17 +155,17 @@ def augmented(images: Tensor, kind: str, stream: torch.Generator) -> Tensor:
     return torch.where(flip, images.flip(3), images)
 
 
-def _read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """1,437 training and 360 test images of 8x8, split at random, always alike."""
-    from sklearn.datasets import load_digits
+def check_torchvision_files(root: str, file: str, how: str) -> None:
+    """Raises UserError unless `root/file` exists; `how` says how to get it."""
+    if not (existing_dir(root, how) / file).is_file():
+        raise UserError(f"data.path: no {file} in {root}: {how}")
 
-    data = load_digits()
-    # Pixels are 0..16 in the source.
-    images = torch.tensor(data.images * 255 / 16, dtype=torch.uint8).unsqueeze(1)
-    labels = torch.tensor(data.target, dtype=torch.int64)
-    order = torch.randperm(len(labels), generator=generator("digits split"))
-    train, test = order[360:], order[:360]
-    return (images[train], labels[train]), (images[test], labels[test])
+
+def _synthetic(shape: tuple[int, int, int], classes: int) -> tuple[Split, Split]:
+    stream = generator("synthetic images")
+    images = torch.randint(256, (1024, *shape), generator=stream, dtype=torch.uint8)
+    both = (images, torch.randint(classes, (1024,), generator=stream))
+    return both, both
 
 
 def _small_cnn(channels: int, side: int, classes: int) -> nn.Module:

@@ -1,0 +1,52 @@
+"""Any folder of small images, one folder per class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.errors import UserError
+from experiments.workloads.files import check_image_folder, image_split
+from experiments.workloads.small_images import SmallImages, Split
+
+
+class ImageFolder(SmallImages):
+    """`<data_path>/train/<class>/` and `val/<class>/` (or `test/`), resized to `image_size` and held in memory.
+
+    For images that do not fit into memory, or need ImageNet's augmentation, use the workload `resnet50`.
+    """
+
+    name = "image_folder"
+    num_classes = 0  # found in `read`
+
+    def __init__(self, data_path: str | None = None, image_size: int = 32, **options: Any) -> None:
+        if image_size < 8:
+            raise UserError(f"workload.image_size={image_size} is too small: at least 8")
+        self.image_size = image_size
+        self.shape = (3, image_size, image_size)
+        self.title = f"image folder {Path(data_path).name}" if data_path else "image folder"
+        super().__init__(data_path, **{**options, "allow_synthetic": False})
+
+    def check_files(self) -> None:
+        check_image_folder(str(self.data_path))
+
+    def read(self) -> tuple[Split, Split]:
+        root = Path(str(self.data_path)).expanduser()
+        train, classes = self._split(image_split(root, ("train",)))
+        test, _ = self._split(image_split(root, ("val", "test")))
+        self.num_classes = classes
+        return train, test
+
+    def _split(self, folder: Path) -> tuple[Split, int]:
+        from torchvision import datasets
+        from torchvision import transforms as T
+
+        fit = T.Compose([T.Resize(self.image_size), T.CenterCrop(self.image_size), T.PILToTensor()])
+        files = datasets.ImageFolder(str(folder), transform=fit)
+        try:
+            images = torch.stack([image for image, _ in files])
+        except OSError as error:
+            raise UserError(f"data.path: an image in {folder} is not readable ({error})") from error
+        return (images, torch.tensor(files.targets)), len(files.classes)
