@@ -1,0 +1,79 @@
+# `make help` lists targets and variables.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# An environment named by the user is used as it is; the default one is made here, and updated with pyproject.toml.
+READY := $(if $(filter .venv,$(VENV)),.venv/.ready)
+
+OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
+	$(if $(SEED),'seed=$(SEED)') $(if $(DATA),'data.path=$(DATA)') $(if $(CLUSTER),'cluster=$(CLUSTER)') \
+	$(if $(SCALE),'scale=$(SCALE)') $(if $(OPT),'--methods=$(OPT)') $(ARGS)
+
+EXPERIMENTS := resnet50 bert_squad cifar100 fashion_mnist digits ptb wikipedia
+
+resnet50:      ## ResNet-50 on ImageNet: SGDM fp32 and bf16, 1-bit Adam, Birder (the main table)
+bert_squad:    ## BERT-Base fine-tuned on SQuAD 1.1
+cifar100:      ## ResNet on CIFAR-100
+fashion_mnist: ## small images: Fashion-MNIST
+digits:        ## small images that need no download: scikit-learn's digits
+ptb:           ## word-level LSTM on Penn Treebank
+wikipedia:     ## masked-language-model pre-training of BERT-Base
+
+$(EXPERIMENTS): $(READY)
+	@$(BIN)/python experiments/compare.py +exp=$@ $(OVERRIDES)
+
+exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
+	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
+
+tables: $(READY)  ## write results/tables and results/plots again, from the records
+	@$(BIN)/python -m experiments.tables
+
+test: $(READY)  ## run the tests
+	@$(BIN)/python -m pytest -q
+
+check: $(READY)  ## lint, format and type checks
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+
+format: $(READY)  ## format the code
+	@$(BIN)/python -m ruff check --fix .
+	@$(BIN)/python -m ruff format .
+
+setup: $(READY)  ## make or update the environment and nothing else
+
+clean:  ## remove the environment and caches; keeps outputs/ and results/
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.ready: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON): install Python 3.11 or set PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Python 3.11 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1): set PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make environments: install python3-venv or set PYTHON=..." >&2; exit 2; }
+	@echo "Setting up .venv (once, some minutes: PyTorch is large) ..."
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+help:  ## show this text
+	@echo "Targets:"
+	@awk -F ':.*## *' '/^[a-z0-9_]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "Variables (unset: what the experiment's file says):"
+	@awk '/^#= /{name = $$2; $$1 = $$2 = $$3 = ""; sub(/^ +/, ""); printf "  %-14s %s\n", name, $$0}' $(firstword $(MAKEFILE_LIST))
+#= NODES = number of nodes; on one machine they are emulated by processes
+#= RANKS = ranks (GPUs) per node
+#= OPT = which optimizers, e.g. sgdm,birder
+#= SEED = random seed
+#= DATA = folder or file of the data set
+#= CLUSTER = how nodes are started: a file of conf/cluster
+#= SCALE = auto, quick or paper
+#= ARGS = anything else for experiments/compare.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
+#= PYTHON = the interpreter that makes .venv
+#= VENV = an environment to use instead of .venv
+
+.PHONY: $(EXPERIMENTS) exp tables test check format setup clean help

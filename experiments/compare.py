@@ -1,0 +1,126 @@
+"""Compares methods: `python experiments/compare.py +exp=resnet50 cluster.nodes=4 [key=value ...] [--methods a,b]`.
+
+Runs the variants that the experiment lists under `compare`, one after the other on the same machine, then prints their
+table and brings its files in `results` up to date. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from omegaconf import OmegaConf
+
+from experiments import compose, run, tables
+from experiments.compose import Composed
+from experiments.errors import UserError
+from launch.failure import RunFailed
+from launch.process import Stopped
+
+
+def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
+    """Every variant of the experiment, composed. The user's own overrides come last and so win.
+
+    methods: optimizer names (files in conf/optimizer) to keep; None keeps all. Raises UserError.
+    """
+    lists = OmegaConf.to_container(base.config.compare, resolve=True)
+    if not isinstance(lists, list) or not lists:
+        raise UserError(f"experiment '{base.config.exp}' lists nothing to compare: add +exp=NAME, or use run.py")
+    named = base.config.run_name is not None
+    exp = [o for o in base.overrides if o.startswith("+exp=")]
+    others = [o for o in base.overrides if o not in exp]
+    if any(o.startswith("optimizer=") for o in others):
+        raise UserError("compare.py chooses the optimizers: keep some of them with --methods NAME,NAME (make: OPT=...)")
+    made = []
+    for variant in lists:
+        # Variants share everything, so a run name given by the user must tell them apart.
+        name = [f"run_name={base.config.run_name}-{_slug(variant)}"] if named else []
+        made.append(compose.compose([*exp, *map(str, variant), *others, *name]))
+    if methods is None:
+        return made
+    known = sorted({m.choices["optimizer"] for m in made})
+    if unknown := [m for m in methods if m not in known]:
+        raise UserError(f"experiment '{base.config.exp}' compares no '{unknown[0]}'; it has: {', '.join(known)}")
+    return [m for m in made if m.choices["optimizer"] in methods]
+
+
+def headline(resolved: dict[str, Any], workload: Any) -> str:
+    """What the numbers to come are and are not, in plain words, and how to get the paper's."""
+    cluster, scale = resolved["cluster"], resolved["scale"]["name"]
+    nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
+    shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+    here = cluster["name"] in ("local", "emulated")
+    place = f"Emulated: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
+    data = f"synthetic data ({workload.data_name})" if workload.synthetic else str(workload.data_name)
+    if workload.synthetic:
+        meaning = "shows step time and bytes, not accuracy"
+    elif scale == "paper":
+        meaning = "the paper's setting"
+    else:
+        meaning = "far fewer steps than in the paper"
+    line = f"{place}; {data}; {scale} scale: {meaning}."
+    if scale != "paper":
+        line += f" The paper's setting: make {resolved['exp']} NODES={nodes} SCALE=paper DATA=/path/to/data"
+    return line
+
+
+def compare(overrides: list[str], methods: list[str] | None) -> int:
+    """Runs every variant and prints the table. Returns the exit status; raises UserError before anything has run."""
+    base = compose.compose(overrides)
+    chosen = variants(base, methods)
+    if not chosen:
+        raise UserError("--methods leaves nothing to compare")
+    # All are checked before the first one starts: a mistake shows now, not after an hour.
+    workloads = [compose.check(variant) for variant in chosen]
+    first = compose.resolve(chosen[0])
+    print(headline(first, workloads[0]), flush=True)
+    group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
+    failed = 0
+    status = 0
+    for number, variant in enumerate(chosen, start=1):
+        print(f"[{number}/{len(chosen)}] ", end="", flush=True)
+        try:
+            run.launch(variant, command=run.typed("run", variant.overrides), group=group)
+        except RunFailed as error:
+            status = run.report(error)
+            failed += 1
+        except UserError as error:
+            # Bad input is bad for the rest too.
+            status = run.report(error)
+            failed += len(chosen) - number + 1
+            break
+    if failed < len(chosen):
+        tables.write(first["results_dir"], first["exp"])
+        tables.print_group(first["results_dir"], group)
+    if failed and len(chosen) > 1:
+        print(f"{failed} of {len(chosen)} runs failed or were not started", file=sys.stderr)
+    return status
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, +exp=NAME among them")
+    options = parser.parse_intermixed_args()
+    methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
+    try:
+        return compare(options.overrides, methods)
+    except (UserError, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+
+
+def _slug(variant: list[Any]) -> str:
+    values = [str(v).rpartition("=")[2] for v in variant]
+    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(values)).strip("-") or "variant"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
