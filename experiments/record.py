@@ -145,7 +145,7 @@ def write(record: ResultRecord, results_dir: str | Path) -> Path:
     # One key per line, so that a difference between two records reads well; NaN is not JSON, hence null.
     text = json.dumps(_finite(dataclasses.asdict(record)), indent=1, ensure_ascii=False, allow_nan=False)
     path = Path(results_dir) / "records" / f"{record.id}.json"
-    _write_atomically(path, (text + "\n").encode(), "record")
+    write_file(path, (text + "\n").encode(), "record")
     return path
 
 
@@ -157,8 +157,30 @@ def save_curve(source: str | Path, results_dir: str | Path, run_id: str) -> str 
     if not Path(source).is_file():
         return None
     relative = f"curves/{run_id}.csv"
-    _write_atomically(Path(results_dir) / relative, Path(source).read_bytes(), "curve")
+    write_file(Path(results_dir) / relative, Path(source).read_bytes(), "curve")
     return relative
+
+
+def write_file(path: Path, content: bytes, what: str) -> None:
+    """Writes a file whole or not at all. `what` names it in the UserError that a full disk raises."""
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:60]}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            raise UserError(f"could not write the {what} {path}: {why}; free space or set results_dir=...") from error
+        raise
 
 
 def read(path: str | Path) -> ResultRecord:
@@ -224,27 +246,6 @@ def software() -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
-
-
-def _write_atomically(path: Path, content: bytes, what: str) -> None:
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:60]}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        if isinstance(error, OSError):
-            why = error.strerror or str(error)
-            raise UserError(f"could not write the {what} {path}: {why}; free space or set results_dir=...") from error
-        raise
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,63 @@
+"""Numbers as people read them. `None` is an em dash: a number that no record holds is never guessed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+DASH = "—"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, without exponent: 0.123, 1.23, 12.3, 123, 1234."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    # Rounded first: 9.997 has three digits as 10.0.
+    digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(float(f"{value:.3g}")))))
+    return f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """A factor: 1.85x."""
+    return DASH if value is None else f"{value:.2f}x"
+
+
+def percent(value: float | None) -> str:
+    """A share between 0 and 1 as a percentage."""
+    return DASH if value is None else f"{100 * value:.0f} %"
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units: 102 MB."""
+    if value is None:
+        return DASH
+    if value < 1000:
+        return f"{value:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.5 or unit == "GB":
+            break
+    return f"{number(value)} {unit}"
+
+
+def fraction(value: float | None) -> str:
+    """A share as a fraction of one: 1/31.8; above one as a factor."""
+    if value is None or value <= 0:
+        return DASH
+    if abs(value - 1) < 0.005:
+        return "1"
+    return times(value) if value > 1 else f"1/{number(1 / value)}"
+
+
+def mean_sd(mean: float | None, sd: float | None) -> str:
+    """Mean ± sample standard deviation; the mean alone when there is no spread to speak of (one run)."""
+    if mean is None or not math.isfinite(mean):
+        return DASH
+    digits = 4 if abs(mean) < 1.5 else 2  # fractions; percentages and perplexities
+    return f"{mean:.{digits}f}" if sd is None or math.isnan(sd) else f"{mean:.{digits}f} ± {sd:.{digits}f}"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is aligned left, the others right."""
+    lines = [head, [":--"] + ["--:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"

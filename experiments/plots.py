@@ -1,0 +1,116 @@
+"""Plots of the tables, as PNG files that are the same bytes for the same records and version of matplotlib."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+
+import pandas as pd
+from matplotlib import style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments import accuracy, speedup
+from experiments.accuracy import AccuracyTable
+from experiments.errors import UserError
+from experiments.record import ResultRecord
+from experiments.speedup import SpeedupTable
+
+MARK = "Made by python -m experiments.tables"
+DPI = 110
+# A method has the same colour in every plot.
+COLOURS = {
+    "SGDM fp32": "#4477aa",
+    "SGDM bf16": "#66ccee",
+    "BertAdam fp32": "#4477aa",
+    "BertAdam bf16": "#66ccee",
+    "AdamW fp32": "#225588",
+    "AdamW bf16": "#99ddff",
+    "1-bit Adam": "#ccbb44",
+    "Birder": "#ee6677",
+    "Birder hierarchical": "#aa3377",
+    "no communication": "#bbbbbb",
+}
+OTHERS = ("#228833", "#ee8866", "#44bb99", "#997700", "#77aadd", "#882255")
+
+
+def step_times(table: SpeedupTable) -> bytes | None:
+    """Horizontal bars of median step times with p10-p90 whiskers; None when nothing was timed."""
+    rows = [row for row in table.rows if row.seconds is not None][::-1]
+    if not rows:
+        return None
+    with style.context("default"):
+        figure = Figure(figsize=(8, 1.5 + 0.45 * len(rows)), layout="constrained")
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            t = row.record.timing
+            median = t["median_ms"]
+            low, high = t.get("p10_ms") or median, t.get("p90_ms") or median
+            spread = [[max(0.0, median - low)], [max(0.0, high - median)]]
+            axes.barh(place, median, xerr=spread, color=colour(row.record.method, place), capsize=3)
+        axes.set_yticks(range(len(rows)), [row.label for row in rows])
+        axes.set_xlabel("step time, ms (median, p10 to p90)")
+        axes.set_title(f"{speedup.title(rows[0].record)}\n{speedup.honesty(table.records)}", fontsize=8)
+        return _png(figure, [[row.label, row.record.timing] for row in rows])
+
+
+def metric_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
+    """Metric against step at the best learning rate of each method, one thin line per seed; None without curves."""
+    metric = table.metric["name"]
+    drawn: list[object] = []
+    with style.context("default"):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        labels = {r.id: f"{c.label}, lr {c.lr:g}" if c.lr else c.label for c in table.cells for r in c.records}
+        places = {label: i for i, label in enumerate(dict.fromkeys(labels.values()))}
+        named: set[str] = set()
+        for r in accuracy.curves(table):
+            points = _points(r, results_dir)
+            if points is None:
+                continue
+            label = labels[r.id]
+            legend = None if label in named else label
+            named.add(label)
+            steps, values = points["step"].to_numpy(), points["metric"].to_numpy()
+            line = axes.plot(steps, values, label=legend, linewidth=0.9, marker=".", markersize=4)
+            line[0].set_color(colour(r.method, places[label]))
+            drawn.append([label, points.to_numpy().tolist()])
+        if not drawn:
+            return None
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(metric)
+        axes.set_title(table.title, fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        return _png(figure, drawn)
+
+
+def colour(method: str, place: int) -> str:
+    """The colour of a method; `place` decides for methods without one of their own."""
+    return COLOURS.get(method, OTHERS[place % len(OTHERS)])
+
+
+def digest(png: bytes) -> bytes:
+    """The digest of the data that a plot of this module shows; of any other file, its bytes."""
+    _, mark, rest = png.partition(f"{MARK}, data ".encode())
+    return rest[:64] if mark else png
+
+
+def _points(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
+    if r.curve is None:
+        return None
+    path = results_dir / r.curve
+    if not path.is_file():
+        raise UserError(f"record {r.id} names the curve {path}, which is not there: bring it back or remove the record")
+    points = pd.read_csv(path)[["step", "metric"]].dropna()
+    return None if points.empty else points
+
+
+def _png(figure: Figure, data: object) -> bytes:
+    FigureCanvasAgg(figure)
+    buffer = io.BytesIO()
+    # Versions of matplotlib draw different pixels; the digest lets --check compare what is shown.
+    described = f"{MARK}, data {hashlib.sha256(repr(data).encode()).hexdigest()}"
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, "Description": described})
+    return buffer.getvalue()
