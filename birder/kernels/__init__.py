@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import warnings
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from birder.kernels import reference
+from birder.kernels.reference import binarize, ratio, unpack
 
-__all__ = ["apply_bits", "average_signs", "encode", "pack_signs", "reduce_bits"]
+__all__ = ["apply_bits", "average_signs", "binarize", "encode", "pack_signs", "ratio", "reduce_bits", "unpack"]
 
 
 @functools.cache
@@ -37,17 +39,17 @@ def backend(device: torch.device) -> ModuleType:
     return _cpu() if device.type == "cpu" else reference
 
 
-def encode(g: Tensor, m: Tensor, b: Tensor, **options) -> Tensor:
+def encode(g: Tensor, m: Tensor, b: Tensor, **options: Any) -> Tensor:
     """See `reference.encode`."""
     return backend(g.device).encode(g, m, b, **options)
 
 
-def reduce_bits(rows: Tensor, **options) -> Tensor:
+def reduce_bits(rows: Tensor, **options: Any) -> Tensor:
     """See `reference.reduce_bits`."""
     return backend(rows.device).reduce_bits(rows, **options)
 
 
-def apply_bits(p: Tensor, bits: Tensor, **options) -> None:
+def apply_bits(p: Tensor, bits: Tensor, **options: Any) -> None:
     """See `reference.apply_bits`."""
     backend(p.device).apply_bits(p, bits, **options)
 

@@ -26,6 +26,29 @@ def unpack(bits: Tensor) -> Tensor:
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
 
+def ratio(g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool) -> Tensor:
+    """Birder's moments, updated in place, and their ratio u in [-1, 1]: fp32[d] each.
+
+    m = beta m + (1-beta) g;  b = beta b + (1-beta)|g|;  u = m/(b+eps), 0 where b = 0.
+    A gradient that is not finite counts as 0. `hold`: b stays as it is where g = 0.
+    """
+    g = torch.where(torch.isfinite(g), g, 0.0)
+    scaled = g * (1.0 - beta)
+    b_next = b * beta + scaled.abs()
+    if hold:
+        b_next = torch.where(g == 0, b, b_next)
+    m.mul_(beta).add_(scaled)
+    b.copy_(b_next)
+    return torch.where(b > 0, m / (b + eps), 0.0)
+
+
+def binarize(u: Tensor, *, seed: int, step: int, worker: int, start: int) -> Tensor:
+    """Stochastic sign: +1 with probability (1+u)/2. fp32[8c] in [-1, 1] -> uint8[c]. +1 and -1 never flip."""
+    threshold = torch.floor(u * HALF_RANGE + (HALF_RANGE + 0.5)).to(torch.int64)
+    draw = uniform16(u.numel(), seed=seed, step=step, stream=worker, start=start, device=u.device)
+    return pack(draw < threshold)
+
+
 def encode(
     g: Tensor,
     m: Tensor,
@@ -39,22 +62,9 @@ def encode(
     worker: int,
     start: int,
 ) -> Tensor:
-    """Birder's worker side, m and b updated in place; returns the packed bits uint8[numel/8].
-
-    m = beta m + (1-beta) g;  b = beta b + (1-beta)|g|;  u = m/(b+eps), 0 where b = 0;  +1 with probability (1+u)/2.
-    A gradient that is not finite counts as 0. `hold`: b stays as it is where g = 0. u = +1 and u = -1 never flip.
-    """
-    g = torch.where(torch.isfinite(g), g, 0.0)
-    scaled = g * (1.0 - beta)
-    b_next = b * beta + scaled.abs()
-    if hold:
-        b_next = torch.where(g == 0, b, b_next)
-    m.mul_(beta).add_(scaled)
-    b.copy_(b_next)
-    u = torch.where(b > 0, m / (b + eps), 0.0)
-    threshold = torch.floor(u * HALF_RANGE + (HALF_RANGE + 0.5)).to(torch.int64)
-    draw = uniform16(g.numel(), seed=seed, step=step, stream=worker, start=start, device=g.device)
-    return pack(draw < threshold)
+    """Birder's worker side, `ratio` and `binarize` in one: returns the packed bits uint8[numel/8]."""
+    u = ratio(g, m, b, beta=beta, eps=eps, hold=hold)
+    return binarize(u, seed=seed, step=step, worker=worker, start=start)
 
 
 def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:

@@ -1,0 +1,139 @@
+"""Checkpoints that hold every rank's own state, and of which a torn one is never taken.
+
+Written with torch.distributed.checkpoint into `step-NNNNNNNN.tmp`, completed by a list of files and sizes, then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+COMPLETE = "complete.json"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _flatten(tree: Any, prefix: str, into: dict[str, Any]) -> None:
+    if isinstance(tree, dict):
+        into[prefix + "#"] = {"dict": [(type(k).__name__, str(k)) for k in tree]}
+        for k, v in tree.items():
+            _flatten(v, f"{prefix}/{k}", into)
+    elif isinstance(tree, (list, tuple)):
+        into[prefix + "#"] = {"list": len(tree)}
+        for i, v in enumerate(tree):
+            _flatten(v, f"{prefix}/{i}", into)
+    else:
+        into[prefix] = tree
+
+
+def _unflatten(flat: dict[str, Any], prefix: str) -> Any:
+    shape = flat.get(prefix + "#")
+    if shape is None:
+        return flat[prefix]
+    if "list" in shape:
+        return [_unflatten(flat, f"{prefix}/{i}") for i in range(shape["list"])]
+    return {int(k) if kind == "int" else k: _unflatten(flat, f"{prefix}/{k}") for kind, k in shape["dict"]}
+
+
+def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
+    """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
+
+    shared: nested dicts and lists of tensors and scalars that are the same on all ranks (the model); stored once.
+    local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
+    Returns the checkpoint's folder. Raises OSError when the disk is full; nothing that looks complete is left then.
+    """
+    root = Path(root)
+    final, draft = root / f"step-{step:08d}", root / f"step-{step:08d}.tmp"
+    if _rank() == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    _barrier()
+    flat: dict[str, Any] = {}
+    _flatten(shared, "shared", flat)
+    _flatten(local, f"rank{_rank()}", flat)
+    try:
+        dcp.save(flat, checkpoint_id=str(draft), no_dist=not dist.is_initialized())
+    except Exception as e:
+        cause = _os_error(e)
+        if _rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise OSError(f"checkpoint {final.name} was not written: {cause or e}") from e
+    if _rank() == 0:
+        sizes = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        with open(draft / COMPLETE, "w") as f:
+            json.dump({"step": step, "world_size": world, "files": sizes}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(draft, final)
+        for old in sorted(root.glob("step-????????"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    _barrier()
+    return final
+
+
+def _os_error(e: BaseException) -> str | None:
+    """The operating system's words, from wherever torch.distributed.checkpoint wrapped them."""
+    failures = getattr(e, "failures", None) or {}
+    for inner in [e, e.__cause__, *(f[0] for f in failures.values() if isinstance(f, tuple))]:
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+    return None
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def latest(root: str | Path) -> tuple[int, Path] | None:
+    """(step, folder) of the newest complete checkpoint under `root`, or None. Torn ones are passed over."""
+    for folder in sorted(Path(root).glob("step-????????"), reverse=True):
+        try:
+            manifest = json.loads((folder / COMPLETE).read_text())
+            whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        except (OSError, ValueError, KeyError):
+            continue
+        if whole:
+            return int(manifest["step"]), folder
+    return None
+
+
+def world_size(folder: str | Path) -> int:
+    """The number of ranks that wrote a complete checkpoint."""
+    return int(json.loads((Path(folder) / COMPLETE).read_text())["world_size"])
+
+
+def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(shared, local) as saved by this rank. Tensors come on CPU; dictionaries and lists as they were, tuples as lists.
+
+    Every rank calls it. Raises ValueError when this run has another number of ranks than the one that saved.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    saved = world_size(folder)
+    if saved != ranks:
+        raise ValueError(
+            f"checkpoint {Path(folder).name} was saved by {saved} ranks, this run has {ranks}: use {saved} ranks"
+        )
+    reader = dcp.FileSystemReader(str(folder))
+    mine = f"rank{_rank()}"
+    flat: dict[str, Any] = {}
+    for name, meta in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith(("shared/", "shared#", mine + "/", mine + "#")):
+            if isinstance(meta, TensorStorageMetadata):
+                flat[name] = torch.empty(meta.size, dtype=meta.properties.dtype)
+            else:
+                flat[name] = None
+    dcp.load(flat, storage_reader=reader, no_dist=not dist.is_initialized())
+    return _unflatten(flat, "shared"), _unflatten(flat, mine)

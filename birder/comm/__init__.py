@@ -1,0 +1,20 @@
+"""Topology, collectives and the count of bytes sent. Never does optimizer mathematics."""
+
+from birder.comm.communicator import Alone, Communicator, Hierarchical, TwoPhase
+from birder.comm.counter import ByteCounter
+from birder.comm.link import Link
+from birder.comm.pipeline import Pipeline, StreamPipeline, ThreadPipeline
+from birder.comm.topology import Topology
+
+__all__ = [
+    "Alone",
+    "ByteCounter",
+    "Communicator",
+    "Hierarchical",
+    "Link",
+    "Pipeline",
+    "StreamPipeline",
+    "ThreadPipeline",
+    "Topology",
+    "TwoPhase",
+]

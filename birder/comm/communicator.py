@@ -1,0 +1,170 @@
+"""How a unit's 1-bit messages travel: which ranks are workers, who serves which part, what is gathered where.
+
+A communicator moves bytes and knows the topology. It does no optimizer mathematics.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+from torch import Tensor
+
+from birder.comm.counter import ByteCounter
+from birder.comm.link import Link, new_group
+from birder.comm.topology import Topology
+
+
+class Communicator(ABC):
+    """The four moves of a 1-bit all-reduce over a unit of D elements.
+
+    Each rank works on one of `shards` equal parts of the unit (number `shard`), as worker number `worker` of `workers`:
+
+        part = shard_mean(gradient)              fp32[D]             -> fp32[D/shards]
+        rows = scatter(bits of part)             uint8[D/(8 shards)] -> uint8[workers, c]
+        bits = gather(what the server makes)     uint8[c]            -> uint8[D/8]
+
+    with c = D/(8 shards workers). The server on a rank owns row `worker` of its shard. D is a multiple of `multiple`.
+    """
+
+    counter: ByteCounter
+    workers: int = 1
+    worker: int = 0
+    shards: int = 1
+    shard: int = 0
+    world_size: int = 1
+    rank: int = 0
+
+    @property
+    def multiple(self) -> int:
+        """A unit's number of elements must be a multiple of this, so that every chunk ends on a 32-bit word of bits."""
+        return 32 * self.workers * self.shards
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        """(workers, shards): the shape of rank-local state. State saved under one cannot be loaded under another."""
+        return self.workers, self.shards
+
+    @abstractmethod
+    def shard_mean(self, flat: Tensor) -> Tensor:
+        """The part of `flat` on which this rank works, averaged over the ranks that make up one worker."""
+
+    @abstractmethod
+    def scatter(self, packed: Tensor) -> Tensor:
+        """Phase 1: every worker's bytes for the chunk that this rank serves. [c*workers] -> [workers, c]."""
+
+    @abstractmethod
+    def gather_workers(self, values: Tensor) -> Tensor:
+        """`values` of each worker, for this rank's shard. [k] -> [workers, k]."""
+
+    @abstractmethod
+    def gather(self, chunk: Tensor) -> Tensor:
+        """Phase 2: the served chunks of all shards and workers, in element order. [k] -> [shards*workers*k]."""
+
+    @abstractmethod
+    def union(self, flags: Tensor) -> Tensor:
+        """bool[k] -> the union over all ranks."""
+
+    @abstractmethod
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a scalar tensor over all ranks."""
+
+
+class Alone(Communicator):
+    """One process: a worker that is its own server. The methods' control, and what runs without DDP."""
+
+    def __init__(self) -> None:
+        self.counter = ByteCounter()
+
+    def shard_mean(self, flat: Tensor) -> Tensor:
+        return flat
+
+    def scatter(self, packed: Tensor) -> Tensor:
+        return packed.unsqueeze(0)
+
+    def gather_workers(self, values: Tensor) -> Tensor:
+        return values.unsqueeze(0)
+
+    def gather(self, chunk: Tensor) -> Tensor:
+        return chunk
+
+    def union(self, flags: Tensor) -> Tensor:
+        return flags
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+
+class TwoPhase(Communicator):
+    """Flat: every rank is a worker and serves 1/n of the unit. All-to-all, then all-gather."""
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
+        """`group` should be this communicator's own: its collectives run beside those of DDP."""
+        self.counter = ByteCounter()
+        self.all = Link(group, topology, self.counter)
+        self.workers = self.world_size = self.all.size
+        self.worker = self.rank = self.all.rank
+
+    def shard_mean(self, flat: Tensor) -> Tensor:
+        return flat
+
+    def scatter(self, packed: Tensor) -> Tensor:
+        return self.all.all_to_all(packed.view(self.workers, -1))
+
+    def gather_workers(self, values: Tensor) -> Tensor:
+        return self.all.all_gather(values)
+
+    def gather(self, chunk: Tensor) -> Tensor:
+        return self.all.all_gather(chunk).view(-1)
+
+    def union(self, flags: Tensor) -> Tensor:
+        return self.all.all_or(flags)
+
+    def total(self, value: Tensor) -> Tensor:
+        return self.all.sum_scalar(value)
+
+
+class Hierarchical(Communicator):
+    """A node is one worker. Intra-node reduce-scatter, 1-bit all-reduce between nodes, intra-node all-gather.
+
+    Local rank l of every node works on shard l, so that rank-local state shrinks by the ranks per node, and the bits of
+    each shard cross the network once instead of once for each local rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
+        """Makes the sub-groups: every rank of `group`, which must be the whole world, has to call this."""
+        if topology.world_size != dist.get_world_size(group) or topology.world_size != dist.get_world_size():
+            raise ValueError(
+                f"hierarchical communication needs the whole world of {dist.get_world_size()} ranks, "
+                f"the topology has {topology.nodes} x {topology.ranks_per_node}"
+            )
+        self.counter = ByteCounter()
+        self.all = Link(group, topology, self.counter)
+        self.world_size, self.rank = self.all.size, self.all.rank
+        self.workers, self.shards = topology.nodes, topology.ranks_per_node
+        self.worker, self.shard = divmod(self.rank, topology.ranks_per_node)
+        local = range(topology.ranks_per_node)
+        nodes = range(topology.nodes)
+        # new_group is collective: every rank makes all groups, in the same order, and keeps its own.
+        intra = [new_group([n * self.shards + i for i in local]) for n in nodes][self.worker]
+        inter = [new_group([n * self.shards + i for n in nodes]) for i in local][self.shard]
+        self.intra = Link(intra, topology, self.counter)
+        self.inter = Link(inter, topology, self.counter)
+
+    def shard_mean(self, flat: Tensor) -> Tensor:
+        return self.intra.reduce_scatter_mean(flat)
+
+    def scatter(self, packed: Tensor) -> Tensor:
+        return self.inter.all_to_all(packed.view(self.workers, -1))
+
+    def gather_workers(self, values: Tensor) -> Tensor:
+        return self.inter.all_gather(values)
+
+    def gather(self, chunk: Tensor) -> Tensor:
+        return self.intra.all_gather(self.inter.all_gather(chunk).view(-1)).view(-1)
+
+    def union(self, flags: Tensor) -> Tensor:
+        return self.all.all_or(flags)
+
+    def total(self, value: Tensor) -> Tensor:
+        return self.all.sum_scalar(value)

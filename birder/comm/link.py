@@ -1,0 +1,130 @@
+"""`Link`: the collectives of one process group, each counting the bytes that this rank sends."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from birder.comm.counter import ByteCounter
+from birder.comm.topology import Topology
+
+
+def new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A process group of `ranks`, for members and others alike: every rank of the world must call it.
+
+    Raises RuntimeError when torch makes no group.
+    """
+    group = dist.new_group(ranks)
+    if group is None:
+        raise RuntimeError(f"torch.distributed made no process group of ranks {ranks}")
+    return group  # type: ignore[return-value]
+
+
+class Link:
+    """A process group, with the collectives that the 1-bit methods need.
+
+    On gloo, exchanges are plain sends and receives, all posted before the first is waited for: gloo's own all-to-all
+    leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. On other back ends they are the
+    back end's collectives. Sums are taken in rank order, so that they do not depend on timing.
+
+    Every method blocks until its result is there; on CUDA, until it is queued on the current stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology, counter: ByteCounter) -> None:
+        self.group = group
+        self.counter = counter
+        self.ranks = dist.get_process_group_ranks(group)
+        self.size = len(self.ranks)
+        self.rank = dist.get_rank(group)
+        me = self.ranks[self.rank]
+        self.near = [topology.same_node(me, peer) for peer in self.ranks]
+        self.backend = dist.get_backend(group)
+
+    def _count_pairwise(self, nbytes: int) -> None:
+        """One collective in which this rank sends `nbytes` to every peer."""
+        self.counter.collectives += 1
+        for peer, near in enumerate(self.near):
+            if peer != self.rank:
+                self.counter.sent(nbytes, same_node=near)
+
+    def count_ring_all_reduce(self, nbytes: int) -> None:
+        """One all-reduce of `nbytes` around a ring: 2(n-1)/n of it to the next rank."""
+        self.counter.collectives += 1
+        if self.size > 1:
+            share = 2 * (self.size - 1) * nbytes // self.size
+            self.counter.sent(share, same_node=self.near[(self.rank + 1) % self.size])
+
+    def _exchange(self, out: list[Tensor], into: list[Tensor]) -> None:
+        """Sends out[j] to peer j and receives into[j] from it, for every peer but this rank itself."""
+        peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        work = [dist.irecv(into[j], group=self.group, group_src=j) for j in peers]
+        work += [dist.isend(out[j], group=self.group, group_dst=j) for j in peers]
+        for w in work:
+            if w is not None:
+                w.wait()
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Row j goes to peer j; row i of the result came from peer i. [size, c] -> [size, c], contiguous."""
+        if self.size == 1:
+            return rows
+        self._count_pairwise(rows[0].numel() * rows.element_size())
+        received = torch.empty_like(rows)
+        if self.backend == "gloo":
+            received[self.rank].copy_(rows[self.rank])
+            self._exchange(list(rows), list(received))
+        else:
+            dist.all_to_all_single(received, rows, group=self.group)
+        return received
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Every rank's `part`, in rank order. [c] -> [size, c]."""
+        if self.size == 1:
+            return part.unsqueeze(0)
+        self._count_pairwise(part.numel() * part.element_size())
+        gathered = part.new_empty((self.size, part.numel()))
+        if self.backend == "gloo":
+            gathered[self.rank].copy_(part)
+            self._exchange([part] * self.size, list(gathered))
+        else:
+            dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group)
+        return gathered
+
+    def reduce_scatter_mean(self, flat: Tensor) -> Tensor:
+        """The mean over ranks of this rank's part. [size*c] -> [c]."""
+        if self.size == 1:
+            return flat
+        rows = flat.view(self.size, -1)
+        if self.backend == "nccl":
+            self._count_pairwise(rows[0].numel() * rows.element_size())
+            part = torch.empty_like(rows[0])
+            dist.reduce_scatter_tensor(part, flat, group=self.group)
+            return part.div_(self.size)
+        received = self.all_to_all(rows)
+        part = received[0].clone()
+        for row in received[1:]:
+            part.add_(row)
+        return part.div_(self.size)
+
+    def all_or(self, flags: Tensor) -> Tensor:
+        """The union over ranks of bool[c], as bool[c]."""
+        from birder.kernels.reference import pack, unpack
+
+        if self.size == 1:
+            return flags
+        if self.backend == "nccl":  # has no bitwise or
+            union = flags.to(torch.uint8)
+            self.count_ring_all_reduce(union.numel())
+            dist.all_reduce(union, op=dist.ReduceOp.MAX, group=self.group)
+            return union.bool()
+        bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % 8)))
+        self.count_ring_all_reduce(bits.numel())
+        dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.group)
+        return unpack(bits)[: flags.numel()].bool()
+
+    def sum_scalar(self, value: Tensor) -> Tensor:
+        """The sum over ranks of a scalar, in place."""
+        if self.size > 1:
+            self.count_ring_all_reduce(value.element_size())
+            dist.all_reduce(value, group=self.group)
+        return value

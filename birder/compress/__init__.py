@@ -1,0 +1,1 @@
+"""What turns a float message into few bits. Never communicates."""

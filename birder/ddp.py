@@ -1,0 +1,185 @@
+"""`attach`: connects an optimizer of this package to DistributedDataParallel. The only communication hook there is."""
+
+# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from birder.comm import (
+    ByteCounter,
+    Communicator,
+    Hierarchical,
+    Link,
+    Pipeline,
+    StreamPipeline,
+    ThreadPipeline,
+    Topology,
+    TwoPhase,
+)
+from birder.comm.link import new_group
+from birder.optimizers.base import WIRES, BucketOptimizer, Plan
+
+
+class Attachment:
+    """The connection that `attach` makes.
+
+    counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.link = link
+        self.counter: ByteCounter = link.counter
+        self.overlap = overlap
+        self.communicate = communicate
+        self._paused = False
+        self._finite = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes neither communicate nor touch the optimizer.
+
+        One such pass makes DDP rebuild its buckets, so that a resumed run has those of the interrupted one.
+        """
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def close(self) -> None:
+        """Ends the communication thread, if there is one."""
+        self.optimizer.pipeline.close()
+
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
+        """What DDP calls for every bucket that is ready, in the same order on every rank."""
+        if self._paused or not self.communicate:
+            return _done(bucket.buffer())
+        plan = self.optimizer.plan(self.optimizer.steps + 1)
+        if plan is Plan.DENSE:
+            return self._all_reduce_mean(bucket.buffer())
+        if plan is Plan.COMPRESSED:
+            if self.overlap:
+                self.optimizer.feed(bucket.parameters(), bucket.gradients())
+            else:
+                self._agree_on_overflow(bucket)
+        return _done(bucket.buffer())
+
+    def _all_reduce_mean(self, buffer: Tensor) -> Future[Any]:
+        wire = WIRES[self.optimizer.wire]
+        sent = buffer if buffer.dtype == wire else buffer.to(wire)
+        sent.div_(self.link.size)
+        self.link.count_ring_all_reduce(sent.numel() * sent.element_size())
+        work = dist.all_reduce(sent, group=self.link.group, async_op=True)
+        assert work is not None
+
+        def finish(future: Future[Any]) -> Tensor:
+            reduced = future.value()[0]  # raises what the collective met
+            return buffer if sent is buffer else buffer.copy_(reduced)
+
+        return work.get_future().then(finish)
+
+    def _agree_on_overflow(self, bucket: dist.GradBucket) -> None:
+        """Makes a gradient that is not finite on one rank visible on all of them.
+
+        A GradScaler looks at its own rank's gradients. If it skipped a step on one rank only, the others would wait for
+        that rank's messages for ever, and the loss scales would drift apart.
+        """
+        buffer = bucket.buffer()
+        self._finite &= bool(torch.isfinite(buffer).all())
+        if bucket.is_last():
+            bad = torch.tensor([not self._finite], dtype=torch.bool, device=buffer.device)
+            if bool(self.optimizer.comm.union(bad)):
+                buffer[0] = float("inf")
+            self._finite = True
+
+
+def hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
+    return state.on_bucket(bucket)
+
+
+def attach(
+    model: DistributedDataParallel,
+    optimizer: BucketOptimizer,
+    *,
+    hierarchical: bool = False,
+    topology: Topology | None = None,
+    overlap: bool = True,
+    communicate: bool = True,
+    unit_mb: float = 25.0,
+) -> Attachment:
+    """Makes `model` communicate as `optimizer` wants. Call once on every rank, before the first step.
+
+    model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered.
+    optimizer:    one of `birder.optimizers`, over (some of) the model's parameters.
+    hierarchical: nodes are the workers: reduce-scatter inside a node, 1 bit between nodes. For methods that compress.
+    topology:     nodes x ranks per node; taken from torchrun's environment when not given.
+    overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
+                  GradScaler (ranks then agree on overflow) and whenever you change `p.grad` before `step`. An optimizer
+                  with `max_grad_norm` does this by itself in compressed steps.
+    communicate:  False: no gradient is sent at all and replicas drift apart. The bound for any speedup; not training.
+    unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.
+
+    Raises TypeError for a model or optimizer of another kind, ValueError for parameters that the model does not have,
+    RuntimeError when ranks disagree on parameters, hyper-parameters or completed steps.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first"
+        )
+    if not isinstance(optimizer, BucketOptimizer):
+        raise TypeError(f"attach needs an optimizer of the birder package, got {type(optimizer).__name__}")
+    known = set(model.module.parameters())
+    if any(p not in known for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            "the optimizer holds parameters that the model does not have: build it from model.parameters()"
+        )
+    group = model.process_group
+    topology = topology or Topology.from_env(dist.get_world_size(group))
+    if topology.world_size != dist.get_world_size(group):
+        raise ValueError(
+            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
+        )
+    overlap = overlap and optimizer.max_grad_norm is None
+    device = next(model.parameters()).device
+    comm: Communicator | None = None
+    pipeline = Pipeline()
+    if optimizer.compressed and communicate:
+        # A group of its own: these collectives run beside DDP's, in an order of their own.
+        own = new_group(dist.get_process_group_ranks(group))
+        comm = Hierarchical(own, topology) if hierarchical else TwoPhase(own, topology)
+        if overlap:
+            pipeline = StreamPipeline(device) if device.type == "cuda" else ThreadPipeline()
+    optimizer.bind(comm, pipeline, unit_mb)
+    counter = optimizer.comm.counter
+    link = Link(group, topology, counter)
+    _check_agreement(link, optimizer.layout_digest(), device)
+    counter.reset()
+    attachment = Attachment(model, optimizer, link, overlap, communicate)
+    model.register_comm_hook(attachment, hook)
+    return attachment
+
+
+def _check_agreement(link: Link, digest: int, device: torch.device) -> None:
+    digests = link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device)).view(-1).tolist()
+    odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
+    if odd:
+        raise RuntimeError(
+            f"ranks {odd} differ from rank 0 in model, optimizer settings or completed steps: build them alike on every rank"
+        )
+
+
+def _done(value: Tensor) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,310 @@
+"""`BucketOptimizer`: what all optimizers here share, from dense SGD to 1-bit methods."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.comm import Alone, Communicator, Pipeline
+from birder.optimizers.layout import Unit, make_units, round_up
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data types that a dense all-reduce can carry."""
+
+
+class Plan(enum.Enum):
+    """What is communicated in a step."""
+
+    SKIP = "nothing"
+    DENSE = "the gradient, by all-reduce"
+    COMPRESSED = "the method's own message"
+
+
+def require(ok: bool, name: str, value: Any, wanted: str) -> None:
+    """Raises ValueError, in one line, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+class BucketOptimizer(torch.optim.Optimizer):
+    """Base of all optimizers of this package.
+
+    A subclass says what is communicated in a step (`plan`), keeps its state in flat fp32 buffers for each `Unit`
+    (`init_unit`), and updates the parameters (`update`). One that compresses also turns a unit's local gradient into
+    messages and exchanges them (`exchange`).
+
+    `birder.attach(ddp_model, optimizer)` connects it to DDP. Without `attach` it works on `p.grad` as any optimizer
+    does; a 1-bit method is then one worker that is its own server.
+
+    What `p.grad` holds after backward under DDP: in a DENSE step the average gradient, as always. In a COMPRESSED step
+    **this rank's own gradient**, not averaged: the message has been taken from it during backward, and the update is
+    kept by the optimizer. Changing `p.grad` then has no effect, unless `attach(..., overlap=False)`: then the message is
+    taken from `p.grad` inside `step`.
+
+    max_grad_norm: clips by the global norm inside `step`. In DENSE steps that is the norm of the average gradient. In
+        COMPRESSED steps nobody has the average; every rank scales its gradient by the same factor
+        min(1, max_grad_norm / sqrt(mean over ranks of |g_i|^2)), and communication starts after backward.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = False
+    """Whether the method sends compressed messages in some of its steps."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        wire: str = "fp32",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        require(wire in WIRES, "wire", repr(wire), "one of " + ", ".join(WIRES))
+        require(max_grad_norm is None or max_grad_norm > 0, "max_grad_norm", max_grad_norm, "positive or None")
+        require(isinstance(seed, int) and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
+        self.wire = wire
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.steps = 0
+        """Completed steps. A step that a GradScaler skips does not count."""
+        self.units: list[Unit] = []
+        self.comm: Communicator = Alone()
+        self.pipeline = Pipeline()
+        self._bound = False
+        self._feeding = False
+        self._where: dict[Tensor, tuple[Unit, int]] = {}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            self.check_group(group)
+
+    # ---- what a method defines -------------------------------------------------------------------------------------
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError when a hyper-parameter of the group is out of range."""
+        require(group["lr"] >= 0, "lr", group["lr"], "at least 0")
+        require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "at least 0")
+
+    def plan(self, step: int) -> Plan:
+        """What step number `step` (from 1) communicates. Depends on `step` alone, or ranks would wait for each other."""
+        return Plan.DENSE
+
+    def init_unit(self, unit: Unit) -> None:
+        """Fills `unit.state`. All ranks make the same keys; shapes may depend on `self.comm`."""
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+        """From the unit's local gradient, fp32[padded], to `unit.result`, the same on all ranks. May overwrite `grad`.
+
+        Runs on the pipeline: maybe on another thread, while backward goes on. Parameters do not change meanwhile.
+        """
+        raise TypeError(f"{type(self).__name__} does not compress")
+
+    def after_units(self, step: int) -> None:
+        """Runs on the pipeline after the last unit of a COMPRESSED step."""
+
+    def update(self, step: int, plan: Plan) -> None:
+        """Updates parameters and state, from `p.grad` in DENSE and SKIP steps, from `unit.result` in COMPRESSED ones."""
+        raise TypeError(f"{type(self).__name__} defines no update")
+
+    # ---- binding ---------------------------------------------------------------------------------------------------
+
+    def bind(self, comm: Communicator | None = None, pipeline: Pipeline | None = None, unit_mb: float = 25.0) -> None:
+        """Fixes units, communicator and pipeline, and allocates all state. `attach` calls this; at most once.
+
+        Raises RuntimeError when called again, ValueError for `unit_mb` <= 0.
+        """
+        if self._bound:
+            raise RuntimeError("this optimizer is bound already: attach it once, before its first step")
+        require(unit_mb > 0, "unit_mb", unit_mb, "positive")
+        self.comm = comm or Alone()
+        self.pipeline = pipeline or Pipeline()
+        self.units = make_units(self.param_groups, int(unit_mb * 2**20))
+        for unit in self.units:
+            unit.padded = round_up(unit.numel, self.comm.multiple)
+            for i, p in enumerate(unit.params):
+                self._where[p] = (unit, i)
+            self.init_unit(unit)
+        self._bound = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises RuntimeError once the optimizer is bound: units are fixed then."""
+        if getattr(self, "_bound", False):
+            raise RuntimeError("add parameter groups before attach and before the first step")
+        super().add_param_group(param_group)
+
+    def _ensure_bound(self) -> None:
+        if not self._bound:
+            self.bind()
+
+    def layout_digest(self) -> int:
+        """A 63-bit digest of what all ranks must agree on: class, units, hyper-parameters, steps done."""
+        self._ensure_bound()
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        shapes = [[tuple(p.shape) for p in u.params] for u in self.units]
+        text = repr((type(self).__name__, shapes, groups, self.wire, self.max_grad_norm, self.seed, self.steps))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    # ---- feeding gradients -----------------------------------------------------------------------------------------
+
+    def feed(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Takes gradients that are ready during backward; a unit that is complete is submitted to the pipeline.
+
+        Raises RuntimeError when a parameter is fed twice in a step.
+        """
+        if not self._feeding:
+            self._open_units()
+        for p, g in zip(params, grads, strict=True):
+            if p in self._where:
+                self._put(*self._where[p], g, None)
+
+    def _open_units(self) -> None:
+        self._feeding = True
+        for unit in self.units:
+            unit.waiting = set(range(len(unit.params)))
+            unit.result = None
+            if unit.grad is None:
+                unit.grad = unit.zeros()
+
+    def _put(self, unit: Unit, i: int, g: Tensor | None, factor: Tensor | None) -> None:
+        if i not in unit.waiting:
+            self._feeding = False
+            raise RuntimeError(
+                "backward ran twice before step(): with a 1-bit method accumulate gradients under ddp.no_sync(), "
+                "and synchronise only in the last backward"
+            )
+        assert unit.grad is not None
+        grad, step = unit.grad, self.steps + 1
+        slot = unit.view(grad, i)
+        if g is None:
+            slot.zero_()
+        else:
+            slot.copy_(g)
+            if factor is not None:
+                slot.mul_(factor)
+        self.adjust_gradient(unit, i, slot)
+        unit.waiting.discard(i)
+        if not unit.waiting:
+            self.pipeline.submit(lambda: self.exchange(unit, grad, step))
+
+    def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
+        """Chance to change the copied gradient of parameter i in place, e.g. for coupled weight decay."""
+
+    def _exchange_all(self, step: int) -> None:
+        """Sees to it that every unit of this step has been exchanged."""
+        factor = None
+        fed = self._feeding
+        if not fed:
+            self._open_units()
+            if self.max_grad_norm is not None:
+                factor = self._common_clip_factor(self.max_grad_norm)
+        for unit in self.units:
+            for i in sorted(unit.waiting):  # after feeding: what DDP does not reduce, the same on every rank
+                self._put(unit, i, None if fed else unit.params[i].grad, factor)
+        self.pipeline.submit(lambda: self.after_units(step))
+        self._feeding = False
+        self.pipeline.wait()
+
+    def _local_norm(self) -> Tensor:
+        grads = [p.grad for u in self.units for p in u.params if p.grad is not None]
+        device = self.units[0].device if self.units else torch.device("cpu")
+        if not grads:
+            return torch.zeros((), device=device)
+        return torch.nn.utils.get_total_norm(grads).to(device=device, dtype=torch.float32)
+
+    def _common_clip_factor(self, limit: float) -> Tensor:
+        norm = (self.comm.total(self._local_norm().square()) / self.comm.world_size).sqrt()
+        return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update. `closure` re-evaluates the model and returns the loss, as in torch.
+
+        Raises RuntimeError when a GradScaler drives an optimizer whose hook was not told of it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "a GradScaler is in use, but messages were taken during backward: use attach(..., overlap=False)"
+            )
+        self._ensure_bound()
+        step = self.steps + 1
+        plan = self.plan(step)
+        if plan is Plan.COMPRESSED:
+            self._exchange_all(step)
+        elif plan is Plan.DENSE and self.max_grad_norm is not None:
+            factor = (self.max_grad_norm / (self._local_norm() + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([p.grad for u in self.units for p in u.params if p.grad is not None], factor)
+        self.update(step, plan)
+        self.steps = step
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler asks this. While messages are taken during backward it is answered with yes, which makes
+        # the scaler hand over its scale, by which `step` can tell that there is one. Otherwise the scaler does its
+        # ordinary work: unscale p.grad, skip the step on overflow.
+        return self._feeding
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank (without the gradient buffers)."""
+        return sum(t.numel() * t.element_size() for u in self.units for t in u.state.values())
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's state: {"steps", "signature", "units": [{name: flat tensor}], "param_groups", "state": {}}.
+
+        Of 1-bit methods it differs from rank to rank: every rank saves and loads its own. Tensors are not copied.
+        """
+        self._ensure_bound()
+        return {
+            "steps": self.steps,
+            "signature": list(self.comm.signature),
+            "units": [dict(u.state) for u in self.units],
+            "state": {},
+            "param_groups": super().state_dict()["param_groups"],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restores what `state_dict` returned on the same rank; call it after `attach`.
+
+        Raises ValueError when it was saved with another number of workers or another layout of parameters.
+        """
+        self._ensure_bound()
+        saved, mine = tuple(state_dict["signature"]), self.comm.signature
+        if self.compressed and saved != mine:
+            raise ValueError(
+                f"state of {type(self).__name__} was saved with {saved[0]} workers x {saved[1]} shards, "
+                f"this run has {mine[0]} x {mine[1]}: resume with the same number of nodes and ranks"
+            )
+        units = state_dict["units"]
+        if len(units) != len(self.units):
+            raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
+        for unit, tensors in zip(self.units, units, strict=True):
+            self.load_unit(unit, tensors)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for unit in self.units:  # torch replaces the group dicts
+            unit.group = next(g for g in self.param_groups if any(p is unit.params[0] for p in g["params"]))
+        self.steps = int(state_dict["steps"])
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        """Copies saved tensors into the unit's state."""
+        if set(tensors) != set(unit.state):
+            raise ValueError(f"the saved state holds {sorted(tensors)}, this optimizer keeps {sorted(unit.state)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != unit.state[name].shape:
+                raise ValueError(
+                    f"saved {name} of unit {unit.index} has {tensor.numel()} elements, this run has "
+                    f"{unit.state[name].numel()}: resume with the same model, unit size and number of ranks"
+                )
+            unit.state[name].copy_(tensor)

@@ -1,0 +1,150 @@
+"""Birder: a 1-bit adaptive optimizer without full-precision warm-up.
+
+Source: "Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical Distributed DNN Training", NeurIPS 2023.
+
+Worker i, for its own gradient g_i:
+
+    (1) m_i = beta m_i + (1 - beta) g_i
+    (2) b_i = beta b_i + (1 - beta) |g_i|
+    (3) u_i = m_i / b_i                              in [-1, 1], since |m_i| <= b_i
+    (4) q_i = Q(u_i),  Q(u) = +1 with probability (1+u)/2, else -1
+Server of a chunk, then every rank:
+    (5) a = mean_i q_i;  q = Q(a)
+    (6) x = x - lr q - lr weight_decay x
+
+One bit for each parameter goes each way: worker to server by all-to-all, server to worker by all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder import kernels
+from birder.optimizers.base import BucketOptimizer, Plan, require
+from birder.optimizers.layout import Unit
+
+BLOCK = 1024
+"""Elements for which one flag says whether any of them has just seen its first gradient."""
+
+
+class Birder(BucketOptimizer):
+    """Birder (see the module's docstring for the equations), correct from the first step.
+
+    params, lr, weight_decay: as in torch. Every coordinate moves by exactly lr in each step, so lr is of Adam's size.
+    beta:      the one averaging coefficient, in [0, 1).
+    decoupled: weight decay as x -= lr weight_decay x (True), or as g += weight_decay x (False). The paper leaves it open.
+    eps:       u = m/(b + eps). The paper leaves it open; 0 keeps u free of the gradient's scale.
+    idle:      what b does where the gradient is exactly 0 (rows of an embedding that are not in the batch).
+               "decay": equation (2), so that u keeps its last value and the coordinate drifts on.
+               "hold": b stays, so that u decays with m. The same wherever gradients are not exactly 0.
+    intra:     with hierarchical communication, what the reduce-scatter inside a node carries. "gradient": the node is one
+               worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
+    options:   max_grad_norm, seed; see `BucketOptimizer`.
+
+    State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
+
+    A coordinate whose gradient has been 0 on every rank in every step so far does not move. Ranks agree on which these
+    are: a flag for every 1024 coordinates is united in each step, and where a flag is up also a bit for each coordinate,
+    until every coordinate of the unit has been seen.
+
+    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        beta: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        decoupled: bool = True,
+        eps: float = 0.0,
+        idle: str = "decay",
+        intra: str = "gradient",
+        **options: Any,
+    ) -> None:
+        require(idle in ("decay", "hold"), "idle", repr(idle), "decay or hold")
+        require(intra in ("gradient", "u"), "intra", repr(intra), "gradient or u")
+        self.decoupled, self.idle, self.intra = decoupled, idle, intra
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps}, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        require(0 <= group["beta"] < 1, "beta", group["beta"], "in [0, 1)")
+        require(group["eps"] >= 0, "eps", group["eps"], "at least 0")
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED
+
+    def init_unit(self, unit: Unit) -> None:
+        kept = unit.padded // (self.comm.shards if self.intra == "gradient" else 1)
+        unit.state["m"] = unit.zeros(kept)
+        unit.state["b"] = unit.zeros(kept)
+        # Present until every coordinate has been seen. Padding is never seen.
+        unit.state["active"] = unit.zeros(dtype=torch.bool)
+
+    def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
+        if not self.decoupled and unit.group["weight_decay"]:
+            slot.add_(unit.params[i], alpha=unit.group["weight_decay"])
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+        comm = self.comm
+        size = unit.padded // comm.shards
+        start = unit.start + comm.shard * size
+        law = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
+        draw = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
+        m, b = unit.state["m"], unit.state["b"]
+        if self.intra == "gradient" or comm.shards == 1:
+            bits = kernels.encode(comm.shard_mean(grad), m, b, **law, **draw)  # (1)-(4)
+        else:
+            u = comm.shard_mean(kernels.ratio(grad, m, b, **law))  # (1)-(3), mean over the node
+            bits = kernels.binarize(u.clamp_(-1.0, 1.0), **draw)  # (4)
+        rows = comm.scatter(bits)
+        chunk = size // comm.workers
+        served = kernels.reduce_bits(rows, seed=self.seed, step=step, start=start + comm.worker * chunk)  # (5)
+        unit.result = comm.gather(served)
+
+    def after_units(self, step: int) -> None:
+        """Unites the ranks' knowledge of which coordinates have ever had a gradient."""
+        open_units = [u for u in self.units if "active" in u.state]
+        if not open_units:
+            return
+        news = torch.cat([self._unseen(u) for u in open_units])
+        flags = self.comm.union(news.any(1))
+        if flags.any():
+            news[flags] = self.comm.union(news[flags].flatten()).view(-1, BLOCK)
+        for unit, part in zip(open_units, news.split([-(-u.padded // BLOCK) for u in open_units]), strict=True):
+            active = unit.state["active"]
+            active |= part.flatten()[: unit.padded]
+            if int(active.sum()) == sum(p.numel() for p in unit.params):
+                del unit.state["active"]
+
+    def _unseen(self, unit: Unit) -> Tensor:
+        """bool[blocks, BLOCK]: coordinates that this rank has just seen for the first time."""
+        flags = torch.zeros(-(-unit.padded // BLOCK) * BLOCK, dtype=torch.bool, device=unit.device)
+        seen = unit.state["b"] > 0
+        begin = self.comm.shard * seen.numel() if seen.numel() < unit.padded else 0
+        flags[begin : begin + seen.numel()] = seen & ~unit.state["active"][begin : begin + seen.numel()]
+        return flags.view(-1, BLOCK)
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            lr, active = unit.group["lr"], unit.state.get("active")
+            decay = lr * unit.group["weight_decay"] if self.decoupled else 0.0
+            for p, offset in zip(unit.params, unit.offsets, strict=True):
+                bits = unit.result[offset // 8 : (offset + p.numel() + 7) // 8]
+                moving = None if active is None else active[offset : offset + p.numel()]
+                kernels.apply_bits(p, bits, lr=lr, decay=decay, active=moving)  # (6)
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        if "active" in tensors:
+            unit.state.setdefault("active", unit.zeros(dtype=torch.bool))
+        else:
+            unit.state.pop("active", None)
+        super().load_unit(unit, tensors)

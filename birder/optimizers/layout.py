@@ -1,0 +1,86 @@
+"""`Unit`: a fixed group of parameters that is encoded, sent and applied together.
+
+Units are the optimizer's own. DDP's buckets are not used for this: DDP rebuilds them after the first backward, so that
+whatever is kept by bucket is wrong from the second step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGN = 32
+"""Every parameter starts at a multiple of this many elements, a 32-bit word of packed bits."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass
+class Unit:
+    """Parameters of one group, side by side in flat buffers of `padded` fp32 elements.
+
+    offsets: where each parameter starts in the flat buffers.
+    start:   number of the unit's first element among all elements: the counter of the random numbers. It depends on
+             the parameters alone, not on the size of units or the number of ranks.
+    state:   the method's flat tensors for this unit, rank-local.
+    grad:    fp32[padded], the local gradient on its way to `encode` (allocated at the first compressed step).
+    result:  what the exchange left for `apply`.
+    """
+
+    index: int
+    group: dict[str, Any]
+    params: list[Tensor]
+    offsets: list[int]
+    start: int
+    numel: int
+    padded: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+    grad: Tensor | None = None
+    result: Any = None
+    waiting: set[int] = field(default_factory=set)
+    """Parameters, by position, whose gradient has not arrived in this step."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    def view(self, flat: Tensor, i: int) -> Tensor:
+        """Parameter i's part of a flat buffer, in the parameter's shape."""
+        p = self.params[i]
+        return flat[self.offsets[i] : self.offsets[i] + p.numel()].view(p.shape)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """All parameters' parts of a flat buffer."""
+        return [self.view(flat, i) for i in range(len(self.params))]
+
+    def zeros(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""
+        return torch.zeros(self.padded if numel is None else numel, dtype=dtype, device=self.device)
+
+
+def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int) -> list[Unit]:
+    """Cuts every parameter group into units of about `cap_bytes` of fp32 gradient, last parameter first.
+
+    Gradients arrive in about that order, so that the first unit is complete early in backward. A tensor larger than the
+    cap is a unit by itself; small ones share one. Parameters on different devices never share a unit.
+    """
+    units: list[Unit] = []
+    start = 0
+    for group in groups:
+        open_unit: Unit | None = None
+        for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
+            size = round_up(p.numel(), ALIGN)
+            if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
+                open_unit = Unit(len(units), group, [], [], start, 0)
+                units.append(open_unit)
+            open_unit.params.append(p)
+            open_unit.offsets.append(open_unit.numel)
+            open_unit.numel += size
+            start += size
+    return units
