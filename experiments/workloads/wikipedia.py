@@ -1,0 +1,211 @@
+"""Masked-language-model pre-training of BERT on Wikipedia or any other text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.errors import UserError
+from experiments.workloads import bert
+from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.files import read_text, text_files
+from experiments.workloads.ordering import batch_indices, generator, steps_per_epoch
+from experiments.workloads.squad_data import synthetic_questions
+
+CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
+IGNORED = -100  # label of a token that is not predicted
+SYNTHETIC_PARAGRAPHS = 1500
+
+
+class Wikipedia(Workload):
+    """The text as one stream of word pieces, cut into sequences of `seq_len` with [CLS] and [SEP]; one sample is one.
+
+    In each sequence `mask_prob` of the tokens are predicted: 80 % of them appear as [MASK], 10 % as a random token,
+    10 % unchanged, drawn anew in every epoch. No next-sentence prediction.
+
+    model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
+    init:           random (pre-training from scratch, the default) | pretrained.
+    preset:         base | tiny, the shape where `model` is None.
+    data_path:      a text file or a folder of .txt files.
+    dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
+    dataset_config: its configuration, e.g. a language and date.
+    documents:      number of leading documents (lines of a file, rows of a data set) to use; None: all. Every rank
+                    tokenizes all of them.
+    valid_fraction: share of the sequences, at the end of the stream, that is held out.
+    vocab_size:     size of a vocabulary made from the text.
+    """
+
+    name = "wikipedia"
+    metric = "perplexity"
+    higher_is_better = False
+    target = None
+    sample = "sequences"
+
+    def __init__(
+        self,
+        model: str | None = None,
+        init: str = "random",
+        preset: str = "base",
+        data_path: str | None = None,
+        dataset: str = "wikimedia/wikipedia",
+        dataset_config: str | None = "20231101.en",
+        seq_len: int = 128,
+        mask_prob: float = 0.15,
+        documents: int | None = None,
+        valid_fraction: float = 0.05,
+        eval_batch: int = 64,
+        vocab_size: int = 8000,
+    ) -> None:
+        if seq_len < 8:
+            raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
+        if not 0 < mask_prob < 1:
+            raise UserError(f"workload.mask_prob={mask_prob} must be between 0 and 1")
+        if not 0 < valid_fraction < 1:
+            raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
+        if documents is not None and documents < 1:
+            raise UserError(f"workload.documents={documents} must be 1 or more")
+        if vocab_size < 100:
+            raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 100")
+        self.model, self.init, self.preset = model, init, preset
+        self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
+        self.seq_len, self.mask_prob, self.documents = seq_len, mask_prob, documents
+        self.valid_fraction, self.eval_batch, self.vocab_size = valid_fraction, eval_batch, vocab_size
+        self.synthetic = data_path is None and dataset == "synthetic"
+        if self.synthetic:
+            self.data_name = "synthetic sentences"
+        else:
+            self.data_name = (
+                f"text of {Path(data_path).name}" if data_path else f"{dataset} {dataset_config or ''}".strip()
+            )
+
+    def check(self) -> None:
+        bert.check_model(self.model, self.init, self.preset)
+        if self.data_path is not None:
+            text_files(self.data_path)
+
+    def prepare(self, shard: Shard) -> None:
+        lines = self._lines()
+        if self.model is None:
+            self.tokenizer = bert.word_tokenizer(lines, self.vocab_size)
+        else:
+            self.tokenizer = bert.load_tokenizer(self.model)
+        if self.tokenizer.mask_token_id is None:
+            raise UserError(f"workload.model: {self.model} has no mask token, so it is no masked language model")
+        self._special = torch.tensor(sorted(self.tokenizer.all_special_ids))
+        sequences = self._sequences(lines)
+        held_out = max(1, round(len(sequences) * self.valid_fraction))
+        if held_out >= len(sequences):
+            raise UserError(
+                f"{self.data_name} fills {len(sequences)} sequences of {self.seq_len} tokens, too few: give more text"
+            )
+        self._train = sequences[:-held_out]
+        # Masked once, the same for every number of ranks.
+        inputs, labels = self.masked(sequences[-held_out:], generator("validation mask"))
+        self._valid = (inputs[shard.rank :: shard.world_size], labels[shard.rank :: shard.world_size])
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForMaskedLM
+
+        return bert.load_model(
+            AutoModelForMaskedLM, self.model, self.init, self.preset, len(self.tokenizer), self.seq_len
+        )
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        for step, indices in batch_indices(
+            len(self._train), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
+        ):
+            inputs, labels = self.masked(self._train[indices], generator("mask", seed, epoch, shard.rank, step))
+            yield {"input_ids": inputs.to(shard.device), "labels": labels.to(shard.device)}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        if self.synthetic:
+            return {}
+        loss, count = 0.0, 0.0
+        for first in range(0, len(self._valid[0]), self.eval_batch):
+            inputs, labels = (part[first : first + self.eval_batch].to(shard.device) for part in self._valid)
+            logits = model(input_ids=inputs).logits.float().flatten(0, 1)
+            loss += float(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"))
+            count += float((labels != IGNORED).sum())
+        loss, count = all_sum([loss, count], shard)
+        # Capped so that a diverged run writes a number, not an overflow.
+        return {"perplexity": math.exp(min(loss / count, 50.0)), "loss": loss / count}
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        return bert.decay_groups(model, weight_decay)
+
+    def masked(self, sequences: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        """int32[N, seq_len] -> what the model sees and what it must predict, both int64[N, seq_len].
+
+        The number of predicted tokens per sequence is fixed, max(1, round(mask_prob * words)), so that no batch is
+        without any.
+        """
+        tokens = sequences.long()
+        size = tokens.shape
+        score = torch.rand(size, generator=stream).masked_fill(torch.isin(tokens, self._special), 2.0)
+        count = max(1, round(self.mask_prob * (self.seq_len - 2)))
+        chosen = torch.zeros(size, dtype=torch.bool).scatter_(1, score.topk(count, dim=1, largest=False).indices, True)
+        chosen &= score < 2.0
+        labels = tokens.masked_fill(~chosen, IGNORED)
+        dice = torch.rand(size, generator=stream)
+        random_tokens = torch.randint(len(self.tokenizer), size, generator=stream)
+        inputs = torch.where(chosen & (dice < 0.8), torch.tensor(self.tokenizer.mask_token_id), tokens)
+        inputs = torch.where(chosen & (dice >= 0.8) & (dice < 0.9), random_tokens, inputs)
+        return inputs, labels
+
+    def _lines(self) -> list[str]:
+        """Non-empty lines of text."""
+        if self.data_path is not None:
+            lines = [
+                line for file in text_files(self.data_path) for line in read_text(file).splitlines() if line.strip()
+            ]
+        elif self.synthetic:
+            lines = [q.context for q in synthetic_questions(SYNTHETIC_PARAGRAPHS, "text")]
+        else:
+            lines = self._hub_lines()
+        if not lines:
+            raise UserError(f"data.path: {self.data_path} holds only empty lines")
+        return lines if self.documents is None or self.data_path is None else lines[: self.documents]
+
+    def _hub_lines(self) -> list[str]:
+        import datasets
+
+        datasets.disable_progress_bars()
+        part = "train" if self.documents is None else f"train[:{self.documents}]"
+        try:
+            table: Any = datasets.load_dataset(self.dataset, self.dataset_config, split=part)
+            return [line for text in table["text"] for line in text.splitlines() if line.strip()]
+        except Exception as error:  # the hub's client raises a dozen unrelated types
+            raise UserError(
+                f"cannot load {self.dataset} from the hub ({type(error).__name__}): give text with data.path=PATH,"
+                " or workload.dataset=synthetic"
+            ) from error
+
+    def _sequences(self, lines: list[str]) -> Tensor:
+        """int32[N, seq_len]: [CLS] seq_len - 2 pieces [SEP]; the incomplete last one is dropped."""
+        pieces: list[np.ndarray] = []
+        for first in range(0, len(lines), CHUNK):
+            for ids in self.tokenizer(lines[first : first + CHUNK], add_special_tokens=False)["input_ids"]:
+                pieces.append(np.array(ids, dtype=np.int32))
+        stream = torch.from_numpy(np.concatenate(pieces))
+        body = self.seq_len - 2
+        count = len(stream) // body
+        out = torch.empty((count, self.seq_len), dtype=torch.int32)
+        out[:, 0], out[:, -1] = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        out[:, 1:-1] = stream[: count * body].view(count, body)
+        return out
