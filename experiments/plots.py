@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -51,7 +52,8 @@ def step_times(table: SpeedupTable) -> bytes | None:
             axes.barh(place, median, xerr=spread, color=colour(row.record.method, place), capsize=3)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_xlabel("step time, ms (median, p10 to p90)")
-        axes.set_title(f"{speedup.title(rows[0].record)}\n{speedup.honesty(table.records)}", fontsize=8)
+        words = textwrap.wrap(speedup.honesty(table.records), 110)
+        figure.suptitle("\n".join([speedup.title(rows[0].record), *words]), fontsize=8)
         return _png(figure, [[row.label, row.record.timing] for row in rows])
 
 
@@ -80,7 +82,7 @@ def metric_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
             return None
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(metric)
-        axes.set_title(table.title, fontsize=8)
+        figure.suptitle(table.title, fontsize=8)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         return _png(figure, drawn)

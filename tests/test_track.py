@@ -1,0 +1,271 @@
+"""Progress, curve and W&B: rank 0 only, correct across a resume, and never the death of a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from experiments import track, wandb_run
+from experiments.curve import Curve
+from experiments.errors import UserError
+from experiments.record import ROOT
+from experiments.spec import RunSpec
+from experiments.track import Tracker
+
+
+def make_spec(run_dir: Path, mode: str = "disabled") -> RunSpec:
+    config = {"seed": 0, "wandb": {"mode": mode, "project": "birder", "entity": None, "group": None}}
+    return RunSpec("run-1", "g", "digits", "run.py", [], config, str(run_dir))
+
+
+@pytest.fixture
+def no_wandb_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without key, netrc or wandb settings."""
+    for name in [n for n in os.environ if n.startswith("WANDB_")] + ["CI", "NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def test_curve_holds_every_row(tmp_path: Path) -> None:
+    with Tracker(make_spec(tmp_path), True, total_steps=3) as tracker:
+        tracker.log(1, loss=2.5, seconds=0.5)
+        tracker.log(2, loss=2.25, seconds=1.0)
+        tracker.log(3, loss=2.0, seconds=1.5, metric=90.0)
+    text = (tmp_path / "curve.csv").read_text()
+    assert text == "step,seconds,loss,metric\n1,0.500,2.5,\n2,1.000,2.25,\n3,1.500,2,90\n"
+
+
+def test_resume_drops_rows_beyond_the_resumed_step_and_a_torn_row(tmp_path: Path) -> None:
+    head = "step,seconds,loss,metric\n1,1.000,5,\n2,2.000,4,80\n"
+    (tmp_path / "curve.csv").write_text(head + "3,3.000,3,\n4,4.000,2.")
+    with Tracker(make_spec(tmp_path), True, total_steps=4, start_step=2) as tracker:
+        tracker.log(3, loss=3.0)
+    lines = (tmp_path / "curve.csv").read_text().splitlines(keepends=True)
+    assert "".join(lines[:3]) == head
+    assert len(lines) == 4
+    step, seconds, loss, metric = lines[3].strip().split(",")
+    assert (step, loss, metric) == ("3", "3", "")
+    assert 2.0 <= float(seconds) < 60  # the clock goes on where it stopped
+
+
+def test_a_torn_row_of_a_step_before_the_checkpoint_is_dropped_too(tmp_path: Path) -> None:
+    (tmp_path / "curve.csv").write_text("step,seconds,loss,metric\n1,1.000,5,\n2,2.0")
+    Curve(tmp_path / "curve.csv", start=5).close()
+    assert (tmp_path / "curve.csv").read_text() == "step,seconds,loss,metric\n1,1.000,5,\n"
+
+
+def test_a_new_run_starts_a_new_curve(tmp_path: Path) -> None:
+    (tmp_path / "curve.csv").write_text("step,seconds,loss,metric\n1,1.000,5,\n")
+    Tracker(make_spec(tmp_path), True, total_steps=1).close()
+    assert (tmp_path / "curve.csv").read_text() == "step,seconds,loss,metric\n"
+
+
+def test_long_runs_keep_every_metric_and_a_bounded_number_of_losses(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(track, "CURVE_ROWS", 10)
+    with Tracker(make_spec(tmp_path), True, total_steps=101) as tracker:
+        for step in range(1, 102):
+            tracker.log(step, loss=1.0, metric=7.0 if step == 50 else None)
+    rows = pd.read_csv(tmp_path / "curve.csv")
+    assert rows["step"].tolist() == [11, 22, 33, 44, 50, 55, 66, 77, 88, 99, 101]
+    assert rows["metric"].dropna().tolist() == [7.0]
+
+
+def test_a_tensor_is_read_only_when_it_is_written_or_shown(tmp_path: Path, monkeypatch: Any) -> None:
+    """float() of a loss on a GPU waits for it: not at every step."""
+    monkeypatch.setattr(track, "CURVE_ROWS", 5)
+    reads = []
+
+    class Loss:
+        def __float__(self) -> float:
+            reads.append(1)
+            return 1.0
+
+    with Tracker(make_spec(tmp_path), True, total_steps=50) as tracker:
+        for step in range(1, 51):
+            tracker.log(step, loss=Loss())
+    assert 5 <= len(reads) <= 8
+
+
+def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(make_spec(tmp_path / "run", "offline"), False, total_steps=3) as tracker:
+        tracker.log(1, loss=1.0)
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_instead_of_a_bar_where_there_is_no_terminal(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(track, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with Tracker(make_spec(tmp_path), True, total_steps=9, sample="images") as tracker:
+        for step in range(1, 10):
+            tracker.log(step, loss=1.5, samples_per_s=123.4)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1/9  loss 1.5  123.4 images/s"
+    assert lines[1] == "step 4/9  loss 1.5  123.4 images/s  time left 0:00:20"
+    assert lines[-1].startswith("step 9/9")
+    assert len(lines) == 4
+
+
+def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Tracker(make_spec(tmp_path), True, total_steps=4, sample="images") as tracker:
+        for step in range(1, 5):
+            tracker.log(step, loss=0.125, samples_per_s=50.0)
+    out = capsys.readouterr().out
+    assert "4/4" in out
+    assert "loss 0.125  50 images/s" in out
+
+
+def test_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = Curve(tmp_path / "curve.csv")
+
+    class Full:
+        def write(self, _: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(curve, "_file", Full())
+    with pytest.raises(UserError, match=r"could not write the curve .*No space left"):
+        curve.add(1, 0.0, 1.0, None)
+
+
+def test_unknown_mode_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for is_main in (True, False):
+        with pytest.raises(UserError, match=r"wandb\.mode=loud is unknown: choose auto, online, offline, disabled"):
+            Tracker(make_spec(tmp_path, "loud"), is_main, total_steps=1)
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_mode_follows_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    choose = wandb_run.choose_mode
+    assert [choose(m) for m in ("auto", "offline", "disabled")] == ["offline", "offline", "disabled"]
+    assert capsys.readouterr().err == ""
+    assert choose("online") == "offline"  # without a key it would ask for one and wait
+    assert "no key" in capsys.readouterr().err
+
+    monkeypatch.setenv("CI", "true")
+    assert choose("auto") == "disabled"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose("auto") == "offline"
+    monkeypatch.delenv("WANDB_MODE")
+
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine api.wandb.ai login user password secret\n")
+    netrc.chmod(0o600)
+    assert [choose(m) for m in ("auto", "online")] == ["online", "online"]
+    netrc.write_text("this is no netrc")
+    assert choose("auto") == "disabled"
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert choose("auto") == "online"
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert [choose(m) for m in ("auto", "online", "offline")] == ["disabled"] * 3
+
+
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: Any) -> dict[str, Any]:
+    """Puts a stand-in for the package wandb in place, whose `init` returns `run` or raises it."""
+    seen: dict[str, Any] = {}
+
+    def init(**options: Any) -> Any:
+        seen.update(options)
+        if isinstance(run, Exception):
+            raise run
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **k: k))
+    monkeypatch.setattr(wandb_run, "choose_mode", lambda mode: mode)
+    for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "WANDB_SILENT"):
+        monkeypatch.setenv(name, "set")  # restored at the end of the test
+    return seen
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_a_failure_of_wandb_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the server\nis gone")
+
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda **_: None, summary={})
+    if broken != "init":
+        setattr(run, broken, fail)
+    fake_wandb(monkeypatch, RuntimeError("the server\nis gone") if broken == "init" else run)
+    with Tracker(make_spec(tmp_path, "online"), True, total_steps=3) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, loss=1.0)
+    error = capsys.readouterr().err
+    assert error.startswith("warning: W&B: the server is gone; ")
+    assert error.count("\n") == 1
+    assert len((tmp_path / "curve.csv").read_text().splitlines()) == 4
+
+
+def test_wandb_is_told_what_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, dict[str, float]]] = []
+    ended: list[int] = []
+    run = SimpleNamespace(
+        log=lambda values, step: sent.append((step, values)),
+        finish=lambda exit_code: ended.append(exit_code),
+        summary={},
+    )
+    seen = fake_wandb(monkeypatch, run)
+    tracker = Tracker(make_spec(tmp_path, "online"), True, total_steps=2)
+    tracker.log(1, loss=1.0, lr=0.1, seconds=2.0)
+    tracker.close({"top1": 9.0})
+    tracker.close()
+    tracker.log(2, loss=1.0)
+    assert sent == [(1, {"loss": 1.0, "lr": 0.1, "seconds": 2.0})]
+    assert run.summary == {"top1": 9.0}
+    assert ended == [0]
+    assert (seen["project"], seen["group"], seen["id"], seen["mode"]) == ("birder", "g", "run-1", "online")
+    assert seen["dir"] == str(tmp_path)
+
+
+def test_a_crash_reaches_wandb_as_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda exit_code: ended.append(exit_code), summary={})
+    fake_wandb(monkeypatch, run)
+
+    def crash() -> None:
+        with Tracker(make_spec(tmp_path, "online"), True, total_steps=2):
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        crash()
+    assert ended == [1]
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    make_spec(run_dir, "auto").save()
+    code = (
+        "import sys; from experiments.spec import RunSpec; from experiments.track import Tracker\n"
+        "with Tracker(RunSpec.load(sys.argv[1]), True, total_steps=1) as t: t.log(1, loss=0.5)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(elsewhere)}
+    command = [sys.executable, "-c", code, str(run_dir / "spec.yaml")]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "step 1/1  loss 0.5\n"
+    assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
+    assert list(elsewhere.rglob("*")) == []
+    assert list((tmp_path / "home").rglob("*")) == []
+
+
+def test_every_wandb_file_names_its_mode() -> None:
+    files = {path.stem: yaml.safe_load(path.read_text())["wandb"] for path in (ROOT / "conf" / "wandb").glob("*.yaml")}
+    assert {name: section["mode"] for name, section in files.items()} == {m: m for m in wandb_run.MODES}
+    assert all(set(section) == {"mode", "project", "entity", "group"} for section in files.values())
