@@ -14,13 +14,17 @@ class Pipeline:
     """Runs tasks in the order in which they were submitted, the same on every rank. This one runs them at once."""
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
-        """Seconds spent in tasks since the last `wait`."""
+        self._busy_s = 0.0
+
+    def take_busy(self) -> float:
+        """Seconds spent in tasks since the last call. On CUDA the time to queue them."""
+        busy, self._busy_s = self._busy_s, 0.0
+        return busy
 
     def submit(self, task: Callable[[], None]) -> None:
         began = time.perf_counter()
         task()
-        self.busy_s += time.perf_counter() - began
+        self._busy_s += time.perf_counter() - began
 
     def wait(self) -> None:
         """Returns when all submitted tasks are done. Raises the first error that one of them met."""
