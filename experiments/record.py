@@ -98,7 +98,7 @@ def from_spec(
 
     device: "cpu" or "cuda", what the run used; default: cuda where there is a GPU.
     wire:   what was sent, when the caller knows better than the configuration tells.
-    link:   default: `cluster.link` of the configuration, else an unshaped loopback.
+    link:   default: `cluster.link` of the configuration, else what the kind of cluster tells, without a rate.
     """
     config = spec.config
     base = Path.cwd()
@@ -125,7 +125,7 @@ def from_spec(
         data=data or {"name": None, "synthetic": None},
         hardware=hardware(device),
         software=software(),
-        link={**LINK, **(link or config["cluster"].get("link") or {})},
+        link={**LINK, "kind": _link_kind(config), **(link or config["cluster"].get("link") or {})},
         timing=timing or {},
         bytes_per_step={**BYTES, **(bytes_per_step or {})},
         collectives_per_step=collectives_per_step,
@@ -143,7 +143,8 @@ def failed(spec: RunSpec, reason: str, **known: Any) -> ResultRecord:
 def write(record: ResultRecord, results_dir: str | Path) -> Path:
     """Writes `<results_dir>/records/<id>.json` whole or not at all, and returns its path. Raises UserError."""
     # One key per line, so that a difference between two records reads well; NaN is not JSON, hence null.
-    text = json.dumps(_finite(dataclasses.asdict(record)), indent=1, ensure_ascii=False, allow_nan=False)
+    content = {"schema": record.schema, **dataclasses.asdict(record)}
+    text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
     path = Path(results_dir) / "records" / f"{record.id}.json"
     write_file(path, (text + "\n").encode(), "record")
     return path
@@ -246,6 +247,10 @@ def software() -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+def _link_kind(config: dict[str, Any]) -> str:
+    return "loopback" if labels.cluster(config) in ("local", "emulated") else "network"
 
 
 def _finite(value: Any) -> Any:

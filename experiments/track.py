@@ -23,25 +23,23 @@ DRAW_EVERY = 0.2  # seconds between changes of the progress bar
 class Tracker:
     """Progress, curve and W&B of one run. On ranks other than 0 (`is_main` false) every method does nothing.
 
-    total_steps: optimizer steps of the whole run.
-    start_step:  the step that a resumed run goes on from, 0 for a new one; make the tracker after loading the checkpoint.
-    sample:      what a sample is called in rates.
+    total:  optimizer steps of the whole run.
+    start:  the step that a resumed run goes on from, 0 for a new one; make the tracker after loading the checkpoint.
+    sample: what a sample is called in rates.
 
     Raises UserError when the curve cannot be written or `wandb.mode` is unknown. W&B itself never raises.
     """
 
-    def __init__(
-        self, spec: RunSpec, is_main: bool, *, total_steps: int, start_step: int = 0, sample: str = "samples"
-    ) -> None:
-        self.total_steps, self.sample = total_steps, sample
+    def __init__(self, spec: RunSpec, is_main: bool, *, total: int, start: int = 0, sample: str = "samples") -> None:
+        self.total, self.sample = total, sample
         self._main = is_main
         self._closed = not is_main
         wandb_run.check(spec.config)
         if not is_main:
             return
-        self._start = start_step
-        self._stride = max(1, -(-total_steps // CURVE_ROWS))
-        self._curve = Curve(self.curve_path(spec), start_step)
+        self._start = start
+        self._stride = max(1, -(-total // CURVE_ROWS))
+        self._curve = Curve(self.curve_path(spec), start)
         self._begin = self._printed = time.monotonic()
         self._drawn = 0.0
         self._shown: dict[str, Any] = {}
@@ -66,7 +64,7 @@ class Tracker:
         now = time.monotonic()
         known = {k: v for k, v in values.items() if v is not None}
         self._shown.update(known)
-        if "metric" in known or step % self._stride == 0 or step >= self.total_steps:
+        if "metric" in known or step % self._stride == 0 or step >= self.total:
             known = {k: float(v) for k, v in known.items()}
             seconds = known.pop("seconds", self._curve.seconds + now - self._begin)
             if "loss" in known or "metric" in known:
@@ -98,9 +96,9 @@ class Tracker:
                 self._bar.update(self._task, completed=step, shown=self._words())
         elif last or step == self._start + 1 or now - self._printed >= LINE_EVERY:
             self._printed = now
-            left = (now - self._begin) / max(1, step - self._start) * (self.total_steps - step)
+            left = (now - self._begin) / max(1, step - self._start) * (self.total - step)
             parts = [
-                f"step {step}/{self.total_steps}",
+                f"step {step}/{self.total}",
                 self._words(),
                 f"time left {datetime.timedelta(seconds=round(left))}",
             ]
@@ -126,6 +124,6 @@ class Tracker:
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._task = bar.add_task("", total=self.total_steps, completed=self._start, shown="")
+        self._task = bar.add_task("", total=self.total, completed=self._start, shown="")
         bar.start()
         return bar

@@ -11,7 +11,7 @@ from experiments.record import ResultRecord
 # Bookkeeping, and what tables show in columns or titles of their own.
 NOT_A_VARIANT = (
     *("seed", "run_name", "output_dir", "results_dir", "resume", "wandb", "checkpoint", "compare", "hydra"),
-    *("exp", "scale", "scales", "cluster", "data"),
+    *("exp", "scale", "scales", "cluster", "data", "workload.data_path"),
 )
 
 

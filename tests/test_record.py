@@ -56,6 +56,17 @@ def test_roundtrip(tmp_path: Path) -> None:
     assert (made.method, made.wire, made.workload, made.cluster) == ("Birder", "1bit", "resnet50", "local")
     assert made.bytes_per_step == {"payload_intra": None, "payload_inter": None, "nic_tx": None, "nic_rx": None}
     assert [p.name for p in path.parent.iterdir()] == ["run-1.json"]
+    assert path.read_text().startswith('{\n "schema": 1,\n "id": "run-1"')
+
+
+def test_a_cluster_of_machines_is_no_loopback() -> None:
+    def kind(**cluster: Any) -> str:
+        config = {"cluster": {"nodes": 2, "ranks_per_node": 1, **cluster}}
+        return str(record.from_spec(make_spec(config=config)).link["kind"])
+
+    assert kind(name="local") == "loopback"
+    assert kind(name="slurm") == "network"
+    assert kind(name="ssh", link={"kind": "Ethernet"}) == "Ethernet"
 
 
 def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def no_wandb_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_curve_holds_every_row(tmp_path: Path) -> None:
-    with Tracker(make_spec(tmp_path), True, total_steps=3) as tracker:
+    with Tracker(make_spec(tmp_path), True, total=3) as tracker:
         tracker.log(1, loss=2.5, seconds=0.5)
         tracker.log(2, loss=2.25, seconds=1.0)
         tracker.log(3, loss=2.0, seconds=1.5, metric=90.0)
@@ -48,7 +48,7 @@ def test_curve_holds_every_row(tmp_path: Path) -> None:
 def test_resume_drops_rows_beyond_the_resumed_step_and_a_torn_row(tmp_path: Path) -> None:
     head = "step,seconds,loss,metric\n1,1.000,5,\n2,2.000,4,80\n"
     (tmp_path / "curve.csv").write_text(head + "3,3.000,3,\n4,4.000,2.")
-    with Tracker(make_spec(tmp_path), True, total_steps=4, start_step=2) as tracker:
+    with Tracker(make_spec(tmp_path), True, total=4, start=2) as tracker:
         tracker.log(3, loss=3.0)
     lines = (tmp_path / "curve.csv").read_text().splitlines(keepends=True)
     assert "".join(lines[:3]) == head
@@ -66,13 +66,13 @@ def test_a_torn_row_of_a_step_before_the_checkpoint_is_dropped_too(tmp_path: Pat
 
 def test_a_new_run_starts_a_new_curve(tmp_path: Path) -> None:
     (tmp_path / "curve.csv").write_text("step,seconds,loss,metric\n1,1.000,5,\n")
-    Tracker(make_spec(tmp_path), True, total_steps=1).close()
+    Tracker(make_spec(tmp_path), True, total=1).close()
     assert (tmp_path / "curve.csv").read_text() == "step,seconds,loss,metric\n"
 
 
 def test_long_runs_keep_every_metric_and_a_bounded_number_of_losses(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(track, "CURVE_ROWS", 10)
-    with Tracker(make_spec(tmp_path), True, total_steps=101) as tracker:
+    with Tracker(make_spec(tmp_path), True, total=101) as tracker:
         for step in range(1, 102):
             tracker.log(step, loss=1.0, metric=7.0 if step == 50 else None)
     rows = pd.read_csv(tmp_path / "curve.csv")
@@ -90,14 +90,14 @@ def test_a_tensor_is_read_only_when_it_is_written_or_shown(tmp_path: Path, monke
             reads.append(1)
             return 1.0
 
-    with Tracker(make_spec(tmp_path), True, total_steps=50) as tracker:
+    with Tracker(make_spec(tmp_path), True, total=50) as tracker:
         for step in range(1, 51):
             tracker.log(step, loss=Loss())
     assert 5 <= len(reads) <= 8
 
 
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker(make_spec(tmp_path / "run", "offline"), False, total_steps=3) as tracker:
+    with Tracker(make_spec(tmp_path / "run", "offline"), False, total=3) as tracker:
         tracker.log(1, loss=1.0)
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
@@ -106,7 +106,7 @@ def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_lines_instead_of_a_bar_where_there_is_no_terminal(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     clock = iter(range(0, 1000, 4))
     monkeypatch.setattr(track, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    with Tracker(make_spec(tmp_path), True, total_steps=9, sample="images") as tracker:
+    with Tracker(make_spec(tmp_path), True, total=9, sample="images") as tracker:
         for step in range(1, 10):
             tracker.log(step, loss=1.5, samples_per_s=123.4)
     lines = capsys.readouterr().out.splitlines()
@@ -120,7 +120,7 @@ def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: Any, capsys: An
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with Tracker(make_spec(tmp_path), True, total_steps=4, sample="images") as tracker:
+    with Tracker(make_spec(tmp_path), True, total=4, sample="images") as tracker:
         for step in range(1, 5):
             tracker.log(step, loss=0.125, samples_per_s=50.0)
     out = capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_unknown_mode_is_refused_on_every_rank(tmp_path: Path) -> None:
     for is_main in (True, False):
         with pytest.raises(UserError, match=r"wandb\.mode=loud is unknown: choose auto, online, offline, disabled"):
-            Tracker(make_spec(tmp_path, "loud"), is_main, total_steps=1)
+            Tracker(make_spec(tmp_path, "loud"), is_main, total=1)
 
 
 @pytest.mark.usefixtures("no_wandb_account")
@@ -201,7 +201,7 @@ def test_a_failure_of_wandb_is_one_warning(
     if broken != "init":
         setattr(run, broken, fail)
     fake_wandb(monkeypatch, RuntimeError("the server\nis gone") if broken == "init" else run)
-    with Tracker(make_spec(tmp_path, "online"), True, total_steps=3) as tracker:
+    with Tracker(make_spec(tmp_path, "online"), True, total=3) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, loss=1.0)
     error = capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_wandb_is_told_what_the_run_is(tmp_path: Path, monkeypatch: pytest.Monke
         summary={},
     )
     seen = fake_wandb(monkeypatch, run)
-    tracker = Tracker(make_spec(tmp_path, "online"), True, total_steps=2)
+    tracker = Tracker(make_spec(tmp_path, "online"), True, total=2)
     tracker.log(1, loss=1.0, lr=0.1, seconds=2.0)
     tracker.close({"top1": 9.0})
     tracker.close()
@@ -237,7 +237,7 @@ def test_a_crash_reaches_wandb_as_a_failed_run(tmp_path: Path, monkeypatch: pyte
     fake_wandb(monkeypatch, run)
 
     def crash() -> None:
-        with Tracker(make_spec(tmp_path, "online"), True, total_steps=2):
+        with Tracker(make_spec(tmp_path, "online"), True, total=2):
             raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
@@ -253,7 +253,7 @@ def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -
     make_spec(run_dir, "auto").save()
     code = (
         "import sys; from experiments.spec import RunSpec; from experiments.track import Tracker\n"
-        "with Tracker(RunSpec.load(sys.argv[1]), True, total_steps=1) as t: t.log(1, loss=0.5)\n"
+        "with Tracker(RunSpec.load(sys.argv[1]), True, total=1) as t: t.log(1, loss=0.5)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(elsewhere)}
     command = [sys.executable, "-c", code, str(run_dir / "spec.yaml")]
