@@ -165,11 +165,12 @@ def new_stamp() -> str:
 def explain(error: Exception, overrides: Sequence[str], config_dir: Path = CONF) -> UserError:
     """What an error of Hydra or OmegaConf means to the user, as one line."""
     text = str(error)
-    if isinstance(error.__cause__, UserError):
-        return error.__cause__
+    if (ours := _user_error(error)) is not None:
+        return ours
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        there = ", ".join(sorted(p.stem for p in (config_dir / group).glob("*.yaml"))) or "none"
+        files = error.options or [p.stem for p in (config_dir / group).glob("*.yaml")]
+        there = ", ".join(sorted(files)) or "none"
         words = {"exp": "experiment"}.get(group, group)
         return UserError(f"no {words} '{name}'; there are: {there}") if group else UserError(_first_line(text))
     if isinstance(error, OverrideParseException):
@@ -229,9 +230,9 @@ def _keys(section: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _from_constructor(error: HydraException, target: str, section: str) -> UserError:
+    if (ours := _user_error(error)) is not None:
+        return ours
     cause = error.__cause__
-    if isinstance(cause, UserError):
-        return cause
     if isinstance(cause, TypeError | ValueError):
         return UserError(f"{section}: {_first_line(str(cause))}")
     if cause is None or isinstance(cause, ImportError | AttributeError):
@@ -260,6 +261,13 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
         "world size": int(cluster["nodes"]) * int(cluster["ranks_per_node"]),
         "nodes": int(cluster["nodes"]),
     }
+
+
+def _user_error(error: BaseException | None) -> UserError | None:
+    """The UserError that a resolver or a constructor raised, from below what Hydra and OmegaConf wrap around it."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _first_line(text: str) -> str:

@@ -105,7 +105,9 @@ def report(error: BaseException) -> int:
 
 def main() -> int:
     """The Hydra application."""
-    arguments = sys.argv[1:]
+    # Hydra wants its flags before the overrides; users write `-m` anywhere.
+    arguments = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))
+    sys.argv[1:] = arguments
     jobs = 0
     failed: list[tuple[str, int]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -74,7 +75,7 @@ class Launcher(ABC):
         self.check(spec)
         if self.dry_run:
             for node in range(self.nodes):
-                print(" ".join(self.command(spec.path / "spec.yaml", spec, node)))
+                print(shlex.join(self.command(spec.path / "spec.yaml", spec, node)))
             return
         fresh = not spec.path.exists()
         try:

@@ -31,7 +31,7 @@ class LocalLauncher(Launcher):
         gpus, ranks = len(visible_gpus()), self.nodes * self.ranks_per_node
         if self.backend == "nccl" and gpus < ranks:
             raise UserError(
-                f"backend nccl needs a GPU for each of the {ranks} ranks, here are {gpus}: cluster.backend=gloo"
+                f"backend nccl needs {ranks} GPUs, one per rank, and finds {gpus}: set cluster.backend=gloo"
             )
         self.port = free_port()
 
