@@ -1,0 +1,260 @@
+"""SQuAD: file format, windows, answer extraction, metric."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.errors import UserError
+from experiments.workloads.base import Shard
+from experiments.workloads.bert_squad import BertSquad
+from experiments.workloads.squad_data import Question, checked, find_file, read_json, synthetic_questions
+from experiments.workloads.squad_metric import best_spans, em_f1_sums
+from tests.workload_data import squad_files
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "exact", "f1"),
+    [
+        ("The Eiffel Tower!", ["eiffel tower"], 1.0, 1.0),  # case, punctuation, article
+        ("in  1889", ["1889"], 0.0, 2 / 3),  # precision 1/2, recall 1
+        ("red green blue", ["green blue white black"], 0.0, 4 / 7),  # precision 2/3, recall 1/2
+        ("Paris", ["London", "Paris, France", "paris"], 1.0, 1.0),  # the best of several
+        ("Paris", ["London", "Paris France"], 0.0, 2 / 3),
+        ("go go go", ["go go"], 0.0, 4 / 5),  # words count as often as they occur
+        ("", ["something"], 0.0, 0.0),
+        ("Saint-Denis", ["Saint Denis"], 0.0, 0.0),  # a hyphen joins words when it is stripped
+    ],
+)
+def test_metric_known_answers(prediction: str, answers: list[str], exact: float, f1: float) -> None:
+    assert em_f1_sums([prediction], [answers]) == pytest.approx((exact, f1), abs=1e-6)
+
+
+def test_metric_sums_over_questions() -> None:
+    exact, f1 = em_f1_sums(["a cat", "in 1889", "x"], [["cat"], ["1889"], ["y"]])
+    assert (exact, f1) == pytest.approx((1.0, 1 + 2 / 3), abs=1e-5)
+    assert em_f1_sums([], []) == (0.0, 0.0)
+
+
+def test_best_span_is_ordered_inside_the_context_and_short() -> None:
+    start = torch.tensor([[9.0, 1.0, 5.0, 0.0, 4.0, 0.0]])
+    end = torch.tensor([[9.0, 7.0, 0.0, 3.0, 1.0, 6.0]])
+    allowed = torch.tensor([[False, True, True, True, True, True]])
+    # Token 0 is forbidden; 2..5 scores 11 with length 4; with 3 tokens at most, 4..5 scores 10; with 1 token, 1..1 scores 8.
+    for longest, expected in ((4, (2, 5, 11.0)), (3, (4, 5, 10.0)), (1, (1, 1, 8.0))):
+        (span,) = best_spans(start, end, allowed, 20, longest)
+        assert span is not None
+        assert (span.first, span.last, span.score) == expected
+    assert best_spans(start, end, torch.zeros_like(allowed), 20, 30) == [None]
+
+
+def tiny(**options: object) -> BertSquad:
+    defaults = {"preset": "tiny", "seq_len": 64, "doc_stride": 16, "max_query_len": 16, "dataset": "synthetic"}
+    return BertSquad(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+def test_windows_cover_the_answers_and_offsets_lead_back_to_the_text(tmp_path: Path) -> None:
+    workload = tiny(data_path=str(squad_files(tmp_path)))
+    workload.prepare(Shard())
+    windows, questions = workload._dev, workload._dev_questions
+    assert len(windows) > len(questions), "paragraphs should need more than one window"
+    found = set()
+    for i in range(len(windows)):
+        question = questions[int(windows.question[i])]
+        first, last = windows.answers[i]
+        if last:
+            begin, end = windows.offsets[i, first, 0], windows.offsets[i, last, 1]
+            assert question.context[begin:end] == question.answers[0][0]
+            found.add(question.id)
+    assert found == {q.id for q in questions}
+
+
+def test_perfect_logits_score_100(tmp_path: Path) -> None:
+    """A model that points at the answer where the window holds it, and is undecided elsewhere."""
+    workload = tiny(data_path=str(squad_files(tmp_path)))
+    shard = Shard()
+    workload.prepare(shard)
+
+    class Oracle(torch.nn.Module):
+        row = 0
+
+        def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> object:
+            answers = torch.from_numpy(workload._dev.answers[self.row : self.row + len(input_ids)]).long()
+            self.row += len(input_ids)
+            logits = [torch.zeros(input_ids.shape).scatter_(1, answers[:, k : k + 1], 5.0) for k in (0, 1)]
+            return type("Out", (), {"start_logits": logits[0], "end_logits": logits[1]})()
+
+    assert workload.evaluate(Oracle(), shard) == {"f1": pytest.approx(100), "exact_match": pytest.approx(100)}
+
+
+def test_long_questions_are_cut(tmp_path: Path) -> None:
+    root = squad_files(tmp_path)
+    document = json.loads((root / "train-v1.1.json").read_text())
+    document["data"][0]["paragraphs"][0]["qas"][0]["question"] = "who built the bridge " * 30
+    (root / "train-v1.1.json").write_text(json.dumps(document))
+    workload = tiny(data_path=str(root))
+    workload.prepare(Shard())
+    assert max(int(context) for context, _ in workload._train.ends) <= 16 + 2  # [CLS], question, [SEP]
+
+
+def test_file_and_xz_and_named_file_hold_the_same_questions(tmp_path: Path) -> None:
+    root = squad_files(tmp_path / "a")
+    packed = tmp_path / "b"
+    packed.mkdir()
+    for name in ("train", "dev"):
+        raw = (root / f"{name}-v1.1.json").read_bytes()
+        (packed / f"{name}-v1.1.json.xz").write_bytes(lzma.compress(raw))
+    plain = read_json(find_file(str(root), None, "train"))
+    assert len(plain) == 60
+    assert plain == read_json(find_file(str(packed), None, "train"))
+    assert plain == read_json(find_file(None, str(packed / "train-v1.1.json.xz"), "train"))
+
+
+def test_limits_choose_the_same_questions_for_every_run(tmp_path: Path) -> None:
+    root = str(squad_files(tmp_path))
+    ids = []
+    for _ in range(2):
+        workload = tiny(data_path=root, dev_questions=5, train_questions=20)
+        workload.prepare(Shard())
+        ids.append([q.id for q in workload._dev_questions])
+        assert len(set(workload._train.question.tolist())) == 20
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == 5
+    halves = []
+    for rank in range(2):
+        workload = tiny(data_path=root, dev_questions=5)
+        workload.prepare(Shard(rank, 2))
+        halves += [q.id for q in workload._dev_questions]
+    assert sorted(halves) == sorted(ids[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"data": [', "not a complete SQuAD JSON"),
+        ("<html>not found</html>", "not a complete SQuAD JSON"),
+        ('{"data": [}', "not valid JSON"),
+        ('{"version": "1.1"}', "not in SQuAD 1.1 format: KeyError 'data'"),
+        ('{"data": [{"paragraphs": [{"context": "x"}]}]}', "not in SQuAD 1.1 format: KeyError 'qas'"),
+        ('{"data": 5}', "not in SQuAD 1.1 format"),
+        ('{"data": []}', "no answer"),
+    ],
+)
+def test_broken_json(tmp_path: Path, content: str, words: str) -> None:
+    root = squad_files(tmp_path)
+    (root / "train-v1.1.json").write_text(content)
+    workload = tiny(data_path=str(root))
+
+    def read() -> None:
+        workload.check()
+        workload.prepare(Shard())
+
+    with pytest.raises(UserError, match=words):
+        read()
+
+
+def test_answers_that_are_not_at_their_offset() -> None:
+    good = synthetic_questions(200, "dev")
+    bad = Question("bad", "?", "some text", (("other", 0),))
+    assert checked([*good, bad], "x") == good
+    with pytest.raises(UserError, match="3 of 23 questions"):
+        checked([*good[:20], bad, bad, bad], "x")
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        tiny(data_path=str(tmp_path / "absent")).check()
+    with pytest.raises(UserError, match=r"holds no train-v1\.1\.json"):
+        tiny(data_path=str(tmp_path)).check()
+    squad_files(tmp_path)
+    with pytest.raises(UserError, match="train_file: no file"):
+        tiny(data_path=str(tmp_path), train_file="absent.json").check()
+    (tmp_path / "train-v1.1.json").rename(tmp_path / "train-part.json")
+    tiny(data_path=str(tmp_path)).check()  # the only training file there is
+    (tmp_path / "train-other.json").write_text("{}")
+    with pytest.raises(UserError, match=r"choose one of train-other\.json, train-part\.json"):
+        tiny(data_path=str(tmp_path)).check()
+
+
+def test_model_folder_is_checked_without_network(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        tiny(model=str(tmp_path / "absent")).check()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        tiny(model=str(tmp_path)).check()
+    (tmp_path / "config.json").write_text("{}")
+    workload = tiny(model=str(tmp_path))
+    workload.check()
+    with pytest.raises(UserError, match=r"workload\.model=/path"):
+        workload.prepare(Shard())
+
+
+def test_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"data\.path=FOLDER") as caught:
+        tiny(dataset="squad").prepare(Shard())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"doc_stride": 60},
+        {"doc_stride": -1},
+        {"train_questions": 0},
+        {"n_best": 0},
+        {"preset": "huge"},
+        {"init": "wrong"},
+        {"init": "pretrained"},
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, object]) -> None:
+    with pytest.raises(UserError):
+        tiny(**options).check()
+
+
+def test_local_checkpoint_round_trip(tmp_path: Path) -> None:
+    """A checkpoint folder with model and tokenizer is enough; its weights and its vocabulary are used."""
+    source = tiny(train_questions=30, dev_questions=5)
+    source.prepare(Shard())
+    torch.manual_seed(0)
+    model = source.build_model()
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    source.tokenizer.save_pretrained(tmp_path)
+    loaded = tiny(model=str(tmp_path), train_questions=30, dev_questions=5)
+    loaded.check()
+    loaded.prepare(Shard())
+    assert loaded.tokenizer.get_vocab() == source.tokenizer.get_vocab()
+    assert (loaded._train.ids == source._train.ids).all()
+    again = loaded.build_model().state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+    fresh = tiny(model=str(tmp_path), init="random", train_questions=30, dev_questions=5)
+    fresh.prepare(Shard())
+    torch.manual_seed(1)
+    assert any(not torch.equal(value, again[name]) for name, value in fresh.build_model().state_dict().items())
+
+
+def test_loss_falls() -> None:
+    workload = tiny(train_questions=60, dev_questions=5)
+    shard = Shard()
+    workload.prepare(shard)
+    torch.manual_seed(0)
+    model = workload.build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for epoch in range(3):
+        for batch in workload.train_batches(shard, 16, seed=0, epoch=epoch):
+            loss = workload.loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
