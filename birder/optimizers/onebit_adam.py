@@ -133,7 +133,7 @@ class OneBitAdam(BucketOptimizer):
         bits, scales = unit.result
         m, mask = unit.state["m"], self.support(unit).mask
         for row, chunk, scale in zip(m.view(scales.numel(), -1), bits.view(scales.numel(), -1), scales, strict=True):
-            row.copy_(kernels.unpack(chunk)).mul_(2).sub_(1).mul_(scale)
+            row.copy_(kernels.average_signs(chunk.view(1, -1), scale.view(1)))  # of one: scale times the signs
         if mask is not None:
             m.mul_(mask)
 
