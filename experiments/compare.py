@@ -11,18 +11,21 @@ import re
 import secrets
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omegaconf import OmegaConf
 
-from experiments import compose, run, tables
+from experiments import compose, published, run, tables
 from experiments.compose import Composed
 from experiments.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
+
+if TYPE_CHECKING:
+    from experiments.workloads.base import Workload
 
 
 def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
@@ -51,24 +54,22 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     return [m for m in made if m.choices["optimizer"] in methods]
 
 
-def headline(resolved: dict[str, Any], workload: Any) -> str:
-    """What the numbers to come are and are not, in plain words, and how to get the paper's."""
-    cluster, scale = resolved["cluster"], resolved["scale"]["name"]
+def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool) -> str:
+    """What the numbers to come are and are not, in plain words, and how to get those of the full setting."""
+    cluster, scale, exp = resolved["cluster"], resolved["scale"]["name"], resolved["exp"]
     nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
     shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
     here = cluster["name"] in ("local", "emulated")
     place = f"Emulated: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
-    data = f"synthetic data ({workload.data_name})" if workload.synthetic else str(workload.data_name)
-    if workload.synthetic:
-        meaning = "shows step time and bytes, not accuracy"
-    elif scale == "paper":
-        meaning = "the paper's setting"
-    else:
-        meaning = "far fewer steps than in the paper"
-    line = f"{place}; {data}; {scale} scale: {meaning}."
-    if scale != "paper":
-        line += f" The paper's setting: make {resolved['exp']} NODES={nodes} SCALE=paper DATA=/path/to/data"
-    return line
+    data = f"synthetic data ({workload.data_name})" if workload.synthetic else workload.data_name
+    meaning = "shows step time and bytes, not accuracy" if workload.synthetic else "a short run"
+    if scale == "paper":
+        return f"{place}; {data}; paper scale."
+    whose = "The paper's setting" if any(published.beside(exp, k) for k in ("speedup", "accuracy")) else "The full run"
+    command = f"make {exp}" + (f" NODES={nodes}" if nodes_given else "") + " SCALE=paper"
+    if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
+        command += " DATA=/path/to/data"
+    return f"{place}; {data}; {scale} scale: {meaning}. {whose}: {command}"
 
 
 def compare(overrides: list[str], methods: list[str] | None) -> int:
@@ -80,7 +81,8 @@ def compare(overrides: list[str], methods: list[str] | None) -> int:
     # All are checked before the first one starts: a mistake shows now, not after an hour.
     workloads = [compose.check(variant) for variant in chosen]
     first = compose.resolve(chosen[0])
-    print(headline(first, workloads[0]), flush=True)
+    nodes_given = any(o.startswith("cluster.nodes=") for o in overrides)
+    print(headline(first, workloads[0], nodes_given=nodes_given), flush=True)
     group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
     failed = 0
     status = 0

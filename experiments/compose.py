@@ -207,6 +207,7 @@ def _unknown_key(key: str, overrides: Sequence[str], config_dir: Path) -> UserEr
     others = [o for o in overrides if key not in o]
     with contextlib.suppress(*CONFIG_ERRORS):  # a second mistake: the group names must do
         known += _keys(from_hydra(_compose(others, config_dir), others).config)
+        known = [k for k in known if not k.startswith("scales")]  # reached through scale=NAME
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
     if not near:  # the right name in the wrong section
         last = key.rpartition(".")[2]

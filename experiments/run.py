@@ -105,8 +105,8 @@ def report(error: BaseException) -> int:
 
 def main() -> int:
     """The Hydra application."""
-    # Hydra wants its flags before the overrides; users write `-m` anywhere.
-    arguments = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))
+    # Hydra wants its flags before the overrides; users write them anywhere.
+    arguments = sorted(sys.argv[1:], key=_is_override)
     sys.argv[1:] = arguments
     jobs = 0
     failed: list[tuple[str, int]] = []
@@ -130,8 +130,7 @@ def main() -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
     except compose.CONFIG_ERRORS as error:
-        typed_overrides = [a for a in arguments if not a.startswith("-")]
-        return report(compose.explain(error, typed_overrides))
+        return report(compose.explain(error, [a for a in arguments if _is_override(a)]))
     except (KeyboardInterrupt, Stopped, UserError) as error:
         return report(error)
     if jobs > 1 and failed:
@@ -140,6 +139,10 @@ def main() -> int:
             print(f"  {overrides}", file=sys.stderr)
         return 1
     return failed[0][1] if failed else 0
+
+
+def _is_override(argument: str) -> bool:
+    return not argument.startswith("-") and ("=" in argument or argument.startswith(("+", "~")))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def run_rank(spec: RunSpec, train: Train | None = None) -> None:
     me.save("running")
     try:
         if train is None:
-            from experiments import train as training
+            from experiments.train import train as full_train
 
-            train = training.train
+            train = full_train
         train(spec)
     except BaseException as error:
         me.save_error(error)

@@ -33,6 +33,8 @@ class LocalLauncher(Launcher):
             raise UserError(
                 f"backend nccl needs {ranks} GPUs, one per rank, and finds {gpus}: set cluster.backend=gloo"
             )
+        if self.backend != "gloo" and 0 < gpus < ranks:
+            print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus != 1)}: all run on the CPU", flush=True)
         self.port = free_port()
 
     def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:

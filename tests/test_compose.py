@@ -1,0 +1,204 @@
+"""Composition: every experiment at every scale, the resolvers, run ids and what may be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments import compare, compose, validate
+from experiments.errors import UserError
+from experiments.spec import RunSpec
+
+EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
+OPTIMIZERS = sorted(p.stem for p in (compose.CONF / "optimizer").glob("*.yaml"))
+
+
+def resolved(*overrides: str) -> dict[str, Any]:
+    return compose.resolve(compose.compose(overrides))
+
+
+@pytest.mark.parametrize("scale", ["quick", "paper"])
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_every_experiment(exp: str, scale: str) -> None:
+    config = resolved(f"+exp={exp}", f"scale={scale}")
+    assert config["exp"] == exp
+    assert config["scale"]["name"] == scale
+    for key in ("batch_per_rank", "epochs"):
+        assert config["train"][key] == config["scales"][scale][key]
+
+
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_variants_of_every_experiment(exp: str) -> None:
+    for variant in compare.variants(compose.compose([f"+exp={exp}", "scale=quick"]), None):
+        assert compose.resolve(variant)["exp"] == exp
+
+
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_head_of_every_experiment(exp: str) -> None:
+    """A file of conf/exp opens with what is expected, what it costs and how to run it."""
+    head = (compose.CONF / "exp" / f"{exp}.yaml").read_text().partition("defaults:")[0]
+    for word in ("Expected:", "Cost:", "Command:"):
+        assert word in head, word
+
+
+def test_hyper_parameters_belong_to_the_selected_optimizer() -> None:
+    """Those of the experiment's own optimizer do not leak into another; the command line wins over both."""
+    assert "momentum" in resolved("+exp=resnet50", "optimizer=sgdm")["optimizer"]
+    birder = resolved("+exp=resnet50", "optimizer=birder", "optimizer.beta=0.5")["optimizer"]
+    assert birder["_target_"] == "birder.Birder"
+    assert birder["beta"] == 0.5
+    assert "momentum" not in birder
+
+
+def test_learning_rate_rule() -> None:
+    """ResNet-50, SGDM: lr = 0.1 * batch / 256 with the batch of all ranks, 32 on each of 4 x 8."""
+    at = ["+exp=resnet50", "optimizer=sgdm", "scale=paper", "cluster.nodes=4"]
+    assert resolved(*at)["optimizer"]["lr"] == pytest.approx(0.1 * 32 * 32 / 256)
+    assert resolved(*at, "train.lr_batch=per_gpu")["optimizer"]["lr"] == pytest.approx(0.1 * 32 / 256)
+    assert resolved(*at, "train.accumulate=2")["optimizer"]["lr"] == pytest.approx(0.1 * 2 * 32 * 32 / 256)
+
+
+def test_scale_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`paper` needs both a GPU and data."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert resolved("+exp=resnet50")["scale"]["name"] == "quick"
+    assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "paper"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "quick"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.nodes=four", "cluster.nodes must be a whole number, 1 or more, not 'four'"),
+        ("cluster.nodes=0", "cluster.nodes must be"),
+        ("cluster.nodes=-1", "cluster.nodes must be"),
+        ("cluster.nodes=1.5", "cluster.nodes must be"),
+        ("cluster.nodes=true", "cluster.nodes must be"),
+        ("cluster.ranks_per_node=0", "cluster.ranks_per_node must be"),
+        ("cluster.backend=mpi", "cluster.backend must be one of auto, nccl, gloo"),
+        ("train.batch_per_rank=0", "train.batch_per_rank must be"),
+        ("train.epochs=-1", "train.epochs must be"),
+        ("train.max_steps=0", "train.max_steps must be a whole number, 1 or more, or null"),
+        ("train.precision=fp8", "train.precision must be one of fp32, bf16, fp16"),
+        ("train.lr_schedule.name=cosine", "train.lr_schedule.name must be one of constant, linear, step"),
+        ("train.max_grad_norm=0", "train.max_grad_norm must be"),
+        ("seed=x", "seed must be"),
+        ("seed=-1", "seed must be"),
+        ("optimizer.lr=-0.1", "optimizer.lr must be"),
+        ("optimizer.lr=nan", "optimizer.lr must be"),
+        ("optimizer.lr=fast", "optimizer.lr must be a number of 0 or more, not 'fast'"),
+        ("optimizer.beta=1.0", "optimizer.beta must be a number from 0 up to, but not including, 1"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay must be"),
+        ("comm.topology=ring", "comm.topology must be one of flat, hierarchical"),
+        ("checkpoint.keep=0", "checkpoint.keep must be"),
+        ("wandb.mode=maybe", "wandb.mode must be one of"),
+        ("resume=auto", "resume=auto needs run_name"),
+        ("run_name=../x", "run_name names a folder"),
+        ("scale.name=huge", "scale.name must be one of quick, paper, not 'huge'"),
+    ],
+)
+def test_out_of_range(override: str, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        resolved("+exp=digits", override)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("betas", ["[0.9]", "[0.9,1.0]", "[-0.1,0.9]", "0.9"])
+def test_betas(betas: str) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.betas must be two numbers"):
+        resolved("+exp=digits", "optimizer=adamw", f"optimizer.betas={betas}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+exp=nothing"], "no experiment 'nothing'; there are: " + ", ".join(EXPERIMENTS)),
+        (["exp=digits"], "+exp=NAME"),
+        (["optimizer=sgd"], "no optimizer 'sgd'; there are: " + ", ".join(OPTIMIZERS)),
+        (["workload=mnist"], "no workload 'mnist'; there are: "),
+        (["cluster=moon"], "no cluster 'moon'; there are: "),
+        (["optimizer.lrr=1"], "did you mean optimizer.lr"),
+        (["clutser.nodes=2"], "did you mean cluster.nodes"),
+        (["momentun=2"], "no key 'momentun'"),
+        (["nodes=2"], "did you mean cluster.nodes"),
+        (["a[b"], "cannot read the override 'a[b'"),
+        (["~nothing"], "no key 'nothing'"),
+    ],
+)
+def test_unknown_names(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose.compose(overrides)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_value_names_its_key() -> None:
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps has no value: set it with optimizer\.warmup_steps="):
+        resolved("workload=digits", "optimizer=onebit_adam", "optimizer.warmup_steps=???")
+
+
+def test_workload_with_unknown_argument() -> None:
+    with pytest.raises(UserError, match="unexpected keyword argument 'colour'"):
+        compose.check(compose.compose(["+exp=digits", "+workload.colour=blue"]))
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        compose.check(compose.compose(["+exp=digits", f"output_dir={tmp_path}/file/deeper"]))
+    validate.check_writable("output_dir", tmp_path / "to" / "be" / "made")
+    assert not (tmp_path / "to").exists()
+
+
+def test_spec_round_trip(tmp_path: Path) -> None:
+    composed = compose.compose(["+exp=digits", f"output_dir={tmp_path}"])
+    spec = compose.make_spec(composed, command="python experiments/run.py +exp=digits", group="g")
+    assert not list(tmp_path.iterdir())
+    assert RunSpec.load(spec.save()) == spec
+    assert spec.id.split("-", 2)[2].startswith("digits-birder-")
+    assert spec.run_dir == str(tmp_path / "digits" / spec.id)
+    assert spec.overrides == ["+exp=digits", f"output_dir={tmp_path}"]
+    assert "${" not in yaml.safe_dump(spec.config)
+    assert compose.make_spec(composed, command="").id != spec.id
+
+
+def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+    at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
+    first = compose.make_spec(compose.compose(at), command="")
+    first.save()
+    with pytest.raises(UserError, match="holds a run already"):
+        compose.make_spec(compose.compose(at), command="")
+    again = compose.make_spec(compose.compose([*at, "resume=auto"]), command="")
+    assert (again.id, again.run_dir) == (first.id, first.run_dir)
+    for other, words in (("cluster.nodes=3", "world size 2, this is 3"), ("optimizer=sgdm", "birder.SGDM")):
+        with pytest.raises(UserError, match=words):
+            compose.make_spec(compose.compose([*at, "resume=auto", other]), command="")
+
+
+def test_variants_of_a_comparison() -> None:
+    base = compose.compose(["+exp=resnet50", "cluster.nodes=4", "run_name=mine"])
+    every = compare.variants(base, None)
+    assert len(every) == len(base.config.compare)
+    names = {compose.resolve(v)["run_name"] for v in every}
+    assert len(names) == len(every)
+    assert all(compose.resolve(v)["cluster"]["nodes"] == 4 for v in every)
+    assert {v.choices["optimizer"] for v in compare.variants(base, ["birder"])} == {"birder"}
+    with pytest.raises(UserError, match="compares no 'lion'; it has: birder, onebit_adam, sgdm"):
+        compare.variants(base, ["lion"])
+    with pytest.raises(UserError, match="--methods"):
+        compare.variants(compose.compose(["+exp=resnet50", "optimizer=birder"]), None)
+    with pytest.raises(UserError, match="nothing to compare"):
+        compare.variants(compose.compose([]), None)
+
+
+def test_headline_says_what_it_is() -> None:
+    config = resolved("+exp=resnet50", "cluster.nodes=4", "scale=quick")
+    line = compare.headline(config, compose.workload(config), nodes_given=True)
+    assert line.startswith("Emulated: 4 nodes")
+    for words in ("synthetic", "quick scale", "not accuracy", "make resnet50 NODES=4 SCALE=paper DATA=/path/to/data"):
+        assert words in line
