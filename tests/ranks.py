@@ -13,10 +13,12 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 # The server imports torch once; every rank is then a fork of it.
-_context.set_forkserver_preload(["torch", "torch.distributed", "birder", "tests.ranks"])
+_context.set_forkserver_preload(["tests.preload", "tests.ranks"])
 
 
-def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world: int, local: int, store: str, args: tuple[Any, ...]) -> None:
+def _rank_main(
+    pipe: Any, fn: Callable[..., Any], rank: int, world: int, local: int, store: str, args: tuple[Any, ...]
+) -> None:
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local), GLOO_SOCKET_IFNAME="lo")
         import torch
@@ -24,7 +26,9 @@ def _rank_main(pipe: Any, fn: Callable[..., Any], rank: int, world: int, local: 
 
         torch.set_num_threads(1)
         # gloo's default is to look up the host's own name, which need not resolve.
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=90))
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=90)
+        )
         pipe.send(("ok", fn(rank, world, *args)))
         dist.barrier()
         dist.destroy_process_group()

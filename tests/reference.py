@@ -1,0 +1,159 @@
+"""One-process oracles: the methods written down plainly, with state [workers, ...], to hold the real ones against.
+
+They share no code with the package, except that 1-bit Adam's is told which elements make up a unit and a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+SERVER = 1 << 24
+
+
+def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
+    """Philox 4x32-10, one block per array element, in uint64."""
+    mask, s32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c = [x.astype(np.uint64) for x in counter]
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [(b >> s32) ^ c[1] ^ np.uint64(k0), b & mask, (a >> s32) ^ c[3] ^ np.uint64(k1), a & mask]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c
+
+
+def draws(elements: np.ndarray, *, seed: int, step: int, stream: int) -> Tensor:
+    """The 16-bit random number of each element, int64."""
+    block = elements // 8
+    full = np.zeros_like(block)
+    counter = [block & 0xFFFFFFFF, block >> 32, full + step, full + stream]
+    words = np.stack(philox(counter, [seed & 0xFFFFFFFF, seed >> 32]))
+    lane = elements % 8
+    word = words[lane // 2, np.arange(len(elements))]
+    return torch.from_numpy(((word >> (16 * (lane % 2)).astype(np.uint64)) & np.uint64(0xFFFF)).astype(np.int64))
+
+
+def element_numbers(params: list[Tensor]) -> list[np.ndarray]:
+    """Each parameter's element numbers: last parameter first, each starting at a multiple of 32."""
+    numbers: list[np.ndarray] = []
+    start = 0
+    for p in reversed(params):
+        numbers.append(np.arange(start, start + p.numel(), dtype=np.int64))
+        start += -(-p.numel() // 32) * 32
+    return numbers[::-1]
+
+
+class Birder:
+    """Birder over `workers` workers: state m, b [workers, numel] for each parameter, x shared."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        workers: int,
+        lr: float,
+        beta: float = 0.95,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+        hold: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.params, self.workers, self.lr, self.beta, self.seed = params, workers, lr, beta, seed
+        self.weight_decay, self.decoupled, self.hold = weight_decay, decoupled, hold
+        self.elements = element_numbers(params)
+        self.m = [torch.zeros(workers, p.numel()) for p in params]
+        self.b = [torch.zeros(workers, p.numel()) for p in params]
+        self.active = [torch.zeros(p.numel(), dtype=torch.bool) for p in params]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, grads: list[list[Tensor]]) -> None:
+        """grads[worker][parameter]."""
+        self.steps += 1
+        for i, p in enumerate(self.params):
+            bits = torch.stack([self._worker(w, i, grads[w][i].flatten(), p) for w in range(self.workers)])
+            ones = bits.sum(0)
+            draw = draws(self.elements[i], seed=self.seed, step=self.steps, stream=SERVER)
+            q = torch.where(draw < (ones * 65536 + self.workers // 2) // self.workers, 1.0, -1.0)
+            self.active[i] |= (self.b[i] > 0).any(0)
+            if self.decoupled and self.weight_decay:
+                p.mul_(1 - self.lr * self.weight_decay)
+            p.sub_((self.lr * q * self.active[i]).view_as(p))
+
+    def _worker(self, w: int, i: int, g: Tensor, p: Tensor) -> Tensor:
+        if not self.decoupled:
+            g = g + self.weight_decay * p.flatten()
+        m, b = self.m[i][w], self.b[i][w]
+        idle = g == 0
+        m.copy_(self.beta * m + (1 - self.beta) * g)
+        b.copy_(torch.where(idle & self.hold, b, self.beta * b + (1 - self.beta) * g.abs()))
+        u = torch.where(b > 0, m / b, 0.0)
+        threshold = torch.floor(u * 32768 + 32768.5).long()
+        return draws(self.elements[i], seed=self.seed, step=self.steps, stream=w) < threshold
+
+
+class OneBitAdam:
+    """1-bit Adam over `workers` workers, on one flat unit of `padded` elements: errors [workers, ...]."""
+
+    def __init__(
+        self, flat: Tensor, workers: int, lr: float, warmup_steps: int, betas: tuple[float, float] = (0.9, 0.999)
+    ) -> None:
+        self.x, self.n, self.lr, self.warmup, self.betas = flat, workers, lr, warmup_steps, betas
+        self.m, self.v = torch.zeros_like(flat), torch.zeros_like(flat)
+        self.worker_error = torch.zeros(workers, flat.numel())
+        self.server_error = torch.zeros(workers, flat.numel() // workers)
+        self.steps = 0
+
+    @staticmethod
+    def sign(z: Tensor) -> Tensor:
+        return torch.where(z >= 0, 1.0, -1.0)
+
+    def compressed(self, z: Tensor, live: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(z) / max(int(live.sum()), 1) ** 0.5 * self.sign(z)
+
+    @torch.no_grad()
+    def step(self, grads: Tensor) -> None:
+        """grads: [workers, padded]."""
+        self.steps += 1
+        b1, b2 = self.betas
+        if self.steps <= self.warmup:
+            g = grads[0].clone() / self.n
+            for other in grads[1:]:
+                g += other / self.n
+            self.m.lerp_(g, 1 - b1)
+            self.v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        else:
+            live = self.v > 0
+            sent = []
+            for w in range(self.n):
+                z = ((1 - b1) * grads[w] + b1 * self.m + self.worker_error[w]) * live
+                c = self.compressed(z, live)
+                self.worker_error[w] = (z - c) * live
+                sent.append(c)
+            size = self.x.numel() // self.n
+            for r in range(self.n):
+                part = slice(r * size, (r + 1) * size)
+                a = torch.zeros(size)
+                for c in sent:  # the scale is divided by n, then the signs are added up
+                    a += self.sign(c[part]) * (c.abs().max() / self.n)
+                a = (a + self.server_error[r]) * live[part]
+                c = self.compressed(a, live[part])
+                self.server_error[r] = (a - c) * live[part]
+                self.m[part] = c * live[part]
+        denominator = self.v.sqrt() / (1 - b2 ** min(self.steps, self.warmup)) ** 0.5 + 1e-8
+        self.x.addcdiv_(self.m, denominator, value=-self.lr / (1 - b1**self.steps))
+
+
+def local_gradients(
+    model: nn.Module, loss: Callable[[nn.Module, int, int], Tensor], workers: int, step: int
+) -> list[list[Tensor]]:
+    """grads[worker][parameter] of `loss(model, worker, step)` at the model's present parameters."""
+    grads = []
+    for w in range(workers):
+        model.zero_grad()
+        loss(model, w, step).backward()
+        grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return grads
