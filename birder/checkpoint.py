@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 COMPLETE = "complete.json"
@@ -23,32 +24,34 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _flatten(tree: Any, prefix: str, into: dict[str, Any]) -> None:
+def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree as JSON, its tensors moved to `tensors` under names that begin with `name`."""
+    if isinstance(tree, Tensor):
+        tensors[name] = tree
+        return {"tensor": name}
     if isinstance(tree, dict):
-        into[prefix + "#"] = {"dict": [(type(k).__name__, str(k)) for k in tree]}
-        for k, v in tree.items():
-            _flatten(v, f"{prefix}/{k}", into)
-    elif isinstance(tree, (list, tuple)):
-        into[prefix + "#"] = {"list": len(tree)}
-        for i, v in enumerate(tree):
-            _flatten(v, f"{prefix}/{i}", into)
-    else:
-        into[prefix] = tree
+        return {"dict": [[k, _pack(v, f"{name}/{k}", tensors)] for k, v in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        return {"list": [_pack(v, f"{name}/{i}", tensors) for i, v in enumerate(tree)]}
+    return {"value": tree}
 
 
-def _unflatten(flat: dict[str, Any], prefix: str) -> Any:
-    shape = flat.get(prefix + "#")
-    if shape is None:
-        return flat[prefix]
-    if "list" in shape:
-        return [_unflatten(flat, f"{prefix}/{i}") for i in range(shape["list"])]
-    return {int(k) if kind == "int" else k: _unflatten(flat, f"{prefix}/{k}") for kind, k in shape["dict"]}
+def _unpack(shape: Any, tensors: dict[str, Any]) -> Any:
+    ((kind, content),) = shape.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {k: _unpack(v, tensors) for k, v in content}
+    if kind == "list":
+        return [_unpack(v, tensors) for v in content]
+    return content
 
 
 def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
     """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
 
     shared: nested dicts and lists of tensors and scalars that are the same on all ranks (the model); stored once.
+            Scalars are what JSON knows: numbers, strings, booleans, None.
     local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
     Returns the checkpoint's folder. Raises OSError when the disk is full; nothing that looks complete is left then.
     """
@@ -59,8 +62,8 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
         draft.mkdir(parents=True)
     _barrier()
     flat: dict[str, Any] = {}
-    _flatten(shared, "shared", flat)
-    _flatten(local, f"rank{_rank()}", flat)
+    for name, tree in (("shared", shared), (f"rank{_rank()}", local)):
+        flat[name] = json.dumps(_pack(tree, name, flat))
     try:
         dcp.save(flat, checkpoint_id=str(draft), no_dist=not dist.is_initialized())
     except Exception as e:
@@ -130,10 +133,10 @@ def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     mine = f"rank{_rank()}"
     flat: dict[str, Any] = {}
     for name, meta in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith(("shared/", "shared#", mine + "/", mine + "#")):
+        if name.partition("/")[0] in ("shared", mine):
             if isinstance(meta, TensorStorageMetadata):
                 flat[name] = torch.empty(meta.size, dtype=meta.properties.dtype)
             else:
                 flat[name] = None
     dcp.load(flat, storage_reader=reader, no_dist=not dist.is_initialized())
-    return _unflatten(flat, "shared"), _unflatten(flat, mine)
+    return _unpack(json.loads(flat["shared"]), flat), _unpack(json.loads(flat[mine]), flat)

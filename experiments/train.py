@@ -57,10 +57,17 @@ def _join_world(spec: RunSpec) -> Shard:
     return Shard(dist.get_rank(), dist.get_world_size(), device)
 
 
-def make_optimizer(config: dict[str, Any], groups: list[dict[str, Any]], seed: int) -> BucketOptimizer:
-    """The optimizer of a resolved configuration over `groups`. Raises UserError for arguments that it does not take."""
+def make_optimizer(
+    config: dict[str, Any], groups: list[dict[str, Any]], seed: int, total_steps: int
+) -> BucketOptimizer:
+    """The optimizer of a resolved configuration over `groups`. Raises UserError for arguments that it does not take.
+
+    A `warmup_steps` below 1 is a fraction of `total_steps`.
+    """
     options = {k: v for k, v in config["optimizer"].items() if k not in ("_target_", "weight_decay")}
     options["max_grad_norm"] = config["train"]["max_grad_norm"]
+    if 0 < options.get("warmup_steps", 0) < 1:
+        options["warmup_steps"] = max(1, round(options["warmup_steps"] * total_steps))
     try:
         cls = hydra.utils.get_class(config["optimizer"]["_target_"])
         return cls(groups, weight_decay=config["optimizer"].get("weight_decay", 0.0), seed=seed, **options)
@@ -78,9 +85,17 @@ class _Run:
         torch.manual_seed(spec.seed)  # the same initial model on every rank
         self.workload: Workload = hydra.utils.instantiate(self.config["workload"])
         self.workload.prepare(shard)
+        self.batch = int(self.settings["batch_per_rank"])
+        self.accumulate = int(self.settings["accumulate"])
+        self.epoch_steps = self.workload.steps_per_epoch(shard.world_size, self.batch) // self.accumulate
+        if self.epoch_steps < 1:
+            raise UserError(f"train.accumulate={self.accumulate} is more than the batches of one epoch")
+        self.total_steps = int(self.settings["epochs"]) * self.epoch_steps
+        if self.settings["max_steps"] is not None:
+            self.total_steps = min(self.total_steps, int(self.settings["max_steps"]))
         model = self.workload.build_model().to(shard.device)
         groups = self.workload.param_groups(model, float(self.config["optimizer"].get("weight_decay", 0.0)))
-        self.optimizer = make_optimizer(self.config, groups, spec.seed)
+        self.optimizer = make_optimizer(self.config, groups, spec.seed, self.total_steps)
         self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
         self.ddp = DistributedDataParallel(
             model,
@@ -98,14 +113,6 @@ class _Run:
             communicate=comm["enabled"],
             unit_mb=comm["bucket_mb"],
         )
-        self.batch = int(self.settings["batch_per_rank"])
-        self.accumulate = int(self.settings["accumulate"])
-        self.epoch_steps = self.workload.steps_per_epoch(shard.world_size, self.batch) // self.accumulate
-        if self.epoch_steps < 1:
-            raise UserError(f"train.accumulate={self.accumulate} is more than the batches of one epoch")
-        self.total_steps = int(self.settings["epochs"]) * self.epoch_steps
-        if self.settings["max_steps"] is not None:
-            self.total_steps = min(self.total_steps, int(self.settings["max_steps"]))
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
         # Dropout and the like differ between ranks from here on.
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)

@@ -57,6 +57,10 @@ def _milestones(value: Any) -> bool:
     return isinstance(value, list) and all(is_number(v) and v > 0 for v in value) and value == sorted(set(value))
 
 
+def _warmup(value: Any) -> bool:
+    return is_number(value) and (0 < value < 1 or (isinstance(value, int) and value >= 1))
+
+
 _POSITIVE = number(lambda v: v > 0, "above 0")
 _NOT_NEGATIVE = number(lambda v: v >= 0, "of 0 or more")
 _DECAY = number(lambda v: 0 <= v < 1, "from 0 up to, but not including, 1")
@@ -104,8 +108,10 @@ REST: dict[str, tuple[Rule, str]] = {
     "optimizer.betas": (_betas, "two numbers from 0 up to, but not including, 1, such as [0.9,0.999]"),
     "optimizer.eps": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.warmup_steps": whole(0),
+    "optimizer.warmup_steps": (_warmup, "a number of steps, 1 or more, or a fraction of all steps between 0 and 1"),
     "optimizer.decoupled": _SWITCH,
+    "optimizer.idle": one_of("decay", "hold"),
+    "optimizer.intra": one_of("gradient", "u"),
     "optimizer.wire": one_of("fp32", "bf16", "fp16"),
 }
 

@@ -1,0 +1,311 @@
+"""What users do with DDP: accumulate, clip, scale losses, freeze, group, schedule, disagree, resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import SGDM, Birder, OneBitAdam, attach
+from tests import toy
+from tests.ranks import run_ranks
+
+
+def wrap(model: nn.Module, **options) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=0.0005, **options)
+
+
+def accumulate(rank: int, world: int, overlap: bool) -> list:
+    """Two micro-batches under no_sync, and the same as one batch of both."""
+    ends = []
+    for split in (True, False):
+        model = toy.make().double().float()
+        ddp = wrap(model)
+        optimizer = Birder(model.parameters(), lr=0.01)
+        attach(ddp, optimizer, overlap=overlap)
+        for step in range(1, 11):
+            optimizer.zero_grad()
+            if split:
+                with ddp.no_sync():
+                    toy.loss(ddp, rank, 2 * step).backward()
+                toy.loss(ddp, rank, 2 * step + 1).backward()
+            else:
+                (toy.loss(ddp, rank, 2 * step) + toy.loss(ddp, rank, 2 * step + 1)).backward()
+            optimizer.step()
+        ends.append(toy.flat(model).numpy())
+    return ends
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_accumulation_under_no_sync_is_one_large_batch(overlap):
+    (split, whole), (split1, _) = run_ranks(accumulate, 2, overlap)
+    assert (split == split1).all()
+    # Gradients are summed in another order: a sign drawn at the edge of its probability may fall the other way, once
+    # in 2^16 draws and bit of difference. Here none does.
+    assert (split == whole).mean() > 0.99
+
+
+def backward_twice(rank: int, world: int) -> str:
+    model = toy.make()
+    ddp = wrap(model)
+    attach(ddp, Birder(model.parameters(), lr=0.01))
+    toy.loss(ddp, rank, 1).backward()
+    try:
+        toy.loss(ddp, rank, 2).backward()
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def test_accumulation_without_no_sync_is_refused():
+    assert all("no_sync" in said for said in run_ranks(backward_twice, 2))
+
+
+def scaled(rank: int, world: int, kind: str) -> dict:
+    """A GradScaler, with an overflow on rank 1 alone in step 4."""
+    model = toy.make()
+    ddp = wrap(model)
+    if kind == "birder":
+        optimizer = Birder(model.parameters(), lr=0.01)
+    else:
+        optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=2)
+    attach(ddp, optimizer, overlap=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales, taken = [], []
+    for step in range(1, 8):
+        optimizer.zero_grad()
+        loss = scaler.scale(toy.loss(ddp, rank, step))
+        if step == 4 and rank == 1:
+            loss = loss * float("inf")
+        loss.backward()
+        before = [{k: v.clone() for k, v in u.state.items()} for u in optimizer.units]
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        taken.append(optimizer.steps)
+        if step == 4:
+            kept = all(torch.equal(v, b[k]) for u, b in zip(optimizer.units, before) for k, v in u.state.items())
+    return {"x": toy.flat(model).numpy(), "scales": scales, "taken": taken, "kept": kept}
+
+
+@pytest.mark.parametrize("kind", ["birder", "onebit"])
+def test_overflow_on_one_rank_skips_the_step_on_all(kind):
+    a, b, c = run_ranks(scaled, 3, kind)
+    assert a["taken"] == b["taken"] == c["taken"] == [1, 2, 3, 3, 4, 5, 6]
+    assert a["scales"] == b["scales"] == c["scales"]
+    assert a["scales"][3] == a["scales"][2] / 2
+    assert a["kept"]
+    assert b["kept"]
+    assert (a["x"] == b["x"]).all()
+    assert (a["x"] == c["x"]).all()
+
+
+def scaler_untold(rank: int, world: int) -> str:
+    model = toy.make()
+    ddp = wrap(model)
+    optimizer = Birder(model.parameters(), lr=0.01)
+    attach(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(toy.loss(ddp, rank, 1)).backward()
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def test_a_scaler_with_messages_taken_in_backward_is_refused():
+    assert all("overlap=False" in said for said in run_ranks(scaler_untold, 2))
+
+
+def clipped(rank: int, world: int, limit: float | None) -> tuple:
+    model = toy.make()
+    ddp = wrap(model)
+    optimizer = Birder(model.parameters(), lr=0.01, max_grad_norm=limit)
+    attach(ddp, optimizer)
+    toy.loss(ddp, rank, 1).backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    optimizer.step()
+    total_m = sum(float(u.state["m"].square().sum()) for u in optimizer.units) ** 0.5
+    return norm, total_m / 0.05, toy.flat(model).numpy()
+
+
+def test_max_grad_norm_scales_every_rank_by_one_factor():
+    free, tight = run_ranks(clipped, 2, None), run_ranks(clipped, 2, 0.1)
+    rms = ((free[0][0] ** 2 + free[1][0] ** 2) / 2) ** 0.5
+    for (norm, m, _), (_, m_clipped, x) in zip(free, tight, strict=True):
+        assert m == pytest.approx(norm, rel=1e-4)
+        assert m_clipped == pytest.approx(norm * 0.1 / rms, rel=1e-4)
+        assert (x == tight[0][2]).all()
+
+
+def groups_and_schedule(rank: int, world: int) -> tuple:
+    model = toy.make()
+    ddp = wrap(model)
+    optimizer = Birder(
+        [
+            {"params": [model.embed.weight], "lr": 0.25, "beta": 0.5},
+            {"params": list(model.first.parameters()), "weight_decay": 0.5},
+            {"params": list(model.second.parameters())},
+        ],
+        lr=0.125,
+    )
+    attach(ddp, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    moves = []
+    for step in (1, 2):
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+        schedule.step()
+        now = {n: p.detach().clone() for n, p in model.named_parameters()}
+        moves.append({n: float((now[n] - before[n]).abs().max()) for n in now})
+        before = now
+    return moves
+
+
+def test_groups_have_rates_of_their_own_and_schedulers_work():
+    first, second = run_ranks(groups_and_schedule, 2)[0]
+    assert first["embed.weight"] == pytest.approx(0.25)
+    assert first["second.weight"] == pytest.approx(0.125)
+    assert second["embed.weight"] == pytest.approx(0.125)
+    assert second["second.weight"] == pytest.approx(0.0625)
+    assert first["scale"] == 0  # in no group
+
+
+class Branch(nn.Module):
+    """`spare` takes part in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = self.frozen(self.used(x))
+        return (self.spare(y) if both else y).square().sum()
+
+
+def unused(rank: int, world: int) -> dict:
+    torch.manual_seed(0)
+    model = Branch()
+    ddp = wrap(model, find_unused_parameters=True)
+    optimizer = Birder(model.parameters(), lr=0.01)
+    attach(ddp, optimizer)
+    start, moved = model.spare.weight.detach().clone(), []
+    frozen = model.frozen.weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4) + rank, both=step >= 2).backward()
+        optimizer.step()
+        moved.append(bool((model.spare.weight != start).any()))
+    return {"x": toy.flat(model).numpy(), "moved": moved, "frozen": bool((model.frozen.weight == frozen).all())}
+
+
+def test_parameters_without_gradient_stay_until_they_have_one():
+    a, b = run_ranks(unused, 2)
+    assert a["moved"] == [False, False, True, True]
+    assert a["frozen"]
+    assert (a["x"] == b["x"]).all()
+
+
+def disagree(rank: int, world: int, what: str) -> str:
+    model = toy.make(width=37 + (rank if what == "model" else 0))
+    optimizer = Birder(model.parameters(), lr=0.01 if what != "lr" or rank != 2 else 0.02)
+    ddp = None
+    try:
+        ddp = wrap(model)
+        attach(ddp, optimizer)
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def test_ranks_that_disagree_are_named():
+    said = run_ranks(disagree, 3, "lr")
+    assert all("ranks [2] differ from rank 0" in s for s in said)
+
+
+def test_attach_refuses_what_it_cannot_serve():
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        attach(toy.make(), Birder(toy.make().parameters()))
+
+
+def foreign(rank: int, world: int) -> list[str]:
+    model = toy.make()
+    ddp = wrap(model)
+    said = []
+    for optimizer in (torch.optim.SGD(model.parameters(), 0.1), Birder(toy.make().parameters())):
+        try:
+            attach(ddp, optimizer)
+        except (TypeError, ValueError) as e:
+            said.append(str(e))
+    return said
+
+
+def test_attach_refuses_other_optimizers_and_other_parameters():
+    said = run_ranks(foreign, 1)[0]
+    assert "birder package" in said[0]
+    assert "parameters that the model does not have" in said[1]
+
+
+def sent(rank: int, world: int, kind: str) -> int:
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 1000)
+    ddp = DistributedDataParallel(model)
+    optimizer = SGDM(model.parameters(), 0.1) if kind == "sgdm" else Birder(model.parameters())
+    attachment = attach(ddp, optimizer)
+    for step in range(6):
+        if step == 1:
+            attachment.counter.reset()
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 1000, generator=torch.Generator().manual_seed(rank + 10 * step))).square().mean().backward()
+        optimizer.step()
+    return attachment.counter.total
+
+
+def test_birder_sends_a_thirtieth_of_what_fp32_sends():
+    dense, bits = sum(run_ranks(sent, 4, "sgdm")), sum(run_ranks(sent, 4, "birder"))
+    assert 1 / 33 < bits / dense < 1 / 30
+
+
+def no_communication(rank: int, world: int) -> tuple:
+    model = toy.make()
+    ddp = wrap(model)
+    optimizer = Birder(model.parameters(), lr=0.01)
+    attachment = attach(ddp, optimizer, communicate=False)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+    return toy.flat(model).numpy(), attachment.counter.total
+
+
+def test_without_communication_nothing_is_sent_and_replicas_part():
+    (x, a), (y, b) = run_ranks(no_communication, 2)
+    assert a == b == 0
+    assert (x != y).any()
+
+
+def precision(rank: int, world: int) -> tuple:
+    model = toy.make()
+    ddp = wrap(model)
+    optimizer = Birder(model.parameters(), lr=0.003)
+    attach(ddp, optimizer)
+    losses = []
+    for step in range(1, 61):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = toy.loss(ddp, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return toy.flat(model).numpy(), sum(losses[:10]), sum(losses[-10:])
+
+
+def test_bf16_autocast_trains():
+    (x, first, last), (y, _, _) = run_ranks(precision, 2)
+    assert (x == y).all()
+    assert last < first
