@@ -6,6 +6,7 @@ Says what becomes of it in files of the run directory (format: launch/failure.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -52,6 +53,8 @@ def main(spec_path: str, train: Train | None = None) -> None:
     die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
     spec = RunSpec.load(spec_path)
     me = _Rank(spec)
+    if me.facts["attempt"] > 0:  # torchrun has restarted the ranks: go on, don't begin again
+        spec = dataclasses.replace(spec, config={**spec.config, "resume": "auto"})
     _redirect_output(me)
     _end_on_sigterm(me)
     try:

@@ -114,6 +114,12 @@ class Launcher(ABC):
         command += ["--max-restarts", str(self.max_restarts)]
         return [*command, str(self.worker), str(spec_path)]
 
+    def torchrun_environment(self) -> dict[str, str]:
+        """What every agent's environment must hold beside the command."""
+        # torchrun keeps one key-value store for all attempts, and gloo's ranks would meet the addresses that the ranks
+        # before the restart left there. Without restarts the shared store is better: its port cannot be lost to others.
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.max_restarts > 0 else {}
+
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"

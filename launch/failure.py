@@ -24,7 +24,7 @@ from launch.process import alive
 # What ranks report when a peer has gone: a consequence, never the cause.
 _CONNECTION = re.compile(
     r"connection (closed|reset|refused|was)|broken pipe|gloo/transport|recvvalue failed|socket (timeout|closed)"
-    r"|timed out|wait timeout|timeout waiting|remote process|peer|failed to connect|nccl (error|communicator)",
+    r"|timed out|wait timeout|timeout waiting|remote process|by peer|failed to connect|nccl (error|communicator)",
     re.IGNORECASE,
 )
 _CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "BrokenPipeError"}
@@ -77,7 +77,7 @@ def explain(run_dir: Path, killed: list[dict[str, Any]], agent: int, code: int) 
     """
     errors = sorted(_latest(run_dir / "errors", run_dir), key=lambda e: e["time"])
     causes = [e for e in errors if not _is_consequence(e)]
-    wrong_input = [e for e in errors if e["user_error"]]
+    wrong_input = [e for e in causes if e["user_error"]]
     if wrong_input:
         return Cause(wrong_input[0]["message"], user_error=True)
     if code < 0 and not causes:
@@ -134,7 +134,8 @@ def _latest(folder: Path, run_dir: Path) -> list[dict[str, Any]]:
 
 def _is_consequence(error: dict[str, Any]) -> bool:
     return error["type"] in _CONNECTION_TYPES or (
-        error["type"] in ("RuntimeError", "OSError") and _CONNECTION.search(error["message"]) is not None
+        error["type"] in ("RuntimeError", "OSError", "UserError", "CheckpointException")
+        and _CONNECTION.search(error["message"]) is not None
     )
 
 

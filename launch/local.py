@@ -54,6 +54,7 @@ class LocalLauncher(Launcher):
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
         env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"]
+        env |= self.torchrun_environment()
         env["BIRDER_NODE"] = str(node_rank)
         # torchrun closes all inherited files except the standard ones; rank 0 finds the user's terminal as its stdin.
         env["BIRDER_TERMINAL"] = "stdin"

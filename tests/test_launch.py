@@ -81,6 +81,7 @@ def test_two_nodes_on_a_terminal(tmp_path: Path) -> None:
         assert env["MASTER_PORT"] != "1"
         assert env["GLOO_SOCKET_IFNAME"].startswith("lo")
         assert int(env["OMP_NUM_THREADS"]) >= 1
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in env
         assert json.loads((tmp_path / f"run/ranks/rank{rank}.json").read_text())["state"] == "done"
     assert not (tmp_path / "results").exists()  # the record of a completed run is training's to write
 
@@ -217,6 +218,15 @@ def test_killed_rank_explains_lost_connections(tmp_path: Path) -> None:
     killed = failure.vanished(tmp_path)
     assert [k["rank"] for k in killed] == [1]
     assert failure.explain(tmp_path, killed, agent=0, code=1).reason.startswith("rank 1 on node 0 was killed")
+
+
+def test_bad_input_is_told_apart_from_what_a_lost_peer_looks_like(tmp_path: Path) -> None:
+    write(tmp_path, "errors", 0, **error(1.0, "not written: Connection reset by peer", "UserError", user_error=True))
+    killed = [{"rank": 1, "node": 0, "pid": 1}]
+    assert failure.explain(tmp_path, killed, agent=0, code=1).reason.startswith("rank 1 on node 0 was killed")
+    write(tmp_path, "errors", 2, **error(2.0, "the disk is full", "UserError", user_error=True))
+    cause = failure.explain(tmp_path, killed, agent=0, code=1)
+    assert (cause.reason, cause.user_error) == ("the disk is full", True)
 
 
 def test_errors_before_a_restart_are_forgotten(tmp_path: Path) -> None:
