@@ -24,6 +24,10 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The tree as JSON, its tensors moved to `tensors` under names that begin with `name`."""
     if isinstance(tree, Tensor):
@@ -67,15 +71,16 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
     try:
         dcp.save(flat, checkpoint_id=str(draft), no_dist=not dist.is_initialized())
     except Exception as e:
-        cause = _os_error(e)
         if _rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
-        raise OSError(f"checkpoint {final.name} was not written: {cause or e}") from e
+        cause = _os_error(e)
+        if cause is None:  # a lost peer, say: not the disk's fault
+            raise
+        raise OSError(f"checkpoint {final.name} was not written: {cause}") from e
     if _rank() == 0:
         sizes = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
-        world = dist.get_world_size() if dist.is_initialized() else 1
         with open(draft / COMPLETE, "w") as f:
-            json.dump({"step": step, "world_size": world, "files": sizes}, f)
+            json.dump({"step": step, "world_size": _world(), "files": sizes}, f)
             f.flush()
             os.fsync(f.fileno())
         shutil.rmtree(final, ignore_errors=True)
@@ -123,7 +128,7 @@ def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Every rank calls it. Raises ValueError when this run has another number of ranks than the one that saved.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = _world()
     saved = world_size(folder)
     if saved != ranks:
         raise ValueError(

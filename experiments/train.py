@@ -189,7 +189,7 @@ class _Run:
 
     def _step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns this rank's mean loss."""
-        total = 0.0
+        losses = []
         self.optimizer.zero_grad()
         for micro in range(self.accumulate):
             last = micro == self.accumulate - 1
@@ -200,7 +200,7 @@ class _Run:
                 with self._autocast():
                     loss = self.workload.loss(self.ddp, batch) / self.accumulate
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            total += loss.detach()
+            losses.append(loss.detach())
         self.clock.part("forward_backward")
         if self.scaler is None:
             self.optimizer.step()
@@ -210,7 +210,7 @@ class _Run:
         self.clock.part("optimizer_step")
         # Encoding and collectives of a 1-bit method, much of it beside backward: not a share of the step's time.
         self.clock.part("communication_busy", self.optimizer.pipeline.take_busy())
-        return float(total)
+        return float(torch.stack(losses).sum())
 
     def _evaluation_due(self, step: int) -> bool:
         every = int(self.settings["eval_every"])

@@ -17,7 +17,7 @@ _context.set_forkserver_preload(["tests.preload", "tests.ranks"])
 
 
 def _rank_main(
-    pipe: Any, fn: Callable[..., Any], rank: int, world: int, local: int, store: str, args: tuple[Any, ...]
+    pipe: Any, fn: Callable[..., Any], rank: int, world: int, local: int, store: str, port: int, args: tuple[Any, ...]
 ) -> None:
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local), GLOO_SOCKET_IFNAME="lo")
@@ -25,6 +25,10 @@ def _rank_main(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        if port:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            pipe.send(("ok", fn(rank, world, *args)))
+            return
         # gloo's default is to look up the host's own name, which need not resolve.
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=90)
@@ -36,16 +40,20 @@ def _rank_main(
         pipe.send(("error", traceback.format_exc()))
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, ranks_per_node: int | None = None) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, ranks_per_node: int | None = None, grouped: bool = True
+) -> list[Any]:
     """fn(rank, world, *args) on every rank; the results in rank order. Raises the first rank's failure as RuntimeError.
 
+    grouped: with a process group; False: only torchrun's environment is there, and `fn` makes its own.
     `fn` and its results must be picklable; tensors are sent as numpy by the caller's choice.
     """
     with tempfile.TemporaryDirectory() as folder:
         running = []
+        port = 0 if grouped else free_port()
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
-            target = (theirs, fn, rank, world, ranks_per_node or world, f"{folder}/store", args)
+            target = (theirs, fn, rank, world, ranks_per_node or world, f"{folder}/store", port, args)
             process = _context.Process(target=_rank_main, args=target, daemon=True)
             process.start()
             theirs.close()

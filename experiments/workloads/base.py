@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = Any
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Shard:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
 
 class Workload(ABC):
@@ -67,7 +68,9 @@ class Workload(ABC):
         """Number of batches that `train_batches` yields for one epoch: the same on every rank, at least 1."""
 
     @abstractmethod
-    def train_batches(self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
         """This rank's batches of one epoch, as tensors on `shard.device`, each of `batch_per_rank` samples.
 
         A pure function of its arguments: order and augmentation come from a generator of its own, seeded with (seed,
@@ -99,7 +102,7 @@ class Workload(ABC):
         """Rank-local training state beside the model (e.g. the hidden state of a recurrent net). Tensors and scalars."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 most workloads keep no state
         """Restores what `state_dict` returned."""
 
 
