@@ -9,7 +9,15 @@ import torch.distributed as dist
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # DDP imports these when it is first used, which takes seconds.
-for _name in ("torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.checkpoint", "hypothesis", "pytest"):
+for _name in (
+    "torch._dynamo",
+    "torch.nn.parallel.distributed",
+    "torch.distributed.checkpoint",
+    "hypothesis",
+    "pytest",
+    "sklearn.datasets",
+    "experiments.train",
+):
     importlib.import_module(_name)
 
 import birder  # noqa: E402,F401
