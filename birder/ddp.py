@@ -152,6 +152,9 @@ def attach(
         )
     overlap = overlap and optimizer.max_grad_norm is None
     device = next(model.parameters()).device
+    # Before anything that ranks do together: those that differ would wait for each other.
+    digest = optimizer.digest(topology, hierarchical, overlap, communicate, unit_mb)
+    _check_agreement(Link(group, topology, ByteCounter()), digest, device)
     comm: Communicator | None = None
     pipeline = Pipeline()
     if optimizer.compressed and communicate:
@@ -161,10 +164,7 @@ def attach(
         if overlap:
             pipeline = StreamPipeline(device) if device.type == "cuda" else ThreadPipeline()
     optimizer.bind(comm, pipeline, unit_mb)
-    counter = optimizer.comm.counter
-    link = Link(group, topology, counter)
-    _check_agreement(link, optimizer.layout_digest(), device)
-    counter.reset()
+    link = Link(group, topology, optimizer.comm.counter)
     attachment = Attachment(model, optimizer, link, overlap, communicate)
     model.register_comm_hook(attachment, hook)
     return attachment
@@ -175,7 +175,7 @@ def _check_agreement(link: Link, digest: int, device: torch.device) -> None:
     odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise RuntimeError(
-            f"ranks {odd} differ from rank 0 in model, optimizer settings or completed steps: build them alike on every rank"
+            f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them alike"
         )
 
 

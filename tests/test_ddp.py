@@ -212,19 +212,19 @@ def test_parameters_without_gradient_stay_until_they_have_one():
 
 
 def disagree(rank: int, world: int, what: str) -> str:
-    model = toy.make(width=37 + (rank if what == "model" else 0))
-    optimizer = Birder(model.parameters(), lr=0.01 if what != "lr" or rank != 2 else 0.02)
-    ddp = None
+    model = toy.make()
+    odd = rank == 2
+    options = {"lr": 0.02 if odd and what == "lr" else 0.01, "idle": "hold" if odd and what == "idle" else "decay"}
     try:
-        ddp = wrap(model)
-        attach(ddp, optimizer)
+        attach(wrap(model), Birder(model.parameters(), **options), hierarchical=odd and what == "hierarchical")
     except RuntimeError as e:
         return str(e)
     return ""
 
 
-def test_ranks_that_disagree_are_named():
-    said = run_ranks(disagree, 3, "lr")
+@pytest.mark.parametrize("what", ["lr", "idle", "hierarchical"])
+def test_ranks_that_disagree_are_named(what):
+    said = run_ranks(disagree, 3, what)
     assert all("ranks [2] differ from rank 0" in s for s in said)
 
 

@@ -141,12 +141,15 @@ class BucketOptimizer(torch.optim.Optimizer):
         if not self._bound:
             self.bind()
 
-    def layout_digest(self) -> int:
-        """A 63-bit digest of what all ranks must agree on: class, units, hyper-parameters, steps done."""
-        self._ensure_bound()
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        shapes = [[tuple(p.shape) for p in u.params] for u in self.units]
-        text = repr((type(self).__name__, shapes, groups, self.wire, self.max_grad_norm, self.seed, self.steps))
+    def digest(self, *more: Any) -> int:
+        """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
+        plain = (bool, int, float, str, type(None))
+        options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and not k.startswith("_"))
+        groups = [
+            [(k, v) for k, v in group.items() if k != "params"] + [[tuple(p.shape) for p in group["params"]]]
+            for group in self.param_groups
+        ]
+        text = repr((type(self).__name__, options, groups, more))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     # ---- feeding gradients -----------------------------------------------------------------------------------------
