@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +437,15 @@ def test_published_numbers_have_source_and_status(tmp_path: Path) -> None:
 )
 def test_formats(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", "results"], capture_output=True, text=True)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("not a git checkout: which records are committed is not known")
+    for name in listed.stdout.splitlines():
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, target)
+    assert tables.check(tmp_path / "results") == []
