@@ -194,3 +194,33 @@ def test_idle_coordinates_drift_under_decay_and_stop_under_hold():
 def test_arguments_out_of_range_are_named(options, word):
     with pytest.raises(ValueError, match=rf"^{word} must be .*, got"):
         Birder([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def early(rank: int, world: int) -> list[int]:
+    """How many units were still waiting for gradients at each submission to the pipeline, over three steps."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = Birder(model.parameters(), lr=0.01)
+    attach(ddp, optimizer, unit_mb=0.0008)
+    submit, open_units = optimizer.pipeline.submit, []
+
+    def watched(task) -> None:
+        open_units.append(sum(bool(u.waiting) for u in optimizer.units))
+        submit(task)
+
+    optimizer.pipeline.submit = watched
+    seen = []
+    for step in range(1, 4):
+        open_units.clear()
+        toy.loss(ddp, rank, step).backward()
+        seen.append(list(open_units))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_communication_starts_during_backward_in_every_step():
+    for open_units in run_ranks(early, 2)[0]:
+        # One submission for each unit before backward returned, the first while the others had no gradient yet.
+        assert open_units == list(range(len(open_units) - 1, -1, -1))
+        assert len(open_units) > 1
