@@ -19,7 +19,7 @@ def generator(*keys: int | str) -> torch.Generator:
     torch's global generator is left untouched: dropout must not depend on how data is read.
     """
     words = [zlib.crc32(key.encode()) if isinstance(key, str) else key for key in keys]
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1))
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1)
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_per_rank: int, what: str) -> int:
