@@ -117,8 +117,9 @@ class Birder(BucketOptimizer):
             return
         news = torch.cat([self._unseen(u) for u in open_units])
         flags = self.comm.union(news.any(1))
-        if flags.any():
-            news[flags] = self.comm.union(news[flags].flatten()).view(-1, BLOCK)
+        if not flags.any():
+            return
+        news[flags] = self.comm.union(news[flags].flatten()).view(-1, BLOCK)
         for unit, part in zip(open_units, news.split([-(-u.padded // BLOCK) for u in open_units]), strict=True):
             active = unit.state["active"]
             active |= part.flatten()[: unit.padded]
