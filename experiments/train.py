@@ -229,7 +229,7 @@ class _Run:
         spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
         timing = self.clock.summary(samples)
         intra, inter = all_sum([float(counter.intra), float(counter.inter)], self.shard)
-        peak = all_sum([float(self.optimizer.state_bytes())], self.shard)[0] / self.shard.world_size
+        state = all_sum([float(self.optimizer.state_bytes())], self.shard)[0] / self.shard.world_size
         if not self.main:
             return
         name = self.workload.metric
@@ -252,7 +252,7 @@ class _Run:
                     "payload_inter": round(inter / per) if steps else None,
                 },
                 collectives_per_step=round(counter.collectives / steps, 2) if steps else None,
-                state_bytes_per_rank=round(peak),
+                state_bytes_per_rank=round(state),
                 metric=metric if self.metrics else {},
                 curve=record.save_curve(spec.path / "curve.csv", self.config["results_dir"], spec.id),
                 device=self.shard.device.type,

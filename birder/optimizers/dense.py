@@ -20,6 +20,13 @@ def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
     return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)
 
 
+def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: float, beta2: float) -> None:
+    """m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2, in place, tensor by tensor."""
+    torch._foreach_lerp_(m, grads, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+
+
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError for betas or eps out of range."""
     for beta in group["betas"]:
@@ -102,9 +109,7 @@ class AdamW(BucketOptimizer):
                 continue
             lr, (beta1, beta2), eps = unit.group["lr"], unit.group["betas"], unit.group["eps"]
             torch._foreach_mul_(params, 1 - lr * unit.group["weight_decay"])
-            torch._foreach_lerp_(m, grads, 1 - beta1)
-            torch._foreach_mul_(v, beta2)
-            torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+            adam_moments(m, v, grads, beta1, beta2)
             denominator = torch._foreach_sqrt(v)
             torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
             torch._foreach_add_(denominator, eps)
@@ -161,9 +166,7 @@ class BertAdam(BucketOptimizer):
                 norms = torch._foreach_norm(grads)
                 factors = [(group["tensor_clip"] / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
                 grads = list(torch._foreach_mul(grads, factors))
-            torch._foreach_lerp_(m, grads, 1 - beta1)
-            torch._foreach_mul_(v, beta2)
-            torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+            adam_moments(m, v, grads, beta1, beta2)
             denominator = torch._foreach_sqrt(v)
             torch._foreach_add_(denominator, group["eps"])
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

@@ -24,7 +24,7 @@ from torch import Tensor
 from birder import kernels
 from birder.compress.scaled_sign import scaled_sign
 from birder.optimizers.base import BucketOptimizer, Plan, require
-from birder.optimizers.dense import check_adam, with_gradient
+from birder.optimizers.dense import adam_moments, check_adam, with_gradient
 from birder.optimizers.layout import Unit
 
 
@@ -123,9 +123,7 @@ class OneBitAdam(BucketOptimizer):
                 params, grads, m, v = with_gradient(unit, "m", "v")
                 beta1, beta2 = unit.group["betas"]
                 if params:
-                    torch._foreach_lerp_(m, grads, 1 - beta1)
-                    torch._foreach_mul_(v, beta2)
-                    torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+                    adam_moments(m, v, grads, beta1, beta2)
             if params:
                 self._move(unit.group, step, params, m, v)
 
