@@ -112,6 +112,15 @@ def test_fused_apply_equals_the_reference(shape, layout, partial):
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("numel", [8, 1024, 1025, 5000])
+def test_fused_unseen_blocks_equal_the_reference(numel):
+    b = torch.rand(numel) * (torch.rand(numel) > 0.998)
+    active = torch.rand(numel) > 0.5
+    found = cpu.unseen_blocks(b, active, 1024)
+    assert torch.equal(found, reference.unseen_blocks(b, active, 1024))
+    assert [bool(x) for x in found] == [bool(((b > 0) & ~active)[i : i + 1024].any()) for i in range(0, numel, 1024)]
+
+
 def test_pack_and_unpack_are_inverse():
     flags = torch.rand(8 * 11) > 0.5
     assert torch.equal(reference.unpack(reference.pack(flags)).bool(), flags)

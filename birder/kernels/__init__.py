@@ -21,7 +21,17 @@ from torch import Tensor
 from birder.kernels import reference
 from birder.kernels.reference import binarize, ratio, unpack
 
-__all__ = ["apply_bits", "average_signs", "binarize", "encode", "pack_signs", "ratio", "reduce_bits", "unpack"]
+__all__ = [
+    "apply_bits",
+    "average_signs",
+    "binarize",
+    "encode",
+    "pack_signs",
+    "ratio",
+    "reduce_bits",
+    "unpack",
+    "unseen_blocks",
+]
 
 
 @functools.cache
@@ -52,6 +62,11 @@ def reduce_bits(rows: Tensor, **options: Any) -> Tensor:
 def apply_bits(p: Tensor, bits: Tensor, **options: Any) -> None:
     """See `reference.apply_bits`."""
     backend(p.device).apply_bits(p, bits, **options)
+
+
+def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
+    """See `reference.unseen_blocks`."""
+    return backend(b.device).unseen_blocks(b, active, block)
 
 
 def pack_signs(z: Tensor) -> Tensor:

@@ -98,30 +98,44 @@ def _encode(g, m, b, out, beta, rest, eps, hold, k0, k1, step, stream, block):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _count(rows, threshold):
+def _count(rows, table, threshold):
     n = rows.shape[0]
     for i in range(rows.shape[1]):
         for j in range(LANES):
             ones = np.int32(0)
             for r in range(n):
                 ones += np.int32((rows[r, i] >> np.uint8(j)) & np.uint8(1))
-            threshold[i * LANES + j] = (ones * np.int32(65536) + np.int32(n // 2)) // np.int32(n)
+            threshold[i * LANES + j] = table[ones]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _reduce(rows, out, k0, k1, step, stream, block):
     words = np.empty((4, TILE), np.uint32)
     threshold = np.empty(TILE * LANES, np.int32)
+    n = rows.shape[0]
+    table = np.empty(n + 1, np.int32)  # a division for every element would cost more than all the rest
+    for ones in range(n + 1):
+        table[ones] = (ones * 65536 + n // 2) // n
     for low in range(0, out.size, TILE):
         count = min(TILE, out.size - low)
         _draw(words, count, k0, k1, step, stream, block + np.uint64(low))
-        _count(rows[:, low : low + count], threshold)
+        _count(rows[:, low : low + count], table, threshold)
         _compare(words, threshold, out[low : low + count])
 
 
 @njit(nogil=True, cache=True)
 def _apply(p, bits, step_up, keep, decays):
-    for e in range(p.size):
+    # Whole bytes first, then the rest: an inner loop of fixed length vectorises. Times +-1 is exact.
+    full = p.size // 8
+    for i in range(full):
+        byte = np.int32(bits[i])
+        part = p[i * 8 : i * 8 + 8]
+        for j in range(8):
+            x = part[j]
+            if decays:
+                x = x * keep
+            part[j] = x + np.float32(1 - 2 * ((byte >> j) & 1)) * step_up
+    for e in range(full * 8, p.size):
         x = p[e]
         if decays:
             x = x * keep
@@ -130,13 +144,32 @@ def _apply(p, bits, step_up, keep, decays):
 
 @njit(nogil=True, cache=True)
 def _apply_active(p, bits, step_up, keep, decays, active):
-    for e in range(p.size):
+    full = p.size // 8
+    for i in range(full):
+        byte = np.int32(bits[i])
+        part, moves = p[i * 8 : i * 8 + 8], active[i * 8 : i * 8 + 8]
+        for j in range(8):
+            x = part[j]
+            if decays:
+                x = x * keep
+            moved = x + np.float32(1 - 2 * ((byte >> j) & 1)) * step_up
+            part[j] = moved if moves[j] else x
+    for e in range(full * 8, p.size):
         x = p[e]
         if decays:
             x = x * keep
         if active[e]:
             x = x - step_up if (bits[e >> 3] >> (e & 7)) & 1 else x + step_up
         p[e] = x
+
+
+@njit(nogil=True, cache=True)
+def _unseen_blocks(b, active, block, out):
+    for i in range(out.size):
+        hits = np.int32(0)
+        for e in range(i * block, min((i + 1) * block, b.size)):
+            hits += np.int32(b[e] > np.float32(0)) & np.int32(active[e] == 0)
+        out[i] = hits > 0
 
 
 @njit(nogil=True, cache=True)
@@ -216,6 +249,13 @@ def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tens
         _apply(*args)
     else:
         _apply_active(*args, active.numpy())
+
+
+def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
+    """See `reference.unseen_blocks`."""
+    out = torch.empty(-(-b.numel() // block), dtype=torch.bool)
+    _unseen_blocks(b.numpy(), active.view(torch.uint8).numpy(), block, out.numpy())
+    return out
 
 
 def pack_signs(z: Tensor) -> Tensor:

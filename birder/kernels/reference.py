@@ -92,6 +92,12 @@ def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tens
     p.add_(signs.view(p.shape), alpha=-lr)
 
 
+def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
+    """For every `block` elements, whether b > 0 where `active` is False anywhere: fp32[d], bool[d] -> bool[ceil(d/block)]."""
+    news = (b > 0) & ~active
+    return torch.nn.functional.pad(news, (0, -news.numel() % block)).view(-1, block).any(1)
+
+
 def pack_signs(z: Tensor) -> Tensor:
     """The packed bits of z >= 0: fp32[8c] -> uint8[c]. Zero counts as +1."""
     return pack(z >= 0)

@@ -115,24 +115,44 @@ class Birder(BucketOptimizer):
         open_units = [u for u in self.units if "active" in u.state]
         if not open_units:
             return
-        news = torch.cat([self._unseen(u) for u in open_units])
-        flags = self.comm.union(news.any(1))
+        blocks = [self._unseen_blocks(u) for u in open_units]
+        flags = self.comm.union(torch.cat(blocks))
         if not flags.any():
             return
-        news[flags] = self.comm.union(news[flags].flatten()).view(-1, BLOCK)
-        for unit, part in zip(open_units, news.split([-(-u.padded // BLOCK) for u in open_units]), strict=True):
+        changed = flags.split([part.numel() for part in blocks])
+        news = [self._unseen(u, part) for u, part in zip(open_units, changed, strict=True)]
+        joined = self.comm.union(torch.cat(news).flatten()).view(-1, BLOCK).split([len(part) for part in news])
+        for unit, part, new in zip(open_units, changed, joined, strict=True):
+            if not len(new):
+                continue
             active = unit.state["active"]
-            active |= part.flatten()[: unit.padded]
+            padded = torch.nn.functional.pad(active, (0, -active.numel() % BLOCK)).view(-1, BLOCK)
+            padded[part] |= new
+            active.copy_(padded.flatten()[: active.numel()])
             if int(active.sum()) == sum(p.numel() for p in unit.params):
                 del unit.state["active"]
 
-    def _unseen(self, unit: Unit) -> Tensor:
-        """bool[blocks, BLOCK]: coordinates that this rank has just seen for the first time."""
-        flags = torch.zeros(-(-unit.padded // BLOCK) * BLOCK, dtype=torch.bool, device=unit.device)
-        seen = unit.state["b"] > 0
-        begin = self.comm.shard * seen.numel() if seen.numel() < unit.padded else 0
-        flags[begin : begin + seen.numel()] = seen & ~unit.state["active"][begin : begin + seen.numel()]
-        return flags.view(-1, BLOCK)
+    def _own(self, unit: Unit) -> slice:
+        """The elements of the unit of which this rank keeps b."""
+        kept = unit.state["b"].numel()
+        begin = self.comm.shard * kept if kept < unit.padded else 0
+        return slice(begin, begin + kept)
+
+    def _unseen_blocks(self, unit: Unit) -> Tensor:
+        """bool[blocks]: where this rank has just seen a coordinate for the first time, BLOCK coordinates a block."""
+        own, b, active = self._own(unit), unit.state["b"], unit.state["active"]
+        if b.numel() == unit.padded:
+            return kernels.unseen_blocks(b, active, BLOCK)
+        whole = unit.zeros()
+        whole[own] = b
+        return kernels.unseen_blocks(whole, active, BLOCK)
+
+    def _unseen(self, unit: Unit, blocks: Tensor) -> Tensor:
+        """bool[blocks.sum(), BLOCK]: the coordinates of these blocks that this rank has just seen for the first time."""
+        flags = torch.zeros(len(blocks) * BLOCK, dtype=torch.bool, device=unit.device)
+        own = self._own(unit)
+        flags[own] = (unit.state["b"] > 0) & ~unit.state["active"][own]
+        return flags.view(-1, BLOCK)[blocks]
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
