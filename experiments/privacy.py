@@ -21,6 +21,7 @@ _PLACES = {
     "user",
     "username",
     "entity",
+    "account",
 }
 _ABSOLUTE = re.compile(
     r"""(?P<quote>['"])(?P<quoted>[/~][^'"]*)(?P=quote)|(?<![\w.:/~…-])(?P<bare>[/~][^\s'",;:=\[\]{}()]+)"""

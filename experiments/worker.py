@@ -53,7 +53,8 @@ def main(spec_path: str, train: Train | None = None) -> None:
     die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
     spec = RunSpec.load(spec_path)
     me = _Rank(spec)
-    if me.facts["attempt"] > 0:  # torchrun has restarted the ranks: go on, don't begin again
+    # Restarted by torchrun, or by a scheduler that may start the same job again: go on, don't begin again.
+    if me.facts["attempt"] > 0 or os.environ.get("BIRDER_RESUME") == "auto":
         spec = dataclasses.replace(spec, config={**spec.config, "resume": "auto"})
     _redirect_output(me)
     _end_on_sigterm(me)

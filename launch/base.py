@@ -66,6 +66,11 @@ class Launcher(ABC):
         Whatever happens, an interrupt included, nothing that it started is left running when it returns or raises.
         """
 
+    def preview(self, spec: RunSpec) -> str:
+        """What `dry_run` prints: the exact commands, one line per node."""
+        commands = [self.command(spec.path / "spec.yaml", spec, node) for node in range(self.nodes)]
+        return "\n".join(map(shlex.join, commands))
+
     def launch(self, spec: RunSpec) -> None:
         """Runs `spec` to its end.
 
@@ -74,8 +79,7 @@ class Launcher(ABC):
         """
         self.check(spec)
         if self.dry_run:
-            for node in range(self.nodes):
-                print(shlex.join(self.command(spec.path / "spec.yaml", spec, node)))
+            print(self.preview(spec))
             return
         fresh = not spec.path.exists()
         try:
