@@ -25,6 +25,8 @@ SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
 LINK: dict[str, Any] = {"kind": "loopback", "mbit_per_s": None, "dilation": None, "measured": False, "shaped": False}
+LINK_FILE = "link.json"
+"""In a run directory: what the launcher knows of the link."""
 BYTES: dict[str, Any] = {"payload_intra": None, "payload_inter": None, "nic_tx": None, "nic_rx": None}
 
 
@@ -37,7 +39,8 @@ class ResultRecord:
     command, overrides, config: how to run it again, without the user's absolute paths, hosts and keys.
     method, wire:         labels of tables (`experiments.labels`).
     data:                 {name, synthetic}.
-    link:                 {kind, mbit_per_s, dilation, measured, shaped}: the network between nodes.
+    link:                 the network between nodes: {kind, shaped, measured, mbit_per_s} as it is for the ranks, {link_gbps,
+                          dilation} what it stands for, {set_mbit_per_s, off_by, note} how it was made.
     timing:               {steps, median_ms, p10_ms, p90_ms, samples_per_s, split: {..._ms}}; samples over all ranks.
     bytes_per_step:       {payload_intra, payload_inter, nic_tx, nic_rx}: bytes sent (rx: received) per node and step.
     collectives_per_step: number of collectives that one rank starts per step.
@@ -98,7 +101,8 @@ def from_spec(
 
     device: "cpu" or "cuda", what the run used; default: cuda where there is a GPU.
     wire:   what was sent, when the caller knows better than the configuration tells.
-    link:   default: `cluster.link` of the configuration, else what the kind of cluster tells, without a rate.
+    link:   default: the launcher's file in the run directory and `cluster.link` of the configuration, else what the
+            kind of cluster tells, without a rate.
     """
     config = spec.config
     base = Path.cwd()
@@ -125,7 +129,7 @@ def from_spec(
         data=data or {"name": None, "synthetic": None},
         hardware=hardware(device),
         software=software(),
-        link={**LINK, "kind": _link_kind(config), **(link or config["cluster"].get("link") or {})},
+        link={**LINK, "kind": _link_kind(config), **(link or _link_of(spec))},
         timing=timing or {},
         bytes_per_step={**BYTES, **(bytes_per_step or {})},
         collectives_per_step=collectives_per_step,
@@ -247,6 +251,14 @@ def software() -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+def _link_of(spec: RunSpec) -> dict[str, Any]:
+    """What the launcher wrote of the link, and over it what the user says of it (`cluster.link`)."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = dict(json.loads((spec.path / LINK_FILE).read_text()))
+    return {**found, **(spec.config["cluster"].get("link") or {})}
 
 
 def _link_kind(config: dict[str, Any]) -> str:

@@ -28,6 +28,10 @@ COSTLESS = (
 # Kinds of link that connect nodes emulated on one machine.
 EMULATED = {"loopback", "emulated", "netns", "veth"}
 
+OFF = 0.1
+"""A link whose measured rate is further than this share from what its setting should give is marked."""
+OFF_MARK = " ‡"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -103,7 +107,7 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
         machines: dict[str, list[ResultRecord]] = {}
         for r in members:
             if r.status == "completed":
-                machines.setdefault(json.dumps([r.hardware, r.link], sort_keys=True), []).append(r)
+                machines.setdefault(json.dumps([r.hardware, _intended(r.link)], sort_keys=True), []).append(r)
         # The launcher writes the record of a failed run and may know less of link and device than the workers.
         for machine, completed in (machines or {"": []}).items():
             key = (setting, machine)
@@ -133,20 +137,46 @@ def honesty(records: tuple[ResultRecord, ...] | list[ResultRecord]) -> str:
     elif r.link["kind"] in EMULATED:
         words.append(f"{r.nodes} nodes emulated on one machine")
     if r.nodes > 1 and r.link["shaped"]:
-        rate = f"{number(r.link['mbit_per_s'])} Mbit/s per node" if r.link["mbit_per_s"] else "an unrecorded rate"
-        words.append(f"links shaped to {rate}" + (" (measured)" if r.link["measured"] else ""))
+        words.append(_shaped(done))
     elif r.nodes > 1 and r.link["kind"] in EMULATED:
         words.append("loopback network, not shaped: no real link behaves like this")
     elif r.nodes > 1:
         rate = f", {number(r.link['mbit_per_s'])} Mbit/s" if r.link["mbit_per_s"] else ", rate not recorded"
         words.append(f"{r.link['kind']}{rate}" + (" measured" if r.link["measured"] else ""))
     if r.link["dilation"] not in (None, 1):
-        words.append(f"time dilation {number(r.link['dilation'])}")
+        words.append(_dilated(r.link))
     if any(r.data["synthetic"] for r in done):
         words.append("synthetic data")
     if r.scale == "quick":
         words.append("quick scale, not the paper's setting")
     return "; ".join(words)
+
+
+def _shaped(records: list[ResultRecord]) -> str:
+    link = records[0].link
+    rates = [r.link["mbit_per_s"] for r in records if r.link["mbit_per_s"]]
+    set_rate = link.get("set_mbit_per_s")
+    if not rates and not set_rate:
+        return "links shaped to an unrecorded rate"
+    low, high = (number(min(rates)), number(max(rates))) if rates else ("", "")
+    measured = low if low == high else f"{low}–{high}"
+    if set_rate is None:
+        return f"links shaped to {measured} Mbit/s per node" + (" (measured)" if link["measured"] else "")
+    text = f"links shaped to {number(set_rate)} Mbit/s per node and direction"
+    return text + (f" (measured: {measured} Mbit/s of TCP)" if link["measured"] else "")
+
+
+def _dilated(link: dict[str, Any]) -> str:
+    text = f"time dilation {number(link['dilation'])}"
+    if link.get("link_gbps"):
+        text += f", so that the link stands for {number(link['link_gbps'])} Gbit/s; step times are wall-clock here"
+    return text
+
+
+def _intended(link: dict[str, Any]) -> dict[str, Any]:
+    """A link without what differs between two measurements of it."""
+    varying = ("measured", "off_by", "note", *(["mbit_per_s"] if link.get("set_mbit_per_s") else []))
+    return {key: value for key, value in link.items() if key not in varying}
 
 
 def conclusion(table: SpeedupTable) -> str | None:
@@ -196,7 +226,7 @@ def markdown(table: SpeedupTable) -> str:
         split = row.record.timing.get("split", {})
         rows.append(
             [
-                row.label,
+                row.label + (OFF_MARK if (row.record.link.get("off_by") or 0.0) > OFF else ""),
                 row.record.wire,
                 step_time(row),
                 number(row.record.timing.get("samples_per_s")),
@@ -220,6 +250,8 @@ def markdown(table: SpeedupTable) -> str:
         "",
         markdown_table(head, rows),
     ]
+    if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
+        lines += [f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.", ""]
     if said := conclusion(table):
         lines += [f"**{said}**", ""]
     if any(row.seconds for row in table.rows):

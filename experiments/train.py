@@ -19,6 +19,7 @@ from birder import BucketOptimizer
 from experiments import record, schedules
 from experiments.clock import StepClock
 from experiments.errors import UserError
+from experiments.nic import NicMeter
 from experiments.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.spec import RunSpec
 from experiments.track import Tracker
@@ -114,6 +115,7 @@ class _Run:
             unit_mb=comm["bucket_mb"],
         )
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
+        self.nic = NicMeter()
         # Dropout and the like differ between ranks from here on.
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
         save = self.config["checkpoint"]
@@ -137,6 +139,7 @@ class _Run:
         for step in range(done + 1, self.total_steps + 1):
             if self.clock.counting and not counted:
                 self.attachment.counter.reset()
+                self.nic.resume()
                 counted = True
             self._set_lr(step)
             self.clock.start()
@@ -145,6 +148,9 @@ class _Run:
             if not math.isfinite(loss) and self.scaler is None:
                 raise RuntimeError(f"the loss is {loss} at step {step}: lower optimizer.lr")
             evaluate = step == self.total_steps or self._evaluation_due(step)
+            save = self.save_every and (step % self.save_every == 0 or step == self.total_steps)
+            if evaluate or save:
+                self.nic.pause()
             if evaluate:
                 self._evaluate()
             tracker.log(
@@ -154,8 +160,10 @@ class _Run:
                 samples_per_s=samples / seconds,
                 lr=self.optimizer.param_groups[0]["lr"],
             )
-            if self.save_every and (step % self.save_every == 0 or step == self.total_steps):
+            if save:
                 self.checkpoints.save(step)
+            if (evaluate or save) and counted and step < self.total_steps:
+                self.nic.resume()
         if done >= self.total_steps and not self.metrics:
             self._evaluate()
         self._finish(tracker, samples)
@@ -229,6 +237,10 @@ class _Run:
         spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
         timing = self.clock.summary(samples)
         intra, inter = all_sum([float(counter.intra), float(counter.inter)], self.shard)
+        # The ranks of a node share its interface: the first of them speaks for all.
+        nic = self.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
+        tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], self.shard)
+        known = steps and not unknown
         state = all_sum([float(self.optimizer.state_bytes())], self.shard)[0] / self.shard.world_size
         if not self.main:
             return
@@ -250,6 +262,8 @@ class _Run:
                 bytes_per_step={
                     "payload_intra": round(intra / per) if steps else None,
                     "payload_inter": round(inter / per) if steps else None,
+                    "nic_tx": round(tx / per) if known else None,
+                    "nic_rx": round(rx / per) if known else None,
                 },
                 collectives_per_step=round(counter.collectives / steps, 2) if steps else None,
                 state_bytes_per_rank=round(state),

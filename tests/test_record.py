@@ -270,3 +270,17 @@ def test_records_need_no_torch() -> None:
     """The launcher writes the record of a run whose workers died, and must start fast."""
     code = "import sys, experiments.record; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=record.ROOT).returncode == 0
+
+
+def test_the_link_is_what_the_launcher_found_and_the_user_says(tmp_path: Path) -> None:
+    spec = make_spec(run_dir=str(tmp_path))
+    assert record.from_spec(spec).link == record.LINK
+    found = {"kind": "emulated", "shaped": True, "measured": True, "mbit_per_s": 471.5, "dilation": 20.0}
+    (tmp_path / record.LINK_FILE).write_text(json.dumps(found))
+    assert record.from_spec(spec).link == found
+    said = make_spec(
+        run_dir=str(tmp_path), config={"cluster": {**spec.config["cluster"], "link": {"kind": "Ethernet"}}}
+    )
+    assert record.from_spec(said).link["kind"] == "Ethernet"
+    (tmp_path / record.LINK_FILE).write_text("{")
+    assert record.from_spec(spec).link == record.LINK

@@ -227,6 +227,24 @@ def test_titles_say_what_the_runs_are_not(changes: dict[str, Any], words: str) -
     assert words in speedup.markdown(table)
 
 
+def test_shaped_links_of_one_group_make_one_table_and_odd_ones_are_marked() -> None:
+    link = {**record.LINK, "kind": "emulated", "shaped": True, "measured": True, "dilation": 20.0, "link_gbps": 10}
+    rates = {"SGDM fp32": (471.0, 0.01), "Birder": (402.0, 0.15)}
+    records = [
+        run(method, 100.0, link={**link, "set_mbit_per_s": 500.0, "mbit_per_s": rate, "off_by": off})
+        for method, (rate, off) in rates.items()
+    ]
+    (table,) = speedup.build(records)
+    text = speedup.markdown(table)
+    assert "shaped to 500 Mbit/s per node and direction (measured: 402–471 Mbit/s of TCP)" in text
+    assert "time dilation 20.0, so that the link stands for 10.0 Gbit/s; step times are wall-clock here" in text
+    assert "| Birder ‡ |" in text
+    assert "| SGDM fp32 |" in text
+    assert "‡ The link was more than 10% off its set rate" in text
+    other = run("Birder", 100.0, id="other", link={**link, "set_mbit_per_s": 900.0, "mbit_per_s": 850.0})
+    assert len(speedup.build([*records, other])) == 2
+
+
 def test_real_runs_on_a_real_network_carry_no_disclaimer() -> None:
     link = {**record.LINK, "kind": "Ethernet", "mbit_per_s": 10000}
     real = run("SGDM fp32", 1.0, scale="paper", data={"name": "ImageNet", "synthetic": False}, link=link)
