@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -113,6 +113,7 @@ def attach(
     optimizer: BucketOptimizer,
     *,
     hierarchical: bool = False,
+    communicator: Callable[[dist.ProcessGroup, Topology], Communicator] | None = None,
     topology: Topology | None = None,
     overlap: bool = True,
     communicate: bool = True,
@@ -123,6 +124,8 @@ def attach(
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered.
     optimizer:    one of `birder.optimizers`, over (some of) the model's parameters.
     hierarchical: nodes are the workers: reduce-scatter inside a node, 1 bit between nodes. For methods that compress.
+    communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
+                  same on every rank. `hierarchical` then has no say.
     topology:     nodes x ranks per node; taken from torchrun's environment when not given.
     overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
                   GradScaler (ranks then agree on overflow) and whenever you change `p.grad` before `step`. An optimizer
@@ -160,7 +163,7 @@ def attach(
     if optimizer.compressed and communicate:
         # A group of its own: these collectives run beside DDP's, in an order of their own.
         own = new_group(dist.get_process_group_ranks(group))
-        comm = Hierarchical(own, topology) if hierarchical else TwoPhase(own, topology)
+        comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
             pipeline = StreamPipeline(device) if device.type == "cuda" else ThreadPipeline()
     optimizer.bind(comm, pipeline, unit_mb)
