@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,10 @@ class Workload(ABC):
     def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """Parameter groups for the optimizer. Default: all trainable parameters in one group."""
         return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+
+    def communicator(self, hierarchical: bool) -> Callable[..., Any] | None:
+        """What `birder.attach` takes as `communicator`; None, the default, is its own choice."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Rank-local training state beside the model (e.g. the hidden state of a recurrent net). Tensors and scalars."""
