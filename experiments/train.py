@@ -110,6 +110,7 @@ class _Run:
             self.ddp,
             self.optimizer,
             hierarchical=comm["topology"] == "hierarchical",
+            communicator=self.workload.communicator(comm["topology"] == "hierarchical"),
             overlap=comm["overlap"] and not half,
             communicate=comm["enabled"],
             unit_mb=comm["bucket_mb"],
