@@ -10,7 +10,7 @@ READY := $(if $(filter .venv,$(VENV)),.venv/.ready)
 
 OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	$(if $(SEED),'seed=$(SEED)') $(if $(DATA),'data.path=$(DATA)') $(if $(CLUSTER),'cluster=$(CLUSTER)') \
-	$(if $(SCALE),'scale=$(SCALE)') $(if $(OPT),'--methods=$(OPT)') $(ARGS)
+	$(if $(HOSTS),'cluster.hosts="$(HOSTS)"') $(if $(SCALE),'scale=$(SCALE)') $(if $(OPT),'--methods=$(OPT)') $(ARGS)
 
 EXPERIMENTS := resnet50 bert_squad cifar100 fashion_mnist digits ptb wikipedia
 
@@ -27,6 +27,9 @@ $(EXPERIMENTS): $(READY)
 
 exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
 	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
+
+paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (20 minutes)
+	@$(BIN)/python experiments/paper_table.py $(ARGS)
 
 tables: $(READY)  ## write results/tables and results/plots again, from the records
 	@$(BIN)/python -m experiments.tables
@@ -62,18 +65,19 @@ clean:  ## remove the environment and caches; keeps outputs/ and results/
 
 help:  ## show this text
 	@echo "Targets:"
-	@awk -F ':.*## *' '/^[a-z0-9_]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## *' '/^[a-z0-9_-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "Variables (unset: what the experiment's file says):"
 	@awk '/^#= /{name = $$2; $$1 = $$2 = $$3 = ""; sub(/^ +/, ""); printf "  %-14s %s\n", name, $$0}' $(firstword $(MAKEFILE_LIST))
-#= NODES = number of nodes; on one machine they are emulated by processes
+#= NODES = number of nodes; without a cluster they are emulated on this machine
 #= RANKS = ranks (GPUs) per node
 #= OPT = which optimizers, e.g. sgdm,birder
 #= SEED = random seed
 #= DATA = folder or file of the data set
-#= CLUSTER = how nodes are started: a file of conf/cluster
+#= CLUSTER = how nodes are started: local, emulated, ssh, slurm (a file of conf/cluster)
+#= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
 #= ARGS = anything else for experiments/compare.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) exp tables test check format setup clean help
+.PHONY: $(EXPERIMENTS) exp paper-table tables test check format setup clean help

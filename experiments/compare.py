@@ -18,7 +18,7 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 
-from experiments import compose, published, run, tables
+from experiments import calibrate, compose, published, run, tables
 from experiments.compose import Composed
 from experiments.errors import UserError
 from launch.failure import RunFailed
@@ -83,6 +83,7 @@ def compare(overrides: list[str], methods: list[str] | None) -> int:
     first = compose.resolve(chosen[0])
     nodes_given = any(o.startswith("cluster.nodes=") for o in overrides)
     print(headline(first, workloads[0], nodes_given=nodes_given), flush=True)
+    calibrate.settle(chosen)
     group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
     failed = 0
     status = 0
@@ -98,7 +99,7 @@ def compare(overrides: list[str], methods: list[str] | None) -> int:
             status = run.report(error)
             failed += len(chosen) - number + 1
             break
-    if failed < len(chosen):
+    if failed < len(chosen) and not first["cluster"]["dry_run"]:
         tables.write(first["results_dir"], first["exp"])
         tables.print_group(first["results_dir"], group)
     if failed and len(chosen) > 1:
@@ -110,11 +111,12 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, +exp=NAME among them")
     options = parser.parse_intermixed_args()
     methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
     try:
-        return compare(options.overrides, methods)
+        return compare([*options.overrides, *["cluster.dry_run=true"] * options.dry_run], methods)
     except (UserError, KeyboardInterrupt, Stopped) as error:
         return run.report(error)
 

@@ -18,7 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments import compose
+from experiments import calibrate, compose
 from experiments.compose import Composed
 from experiments.errors import UserError
 from experiments.spec import RunSpec
@@ -31,6 +31,7 @@ _keep: list[object] = []  # the store of a world that rank 0 hosts must outlive 
 def launch(composed: Composed, *, command: str, group: str | None = None) -> RunSpec:
     """Checks, starts and waits for one run. Raises UserError or RunFailed."""
     compose.check(composed)
+    calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
     compose.launcher(spec.config).launch(spec)
     return spec
@@ -106,7 +107,8 @@ def report(error: BaseException) -> int:
 def main() -> int:
     """The Hydra application."""
     # Hydra wants its flags before the overrides; users write them anywhere.
-    arguments = sorted(sys.argv[1:], key=_is_override)
+    typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
+    arguments = sorted(typed_in, key=_is_override)
     sys.argv[1:] = arguments
     jobs = 0
     failed: list[tuple[str, int]] = []

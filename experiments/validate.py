@@ -53,6 +53,10 @@ def _betas(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(is_number(v) and 0 <= v < 1 for v in value)
 
 
+def _dilation(value: Any) -> bool:
+    return value == "auto" or (is_number(value) and value >= 1)
+
+
 def _milestones(value: Any) -> bool:
     return isinstance(value, list) and all(is_number(v) and v > 0 for v in value) and value == sorted(set(value))
 
@@ -82,7 +86,13 @@ REST: dict[str, tuple[Rule, str]] = {
     "cluster.backend": one_of("auto", "nccl", "gloo"),
     "cluster.max_restarts": whole(0),
     "cluster.timeout_s": _POSITIVE,
+    "cluster.silence_s": _POSITIVE,
     "cluster.dry_run": _SWITCH,
+    "cluster.wait": _SWITCH,
+    "cluster.poll_s": _POSITIVE,
+    "cluster.cpus_per_node": optional(whole(1)),
+    "cluster.link_gbps": _POSITIVE,
+    "cluster.dilation": (_dilation, "auto, or a number of 1 or more"),
     "train.epochs": whole(1),
     "train.max_steps": optional(whole(1)),
     "train.precision": one_of("fp32", "bf16", "fp16"),

@@ -86,8 +86,9 @@ def test_cfg_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_dry_run(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert typed(monkeypatch, "+exp=digits", "cluster.nodes=3", "cluster.dry_run=true") == 0
+@pytest.mark.parametrize("flag", ["cluster.dry_run=true", "--dry-run"])
+def test_dry_run(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, "+exp=digits", "cluster.nodes=3", flag) == 0
     assert capsys.readouterr().out.count("torch.distributed.run --nnodes 3") == 3
     assert list(Path.cwd().iterdir()) == []
 
