@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments import validate
 from experiments.errors import UserError
 from experiments.spec import RunSpec
+from launch import hosts
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
@@ -55,11 +56,17 @@ class Composed:
 
 def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
+    overrides = quote_hosts(overrides)
     try:
         full = _compose(overrides, config_dir)
     except CONFIG_ERRORS as error:
         raise explain(error, overrides, config_dir) from error
     return from_hydra(full, list(overrides))
+
+
+def quote_hosts(overrides: Sequence[str]) -> list[str]:
+    """`overrides` with the value of cluster.hosts=a,b,c in quotes: Hydra would take it for three runs."""
+    return [re.sub(r"^(\+*cluster\.hosts=)(?!\[|'|\"|null$)(.+)$", r"\1'\2'", o) for o in overrides]
 
 
 def from_hydra(full: DictConfig, overrides: Sequence[str]) -> Composed:
@@ -97,6 +104,7 @@ def resolve(composed: Composed) -> dict[str, Any]:
         return isinstance(section, DictConfig) and last in section.keys()  # noqa: SIM118 "in section" skips missing
 
     try:
+        _count_hosts(composed)
         validate.check(get, has, validate.FIRST)
         validate.check(get, has, validate.REST)
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -228,6 +236,14 @@ def _keys(section: DictConfig, prefix: str = "") -> list[str]:
             if isinstance(value, DictConfig):
                 found += _keys(value, f"{prefix}{key}.")
     return found
+
+
+def _count_hosts(composed: Composed) -> None:
+    """Where nodes are a list of hosts, their number is that of the list, unless the user typed one too."""
+    cluster = composed.config.cluster
+    typed = any(o.lstrip("+").startswith("cluster.nodes=") for o in composed.overrides)
+    if "hosts" in cluster.keys() and not (typed and cluster.nodes is not None):  # noqa: SIM118
+        cluster.nodes = len(hosts.parse(cluster.hosts))
 
 
 def _from_constructor(error: HydraException, target: str, section: str) -> UserError:
