@@ -108,7 +108,7 @@ def main() -> int:
     """The Hydra application."""
     # Hydra wants its flags before the overrides; users write them anywhere.
     typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
-    arguments = sorted(typed_in, key=_is_override)
+    arguments = compose.quote_hosts(sorted(typed_in, key=_is_override))
     sys.argv[1:] = arguments
     jobs = 0
     failed: list[tuple[str, int]] = []
