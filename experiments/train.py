@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import BucketOptimizer
-from experiments import record, schedules
+from experiments import presence, record, schedules
 from experiments.clock import StepClock
 from experiments.errors import UserError
 from experiments.nic import NicMeter
@@ -37,6 +37,7 @@ def train(spec: RunSpec) -> None:
     try:
         _Run(spec, shard).run()
         dist.barrier()
+        presence.stop()
     finally:
         dist.destroy_process_group()
 
@@ -54,8 +55,12 @@ def _join_world(spec: RunSpec) -> Shard:
         torch.set_num_threads(int(threads))
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=float(cluster.get("timeout_s", 300))))
-    return Shard(dist.get_rank(), dist.get_world_size(), device)
+    timeout = timedelta(seconds=float(cluster.get("timeout_s", 300)))
+    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    silence_s = float(cluster.get("silence_s", 30))
+    presence.start(store, rank, world, silence_s=silence_s, join_s=timeout.total_seconds())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return Shard(rank, world, device)
 
 
 def make_optimizer(
@@ -125,6 +130,7 @@ class _Run:
         )
         self.save_every = int(save["every"])
         self.metrics: dict[str, float] = {}
+        self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time
 
     def run(self) -> None:
         done = self._resume()
@@ -148,7 +154,7 @@ class _Run:
             seconds = self.clock.stop()
             if not math.isfinite(loss) and self.scaler is None:
                 raise RuntimeError(f"the loss is {loss} at step {step}: lower optimizer.lr")
-            evaluate = step == self.total_steps or self._evaluation_due(step)
+            evaluate = self.evaluates and (step == self.total_steps or self._evaluation_due(step))
             save = self.save_every and (step % self.save_every == 0 or step == self.total_steps)
             if evaluate or save:
                 self.nic.pause()
@@ -165,7 +171,7 @@ class _Run:
                 self.checkpoints.save(step)
             if (evaluate or save) and counted and step < self.total_steps:
                 self.nic.resume()
-        if done >= self.total_steps and not self.metrics:
+        if done >= self.total_steps and not self.metrics and self.evaluates:
             self._evaluate()
         self._finish(tracker, samples)
 

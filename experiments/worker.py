@@ -14,16 +14,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from experiments import presence
 from experiments.errors import UserError
 from experiments.spec import RunSpec
-from launch.process import die_with_parent
+from launch import failure, process
 
 Train = Callable[[RunSpec], None]
 
@@ -31,10 +32,12 @@ Train = Callable[[RunSpec], None]
 def run_rank(spec: RunSpec, train: Train | None = None) -> None:
     """Trains as the rank that the environment names. `train` defaults to `experiments.train.train`.
 
-    Whatever it raises is also left in `<run_dir>/errors/rank<r>.json`.
+    Whatever it raises is also left in `<run_dir>/errors/rank<r>.json`. A rank that finds another one lost does not wait
+    for its collectives to notice: it ends at once, with status 1.
     """
     me = _Rank(spec)
-    me.save("running")
+    me.begin()
+    presence.on_lost = me.end_alone
     try:
         if train is None:
             from experiments.train import train as full_train
@@ -43,6 +46,8 @@ def run_rank(spec: RunSpec, train: Train | None = None) -> None:
         train(spec)
     except BaseException as error:
         me.save_error(error)
+        if failure.is_consequence(type(error).__name__, str(error)):
+            me.save_error(error, presence.look_around())
         me.save("failed")
         raise
     me.save("done")
@@ -50,11 +55,12 @@ def run_rank(spec: RunSpec, train: Train | None = None) -> None:
 
 def main(spec_path: str, train: Train | None = None) -> None:
     """The whole life of a rank's process; never returns. Exit status: 0, 1, or 2 for bad input."""
-    die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
+    process.die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
     spec = RunSpec.load(spec_path)
     me = _Rank(spec)
-    # Restarted by torchrun, or by a scheduler that may start the same job again: go on, don't begin again.
-    if me.facts["attempt"] > 0 or os.environ.get("BIRDER_RESUME") == "auto":
+    # Restarted by torchrun, or by a scheduler that may start the same job again: go on, don't begin again. torchrun's
+    # count of restarts differs between nodes, so all ranks look for a checkpoint whenever there may have been one.
+    if spec.config["cluster"].get("max_restarts", 0) or os.environ.get("BIRDER_RESUME") == "auto":
         spec = dataclasses.replace(spec, config={**spec.config, "resume": "auto"})
     _redirect_output(me)
     _end_on_sigterm(me)
@@ -73,22 +79,36 @@ class _Rank:
     def __init__(self, spec: RunSpec) -> None:
         self.dir = spec.path
         self.rank = int(os.environ["RANK"])
-        # BIRDER_NODE is the launcher's number of the node; torchrun may count in another order.
-        node = os.environ.get("BIRDER_NODE") or os.environ.get("GROUP_RANK", "0")
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.facts = {"rank": self.rank, "node": int(node), "attempt": int(attempt)}
+        self.facts = {"rank": self.rank, "node": presence.own_node()}
+
+    def begin(self) -> None:
+        """Takes the place of this rank's earlier life, if there was one."""
+        with contextlib.suppress(OSError):
+            self._file("errors").unlink()
+        self.save("running")
 
     def save(self, state: str) -> None:
-        self._write("ranks", {**self.facts, "pid": os.getpid(), "state": state})
+        self._write("ranks", {**self.facts, "pid": os.getpid(), "pid_space": process.pid_space(), "state": state})
 
-    def save_error(self, error: BaseException) -> None:
+    def save_error(self, error: BaseException, peers: Sequence[dict[str, Any]] = ()) -> None:
         shown = "".join(traceback.format_exception(error))
-        what = {"type": type(error).__name__, "message": str(error), "traceback": shown}
+        what = {"type": type(error).__name__, "message": str(error), "traceback": shown, "peers": list(peers)}
         self._write("errors", {**self.facts, "time": time.time(), **what, "user_error": isinstance(error, UserError)})
 
+    def end_alone(self, error: BaseException, peers: list[dict[str, Any]]) -> None:
+        """Ends this process from a thread, whatever the main thread waits for."""
+        self.save_error(error, peers)
+        self.save("failed")
+        print(f"error: {error}", file=sys.stderr)
+        _flush()
+        os._exit(1)
+
+    def _file(self, folder: str) -> Path:
+        return self.dir / folder / f"rank{self.rank}.json"
+
     def _write(self, folder: str, content: dict[str, Any]) -> None:
-        target = self.dir / folder / f"rank{self.rank}.json"
-        partial = target.with_suffix(".tmp")
+        target = self._file(folder)
+        partial = target.with_suffix(f".{threading.get_ident()}.tmp")  # threads end this process too
         with contextlib.suppress(OSError):  # a full disk: the exit status must tell
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(content))

@@ -14,6 +14,8 @@ from launch.failure import RunFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "experiments" / "worker.py"
+JOIN_S = 120
+"""How long torchrun's agents wait for one another at the start and at a restart: a node that is gone must end the run."""
 
 
 class Launcher(ABC):
@@ -24,7 +26,8 @@ class Launcher(ABC):
     nodes, ranks_per_node: the shape of the world.
     backend:      auto | nccl | gloo; auto is nccl where there are GPUs, gloo elsewhere.
     max_restarts: how often torchrun restarts all ranks after a failure.
-    timeout_s:    how long a collective may take before its ranks fail, in seconds.
+    timeout_s:    how long a rank may keep the others waiting in a collective before they fail, in seconds.
+    silence_s:    how long a rank may answer nobody before the run ends, in seconds (experiments/presence.py).
     dry_run:      print the commands, start nothing.
     name:         what records call this cluster.
     """
@@ -41,6 +44,7 @@ class Launcher(ABC):
         backend: str = "auto",
         max_restarts: int = 0,
         timeout_s: float = 300.0,
+        silence_s: float = 30.0,
         dry_run: bool = False,
     ) -> None:
         self.nodes = nodes
@@ -49,6 +53,7 @@ class Launcher(ABC):
         self.backend = backend
         self.max_restarts = max_restarts
         self.timeout_s = timeout_s
+        self.silence_s = silence_s
         self.dry_run = dry_run
 
     @abstractmethod
@@ -112,7 +117,7 @@ class Launcher(ABC):
         command = [self.python, "-m", "torch.distributed.run"]
         command += ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks_per_node)]
         command += ["--rdzv-backend", "c10d", "--rdzv-id", spec.id, "--rdzv-endpoint", endpoint]
-        command += ["--rdzv-conf", f"is_host={int(is_host)}"]
+        command += ["--rdzv-conf", f"is_host={int(is_host)},join_timeout={JOIN_S}"]
         if local_addr is not None:
             command += ["--local-addr", local_addr]
         command += ["--max-restarts", str(self.max_restarts)]

@@ -1,8 +1,11 @@
 """What went wrong: read from the files that workers leave in a run directory.
 
-ranks/rank<r>.json:  {rank, node, pid, attempt, state}, state running | done | failed | terminated.
-errors/rank<r>.json: {rank, node, attempt, time, type, message, traceback, user_error}.
+ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated.
+errors/rank<r>.json: {rank, node, time, type, message, traceback, user_error, peers}; peers, where others were missed:
+                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/presence.py).
 logs/node<k>.log:    what torchrun says on node k; logs/rank<r>.log: what rank r says.
+
+A rank that torchrun starts again takes the place of its earlier life in both folders.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import re
 import shutil
 import signal
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError
 from experiments.spec import RunSpec
-from launch.process import alive
+from launch.process import alive, pid_space
 
 # What ranks report when a peer has gone: a consequence, never the cause.
 _CONNECTION = re.compile(
@@ -27,7 +31,14 @@ _CONNECTION = re.compile(
     r"|timed out|wait timeout|timeout waiting|remote process|by peer|failed to connect|nccl (error|communicator)",
     re.IGNORECASE,
 )
-_CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "BrokenPipeError"}
+_CONNECTION_TYPES = {
+    "PeerLost",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionError",
+    "BrokenPipeError",
+}
 
 
 class RunFailed(Exception):
@@ -58,14 +69,17 @@ def remove_unused(run_dir: Path) -> None:
 
 
 def pids(run_dir: Path) -> list[int]:
-    """Process ids of all ranks that have reported."""
-    return [int(r["pid"]) for r in _read(run_dir / "ranks")]
+    """Process ids of all ranks that have reported, of those that this process sees under the same ids."""
+    return [int(r["pid"]) for r in _visible_ranks(run_dir)]
 
 
 def vanished(run_dir: Path) -> list[dict[str, Any]]:
-    """Rank files of processes that are gone without having said why: killed from outside."""
-    said = {e["rank"] for e in _latest(run_dir / "errors", run_dir)}
-    ranks = _latest(run_dir / "ranks", run_dir)
+    """Rank files of processes that are gone without having said why: killed from outside.
+
+    Ranks of other machines, whose process ids mean nothing here, are left out.
+    """
+    said = {e["rank"] for e in _read(run_dir / "errors")}
+    ranks = _visible_ranks(run_dir)
     return [r for r in ranks if r["state"] == "running" and r["rank"] not in said and not alive(int(r["pid"]))]
 
 
@@ -76,8 +90,8 @@ def explain(run_dir: Path, killed: list[dict[str, Any]], agent: int, code: int, 
     agent, code: the node whose torchrun ended first, and its exit status.
     lost: which node cannot be asked any more, in one line; empty where all could.
     """
-    errors = sorted(_latest(run_dir / "errors", run_dir), key=lambda e: e["time"])
-    causes = [e for e in errors if not _is_consequence(e)]
+    errors = sorted(_read(run_dir / "errors"), key=lambda e: e["time"])
+    causes = [e for e in errors if not is_consequence(e["type"], e["message"])]
     wrong_input = [e for e in causes if e["user_error"]]
     if wrong_input:
         return Cause(wrong_input[0]["message"], user_error=True)
@@ -85,12 +99,15 @@ def explain(run_dir: Path, killed: list[dict[str, Any]], agent: int, code: int, 
         return Cause(lost)
     if code < 0 and not causes:
         return Cause(f"node {agent}: its torchrun agent was ended by {_signal_name(-code)}")
+    killed = killed or _killed_in_logs(run_dir, errors)
     if killed and not causes:
         first = killed[0]
         how = _how_killed(run_dir, first)
         where = "" if len(killed) == 1 else f" (and {len(killed) - 1} more)"
         tail = _tail(run_dir / "logs" / f"rank{first['rank']}.log")
         return Cause(f"rank {first['rank']} on node {first['node']}{where} was {how}", tail)
+    if not causes and (missed := _most_missed(run_dir, errors)):
+        return Cause(missed)
     if causes or errors:
         first = (causes or errors)[0]
         message = " ".join(str(first["message"]).split())
@@ -129,27 +146,71 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _latest(folder: Path, run_dir: Path) -> list[dict[str, Any]]:
-    """Files of the latest attempt: errors that a restart has overcome explain nothing."""
-    attempt = max((int(r["attempt"]) for r in _read(run_dir / "ranks")), default=0)
-    return [f for f in _read(folder) if int(f["attempt"]) == attempt]
+def _visible_ranks(run_dir: Path) -> list[dict[str, Any]]:
+    here = pid_space()
+    return [r for r in _read(run_dir / "ranks") if r["pid_space"] == here]
 
 
-def _is_consequence(error: dict[str, Any]) -> bool:
-    return error["type"] in _CONNECTION_TYPES or (
-        error["type"] in ("RuntimeError", "OSError", "UserError", "CheckpointException")
-        and _CONNECTION.search(error["message"]) is not None
+def is_consequence(kind: str, message: str) -> bool:
+    """Whether an exception of type `kind` is what a rank meets when another one is lost."""
+    return kind in _CONNECTION_TYPES or (
+        kind in ("RuntimeError", "OSError", "UserError", "CheckpointException")
+        and _CONNECTION.search(message) is not None
     )
 
 
+def _most_missed(run_dir: Path, errors: list[dict[str, Any]]) -> str | None:
+    """Whom most of those who looked around found missing, in one line; None when nobody missed anybody."""
+    excused = {e["rank"] for e in errors}  # they have said themselves why they left
+    excused |= {r["rank"] for r in _read(run_dir / "ranks") if r["state"] != "running"}
+    found: Counter[tuple[int, str]] = Counter()  # (how sure the finding is, what it says)
+    for error in errors:
+        peers, node = error.get("peers", []), error["node"]
+        others = sorted({p["node"] for p in peers} - {node})
+        cut = sorted({p["node"] for p in peers if p["state"] == "unreachable"})
+        if cut == others and len(cut) > 1:  # it is this node itself that nobody reaches
+            found[1, _unreachable(run_dir, node, [error["rank"]])] += 1
+        elif cut and cut == others:
+            first, second = sorted([node, *cut])
+            found[1, f"nodes {first} and {second} cannot reach each other: a link is down or a machine is gone"] += 1
+        else:
+            for lost in cut:
+                found[1, _unreachable(run_dir, lost, [p["rank"] for p in peers if p["node"] == lost])] += 1
+        for p in peers:
+            who = f"rank {p['rank']} on node {p['node']}"
+            if p["state"] == "silent":
+                found[0, f"{who} stopped answering: its process is stopped or hangs"] += 1
+            elif p["state"] == "gone" and p["rank"] not in excused:
+                found[2, f"{who} was killed, for example for lack of memory"] += 1
+    return max(found, key=lambda f: (found[f], f[0]))[1] if found else None
+
+
+def _unreachable(run_dir: Path, node: int, ranks: list[int]) -> str:
+    ranks = sorted({*ranks, *(r["rank"] for r in _read(run_dir / "ranks") if r["node"] == node)})
+    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"node {node} ({named}) cannot be reached by the others: its link is down or the machine is gone"
+
+
+def _killed_in_logs(run_dir: Path, errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank files of processes that, as their torchrun says, a signal has ended."""
+    said = {e["rank"] for e in errors}
+    silent = [r for r in _read(run_dir / "ranks") if r["state"] == "running" and r["rank"] not in said]
+    return [r for r in silent if _signal_in_log(run_dir, r) is not None]
+
+
 def _how_killed(run_dir: Path, rank: dict[str, Any]) -> str:
-    """What torchrun saw of it: "killed by SIGKILL (...)" or, if it saw nothing, "killed"."""
+    """What torchrun saw of it: "ended by SIGABRT", or, if it was SIGKILL or saw nothing, "killed"."""
+    name = _signal_in_log(run_dir, rank)
+    return f"ended by {name}" if name not in (None, "SIGKILL") else "killed, for example for lack of memory"
+
+
+def _signal_in_log(run_dir: Path, rank: dict[str, Any]) -> str | None:
+    """The signal that ended a rank, as its node's torchrun reports it."""
     with contextlib.suppress(OSError):
         text = (run_dir / "logs" / f"node{rank['node']}.log").read_text(errors="replace")
-        match = re.search(rf"Signal (\d+) \(SIG\w+\) received by PID {rank['pid']}\b", text)
-        if match and (name := _signal_name(int(match[1]))) != "SIGKILL":
-            return f"ended by {name}"
-    return "killed, for example for lack of memory"
+        if match := re.search(rf"Signal (\d+) \(SIG\w+\) received by PID {rank['pid']}\b", text):
+            return _signal_name(int(match[1]))
+    return None
 
 
 def _signal_name(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -97,6 +98,15 @@ def alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def pid_space() -> str:
+    """Names the space in which this process's ids mean something: the machine, its boot, its PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
 
 
 @contextlib.contextmanager

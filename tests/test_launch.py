@@ -149,7 +149,7 @@ def test_command(tmp_path: Path) -> None:
             "--rdzv-backend": "c10d",
             "--rdzv-id": "stub-1",
             "--rdzv-endpoint": f"127.0.0.1:{launcher.port}",
-            "--rdzv-conf": f"is_host={int(node == 0)}",
+            "--rdzv-conf": f"is_host={int(node == 0)},join_timeout=120",
             "--local-addr": "127.0.0.1",
             "--max-restarts": "1",
         }
@@ -193,7 +193,7 @@ def test_no_free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def write(run_dir: Path, folder: str, rank: int, **content: Any) -> None:
     (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    content = {"rank": rank, "node": rank // 2, "attempt": 0, **content}
+    content = {"rank": rank, "node": rank // 2, "pid_space": process.pid_space(), **content}
     (run_dir / folder / f"rank{rank}.json").write_text(json.dumps(content))
 
 
@@ -229,11 +229,49 @@ def test_bad_input_is_told_apart_from_what_a_lost_peer_looks_like(tmp_path: Path
     assert (cause.reason, cause.user_error) == ("the disk is full", True)
 
 
-def test_errors_before_a_restart_are_forgotten(tmp_path: Path) -> None:
-    write(tmp_path, "ranks", 0, pid=1, state="failed", attempt=1)
-    write(tmp_path, "errors", 1, **error(1.0, "old", kind="ValueError"), attempt=0)
-    write(tmp_path, "errors", 0, **error(9.0, "new", kind="ValueError"), attempt=1)
-    assert "new" in failure.explain(tmp_path, killed=[], agent=0, code=1).reason
+def test_process_ids_of_other_machines_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, "ranks", 0, pid=2**22 + 5, state="running", pid_space="elsewhere")
+    write(tmp_path, "ranks", 1, pid=os.getpid(), state="running")
+    assert failure.vanished(tmp_path) == []
+    assert failure.pids(tmp_path) == [os.getpid()]
+    # That machine's torchrun knows.
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/node0.log").write_text(f"traceback : Signal 9 (SIGKILL) received by PID {2**22 + 5}\n")
+    write(tmp_path, "errors", 1, **error(1.0, "Connection closed by peer"))
+    assert failure.explain(tmp_path, [], agent=0, code=1).reason.startswith("rank 0 on node 0 was killed")
+
+
+def found(*states: str) -> list[dict[str, Any]]:
+    """What a rank finds that looks around, two ranks a node."""
+    return [{"rank": r, "node": r // 2, "state": s} for r, s in enumerate(states) if s != "me"]
+
+
+def test_whom_the_others_miss(tmp_path: Path) -> None:
+    lost = error(1.0, "rank 2 has not answered", kind="PeerLost")
+    ok, cut = "answers", "unreachable"
+
+    def explain(reports: dict[int, list[dict[str, Any]]]) -> str:
+        failure.forget_earlier(tmp_path)
+        for rank in range(6):
+            write(tmp_path, "ranks", rank, pid=1, state="failed" if rank in reports else "running")
+        for rank, peers in reports.items():
+            write(tmp_path, "errors", rank, **lost, peers=peers)
+        return failure.explain(tmp_path, [], agent=0, code=1).reason
+
+    assert explain({1: found(ok, "me", "silent", ok, ok, ok)}).startswith("rank 2 on node 1 stopped answering")
+    assert explain({1: found(ok, "me", ok, "gone", ok, ok)}).startswith("rank 3 on node 1 was killed")
+    unreachable = "node 1 (ranks 2, 3) cannot be reached by the others"
+    assert explain({1: found(ok, "me", cut, cut, ok, ok)}).startswith(unreachable)
+    # Seen from the node that is cut off, all the others are.
+    assert explain({3: found(cut, cut, ok, "me", cut, cut)}).startswith(unreachable)
+    # A rank that left with an error of its own is gone too, and not the reason; nor is one that most find well.
+    assert explain({0: found("me", "gone", ok, ok, "silent", ok), 1: found(ok, "me", ok, ok, "silent", ok)}).startswith(
+        "rank 4 on node 2 stopped answering"
+    )
+    (tmp_path / "errors/rank1.json").unlink()
+    two = {0: [{"rank": 1, "node": 1, "state": cut}]}
+    assert explain(two).startswith("nodes 0 and 1 cannot reach each other")
+    assert explain({0: found("me", ok, ok, ok, ok, ok)}) == "rank 0 on node 0: PeerLost: rank 2 has not answered"
 
 
 def test_torchrun_that_starts_no_rank(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,12 +16,21 @@ from birder.comm.topology import Topology
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A process group of `ranks`, for members and others alike: every rank of the world must call it.
 
-    Raises RuntimeError when torch makes no group.
+    Its collectives may take as long as those of the whole world. Raises RuntimeError when torch makes no group.
     """
-    group = dist.new_group(ranks)
+    group = dist.new_group(ranks, timeout=_world_timeout())
     if group is None:
         raise RuntimeError(f"torch.distributed made no process group of ranks {ranks}")
     return group  # type: ignore[return-value]
+
+
+def _world_timeout() -> timedelta | None:
+    """How long a collective of the whole world may take; None: not known. (torch's own default is another one.)"""
+    world = dist.group.WORLD
+    for kind in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return world._get_backend(torch.device(kind)).options._timeout  # type: ignore[union-attr]
+    return None
 
 
 class Link:
