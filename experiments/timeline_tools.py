@@ -39,8 +39,8 @@ def build(model: str, batch: int, device: str) -> tuple[nn.Module, Loss]:
             from transformers import BertConfig, BertForQuestionAnswering
 
             # "eager" spells attention out in products that the counter of operations knows.
-            how = "eager" if device == "meta" else "sdpa"
-            net = BertForQuestionAnswering(BertConfig(attn_implementation=how))
+            options: dict[str, Any] = {"attn_implementation": "eager" if device == "meta" else "sdpa"}
+            net = BertForQuestionAnswering(BertConfig(**options))
             tokens = torch.ones(batch, SEQUENCE, dtype=torch.long)
             at = torch.zeros(batch, dtype=torch.long)
             return net, lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss

@@ -1,0 +1,97 @@
+"""A step of the paper's cluster, replayed: waits in the place of computation, all else real (experiments/replay.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from birder.comm import Communicator, Topology
+from experiments import timelines
+from experiments.errors import UserError
+from experiments.replay import FlatNode, HierarchicalNode, ReplayModel, bucket_delay_ms
+from experiments.workloads.base import Shard, Workload
+
+DILATION = 20.0
+"""How much slower than the GPU a replay runs where nobody says (`auto`)."""
+
+
+class Replay(Workload):
+    """Every rank is a node of the timeline's GPUs: its parameters and its gradients' times, dilated.
+
+    timeline:     name of a file of results/timelines, or a path.
+    dilation:     the clock runs this much slower: a positive number, or "auto" for `DILATION`. An emulated link must be
+                  slower by the same factor, which is what `cluster.dilation` says.
+    communicates: whether gradients are sent (comm.enabled): dense methods then wait for a node's own GPUs too.
+    ring:         flat methods' all-gather as NCCL's ring; false: pairwise (`FlatNode`).
+    steps:        steps that one epoch has.
+    """
+
+    name = "replay"
+    metric = "none"
+    synthetic = True
+    sample = "samples"
+
+    def __init__(
+        self,
+        timeline: str,
+        dilation: float | str = "auto",
+        communicates: bool = True,
+        ring: bool = True,
+        steps: int = 10,
+    ) -> None:
+        if dilation == "auto":
+            dilation = DILATION
+        if isinstance(dilation, str) or dilation <= 0:
+            raise UserError(f"workload.dilation must be auto or a positive number, got {dilation}")
+        if steps < 1:
+            raise UserError(f"workload.steps must be at least 1, got {steps}")
+        self.timeline = timelines.load(timeline)
+        self.dilation, self.communicates, self.ring, self.steps = float(dilation), communicates, ring, steps
+        self.data_name = (
+            f"replay of {self.timeline.name} ({self.timeline.gpu}), {self.timeline.gpus_per_node} GPUs a rank"
+        )
+        self.model: ReplayModel | None = None
+
+    def check(self) -> None:
+        """The constructor has seen to everything."""
+
+    def prepare(self, shard: Shard) -> None:
+        """There is no data."""
+
+    def build_model(self) -> nn.Module:
+        delay = bucket_delay_ms(self.timeline) if self.communicates else 0.0
+        self.model = ReplayModel(self.timeline, self.dilation, delay_ms=delay)
+        return self.model
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return self.steps
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Tensor]:
+        for _ in range(start, self.steps):
+            yield torch.zeros(1, device=shard.device)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum()
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        return {}
+
+    def samples(self, batch_per_rank: int) -> int:
+        """What the GPUs of a node take in one step, whatever the batch is called here."""
+        return self.timeline.batch_per_gpu * self.timeline.gpus_per_node
+
+    def communicator(self, hierarchical: bool) -> Callable[..., Any] | None:
+        def make(group: dist.ProcessGroup, topology: Topology) -> Communicator:
+            assert self.model is not None
+            self.model.delay_ms = 0.0  # called for methods that compress, and theirs is another way
+            if hierarchical:
+                return HierarchicalNode(group, topology, self.model)
+            return FlatNode(group, topology, self.timeline.gpus_per_node, ring=self.ring)
+
+        return make
