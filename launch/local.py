@@ -12,8 +12,9 @@ from typing import Any
 
 from experiments.errors import UserError
 from experiments.spec import RunSpec
-from launch import failure, process
+from launch import failure
 from launch.base import Launcher
+from launch.supervise import Agent, supervise
 
 # What an enclosing torchrun or an earlier run may have left: it would speak to the wrong world.
 _STALE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -62,22 +63,9 @@ class LocalLauncher(Launcher):
         return env
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
-        agents: list[subprocess.Popen] = []
-        try:
-            with process.stop_signals():
-                terminal = terminal_fd()
-                for node in range(self.nodes):
-                    log = spec.path / "logs" / f"node{node}.log"
-                    command = self.command(spec_path, spec, node)
-                    agents.append(process.start(command, self.environment(node), log, stdin=terminal))
-                failed = process.wait_for_first_failure(agents)
-                # Read before anything is ended on purpose: whoever is gone now went by itself.
-                killed = failure.vanished(spec.path) if failed is not None else []
-        finally:
-            with process.undisturbed():
-                process.end(agents, others=lambda: failure.pids(spec.path))
-        if failed is not None:
-            failure.report(failure.explain(spec.path, killed, failed, agents[failed].returncode))
+        agents = [Agent(self.command(spec_path, spec, k), self.environment(k)) for k in range(self.nodes)]
+        if cause := supervise(agents, spec.path, terminal=terminal_fd()):
+            failure.report(cause)
 
 
 def free_port() -> int:

@@ -102,10 +102,10 @@ def shape(node: int, mbit_per_s: float) -> None:
 def shape_commands(node: int, mbit_per_s: float) -> list[list[str]]:
     """What `shape` runs: a token bucket where the node sends, and one where the bridge sends to it."""
     bytes_per_s = mbit_per_s * 1e6 / 8
-    # Large enough for one segment of 64 KB as TCP hands it down, and for 1 ms between two turns of the bucket.
-    burst = max(80_000, int(bytes_per_s * 0.001))
+    # Large enough for one segment of 64 KB as TCP hands it down, and for 2 ms between two turns of the bucket.
+    burst = max(80_000, int(bytes_per_s * 0.002))
     # What may wait: every other node's full congestion window where all send to one.
-    limit = max(1_000_000, int(bytes_per_s * 0.05)) + burst
+    limit = max(250_000, int(bytes_per_s * 0.05)) + burst
     tbf = ["root", "tbf", "rate", f"{round(mbit_per_s * 1e6)}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
     return [
         [*enter(node), "tc", "qdisc", "replace", "dev", NIC, *tbf],

@@ -55,9 +55,12 @@ def start(command: Sequence[str], env: dict[str, str], log: Path, stdin: int = s
         )
 
 
-def wait_for_first_failure(processes: Sequence[subprocess.Popen], poll_s: float = 0.1) -> int | None:
+def wait_for_first_failure(
+    processes: Sequence[subprocess.Popen], poll_s: float = 0.1, each_poll: Callable[[], None] = lambda: None
+) -> int | None:
     """Waits until all have ended well (None) or one has not: its index. Says nothing about the others then."""
     while True:
+        each_poll()
         codes = [p.poll() for p in processes]
         for index, code in enumerate(codes):
             if code not in (None, 0):
@@ -85,12 +88,14 @@ def end(processes: Sequence[subprocess.Popen], others: Callable[[], list[int]], 
 
 def alive(pid: int) -> bool:
     """Whether a process of this id runs. A zombie, which only waits to be collected, does not."""
-    try:
-        # The command name in parentheses may itself hold spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        if sys.platform == "linux":
-            return False
+    with contextlib.suppress(OSError):
+        # In a PID namespace with the /proc of another one, this process's id there is not its own.
+        if os.readlink("/proc/self") == str(os.getpid()):
+            try:
+                # The command name in parentheses may itself hold spaces and parentheses.
+                return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+            except OSError:
+                return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -37,19 +37,28 @@ class NoSandbox(Exception):
     """This machine gives no sandbox. The message says in one line what is missing."""
 
 
-@functools.cache
 def prefix() -> tuple[str, ...]:
     """The command that makes a sandbox here, to be put before the first command inside. Raises NoSandbox.
 
     Found by trying, once per process: no list of kernels and container settings knows better.
     """
+    command, reason = probe()
+    if command is None:
+        raise NoSandbox(reason)
+    return command
+
+
+@functools.cache
+def probe() -> tuple[tuple[str, ...] | None, str]:
+    """The command that `prefix` returns, or None and the reason."""
     if sys.platform != "linux":
-        raise NoSandbox("network namespaces need Linux")
+        return None, "network namespaces need Linux"
     # The tools of the administrator are often in no user's path.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    if missing := [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]:
-        raise NoSandbox(f"no {missing[0]} here: install {'iproute2' if missing[0] in ('ip', 'tc') else 'util-linux'}")
-    reason = ""
+    for tool, package in (("unshare", "util-linux"), ("nsenter", "util-linux"), ("ip", "iproute2"), ("tc", "iproute2")):
+        if shutil.which(tool) is None:
+            return None, f"no {tool}: install {package}"
+    reasons = []
     for user in ([], _AS_ROOT_OF_ITS_OWN) if os.geteuid() == 0 else (_AS_ROOT_OF_ITS_OWN,):
         # A private /proc is refused where parts of the machine's own are hidden; the sandbox can do without.
         for proc in (["--mount-proc"], []):
@@ -57,17 +66,33 @@ def prefix() -> tuple[str, ...]:
             try:
                 done = subprocess.run([*candidate, "sh", "-c", _PROBE], capture_output=True, text=True, timeout=30)
             except (OSError, subprocess.SubprocessError) as error:
-                reason = reason or str(error)
+                reasons.append(str(error))
                 continue
             if done.returncode == 0:
-                return tuple(candidate)
-            reason = reason or " ".join(done.stderr.split())
-    raise NoSandbox(reason or "network namespaces are refused")
+                return tuple(candidate), ""
+            reasons.append(" ".join(done.stderr.split()) or f"unshare ended with status {done.returncode}")
+    return None, reasons[-1]
 
 
 def script(*arguments: str) -> list[str]:
     """This file's command line."""
     return [sys.executable, str(Path(__file__).resolve()), *arguments]
+
+
+def processes(sandbox: int) -> dict[int, int]:
+    """Process ids inside -> outside, of all in the sandbox whose `unshare` is process `sandbox`. For processes outside."""
+    found = {}
+    with contextlib.suppress(OSError):
+        inside = os.readlink(f"/proc/{sandbox}/ns/pid_for_children")
+        if inside == os.readlink("/proc/self/ns/pid"):
+            return {}  # it has not made its namespaces yet
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, StopIteration):
+                if os.readlink(entry / "ns/pid") == inside:
+                    status = (entry / "status").read_text().splitlines()
+                    ids = next(line for line in status if line.startswith("NSpid:"))
+                    found[int(ids.split()[-1])] = int(entry.name)
+    return found
 
 
 def wait(watched: subprocess.Popen, poll_s: float = 0.05) -> int:
