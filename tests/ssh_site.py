@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,12 @@ class Site:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def running(self, host: int) -> list[str]:
-        """Command lines of a host's processes of Python, this repository's or not."""
-        return [
-            line for line in self.on(host, "ps -eo stat=,args=").splitlines() if "python" in line and line[0] != "Z"
-        ]
+    def running(self, host: int) -> dict[int, str]:
+        """Process id -> command line of a host's processes that are neither sshd nor this question's own."""
+        question = "for p in /proc/[0-9]*; do echo ${p#/proc/} $(tr '\\0' ' ' 2>/dev/null < $p/cmdline); done"
+        found = [line.partition(" ") for line in self.on(host, question).splitlines()]
+        ours = ("sshd", f"bash -c {question[:20]}", f"sh -c {question[:20]}")
+        return {int(pid): line for pid, _, line in found if line and not line.startswith(ours)}
 
     @contextmanager
     def mounted(self, mounts: dict[int, str]) -> Iterator[None]:
@@ -139,10 +140,10 @@ class Site:
         self.process.kill()
         self.process.wait()
 
-    def request(self, folder: Path, what: str, *, hosts: int = HOSTS, **options: Any) -> dict[str, Any]:
-        """A launch: see `launch`."""
-        options = {"hosts": self.addresses[:hosts], "ssh_options": self.options, **options}
-        return {"stub": what, "folder": str(folder), "checkpoint_every": options.pop("checkpoint_every", 0), **options}
+    def request(self, folder: Path, what: str, hosts: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
+        """What `start` takes; options: arguments of SshLauncher, and checkpoint_every."""
+        options = {"hosts": hosts or self.addresses, "ssh_options": self.options, "checkpoint_every": 0, **options}
+        return {"stub": what, "folder": str(folder), **options}
 
     def start(self, request: dict[str, Any]) -> subprocess.Popen[str]:
         """Starts a launcher."""
