@@ -1,0 +1,197 @@
+"""A SLURM site of its own on this machine: munged, slurmctld and four slurmd, in a process namespace that ends with it.
+
+Nothing of a SLURM or munge that this machine may really run is used: configuration, key, sockets, ports and spool
+directories are the site's, and its commands find it through SLURM_CONF.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from launch import process
+
+NODES = 4
+# slurmd and slurmctld are daemons of the namespace's first process, a shell that collects what they leave.
+_DAEMONS = """
+mkdir -p {dir}/state {dir}/log
+munged --foreground --force --num-threads=2 --key-file={dir}/munge.key --socket={dir}/munge.sock \\
+  --pid-file={dir}/munge.pid --log-file={dir}/log/munge.log --seed-file={dir}/munge.seed &
+until [ -S {dir}/munge.sock ]; do sleep 0.1; done
+slurmctld -D -f {dir}/slurm.conf > {dir}/log/slurmctld.out 2>&1 &
+for k in {numbers}; do
+  mkdir -p {dir}/spool/node$k
+  slurmd -D -N node$k -f {dir}/slurm.conf > {dir}/log/node$k.out 2>&1 &
+done
+wait
+"""
+_CONFIG = """
+ClusterName=birder-test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# Credentials that expire soon: a requeued job waits for that before it starts again.
+AuthInfo=socket={dir}/munge.sock,cred_expire=10
+StateSaveLocation={dir}/state
+SlurmdSpoolDir={dir}/spool/%n
+SlurmctldPidFile={dir}/slurmctld.pid
+SlurmdPidFile={dir}/slurmd-%n.pid
+SlurmctldLogFile={dir}/log/slurmctld.log
+SlurmdLogFile={dir}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,bf_interval=2,sched_interval=2
+FirstJobId={first_job}
+ReturnToService=2
+KillWait=5
+MessageTimeout=60
+SlurmdTimeout=300
+TCPTimeout=30
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 OverSubscribe=YES:4
+PartitionName=small Nodes=node0 MaxTime=60
+"""
+
+
+def why_not() -> str | None:
+    """Why no site can be made here, or None."""
+    missing = [c for c in ("slurmctld", "slurmd", "munged", "srun", "unshare") if shutil.which(c) is None]
+    if missing:
+        return f"no {missing[0]} here (Debian: slurm-wlm, munge)"
+    if os.geteuid() != 0:
+        return "slurmd starts jobs as root only"
+    made = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True)
+    return "no process namespaces here" if made.returncode else None
+
+
+class Site:
+    """A running site. `env`: what commands need to reach it; `dir`: its files."""
+
+    def __init__(self, folder: Path, daemons: subprocess.Popen) -> None:
+        self.dir = folder
+        self.daemons = daemons
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def call(self, *command: str, timeout: float = 60) -> str:
+        """Runs a SLURM command; its output. Raises CalledProcessError."""
+        env = {**os.environ, **self.env}
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=timeout, check=True
+        ).stdout.strip()
+
+    def tasks(self) -> list[str]:
+        """Command lines of all processes that jobs have started here and that still run."""
+        daemons = {"munged", "slurmctld", "slurmd", "slurmscriptd"}
+        found = []
+        for pid in descendants(self.daemons.pid)[1:]:  # the first is the shell that has started the daemons
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            program = Path(line.removeprefix(": ").partition(" ")[0]).name
+            if line and program not in daemons and process.alive(pid):
+                found.append(line)
+        return found
+
+    def logs(self) -> str:
+        """The ends of the daemons' logs, for the message of a failed test."""
+        shown = []
+        for path in sorted((self.dir / "log").glob("*")):
+            shown += [f"== {path.name}", *path.read_text(errors="replace").splitlines()[-8:]]
+        return "\n".join(shown)
+
+
+@contextmanager
+def site() -> Iterator[Site]:
+    """Starts a site, waits until its nodes are idle, and ends all of it."""
+    with ExitStack() as stack:
+        # A socket's path has about 100 characters at most, so no folder deep below pytest's.
+        folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "munge.key").write_bytes(secrets.token_bytes(128))
+        (folder / "munge.key").chmod(0o600)
+        ports = free_ports(NODES + 1)
+        nodes = "\n".join(
+            f"NodeName=node{k} NodeHostName={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[k]} CPUs=2 State=UNKNOWN"
+            for k in range(NODES)
+        )
+        config = _CONFIG.format(
+            dir=folder, host=socket.gethostname(), controller=ports[NODES], nodes=nodes,
+            first_job=random.randrange(1000, 60_000),
+        )  # fmt: skip
+        (folder / "slurm.conf").write_text(config)
+        numbers = " ".join(map(str, range(NODES)))
+        # The first process of a namespace takes all others with it when it ends, and it ends with this one.
+        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        command += ["bash", "-c", _DAEMONS.format(dir=folder, numbers=numbers)]
+        daemons = process.start(command, dict(os.environ), folder / "site.log")
+        stack.callback(end, daemons)
+        made = Site(folder, daemons)
+        wait_until_idle(made)
+        yield made
+
+
+def wait_until_idle(made: Site, within_s: float = 90) -> None:
+    """Waits until every node is free for jobs. Raises RuntimeError with the logs."""
+    deadline = time.monotonic() + within_s
+    states = ""
+    while time.monotonic() < deadline:
+        try:
+            states = made.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", timeout=20)
+            if states.split() == ["idle"] * NODES:
+                return
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            states = str(error)
+        time.sleep(0.3)
+    raise RuntimeError(f"the site's nodes are {states!r}\n{made.logs()}")
+
+
+def end(daemons: subprocess.Popen) -> None:
+    """Ends the namespace and so every process in it; returns when they are gone."""
+    inside = descendants(daemons.pid)
+    daemons.kill()
+    daemons.wait()
+    deadline = time.monotonic() + 20
+    while any(process.alive(p) for p in inside) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all descendants of `pid`."""
+    try:
+        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [d for c in children for d in descendants(c)]
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody uses, below those that the system hands out by itself."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    return found
