@@ -60,7 +60,10 @@ class Birder:
         decoupled: bool = True,
         hold: bool = False,
         seed: int = 0,
+        parts: list[tuple[int, int, int]] | None = None,
     ) -> None:
+        """parts: for the one-phase form (start, end, size) of each unit: its elements, and those of one shard."""
+        self.parts = parts
         self.params, self.workers, self.lr, self.beta, self.seed = params, workers, lr, beta, seed
         self.weight_decay, self.decoupled, self.hold = weight_decay, decoupled, hold
         self.elements = element_numbers(params)
@@ -75,13 +78,30 @@ class Birder:
         self.steps += 1
         for i, p in enumerate(self.params):
             bits = torch.stack([self._worker(w, i, grads[w][i].flatten(), p) for w in range(self.workers)])
-            ones = bits.sum(0)
-            draw = draws(self.elements[i], seed=self.seed, step=self.steps, stream=SERVER)
-            q = torch.where(draw < (ones * 65536 + self.workers // 2) // self.workers, 1.0, -1.0)
+            if self.parts is None:
+                ones = bits.sum(0)
+                draw = draws(self.elements[i], seed=self.seed, step=self.steps, stream=SERVER)
+                plus = draw < (ones * 65536 + self.workers // 2) // self.workers
+            else:
+                plus = bits.gather(0, self._owners(self.elements[i]).unsqueeze(0)).squeeze(0)
+            q = torch.where(plus, 1.0, -1.0)
             self.active[i] |= (self.b[i] > 0).any(0)
             if self.decoupled and self.weight_decay:
                 p.mul_(1 - self.lr * self.weight_decay)
             p.sub_((self.lr * q * self.active[i]).view_as(p))
+
+    def _owners(self, elements: np.ndarray) -> Tensor:
+        """The worker whose bit each element takes: one draw for every n words of 32 elements of a shard."""
+        assert self.parts is not None
+        (start, size) = next((a, s) for a, end, s in self.parts if a <= elements[0] < end)
+        first = start + (elements - start) // size * size  # of the shard
+        word = (elements - first) // 32
+        group = first // 32 + word // self.workers * self.workers
+        zero = np.zeros_like(group)
+        counter = [group & 0xFFFFFFFF, group >> 32, zero + self.steps, zero + (1 << 25)]
+        drawn = philox(counter, [self.seed & 0xFFFFFFFF, self.seed >> 32])[0]
+        shift = (drawn * np.uint64(self.workers)) >> np.uint64(32)
+        return torch.from_numpy((word % self.workers + shift.astype(np.int64)) % self.workers)
 
     def _worker(self, w: int, i: int, g: Tensor, p: Tensor) -> Tensor:
         if not self.decoupled:

@@ -61,6 +61,10 @@ class Communicator(ABC):
     def gather(self, chunk: Tensor) -> Tensor:
         """Phase 2: the served chunks of all shards and workers, in element order. [k] -> [shards*workers*k]."""
 
+    def gather_shards(self, part: Tensor) -> Tensor:
+        """The parts of all shards, in element order. [k] -> [shards*k]. This one is right for a single shard."""
+        return part
+
     @abstractmethod
     def union(self, flags: Tensor) -> Tensor:
         """bool[k] -> the union over all ranks."""
@@ -161,7 +165,10 @@ class Hierarchical(Communicator):
         return self.inter.all_gather(values)
 
     def gather(self, chunk: Tensor) -> Tensor:
-        return self.intra.all_gather(self.inter.all_gather(chunk).view(-1)).view(-1)
+        return self.gather_shards(self.inter.all_gather(chunk).view(-1))
+
+    def gather_shards(self, part: Tensor) -> Tensor:
+        return self.intra.all_gather(part).view(-1)
 
     def union(self, flags: Tensor) -> Tensor:
         return self.all.all_or(flags)

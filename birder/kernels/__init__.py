@@ -4,6 +4,7 @@
 |---|---|---|
 | reference | any device | torch |
 | cpu | CPU tensors | numba |
+| one_phase | any device; index work only | torch |
 
 Without numba the reference runs on CPU too, after one warning.
 """
@@ -19,13 +20,16 @@ import torch
 from torch import Tensor
 
 from birder.kernels import reference
+from birder.kernels.one_phase import assemble, owned
 from birder.kernels.reference import binarize, ratio, unpack
 
 __all__ = [
     "apply_bits",
+    "assemble",
     "average_signs",
     "binarize",
     "encode",
+    "owned",
     "pack_signs",
     "ratio",
     "reduce_bits",

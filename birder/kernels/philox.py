@@ -22,6 +22,9 @@ LANES = 8
 SERVER_STREAM = 1 << 24
 """Added to the worker's number in draws of the server stage; ranks are far fewer than 2^24."""
 
+OWNER_STREAM = 1 << 25
+"""In draws of which worker's bits are taken, for a group of 32-bit words."""
+
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """One Philox block per element: four int64 tensors holding 32-bit words in, four out.
@@ -53,3 +56,16 @@ def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, devi
     words = philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
     lanes = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], dim=1)
     return lanes.reshape(-1)
+
+
+def shifts(groups: int, n: int, *, seed: int, step: int, start: int, device: torch.device) -> Tensor:
+    """A uniform integer in [0, n) for each group of n 32-bit words of bits, as int64[groups]; bias below n/2^32.
+
+    start: number of the first element of the first group, a multiple of 32.
+    """
+    word = start // 32 + n * torch.arange(groups, dtype=torch.int64, device=device)
+    zero = torch.zeros_like(word)
+    drawn = philox4x32(
+        (word & MASK, word >> 32, zero + (step & MASK), zero + OWNER_STREAM), (seed & MASK, (seed >> 32) & MASK)
+    )
+    return (drawn[0] * n) >> 32

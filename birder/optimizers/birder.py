@@ -43,6 +43,8 @@ class Birder(BucketOptimizer):
                "hold": b stays, so that u decays with m. The same wherever gradients are not exactly 0.
     intra:     with hierarchical communication, what the reduce-scatter inside a node carries. "gradient": the node is one
                worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
+    reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
+               same law for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
     options:   max_grad_norm, seed; see `BucketOptimizer`.
 
     State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
@@ -67,11 +69,13 @@ class Birder(BucketOptimizer):
         eps: float = 0.0,
         idle: str = "decay",
         intra: str = "gradient",
+        reduce: str = "two_phase",
         **options: Any,
     ) -> None:
         require(idle in ("decay", "hold"), "idle", repr(idle), "decay or hold")
         require(intra in ("gradient", "u"), "intra", repr(intra), "gradient or u")
-        self.decoupled, self.idle, self.intra = decoupled, idle, intra
+        require(reduce in ("two_phase", "one_phase"), "reduce", repr(reduce), "two_phase or one_phase")
+        self.decoupled, self.idle, self.intra, self.reduce = decoupled, idle, intra, reduce
         super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -105,10 +109,14 @@ class Birder(BucketOptimizer):
         else:
             u = comm.shard_mean(kernels.ratio(grad, m, b, **law))  # (1)-(3), mean over the node
             bits = kernels.binarize(u.clamp_(-1.0, 1.0), **draw)  # (4)
+        draw = {"seed": self.seed, "step": step}
+        if self.reduce == "one_phase":
+            sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **draw)
+            unit.result = comm.gather_shards(kernels.assemble(comm.gather_workers(sent), start=start, **draw))  # (5)
+            return
         rows = comm.scatter(bits)
         chunk = size // comm.workers
-        served = kernels.reduce_bits(rows, seed=self.seed, step=step, start=start + comm.worker * chunk)  # (5)
-        unit.result = comm.gather(served)
+        unit.result = comm.gather(kernels.reduce_bits(rows, start=start + comm.worker * chunk, **draw))  # (5)
 
     def after_units(self, step: int) -> None:
         """Unites the ranks' knowledge of which coordinates have ever had a gradient."""

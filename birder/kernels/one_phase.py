@@ -1,0 +1,31 @@
+"""Birder's server stage without a server: every 32-bit word of the result is copied from one worker, drawn by all alike.
+
+With k of n bits set, "average, then binarise again" gives +1 with probability k/n: exactly as often as the bit of one
+worker drawn at random. If all ranks draw the same worker, that worker alone has to send the bit.
+
+Words are taken in groups of n. In group k, word j comes from worker (j + s_k) mod n with s_k uniform in [0, n): every
+worker is drawn equally often, and sends one word of each group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from birder.kernels.philox import shifts
+
+
+def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int) -> Tensor:
+    """What this worker sends: uint8[c] -> uint8[c/n]. c is a multiple of 4n."""
+    words = bits.view(torch.int32).view(-1, n)
+    shift = shifts(len(words), n, seed=seed, step=step, start=start, device=bits.device)
+    return words.gather(1, ((worker - shift) % n).unsqueeze(1)).view(-1).view(torch.uint8)
+
+
+def assemble(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+    """The result from what all workers have sent: uint8[n, c/n] -> uint8[c]."""
+    n = rows.shape[0]
+    words = rows.view(torch.int32)
+    shift = shifts(words.shape[1], n, seed=seed, step=step, start=start, device=rows.device)
+    worker = (torch.arange(n, device=rows.device) + shift.unsqueeze(1)) % n
+    return words.t().gather(1, worker).view(-1).view(torch.uint8)
