@@ -66,7 +66,7 @@ def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
 
 def quote_hosts(overrides: Sequence[str]) -> list[str]:
     """`overrides` with the value of cluster.hosts=a,b,c in quotes: Hydra would take it for three runs."""
-    return [re.sub(r"^(\+*cluster\.hosts=)(?!\[|'|\"|null$)(.+)$", r"\1'\2'", o) for o in overrides]
+    return [re.sub(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
 
 
 def from_hydra(full: DictConfig, overrides: Sequence[str]) -> Composed:

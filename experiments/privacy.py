@@ -18,6 +18,7 @@ _PLACES = {
     "addr",
     "address",
     "endpoint",
+    "ssh",
     "user",
     "username",
     "entity",

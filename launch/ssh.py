@@ -24,7 +24,7 @@ from typing import Any
 from experiments.errors import UserError
 from experiments.spec import RunSpec
 from launch import connection, failure, probe, process
-from launch.base import ROOT, Launcher
+from launch.base import ROOT, Launcher, _count
 from launch.connection import Connections
 from launch.failure import RunFailed
 from launch.hosts import parse
@@ -147,7 +147,11 @@ class SshLauncher(Launcher):
         if failed is not None:
             failure.report(self._explain(spec, failed))
         if problems:
-            raise RunFailed(f"the run is complete, but its files could not be fetched: {'; '.join(problems)}")
+            for node, problem in problems.items():
+                print(f"{self.hosts[node]}: {problem}", file=sys.stderr, flush=True)
+            raise RunFailed(
+                f"the run is complete, but its files could not be fetched from {_count(len(problems), 'host')}"
+            )
 
     def _start(self, node: int, spec_path: Path, spec: RunSpec) -> subprocess.Popen:
         with open(_ssh_log(spec, node), "ab") as log:
@@ -168,15 +172,13 @@ class SshLauncher(Launcher):
             with contextlib.suppress(OSError, ValueError):
                 reports[node] = json.loads((spec.path / "agents" / f"node{node}.json").read_text())
         silent = [node for node in (failed, *range(self.nodes)) if node not in reports]
-        lost = ""
-        if silent:
-            said = connection.last_line(_ssh_log(spec, silent[0]).read_text(errors="replace"))
-            lost = f"node {silent[0]}: the connection to it was lost" + (f" ({said})" if said else "")
+        lost = f"node {silent[0]}: the connection to it was lost" if silent else ""
         killed = [rank for node in sorted(reports) for rank in reports[node]["vanished"]]
         code = reports.get(failed, {}).get("code") or 1
         cause = failure.explain(spec.path, killed, failed, code, lost=lost)
-        if (named := re.search(r"\bnode (\d+)\b", cause.reason)) and int(named[1]) < self.nodes:
-            print(f"node {named[1]} is {self.hosts[int(named[1])]}", file=sys.stderr, flush=True)
+        if (named := re.search(r"\bnode (\d+)\b", cause.reason)) and (node := int(named[1])) < self.nodes:
+            said = "" if node in reports else connection.last_line(_ssh_log(spec, node).read_text(errors="replace"))
+            print(f"node {node} is {self.hosts[node]}" + (f": {said}" if said else ""), file=sys.stderr, flush=True)
         return cause
 
     def _look(self, spec: RunSpec) -> list[dict[str, Any]]:
@@ -239,8 +241,8 @@ class SshLauncher(Launcher):
         if number := sum(map(bool, problems)):
             raise UserError(f"{number} of {self.nodes} hosts cannot take part: nothing was started")
 
-    def _gather(self, spec: RunSpec, completed: bool) -> list[str]:
-        """Brings what the run has left on hosts with folders of their own here. Returns one line for each that fails."""
+    def _gather(self, spec: RunSpec, completed: bool) -> dict[int, str]:
+        """Brings what the run has left on hosts with folders of their own here. Returns why, for each that fails."""
         results = Path(spec.config["results_dir"])
         arguments = ["gather", spec.run_dir, str(results), spec.id]
         command = self._in_directory(self.python, "-m", "launch.remote", *arguments)
@@ -249,7 +251,7 @@ class SshLauncher(Launcher):
         nodes = [k for k in range(self.nodes) if elsewhere or not self.shared[k]]
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder) / f"{node}.tar" for node in range(self.nodes)]
-            problems = []
+            problems: dict[int, str] = {}
             for node, (code, said) in self.connections.run(dict.fromkeys(nodes, command), outputs).items():
                 try:
                     if code != 0:
@@ -257,7 +259,7 @@ class SshLauncher(Launcher):
                     targets = {"results": results} if self.shared[node] else {"results": results, "run": spec.path}
                     connection.unpack(outputs[node], targets)
                 except (OSError, tarfile.TarError) as error:
-                    problems.append(f"node {node}: {error}")
+                    problems[node] = str(error)
         return problems
 
     def _in_directory(self, *command: str) -> str:
