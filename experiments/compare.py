@@ -99,7 +99,9 @@ def compare(overrides: list[str], methods: list[str] | None) -> int:
             status = run.report(error)
             failed += len(chosen) - number + 1
             break
-    if failed < len(chosen) and not first["cluster"]["dry_run"]:
+    if not first["cluster"].get("wait", True):
+        print("The table comes with `make tables`, once these jobs have ended.")
+    elif failed < len(chosen) and not first["cluster"]["dry_run"]:
         tables.write(first["results_dir"], first["exp"])
         tables.print_group(first["results_dir"], group)
     if failed and len(chosen) > 1:

@@ -191,11 +191,11 @@ class SlurmLauncher(Launcher):
         output, log = Tail(logs / "output.log"), Tail(logs / "slurm.log")
         with process.stop_signals():
             job = slurm_job.submit(_submission(spec))
-            print(f"SLURM job {job}: submitted", flush=True)
-            if not self.wait:
-                print(f"it goes on by itself; see it: tail -f {output.path}; end it: scancel {job}", flush=True)
-                return
             try:
+                print(f"SLURM job {job}: submitted", flush=True)
+                if not self.wait:
+                    print(f"it goes on by itself; see it: tail -f {output.path}; end it: scancel {job}", flush=True)
+                    return
                 ended = self._follow(job, output)
             except BaseException:
                 with process.undisturbed():

@@ -198,9 +198,10 @@ def test_training_that_is_requeued_ends_with_a_record(
     site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
     """A whole run on two nodes, through the command line, requeued in its middle."""
-    steps = 400
+    steps, every = 300, 100
     options = ["cluster=slurm", "cluster.nodes=2", "cluster.ranks_per_node=1", "cluster.poll_s=1", "run_name=one"]
-    options += [f"train.max_steps={steps}", "train.epochs=100", "checkpoint.every=20", "wandb=disabled"]
+    options += [f"train.max_steps={steps}", "train.epochs=100", f"checkpoint.every={every}", "wandb=disabled"]
+    options += ["train.eval_every=1000000"]
     options += [f"output_dir={tmp_path / 'out'}", f"results_dir={tmp_path / 'results'}"]
     launcher = start("experiments/run.py", "+exp=digits", *options)
     run_dir = tmp_path / "out/digits/one"
@@ -213,7 +214,7 @@ def test_training_that_is_requeued_ends_with_a_record(
     assert slurm_job_state(site, job) == "COMPLETED"
     (done,) = record.read_all(tmp_path / "results")
     assert (done.status, done.cluster, done.nodes, done.link["kind"]) == ("completed", "slurm", 2, "network")
-    assert done.timing["steps"] < steps - 20  # it has not begun again
+    assert done.timing["steps"] <= steps - every  # it has not begun again
     logged = [int(row["step"]) for row in csv.DictReader((run_dir / "curve.csv").open())]
     assert logged[-1] == steps
     assert logged == sorted(set(logged))
@@ -378,3 +379,22 @@ def test_an_earlier_life_of_the_job_explains_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("out", ["123\n", "123;cluster\n", "sbatch: a site's word\n123\n"])
 def test_id_of_a_job(out: str) -> None:
     assert slurm_job._id(out) == "123"
+
+
+def test_interrupt_during_the_submission(tmp_path: Path) -> None:
+    """The job may have been made already when Ctrl-C comes, and nobody knows its id yet."""
+    programs = {
+        "sbatch": f"touch {tmp_path}/asked; sleep 3; echo 123",
+        "scancel": f"echo $@ > {tmp_path}/cancelled",
+        "scontrol": "echo JobId=123 JobState=CANCELLED Reason=None",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    code = "from launch import slurm_job; slurm_job.submit(['sbatch'])"
+    begun = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
+    until(lambda: (tmp_path / "asked").exists(), within_s=60)
+    begun.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in begun.communicate(timeout=60)[1]
+    assert (tmp_path / "cancelled").read_text() == "123\n"
