@@ -83,7 +83,8 @@ class Cell:
     @property
     def id(self) -> str:
         """Name of its record: a new measurement replaces the old one."""
-        return "-".join([EXP, self.model, self.rate, f"n{self.nodes}", self.link or "any", self.method])
+        model = self.model.rpartition("/")[2]  # a model may be the path of a timeline's file, up to its rate
+        return "-".join([EXP, model, self.rate, f"n{self.nodes}", self.link or "any", self.method])
 
     @property
     def timeline(self) -> str:

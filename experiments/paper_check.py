@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from experiments import paper, timelines
-from experiments.formats import markdown_table, number
+from experiments.formats import number
 from experiments.replay import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.timelines import Timeline
 
@@ -58,10 +58,12 @@ def rows(results: Results) -> list[tuple[str, float, float]]:
     return found
 
 
-def table(results: Results) -> str:
-    """The check, one line for each cell."""
-    lines = [[name, number(ours), number(theirs), f"{ours / theirs - 1:+.1%}"] for name, ours, theirs in rows(results)]
-    return markdown_table(["fp32 DDP", "replayed, ms", "arithmetic, ms", "difference"], lines)
+HEAD = ("fp32 DDP", "replayed, ms", "arithmetic, ms", "difference")
+
+
+def cells(results: Results) -> list[list[str]]:
+    """The check, one line for each cell. Columns: HEAD."""
+    return [[name, number(ours), number(theirs), f"{ours / theirs - 1:+.1%}"] for name, ours, theirs in rows(results)]
 
 
 def sentence(results: Results) -> str:

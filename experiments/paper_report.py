@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.table import Table
 
 from experiments import paper, paper_check, published, timelines
 from experiments.errors import UserError
@@ -28,7 +30,7 @@ NEAR = 0.15
 GPU_GB_PER_S = 1300.0
 """What element-wise kernels reach of an A100-80GB's 2 TB/s: an assumption."""
 GPU_BYTES = {"onebit_adam": 100.0, "birder": 28.0, "birder_hierarchical": 28.0 / paper.GPUS + 8.0}
-"""Bytes of memory traffic per element for encoding and update on a GPU, about; hierarchical: of its own shard, and the update."""
+"""Bytes of memory traffic per element for encoding and update on a GPU, about; hierarchical: encoding of its own shard."""
 COLOURS = {
     "fp32": "#4477aa",
     "bf16": "#66ccee",
@@ -61,9 +63,15 @@ class Results:
         return theirs / ours if ours and theirs else None
 
     def best(self, model: str, rate: str, link: str, method: str, base: str = "fp32") -> float | None:
-        """The largest speedup over the numbers of nodes."""
-        found = [self.speedup(model, rate, n, link, method, base) for n in paper.NODES]
+        """The largest speedup over the numbers of nodes, where there is more than one."""
+        found = [self.speedup(model, rate, n, link, method, base) for n in paper.NODES[1:]]
         return max((s for s in found if s is not None), default=None)
+
+    def settings(self) -> list[tuple[str, str, str]]:
+        """(model, rate, link) for which something has been sent over a link."""
+        sent = {(c.model, c.rate, c.link) for c in self.records if c.link}
+        every = itertools.product(paper.MODELS, paper.RATES, paper.LINKS)
+        return [setting for setting in every if setting in sent]
 
     @property
     def models(self) -> list[str]:
@@ -107,10 +115,23 @@ def show(results_dir: str | Path, console: Console | None = None) -> None:
         console.print(text, style=mark or None, markup=False, highlight=False)
 
     say(honesty(results), "yellow")
-    for line in (summary(results), *verdicts(results), paper_check.table(results), paper_check.sentence(results)):
-        say(line)
+    say(SUMMARY_NOTE, "dim")
+    _print(console, SUMMARY, summary(results))
+    for line in verdicts(results):
+        say(line, "bold")
+    _print(console, paper_check.HEAD, paper_check.cells(results))
+    say(paper_check.sentence(results), "bold")
     for what, path in (("table:", TABLE), ("plot:", PLOT)):
         console.print(f"{what:<8}{Path(results_dir) / path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _print(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    shown = Table()
+    for place, name in enumerate(head):
+        shown.add_column(name, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
 
 
 def honesty(results: Results) -> str:
@@ -131,25 +152,28 @@ def honesty(results: Results) -> str:
     return text + f"of every tensor {shares} of the elements is there, and the link is as much slower"
 
 
-def summary(results: Results) -> str:
-    """One line for each assumption: Birder against fp32 and bf16, beside the paper."""
-    head = ["assumption", "fp32 DDP, 64 GPUs", "Birder hier., 64 GPUs", "vs fp32, 64 GPUs", "vs fp32, best"]
-    head += ["vs bf16, 64 GPUs", "vs bf16, best", "bound vs fp32, 64", "paper"]
+SUMMARY = ("assumption", "fp32, ms", "Birder, ms", "vs fp32", "best", "vs bf16", "best", "bound", "paper")
+SUMMARY_NOTE = (
+    "64 GPUs: step times of fp32 DDP and of Birder (hierarchical), its speedup over fp32 and bf16 DDP, each beside the best "
+    "over 2, 4 and 8 nodes; the bound is the speedup of no communication over fp32 DDP."
+)
+
+
+def summary(results: Results) -> list[list[str]]:
+    """One row for each assumption: Birder against fp32 and bf16, beside the paper. Columns: SUMMARY."""
     rows = []
-    for model in results.models:
-        _, factor = headline(model)
-        for rate in paper.RATES:
-            for link in paper.LINKS:
-                at = (model, rate, paper.NODES[-1], link)
-                if not any(results.get(model, rate, n, link, m) for n in paper.NODES[1:] for m in paper.ROWS):
-                    continue
-                ours = "birder_hierarchical"
-                row = [f"{model}, {paper.RATES[rate]}, {link} Gbit/s", ms(results.ms(*at, "fp32"))]
-                row += [ms(results.ms(*at, ours)), times(results.speedup(*at, ours))]
-                row += [times(results.best(model, rate, link, ours)), times(results.speedup(*at, ours, "bf16"))]
-                row += [times(results.best(model, rate, link, ours, "bf16")), times(results.speedup(*at, "none"))]
-                rows.append([*row, "up to " + times(factor) if factor else DASH])
-    return markdown_table(head, rows)
+    for model, rate, link in results.settings():
+        factor = headline(model)[1]
+        at, ours = (model, rate, paper.NODES[-1], link), "birder_hierarchical"
+        row = [
+            f"{model}, {paper.RATES[rate]}, {link} Gbit/s",
+            number(results.ms(*at, "fp32")),
+            number(results.ms(*at, ours)),
+        ]
+        for base in ("fp32", "bf16"):
+            row += [times(results.speedup(*at, ours, base)), times(results.best(model, rate, link, ours, base))]
+        rows.append([*row, times(results.speedup(*at, "none")), times(factor)])
+    return rows
 
 
 def headline(model: str) -> tuple[str, float | None]:
@@ -169,14 +193,12 @@ def verdicts(results: Results) -> list[str]:
         if factor is None:
             continue
         found: list[tuple[float, str]] = []
-        for model in (m for m in results.models if paper.architecture_of(m) == architecture):
-            for rate in paper.RATES:
-                for link in paper.LINKS:
-                    for base in ("fp32", "bf16"):
-                        best = results.best(model, rate, link, "birder_hierarchical", base)
-                        if best is not None:
-                            batch = model.rpartition("_b")[2]
-                            found.append((best, f"batch {batch}, {paper.RATES[rate]}, {link} Gbit/s, against {base}"))
+        for model, rate, link in results.settings():
+            for base in ("fp32", "bf16"):
+                best = results.best(model, rate, link, "birder_hierarchical", base)
+                if best is not None and paper.architecture_of(model) == architecture:
+                    batch = model.rpartition("_b")[2]
+                    found.append((best, f"batch {batch}, {paper.RATES[rate]}, {link} Gbit/s, against {base}"))
         if found:
             said.append(_verdict(quoted, factor, found))
     return said
@@ -213,17 +235,16 @@ def markdown(results: Results) -> str:
         "How it is made, and what it leaves out: [replay](../../docs/replay.md).",
         "",
     ]
-    lines += ["## In short", "", summary(results)]
+    lines += ["## In short", "", SUMMARY_NOTE, "", markdown_table(SUMMARY, summary(results))]
     lines += [paragraph for said in verdicts(results) for paragraph in (said, "")]
     lines += [f"![speedup over nodes](../{PLOT})", ""]
-    lines += ["## Check: fp32 DDP against arithmetic", "", paper_check.EXPLANATION, "", paper_check.table(results)]
+    lines += ["## Check: fp32 DDP against arithmetic", "", paper_check.EXPLANATION, ""]
+    lines += [markdown_table(paper_check.HEAD, paper_check.cells(results))]
     lines += [f"**{paper_check.sentence(results)}**", ""]
     for model in results.models:
         lines += [f"## {paper.MODELS[model]}", "", *_timelines(model)]
-        for rate in paper.RATES:
-            for link, where in paper.LINKS.items():
-                if any(results.get(model, rate, n, link, m) for n in paper.NODES for m in paper.ROWS):
-                    lines += [f"### {paper.RATES[rate]}, {where}", "", _times_table(results, model, rate, link)]
+        for rate, link in ((r, at) for m, r, at in results.settings() if m == model):
+            lines += [f"### {paper.RATES[rate]}, {paper.LINKS[link]}", "", _times_table(results, model, rate, link)]
     lines += ["## How each cell was measured", "", _details_note(), "", _details(results)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -247,7 +268,7 @@ def _times_table(results: Results, model: str, rate: str, link: str) -> str:
     rows = []
     for method in paper.ROWS:
         row = [paper.METHODS[method].label]
-        row += [ms(results.ms(model, rate, n, link, method)) for n in paper.NODES]
+        row += [number(results.ms(model, rate, n, link, method)) for n in paper.NODES]
         for base in ("fp32", "bf16"):
             row += [times(results.speedup(model, rate, n, link, method, base)) for n in paper.NODES[1:]]
         rows.append(row)
@@ -297,10 +318,6 @@ def gpu_ms(cell: Cell) -> float:
     return timelines.load(cell.timeline).elements * GPU_BYTES[cell.method] / (GPU_GB_PER_S * 1e6)
 
 
-def ms(value: float | None) -> str:
-    return number(value)
-
-
 def _order(c: Cell) -> tuple[Any, ...]:
     places = (list(paper.MODELS), list(paper.RATES), list(paper.METHODS))
     model, rate, method = (p.index(v) for p, v in zip(places, (c.model, c.rate, c.method), strict=True))
@@ -317,7 +334,7 @@ def plot(results: Results) -> bytes:
         for row, model in zip(grid, results.models, strict=True):
             factor = headline(model)[1]
             for axes, (rate, link) in zip(row, columns, strict=True):
-                for method in paper.ROWS:
+                for method in paper.ROWS if (model, rate, link) in results.settings() else ():
                     points = [(n * paper.GPUS, results.speedup(model, rate, n, link, method)) for n in paper.NODES]
                     known = [(x, y) for x, y in points if y is not None]
                     if known:
