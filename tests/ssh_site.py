@@ -154,7 +154,7 @@ class Site:
         """Starts a launcher and waits for its exit status, output and errors."""
         launcher = self.start(request)
         try:
-            out, err = launcher.communicate(timeout=150)
+            out, err = launcher.communicate(timeout=250)
         finally:
             launcher.kill()
         return launcher.returncode, out, err

@@ -176,7 +176,7 @@ def test_ended_launcher_leaves_nothing_on_hosts(site: Site, tmp_path: Path, sent
     wait_for_ranks(tmp_path, 2)
     assert all(site.running(k) for k in (0, 1))
     launcher.send_signal(sent)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == status
     assert_nothing_left(site, only=range(2))
     if sent == signal.SIGINT:
@@ -189,7 +189,7 @@ def test_killed_rank_is_found_on_its_host(site: Site, tmp_path: Path) -> None:
     launcher = site.start(site.request(tmp_path, "sleep", site.addresses[:2]))
     facts = wait_for_ranks(tmp_path, 2)[1]
     site.on(1, f"kill -9 {facts['pid']}")
-    _, err = launcher.communicate(timeout=90)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 1
     assert err.splitlines()[-1].startswith(f"error: rank {facts['rank']} on node 1 was killed")
     assert_nothing_left(site, within_s=0, only=range(2))
@@ -203,13 +203,13 @@ def test_host_that_is_lost(site: Site, tmp_path: Path) -> None:
         pid for pid, line in site.running(1).items() if " -m launch.remote run 1 " in line and "bash" not in line
     ]
     site.on(1, f"kill -9 {agent}")
-    _, err = launcher.communicate(timeout=90)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 1
     assert "error: node 1: the connection to it was lost" in err
     assert_nothing_left(site, only=range(2))
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_training_on_four_hosts(site: Site, tmp_path: Path) -> None:
     """A real run without a shared folder, from the command line to its table."""
     folders = [f"output_dir={tmp_path}/outputs", f"results_dir={tmp_path}/results"]
@@ -220,7 +220,7 @@ def test_training_on_four_hosts(site: Site, tmp_path: Path) -> None:
     env = {"cluster.env={OMP_NUM_THREADS: 1}"}
     with site.private(tmp_path):
         done = subprocess.run(
-            [*command, *cluster, *folders, *small, *env], cwd=ROOT, capture_output=True, text=True, timeout=270
+            [*command, *cluster, *folders, *small, *env], cwd=ROOT, capture_output=True, text=True, timeout=560
         )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = record.read_all(tmp_path / "results")
