@@ -36,6 +36,9 @@ class PennTreebank(Workload):
     dropout:         overrides the preset's.
     bptt:            length of a batch in words, through which gradients flow.
     tie_weights:     the output layer shares the embedding's weights.
+    unigram_bias:    the output bias starts at the logarithm of each word's frequency in the training text instead of 0.
+                     Where it starts at 0, methods whose steps have a fixed size learn these frequencies through the
+                     hidden state faster than through the bias, and drive the LSTM's gates into saturation on the way.
     eval_columns:    columns of the validation stream; fixes the result for any number of ranks.
     allow_synthetic: False makes a missing `data_path` an error.
     """
@@ -53,6 +56,7 @@ class PennTreebank(Workload):
         dropout: float | None = None,
         bptt: int = 35,
         tie_weights: bool = False,
+        unigram_bias: bool = True,
         eval_columns: int = 16,
         allow_synthetic: bool = True,
     ) -> None:
@@ -67,6 +71,7 @@ class PennTreebank(Workload):
         self.dropout = preset_dropout if dropout is None else dropout
         self.bptt = bptt
         self.tie_weights = tie_weights
+        self.unigram_bias = unigram_bias
         self.eval_columns = eval_columns
         self.allow_synthetic = allow_synthetic
         self.synthetic = data_path is None
@@ -102,7 +107,12 @@ class PennTreebank(Workload):
             self.data_name = "Penn Treebank"
 
     def build_model(self) -> nn.Module:
-        return LSTMModel(self.vocab_size, self.hidden_size, self.dropout, self.tie_weights)
+        model = LSTMModel(self.vocab_size, self.hidden_size, self.dropout, self.tie_weights)
+        if self.unigram_bias:
+            counts = torch.bincount(self._train, minlength=self.vocab_size).double().clamp_(min=1.0)
+            with torch.no_grad():
+                model.output.bias.copy_((counts / counts.sum()).log())
+        return model
 
     def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
         # The last word of a column has no successor.
