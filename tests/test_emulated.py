@@ -1,0 +1,279 @@
+"""The emulated cluster: what ranks find there, what is refused, and that nothing is ever left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import record
+from experiments.errors import UserError
+from launch import emulated, inside, network, process, sandbox
+from launch.emulated import EmulatedLauncher, capacity_gbps
+from launch.failure import RunFailed
+from launch.local import LocalLauncher
+from tests import emulated_run
+from tests.stub_run import make_spec
+from tests.test_network import interfaces, mounts, needs_sandbox
+
+RUN = Path(emulated_run.__file__)
+Captured = pytest.CaptureFixture[str]
+
+
+def made(**options: Any) -> EmulatedLauncher:
+    return EmulatedLauncher(**{"nodes": 4, "ranks_per_node": 1, "name": "emulated", "dilation": 20, **options})
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / "run" / name).read_text())
+
+
+@pytest.fixture
+def possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that gives sandboxes, with two cores."""
+    monkeypatch.setattr(sandbox, "probe", lambda: (("unshare", "--net"), ""))
+    monkeypatch.setattr(emulated, "cores", lambda: 2)
+
+
+@pytest.fixture
+def impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "probe", lambda: (None, "unshare: Operation not permitted"))
+    emulated.say_once.cache_clear()
+
+
+def test_capacity() -> None:
+    assert [capacity_gbps(n, 2) for n in (2, 4, 8)] == [5.0, 2.5, 1.0]
+    assert capacity_gbps(2, 64) == 10.0  # one node's traffic keeps at most two cores busy
+
+
+@pytest.mark.parametrize(("nodes", "least"), [(2, 2), (4, 4), (8, 10)])
+def test_rates_beyond_the_machine_are_refused(nodes: int, least: int, tmp_path: Path, possible: None) -> None:
+    with pytest.raises(UserError, match=rf"2 cores.*for {nodes} nodes.*cluster.dilation={least} or more"):
+        made(nodes=nodes, dilation=least - 0.5).check(make_spec(tmp_path))
+    made(nodes=nodes, dilation=least).check(make_spec(tmp_path))
+    made(nodes=nodes, dilation=1, max_total_gbps=10 * nodes).check(make_spec(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dilation": "auto"}, "cluster.dilation=20"),
+        ({"dilation": 0.5}, "at least 1"),
+        ({"dilation": "soon"}, "at least 1"),
+        ({"link_gbps": 0}, "above 0"),
+        ({"link_gbps": "fast"}, "above 0"),
+        ({"max_total_gbps": -1}, "above 0"),
+        ({"nodes": 251, "dilation": 1e6}, "at most 250"),
+    ],
+)
+def test_bad_values_are_one_line(options: dict[str, Any], said: str, tmp_path: Path, possible: None) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        made(**options).launch(make_spec(tmp_path))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_elsewhere_one_line_and_plain_loopback(
+    tmp_path: Path, impossible: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(LocalLauncher, "run", lambda self, path, spec: ran.append(self.command(path, spec, 1)))
+    for run in ("first", "second"):  # of a comparison
+        launcher = made(dilation="auto")
+        assert not launcher.shapes
+        launcher.launch(make_spec(tmp_path / run))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loopback" in line]
+    assert len(lines) == 1
+    assert "unshare: Operation not permitted" in lines[0]
+    assert "127.0.0.1" in ran[0]
+    assert "nsenter" not in ran[0]
+    link = read(tmp_path / "second", "link.json")
+    assert link.pop("note") == "not shaped: unshare: Operation not permitted"
+    assert link.pop("kind") == "loopback"
+    assert (link.pop("shaped"), link.pop("measured")) == (False, False)
+    assert set(link.values()) == {None}
+    env = launcher.environment(0)
+    assert env["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert "BIRDER_NIC" not in env
+
+
+def test_one_node_needs_no_network(tmp_path: Path, impossible: None, capsys: Captured) -> None:
+    launcher = made(nodes=1, dilation="auto")
+    launcher.check(make_spec(tmp_path))
+    assert capsys.readouterr().out == ""
+    assert launcher.command(tmp_path, make_spec(tmp_path), 0)[0] == sys.executable
+
+
+def test_nothing_leads_around_the_link(possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    env = made().environment(2)
+    wanted = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_HOSTID": "node2", "CUDA_VISIBLE_DEVICES": "2"}
+    wanted |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "BIRDER_NIC": "eth0", "BIRDER_NODE": "2"}
+    assert {**wanted, "WANDB_MODE": "offline"}.items() <= env.items()
+
+
+def test_dry_run_shows_every_command(tmp_path: Path, possible: None, capsys: Captured) -> None:
+    made(dry_run=True).launch(make_spec(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("unshare --net")
+    assert lines[0].endswith("/run/plan.json")
+    assert sum("tbf rate 500000000bit" in line for line in lines) == 8  # both directions of 4 links
+    agents = [line for line in lines if "torch.distributed.run" in line]
+    assert len(agents) == 4
+    assert agents[3].startswith(f"nsenter --net={network.namespace(3)} -- ")
+    assert "--rdzv-endpoint 10.77.0.1:" in agents[3]
+    assert "--local-addr 10.77.0.4" in agents[3]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_control_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    monkeypatch.setattr(network, "cut", lambda node: done.append(("cut", node)))
+    monkeypatch.setattr(network, "mend", lambda node: done.append(("mend", node)))
+    control = inside.Control(tmp_path, nodes=3)
+    control.poll()
+    for text in ("cut 2\nmen", "d 2\ncut 3\n", "drop table\n"):
+        with open(tmp_path / inside.CONTROL, "a") as file:
+            file.write(text)
+        control.poll()
+    assert done == [("cut", 2), ("mend", 2)]
+    assert (tmp_path / inside.CONTROL_DONE).read_text() == "cut 2\nmend 2\ncut 3: unknown\ndrop table: unknown\n"
+
+
+# From here on for real.
+
+
+def start(what: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(RUN), "launch", what, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def running(launcher: subprocess.Popen[str], folder: Path) -> dict[int, int]:
+    """Process ids inside -> outside of a run whose ranks train."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and launcher.poll() is None:
+        if all((folder / "run" / f"env{r}.json").exists() for r in (0, 1)):
+            (unshare,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            return {**sandbox.processes(int(unshare)), 0: int(unshare)}
+        time.sleep(0.05)
+    launcher.kill()
+    raise AssertionError(launcher.communicate())
+
+
+def assert_nothing_left(processes: dict[int, int], outside: tuple[str, str], within_s: float) -> None:
+    assert len(processes) >= 4  # unshare, the first process inside, two ranks
+    deadline = time.monotonic() + within_s
+    while any(map(process.alive, processes.values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [p for p in processes.values() if process.alive(p)] == []
+    assert (interfaces(), mounts()) == outside
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("sig", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM"), (signal.SIGKILL, -9, "")],
+)
+def test_ended_launcher_leaves_nothing(sig: signal.Signals, code: int, said: str, tmp_path: Path) -> None:
+    outside = interfaces(), mounts()
+    launcher = start("sleep", tmp_path)
+    processes = running(launcher, tmp_path)
+    launcher.send_signal(sig)
+    if sig == signal.SIGKILL:
+        launcher.wait()
+        assert_nothing_left(processes, outside, within_s=20)
+    _, err = launcher.communicate(timeout=60)
+    assert_nothing_left(processes, outside, within_s=1)
+    assert launcher.returncode == code
+    assert err.startswith(said)
+    assert err.count("\n") == bool(said)
+
+
+@needs_sandbox
+def test_killed_rank_is_named(tmp_path: Path) -> None:
+    """Process ids in a sandbox are its own: the launcher outside must not take others for its ranks."""
+    outside = interfaces(), mounts()
+    launcher = start("sleep", tmp_path)
+    processes = running(launcher, tmp_path)
+    os.kill(processes[read(tmp_path, "ranks/rank1.json")["pid"]], signal.SIGKILL)
+    _, err = launcher.communicate(timeout=60)
+    # Without torchrun between, a rank's own process is the node's agent.
+    assert (launcher.returncode, err) == (1, "error: node 1: its torchrun agent was ended by SIGKILL\n")
+    assert_nothing_left(processes, outside, within_s=1)
+
+
+@needs_sandbox
+def test_killed_sandbox_is_told(tmp_path: Path) -> None:
+    outside = interfaces(), mounts()
+    launcher = start("sleep", tmp_path)
+    processes = running(launcher, tmp_path)
+    os.kill(processes[1], signal.SIGKILL)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert err.splitlines()[-1].startswith("error: the sandbox of the emulated nodes ended")
+    assert_nothing_left(processes, outside, within_s=1)
+
+
+@needs_sandbox
+def test_failing_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outside = interfaces(), mounts()
+    with pytest.raises(RunFailed, match="rank 1 on node 1: ValueError: a broken thing"):
+        emulated_run.launcher().launch(make_spec(tmp_path, "rank 1 fails"))
+    assert capfd.readouterr().err.count("Traceback") == 1
+    assert (interfaces(), mounts()) == outside
+    (failed,) = record.read_all(tmp_path / "results")
+    assert failed.link["kind"] == "emulated"
+    assert failed.link["measured"]
+
+
+@needs_sandbox
+def test_a_link_that_is_off_is_said_and_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    emulated_run.launcher(link_gbps=400, dilation=1, max_total_gbps=1e6).launch(make_spec(tmp_path))
+    link = read(tmp_path, "link.json")
+    assert link["off_by"] > 0.1
+    assert link["set_mbit_per_s"] == 400_000
+    assert capfd.readouterr().out.count(link["note"]) == 1
+
+
+@needs_sandbox
+def test_bad_input_found_by_ranks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the data folder is empty"):
+        emulated_run.launcher().launch(make_spec(tmp_path, "bad input"))
+    assert not (tmp_path / "run").exists()
+
+
+@needs_sandbox
+def test_gloo_sends_through_the_link_what_arithmetic_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun, its rendezvous and gloo in three nodes: addresses, environment, bytes of one all-reduce."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SECRET_API_KEY", "do-not-write-me")
+    nodes, elements = 3, 1_500_000
+    spec = make_spec(tmp_path)
+    spec.config["elements"] = elements
+    spec.config["cluster"]["nodes"] = nodes
+    launcher = made(nodes=nodes, dilation=50)
+    launcher.worker = RUN
+    outside = interfaces(), mounts()
+    launcher.launch(spec)
+    assert (interfaces(), mounts()) == outside
+    assert "do-not-write-me" not in (tmp_path / "run/plan.json").read_text()
+    for rank in range(nodes):
+        sent, received = read(tmp_path, f"bytes{rank}.json")
+        payload = 2 * (nodes - 1) / nodes * 4 * elements
+        assert sent == pytest.approx(payload, rel=0.05)
+        assert received == pytest.approx(payload, rel=0.05)
+        env = read(tmp_path, f"env{rank}.json")
+        assert (env["BIRDER_NODE"], env["GROUP_RANK"], env["BIRDER_NIC"]) == (str(rank), str(rank), "eth0")
+        assert env["MASTER_ADDR"].startswith("10.77.0.")
+    link = read(tmp_path, "link.json")
+    assert (link["kind"], link["shaped"], link["measured"], link["set_mbit_per_s"]) == ("emulated", True, True, 200.0)
+    assert (link["link_gbps"], link["dilation"]) == (10.0, 50.0)
+    assert link["off_by"] == pytest.approx(abs(link["mbit_per_s"] / (200 * network.GOODPUT) - 1), abs=1e-3)
