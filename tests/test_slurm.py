@@ -27,7 +27,7 @@ from tests.stub_run import make_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = Path(__file__).with_name("slurm_stub.py")
-WAIT_S = 150
+WAIT_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def slurm_job_state(site: Site, job: str) -> str:
     return re.findall(r"JobState=(\w+)", site.call("scontrol", "show", "job", job))[0]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_training_that_is_requeued_ends_with_a_record(
     site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path
 ) -> None:
@@ -205,11 +205,11 @@ def test_training_that_is_requeued_ends_with_a_record(
     options += [f"output_dir={tmp_path / 'out'}", f"results_dir={tmp_path / 'results'}"]
     launcher = start("experiments/run.py", "+exp=digits", *options)
     run_dir = tmp_path / "out/digits/one"
-    until(lambda: launcher.poll() is not None or list((run_dir / "checkpoints").glob("*/.metadata")))
+    until(lambda: launcher.poll() is not None or list((run_dir / "checkpoints").glob("*/.metadata")), 400)
     assert launcher.poll() is None, launcher.communicate()
     (job,) = running(site)
     site.call("scontrol", "requeue", job)
-    _, err = launcher.communicate(timeout=300)
+    _, err = launcher.communicate(timeout=400)
     assert launcher.returncode == 0, (err, site.logs())
     assert slurm_job_state(site, job) == "COMPLETED"
     (done,) = record.read_all(tmp_path / "results")
