@@ -57,10 +57,7 @@ def settle(composed: list[Composed]) -> None:
     if not waiting:
         return
     resolved = compose.resolve(waiting[0])
-    if (
-        resolved["cluster"]["nodes"] == 1
-        or not compose.launcher({**resolved, "cluster": _with(resolved, LEAST)}).shapes
-    ):
+    if not shapes(resolved):
         dilation = LEAST
     elif resolved["cluster"]["dry_run"]:
         dilation = SHOWN
@@ -74,6 +71,11 @@ def settle(composed: list[Composed]) -> None:
             c.config.cluster.dilation = dilation
 
 
+def shapes(resolved: dict[str, Any]) -> bool:
+    """Whether nodes of this configuration get links of a set rate."""
+    return bool(getattr(compose.launcher(resolved), "shapes", False))
+
+
 def measure(resolved: dict[str, Any]) -> Calibration:
     """Runs a few steps of a resolved configuration without communication. Raises UserError and RunFailed."""
     if resolved["timeline"] is None:
@@ -84,10 +86,6 @@ def measure(resolved: dict[str, Any]) -> Calibration:
         compose.launcher(spec.config).launch(spec)
         (done,) = record.read_all(spec.config["results_dir"])
     return Calibration(float(done.timing["median_ms"]), timeline)
-
-
-def _with(resolved: dict[str, Any], dilation: float) -> dict[str, Any]:
-    return {**resolved["cluster"], "dilation": dilation}
 
 
 def _spec(resolved: dict[str, Any], folder: Path) -> RunSpec:

@@ -54,13 +54,15 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     return [m for m in made if m.choices["optimizer"] in methods]
 
 
-def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool) -> str:
+def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool, shaped: bool = False) -> str:
     """What the numbers to come are and are not, in plain words, and how to get those of the full setting."""
     cluster, scale, exp = resolved["cluster"], resolved["scale"]["name"], resolved["exp"]
     nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
     shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
     here = cluster["name"] in ("local", "emulated")
     place = f"Emulated: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
+    if shaped:
+        place += f", joined by links that stand for {cluster['link_gbps']:g} Gbit/s"
     data = f"synthetic data ({workload.data_name})" if workload.synthetic else workload.data_name
     meaning = "shows step time and bytes, not accuracy" if workload.synthetic else "a short run"
     if scale == "paper":
@@ -82,7 +84,8 @@ def compare(overrides: list[str], methods: list[str] | None) -> int:
     workloads = [compose.check(variant) for variant in chosen]
     first = compose.resolve(chosen[0])
     nodes_given = any(o.startswith("cluster.nodes=") for o in overrides)
-    print(headline(first, workloads[0], nodes_given=nodes_given), flush=True)
+    shaped = calibrate.shapes(first)
+    print(headline(first, workloads[0], nodes_given=nodes_given, shaped=shaped), flush=True)
     calibrate.settle(chosen)
     group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
     failed = 0

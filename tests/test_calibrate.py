@@ -1,0 +1,78 @@
+"""Time dilation: what is measured, when, and what it does to a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import calibrate, compose, record
+from experiments.errors import UserError
+from experiments.timelines import load
+from launch import emulated
+from launch.local import LocalLauncher
+
+RESNET = ["+exp=resnet50", "cluster=emulated", "scale=quick"]
+
+
+@pytest.fixture(autouse=True)
+def shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated, "why_not", lambda: None)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is launched; every run "takes" 700 ms a step."""
+    specs: list[Any] = []
+
+    def launch(self: LocalLauncher, spec: Any) -> None:
+        specs.append(spec)
+        record.write(record.from_spec(spec, timing={"steps": 6, "median_ms": 700.0}), spec.config["results_dir"])
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    return specs
+
+
+def test_one_measurement_for_all_variants(seen: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    made = [compose.compose([*RESNET, f"optimizer={name}"]) for name in ("birder", "sgdm")]
+    calibrate.settle(made)
+    (spec,) = seen
+    assert spec.config["comm"]["enabled"] is False
+    assert spec.config["cluster"]["_target_"] == "launch.local.LocalLauncher"
+    assert spec.config["cluster"]["nodes"] == 4
+    assert spec.config["optimizer"] == {"_target_": "birder.SGDM", "lr": 0.0}
+    assert not Path(spec.run_dir).parent.exists()
+    expected = float(f"{700 / load('resnet50_b32_tf32').step_ms:.3g}")
+    assert [compose.resolve(m)["cluster"]["dilation"] for m in made] == [expected, expected]
+    assert capsys.readouterr().out.startswith(f"Time dilation {expected:g}: a step without communication takes 700 ms")
+    calibrate.settle(made)  # a number stays
+    assert len(seen) == 1
+
+
+def test_a_faster_machine_is_not_slowed_down() -> None:
+    timeline = load("resnet50_b32_tf32")
+    assert calibrate.Calibration(timeline.step_ms / 3, timeline).dilation == 1.0
+
+
+def test_nothing_to_measure(seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = compose.compose([*RESNET, "cluster.nodes=1"])
+    given = compose.compose([*RESNET, "cluster.dilation=7"])
+    preview = compose.compose([*RESNET, "cluster.dry_run=true"])
+    local = compose.compose([*RESNET[:1], "cluster=local"])
+    for made in (one, given, preview, local):
+        calibrate.settle([made])
+    assert one.config.cluster.dilation == 1
+    assert given.config.cluster.dilation == 7
+    assert preview.config.cluster.dilation == calibrate.SHOWN
+    assert "dilation" not in local.config.cluster
+    monkeypatch.setattr(emulated, "why_not", lambda: "no namespaces here")
+    refused = compose.compose(RESNET)
+    calibrate.settle([refused])
+    assert refused.config.cluster.dilation == 1
+    assert seen == []
+
+
+def test_without_a_timeline_there_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"timeline=NAME or cluster\.dilation=20"):
+        calibrate.settle([compose.compose(["+exp=digits", "cluster=emulated"])])
