@@ -15,6 +15,7 @@ from experiments import timelines
 from experiments.errors import UserError
 from experiments.replay import FlatNode, HierarchicalNode, ReplayModel, nic_bytes
 from experiments.timelines import Timeline
+from experiments.workloads.base import Shard
 from experiments.workloads.replay import DILATION, Replay
 from tests.ranks import run_ranks
 
@@ -112,45 +113,48 @@ def test_ddp_rebuilds_its_buckets_in_the_order_of_the_timeline() -> None:
         assert sent == pytest.approx(nic_bytes("fp32", elements, 2, 8), rel=1e-3)
 
 
-def _flat(rank: int, world: int, how: str, optimizer: str) -> Any:
-    model = ReplayModel(timeline(), 0.0)
-    made: Any
-    if optimizer == "birder":
-        made = birder.Birder(model.parameters(), lr=0.1)
-    else:
-        made = birder.OneBitAdam(model.parameters(), lr=0.1, warmup_steps=1)
+HOW = {"ring": ("flat", True), "pairwise": ("flat", False), "hierarchical": ("hierarchical", True)}
 
-    def communicator(group: Any, topology: Topology) -> Any:
-        if how == "hierarchical":
-            return HierarchicalNode(group, topology, model)
-        return TwoPhase(group, topology) if how == "plain" else FlatNode(group, topology, 8, ring=how == "ring")
 
-    attachment = birder.attach(
-        _ddp(model, 0.02), made, communicator=communicator, topology=Topology(world, 1), unit_mb=0.02
-    )
-    for _ in range(3):
-        made.zero_grad()
-        attachment.counter.reset()
-        attachment.model(torch.zeros(1)).sum().backward()
-        made.step()
-    attachment.close()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy(), attachment.counter.inter
+def _compressed(rank: int, world: int, optimizer: str) -> dict[str, Any]:
+    """For each way to communicate: parameters after three steps, and bytes that the last one sent."""
+    found = {}
+    for how in ("plain", *HOW):
+        model = ReplayModel(timeline(), 0.0)
+        made: Any
+        if optimizer == "birder":
+            made = birder.Birder(model.parameters(), lr=0.1)
+        else:
+            made = birder.OneBitAdam(model.parameters(), lr=0.1, warmup_steps=1)
+
+        def communicator(group: Any, topology: Topology, how: str = how, model: ReplayModel = model) -> Any:
+            if how == "hierarchical":
+                return HierarchicalNode(group, topology, model)
+            return TwoPhase(group, topology) if how == "plain" else FlatNode(group, topology, 8, ring=how == "ring")
+
+        # One unit: each has scales beside its bits, which the arithmetic leaves out.
+        options: Any = {"communicator": communicator, "topology": Topology(world, 1), "unit_mb": 1.0}
+        attachment = birder.attach(_ddp(model, 0.02), made, **options)
+        for _ in range(3):
+            made.zero_grad()
+            attachment.counter.reset()
+            attachment.model(torch.zeros(1)).sum().backward()
+            made.step()
+        attachment.close()
+        x = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+        found[how] = (x, attachment.counter.inter)
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("optimizer", ["birder", "onebit_adam"])
 def test_bytes_are_those_of_eight_gpus_and_bits_those_of_one_worker_per_node(world: int, optimizer: str) -> None:
-    sizes = sum(SIZES)
-    plain = run_ranks(_flat, world, "plain", optimizer, ranks_per_node=1)
-    for how, traffic, ring in (
-        ("ring", "flat", True),
-        ("pairwise", "flat", False),
-        ("hierarchical", "hierarchical", True),
-    ):
-        found = run_ranks(_flat, world, how, optimizer, ranks_per_node=1)
-        for (x, sent), (same, _) in zip(found, plain, strict=True):
-            assert (x == same).all()
-            assert sent == pytest.approx(nic_bytes(traffic, sizes, world, 8, ring=ring), rel=0.03)
+    for found in run_ranks(_compressed, world, optimizer, ranks_per_node=1):
+        plain, _ = found["plain"]
+        for how, (traffic, ring) in HOW.items():
+            x, sent = found[how]
+            assert (x == plain).all()
+            assert sent == pytest.approx(nic_bytes(traffic, sum(SIZES), world, 8, ring=ring), rel=0.03)
 
 
 def test_arithmetic_of_the_nic() -> None:
@@ -170,7 +174,7 @@ def test_the_workload_waits_and_counts_the_samples_of_a_node() -> None:
     w = Replay("resnet50_b32_tf32", dilation=2.0, steps=3)
     w.check()
     model = w.build_model()
-    batches = list(w.train_batches(None, 1, seed=0, epoch=0, start=1))  # type: ignore[arg-type]
+    batches = list(w.train_batches(Shard(), 1, seed=0, epoch=0, start=1))
     assert len(batches) == 2
     began = time.perf_counter()
     w.loss(model, batches[0]).backward()
