@@ -57,14 +57,12 @@ def join(composed: Composed, *, command: str) -> RunSpec:
     spec = share(compose.make_spec(composed, command=command) if rank == 0 else None)
     if rank == 0:
         spec.save()
-    try:
-        worker.run_rank(spec)
-    except UserError:
-        raise
-    except Exception as error:
-        if rank == 0:
+
+    def last_words(error: BaseException) -> None:
+        if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
             write_record(spec, f"rank 0: {type(error).__name__}: {error}")
-        raise
+
+    worker.run_rank(spec, last_words=last_words)
     return spec
 
 

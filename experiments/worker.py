@@ -29,13 +29,17 @@ from launch import failure, process
 Train = Callable[[RunSpec], None]
 
 
-def run_rank(spec: RunSpec, train: Train | None = None) -> None:
+def run_rank(
+    spec: RunSpec, train: Train | None = None, last_words: Callable[[BaseException], None] | None = None
+) -> None:
     """Trains as the rank that the environment names. `train` defaults to `experiments.train.train`.
+
+    last_words: called with what ends this rank too early, before it ends.
 
     Whatever it raises is also left in `<run_dir>/errors/rank<r>.json`. A rank that finds another one lost does not wait
     for its collectives to notice: it ends at once, with status 1.
     """
-    me = _Rank(spec)
+    me = _Rank(spec, last_words)
     me.begin()
     presence.on_lost = me.end_alone
     try:
@@ -48,7 +52,7 @@ def run_rank(spec: RunSpec, train: Train | None = None) -> None:
         me.save_error(error)
         if failure.is_consequence(type(error).__name__, str(error)):
             me.save_error(error, presence.look_around())
-        me.save("failed")
+        me.end(error)
         raise
     me.save("done")
 
@@ -76,8 +80,9 @@ def main(spec_path: str, train: Train | None = None) -> None:
 class _Rank:
     """This process's place in the world, and its files in the run directory."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, last_words: Callable[[BaseException], None] | None = None) -> None:
         self.dir = spec.path
+        self.last_words = last_words
         self.rank = int(os.environ["RANK"])
         self.facts = {"rank": self.rank, "node": presence.own_node()}
 
@@ -95,10 +100,15 @@ class _Rank:
         what = {"type": type(error).__name__, "message": str(error), "traceback": shown, "peers": list(peers)}
         self._write("errors", {**self.facts, "time": time.time(), **what, "user_error": isinstance(error, UserError)})
 
+    def end(self, error: BaseException) -> None:
+        self.save("failed")
+        if self.last_words is not None:
+            self.last_words(error)
+
     def end_alone(self, error: BaseException, peers: list[dict[str, Any]]) -> None:
         """Ends this process from a thread, whatever the main thread waits for."""
         self.save_error(error, peers)
-        self.save("failed")
+        self.end(error)
         print(f"error: {error}", file=sys.stderr)
         _flush()
         os._exit(1)
