@@ -30,7 +30,7 @@ from tests.test_launch import assert_all_gone, descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES = 3
-STEPS, EVERY = 600, 40
+STEPS, EVERY = 400, 40
 SILENCE_S = 8.0
 """Seconds instead of the default 30: the tests wait for it."""
 LIMIT_S = 60.0
