@@ -147,15 +147,15 @@ def _print_table(console: Console, table: speedup.SpeedupTable) -> None:
     console.print(speedup.honesty(table.records), style="yellow", markup=False, highlight=False)
     shown = Table()
     shown.add_column("method", overflow="fold")
-    for name in ("step ms (p10–p90)", "samples/s", "vs fp32", "vs bf16", "of bound", "payload/node/step"):
+    for name in ("step ms (p10–p90)", "samples/s", "vs fp32", "vs bf16", "of bound", "payload/node/step", "NIC tx"):
         shown.add_column(name, justify="right", overflow="fold")
     for row in table.rows:
         if row.seconds is None:
-            shown.add_row(row.label, row.record.status, *[DASH] * 5)
+            shown.add_row(row.label, row.record.status, *[DASH] * 6)
             continue
         cells = [speedup.step_time(row), number(row.record.timing.get("samples_per_s"))]
         cells += [times(table.speedup(row, "fp32")), times(table.speedup(row, "bf16")), percent(table.of_bound(row))]
-        shown.add_row(row.label, *cells, size(row.payload))
+        shown.add_row(row.label, *cells, size(row.payload), size(row.record.bytes_per_step["nic_tx"]))
     console.print(shown)
     for row in table.rows:
         if row.record.status != "completed":
