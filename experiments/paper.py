@@ -21,7 +21,7 @@ RATES = {"tf32": "TF32", "amp": "AMP"}
 LINKS = {"9.4": "9.4 Gbit/s, what TCP gets of 10 GbE", "7.2": "7.2 Gbit/s, what NCCL's sockets typically reach"}
 NODES = (1, 2, 4, 8)
 GPUS = 8
-MBIT = 30.0
+MBIT = 36.0
 """Token-bucket rate of every node's link, Mbit/s. Low, so that encoding on a CPU takes a small share of a step."""
 
 
