@@ -118,9 +118,9 @@ def steps_down(method: type) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_targets_experiments_and_files_exist(page: str) -> None:
     shown = code(page)
-    targets = re.findall(r"^([a-z0-9_]+):", text("Makefile"), re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9_-]+):", text("Makefile"), re.MULTILINE)
     targets += text("Makefile").partition("EXPERIMENTS := ")[2].partition("\n")[0].split()
-    assert [t for t in re.findall(r"\bmake ([a-z][a-z0-9_]*)", shown) if t not in targets] == []
+    assert [t for t in re.findall(r"\bmake ([a-z][a-z0-9_-]*)", shown) if t not in targets] == []
     names = re.findall(r"\+exp=([a-z0-9_]+)", shown)
     assert [n for n in names if not (ROOT / f"conf/exp/{n}.yaml").is_file()] == []
     places = "birder|conf|docs|examples|experiments|launch|tests"
