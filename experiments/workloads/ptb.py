@@ -194,11 +194,12 @@ class LSTMModel(nn.Module):
         self.embedding = nn.Embedding(vocab_size, hidden_size)
         self.lstm = nn.LSTM(hidden_size, hidden_size, self.LAYERS, dropout=dropout)
         self.output = nn.Linear(hidden_size, vocab_size)
-        for parameter in self.parameters():
+        for parameter in (*self.lstm.parameters(), *self.output.parameters()):
             nn.init.uniform_(parameter, -0.05, 0.05)
+        # The embedding keeps torch's N(0, 1): steps of a fixed size would soon drown smaller rows of rare words in noise.
         nn.init.zeros_(self.output.bias)
-        if tie_weights:
-            self.output.weight = self.embedding.weight
+        if tie_weights:  # as an output layer, so that logits start small
+            self.embedding.weight = self.output.weight
 
     def forward(self, words: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
         out, hidden = self.lstm(self.drop(self.embedding(words)), hidden)
