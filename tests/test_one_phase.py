@@ -7,10 +7,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Birder, attach, kernels
-from tests import reference, toy
+from tests import toy
 from tests.ranks import run_ranks
+from tests.test_birder import STEPS, oracle_run
 
-STEPS = 50
 FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
 SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
 
@@ -38,26 +38,10 @@ def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
     }
 
 
-def oracle_run(workers: int, per_worker: int, parts: list[tuple[int, int, int]]) -> torch.Tensor:
-    torch.set_num_threads(1)
-    model = toy.make()
-    oracle = reference.Birder(list(model.parameters()), workers, lr=0.01, parts=parts)
-    for step in range(1, STEPS + 1):
-        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
-        grads = []
-        for w in range(workers):
-            mean = local[w * per_worker]
-            for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
-                mean = [a + b for a, b in zip(mean, other, strict=True)]
-            grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
-        oracle.step(grads)
-    return toy.flat(model)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
     results = run_ranks(hook_run, world, {"reduce": "one_phase"}, {})
-    expected = oracle_run(world, 1, results[0]["parts"]).numpy()
+    expected = oracle_run(world, 1, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
     assert results[0]["units"] > 1
     assert all((r["x"] == expected).all() for r in results)
 
@@ -66,7 +50,7 @@ def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
     how = {"hierarchical": True}
     results = run_ranks(hook_run, nodes * local, {"reduce": "one_phase"}, how, ranks_per_node=local)
-    expected = oracle_run(nodes, local, results[0]["parts"]).numpy()
+    expected = oracle_run(nodes, local, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
     assert all((r["x"] == expected).all() for r in results)
 
 
