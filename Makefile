@@ -35,7 +35,10 @@ tables: $(READY)  ## write results/tables and results/plots again, from the reco
 	@$(BIN)/python -m experiments.tables
 
 test: $(READY)  ## run the tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m "not cluster"
+
+test-clusters: $(READY)  ## run the tests of whole clusters: emulated, ssh, SLURM, faults
+	@$(BIN)/python -m pytest -q -m cluster
 
 check: $(READY)  ## lint, format and type checks
 	@$(BIN)/python -m ruff check .
@@ -80,4 +83,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) exp paper-table tables test check format setup clean help
+.PHONY: $(EXPERIMENTS) exp paper-table tables test test-clusters check format setup clean help

@@ -23,6 +23,8 @@ from tests import emulated_run
 from tests.stub_run import make_spec
 from tests.test_network import interfaces, mounts, needs_sandbox
 
+pytestmark = pytest.mark.cluster
+
 RUN = Path(emulated_run.__file__)
 Captured = pytest.CaptureFixture[str]
 

@@ -25,6 +25,8 @@ from tests import slurm_site
 from tests.slurm_site import Site
 from tests.stub_run import make_spec
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).resolve().parents[1]
 STUB = Path(__file__).with_name("slurm_stub.py")
 WAIT_S = 240

@@ -25,6 +25,8 @@ from launch.ssh import SshLauncher
 from tests import ssh_site
 from tests.ssh_site import HOSTS, Site
 
+pytestmark = pytest.mark.cluster
+
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
 
 
