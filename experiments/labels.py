@@ -35,6 +35,8 @@ def method(config: dict[str, Any]) -> str:
     if name in DENSE:
         return f"{name} {wire(config)}"
     label = ONE_BIT.get(name, name)
+    if config["optimizer"].get("reduce") == "one_phase":
+        label += " one-phase (this project's)"
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":
         label += " hierarchical"
     return label

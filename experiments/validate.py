@@ -122,6 +122,7 @@ REST: dict[str, tuple[Rule, str]] = {
     "optimizer.decoupled": _SWITCH,
     "optimizer.idle": one_of("decay", "hold"),
     "optimizer.intra": one_of("gradient", "u"),
+    "optimizer.reduce": one_of("two_phase", "one_phase"),
     "optimizer.wire": one_of("fp32", "bf16", "fp16"),
 }
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Birder, attach, kernels
+from experiments import labels
 from tests import toy
 from tests.ranks import run_ranks
 from tests.test_birder import STEPS, oracle_run
@@ -112,3 +113,9 @@ def test_both_forms_have_the_same_law() -> None:
         assert abs(chi - 1) < SIGMAS * (2 / size) ** 0.5 + 0.02
     difference = (totals["one"] - totals["two"]).sum().item() / (size * steps)
     assert abs(difference) < SIGMAS * (2 * variance.mean().item() / size) ** 0.5
+
+
+def test_tables_call_it_this_projects_own() -> None:
+    config = {"optimizer": {"_target_": "birder.Birder", "reduce": "one_phase"}, "comm": {"topology": "hierarchical"}}
+    assert labels.method(config) == "Birder one-phase (this project's) hierarchical"
+    assert labels.method({"optimizer": {"_target_": "birder.Birder", "reduce": "two_phase"}}) == "Birder"
