@@ -119,7 +119,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     wait_for_ranks(tmp_path)
     everything = descendants(launcher.pid)
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=60)
     assert (launcher.returncode, err.count("\n")) == (130, 1)
     assert "interrupted" in err
     assert_all_gone(everything, within_s=1)
