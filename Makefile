@@ -28,7 +28,7 @@ $(EXPERIMENTS): $(READY)
 exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
 	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
 
-paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (20 minutes)
+paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (22 minutes)
 	@$(BIN)/python experiments/paper_table.py $(ARGS)
 
 tables: $(READY)  ## write results/tables and results/plots again, from the records
