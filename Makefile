@@ -28,8 +28,24 @@ $(EXPERIMENTS): $(READY)
 exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
 	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
 
-paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (22 minutes)
+cser zero_one_adam slamb: $(READY)
+	@$(BIN)/python experiments/families.py $@ $(OVERRIDES)
+
+cser:          ## CSER (NeurIPS 2020) and its family against SGD and 1-bit Adam, 5 minutes
+zero_one_adam: ## 0/1 Adam (ICLR 2023) against Adam and 1-bit Adam, and its volume over whole runs, 5 minutes
+slamb:         ## SLAMB (ICML 2023) against LAMB, 1-bit LAMB and 1-bit Adam, 5 minutes
+
+methods: $(READY)  ## every method on Fashion-MNIST, tuned, 3 seeds: make methods DATA=ROOT (45 minutes, resumable)
+	@$(BIN)/python experiments/all_methods.py $(OVERRIDES)
+
+paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (17 minutes)
 	@$(BIN)/python experiments/paper_table.py $(ARGS)
+
+bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (15 minutes)
+	@$(BIN)/python experiments/bench.py $(ARGS)
+
+bench-gpu: $(READY)  ## the kernels and the hooks on one GPU
+	@$(BIN)/python experiments/bench.py --gpu $(ARGS)
 
 tables: $(READY)  ## write results/tables and results/plots again, from the records
 	@$(BIN)/python -m experiments.tables
@@ -83,4 +99,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) exp paper-table tables test test-clusters check format setup clean help
+.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench bench-gpu paper-table tables test test-clusters check format setup clean help

@@ -2,6 +2,7 @@
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,6 +57,10 @@ class Attachment:
         finally:
             self._paused = False
 
+    def state_bytes(self) -> int:
+        """Bytes that the connection itself keeps on this rank between steps: none, all state is the optimizer's."""
+        return 0
+
     def close(self) -> None:
         """Ends the communication thread, if there is one."""
         self.optimizer.pipeline.close()
@@ -66,25 +71,28 @@ class Attachment:
             return _done(bucket.buffer())
         plan = self.optimizer.plan(self.optimizer.steps + 1)
         if plan is Plan.DENSE:
-            return self._all_reduce_mean(bucket.buffer())
-        if plan is Plan.COMPRESSED:
-            if self.overlap:
-                self.optimizer.feed(bucket.parameters(), bucket.gradients())
-            else:
-                self._agree_on_overflow(bucket)
+            return self._all_reduce_mean(bucket.buffer(), bucket.index())
+        if self.overlap:
+            self.optimizer.feed(bucket.parameters(), bucket.gradients())
+        else:
+            self._agree_on_overflow(bucket)
         return _done(bucket.buffer())
 
-    def _all_reduce_mean(self, buffer: Tensor) -> Future[Any]:
-        wire = WIRES[self.optimizer.wire]
-        sent = buffer if buffer.dtype == wire else buffer.to(wire)
-        sent.div_(self.link.size)
+    def _all_reduce_mean(self, buffer: Tensor, number: int) -> Future[Any]:
+        wire, trace = WIRES[self.optimizer.wire], self.optimizer.pipeline.trace
+        with trace.span("encode", number):
+            sent = buffer if buffer.dtype == wire else buffer.to(wire)
+            sent.div_(self.link.size)
         self.link.count_ring_all_reduce(sent.numel() * sent.element_size())
+        began = time.perf_counter()
         work = dist.all_reduce(sent, group=self.link.group, async_op=True)
         assert work is not None
 
         def finish(future: Future[Any]) -> Tensor:
             reduced = future.value()[0]  # raises what the collective met
-            return buffer if sent is buffer else buffer.copy_(reduced)
+            trace.add("wire", number, began, time.perf_counter())
+            with trace.span("decode", number):
+                return buffer if sent is buffer else buffer.copy_(reduced)
 
         return work.get_future().then(finish)
 
@@ -166,6 +174,7 @@ def attach(
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
             pipeline = StreamPipeline(device) if device.type == "cuda" else ThreadPipeline()
+    pipeline.trace.on = device.type == "cpu"
     optimizer.bind(comm, pipeline, unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
     attachment = Attachment(model, optimizer, link, overlap, communicate)

@@ -13,6 +13,8 @@ from experiments.variants import order, variants
 
 # Shown in columns or headings of their own.
 SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps")
+HELD_OUT = "held_out"
+"""The metric's value on a part of the training set that was not trained on, where the workload kept one back."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Cell:
     @property
     def mean(self) -> float | None:
         return self.summary(None)[0]
+
+    def held_out(self, seed: int) -> float | None:
+        """The metric on the held-out part, of the run with this seed."""
+        found = [r.metric.get("all", {}).get(HELD_OUT) for r in self.valid if r.seed == seed]
+        return float(found[0]) if found and _finite(found[0]) else None
 
     def summary(self, name: str | None) -> tuple[float | None, float | None]:
         """Mean and sample standard deviation over seeds of the metric (None) or of another one by its name."""
@@ -55,10 +62,24 @@ class AccuracyTable:
         runs = [r for cell in self.cells for r in cell.valid]
         return max(runs, key=lambda r: (r.time, r.id)).metric
 
+    @property
+    def tuned(self) -> bool:
+        """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
+        return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
+
     def best(self, label: str) -> Cell | None:
-        """The learning rate with the best mean metric. One with a failed seed is no candidate."""
+        """The learning rate with the best mean metric; one with a failed seed is no candidate.
+
+        With a held-out part it is the one whose run with the method's first seed is best there. It stays the choice
+        whatever became of its other seeds.
+        """
         sign = 1 if self.metric.get("higher_is_better", True) else -1
-        sound = [c for c in self.cells if c.label == label and c.valid and len(c.valid) == len(c.records)]
+        mine = [c for c in self.cells if c.label == label]
+        if self.tuned:
+            first = min((r.seed for c in mine for r in c.records), default=0)
+            scored = [(sign * score, -i, c) for i, c in enumerate(mine) if (score := c.held_out(first)) is not None]
+            return max(scored, default=(0.0, 0, None))[2]
+        sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
         return max(sound, key=lambda c: sign * (c.mean or 0.0), default=None)
 
 
@@ -118,9 +139,10 @@ def markdown(table: AccuracyTable, plot: bool) -> str:
             ]
         )
     better = "higher" if metric.get("higher_is_better", True) else "lower"
+    chosen = f"{HELD_OUT} of its first seed, on images held out of training" if table.tuned else "this same metric"
     notes = (
         f"Mean ± sample standard deviation over n seeds, {better} is better. Every learning rate tried is listed; "
-        "the best of a method is chosen by this same metric. Records are named by their seed."
+        f"the best of a method is chosen by {chosen}. Records are named by their seed."
     )
     lines = [f"### {table.title}", "", notes, "", markdown_table(head, rows)]
     if plot:

@@ -51,10 +51,11 @@ class StepClock:
         self._seen += 1
         return took
 
-    def summary(self, samples_per_step: int) -> dict[str, Any]:
+    def summary(self, samples_per_step: int, uneven: bool = False) -> dict[str, Any]:
         """The record's `timing`. The slowest rank counts in every step. Called on every rank, same result on all.
 
-        samples_per_step: over all ranks.
+        samples_per_step: over all ranks. uneven: steps differ by design (some send nothing, or less), so that the mean and
+        not the median says what training costs.
         """
         per_rank: list[Any] = [self.steps]
         if dist.is_initialized():
@@ -63,12 +64,14 @@ class StepClock:
         if not self.steps:
             return {"steps": 0}
         milliseconds = 1000 * np.array(per_rank).max(axis=0)
-        median = float(np.median(milliseconds))
+        median, mean = float(np.median(milliseconds)), float(np.mean(milliseconds))
         return {
             "steps": len(milliseconds),
             "median_ms": round(median, 3),
+            "mean_ms": round(mean, 3),
+            "typical": "mean" if uneven else "median",
             "p10_ms": round(float(np.percentile(milliseconds, 10)), 3),
             "p90_ms": round(float(np.percentile(milliseconds, 90)), 3),
-            "samples_per_s": round(1000 * samples_per_step / median, 3),
+            "samples_per_s": round(1000 * samples_per_step / (mean if uneven else median), 3),
             "split": {f"{k}_ms": round(1000 * float(np.median(v)), 3) for k, v in self.parts.items()},
         }

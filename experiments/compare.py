@@ -10,6 +10,7 @@ import argparse
 import re
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +69,27 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
     if scale == "paper":
         return f"{place}; {data}; paper scale."
     whose = "The paper's setting" if any(published.beside(exp, k) for k in ("speedup", "accuracy")) else "The full run"
-    command = f"make {exp}" + (f" NODES={nodes}" if nodes_given else "") + " SCALE=paper"
+    command = make_command(exp) + (f" NODES={nodes}" if nodes_given else "") + " SCALE=paper"
     if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
         command += " DATA=/path/to/data"
     return f"{place}; {data}; {scale} scale: {meaning}. {whose}: {command}"
 
 
-def compare(overrides: list[str], methods: list[str] | None) -> int:
-    """Runs every variant and prints the table. Returns the exit status; raises UserError before anything has run."""
+def make_command(exp: str) -> str:
+    """How `make` runs an experiment: by a target of its own, or as `make exp EXP=NAME`."""
+    listed = re.search(r"^EXPERIMENTS := (.*)$", (compose.ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return f"make {exp}" if listed and exp in listed[1].split() else f"make exp EXP={exp}"
+
+
+def compare(
+    overrides: list[str],
+    methods: list[str] | None,
+    show: Callable[[str, str], None] | None = None,
+) -> int:
+    """Runs every variant and prints the table. Returns the exit status; raises UserError before anything has run.
+
+    show: prints what was measured, from the results folder and the name of the group; default: `tables.print_group`.
+    """
     base = compose.compose(overrides)
     chosen = variants(base, methods)
     if not chosen:
@@ -106,7 +120,7 @@ def compare(overrides: list[str], methods: list[str] | None) -> int:
         print("The table comes with `make tables`, once these jobs have ended.")
     elif failed < len(chosen) and not first["cluster"]["dry_run"]:
         tables.write(first["results_dir"], first["exp"])
-        tables.print_group(first["results_dir"], group)
+        (show or tables.print_group)(first["results_dir"], group)
     if failed and len(chosen) > 1:
         print(f"{failed} of {len(chosen)} runs failed or were not started", file=sys.stderr)
     return status

@@ -27,7 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import validate
+from experiments import schedules, validate
 from experiments.errors import UserError
 from experiments.spec import RunSpec
 from launch import hosts
@@ -111,7 +111,9 @@ def resolve(composed: Composed) -> dict[str, Any]:
     except CONFIG_ERRORS as error:
         raise explain(error, composed.overrides) from error
     assert isinstance(plain, dict)
-    resolved = {str(k): v for k, v in plain.items() if k != "compare"}  # the other variants are no part of this run
+    resolved = {str(k): v for k, v in plain.items() if k not in ("compare", "tune")}  # no part of this run
+    schedules.check(resolved["train"]["lr_schedule"])
+    validate.check_hook(resolved)
     if resolved["run_name"] is not None:
         validate.check_name("run_name", resolved["run_name"])
     elif resolved["resume"] == "auto":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# Classes whose `wire` option speaks of their dense phase only: most of what they send is one bit per parameter.
+# What a configuration says that has no `method` section. Classes whose `wire` option speaks of their dense phase only:
+# most of what they send is one bit per parameter.
 ONE_BIT = {"Birder": "Birder", "OneBitAdam": "1-bit Adam"}
-DENSE = {"SGDM", "BertAdam", "AdamW"}
+DENSE = {"SGDM", "BertAdam", "AdamW", "LAMB"}
 UNCOMPRESSED_WIRES = {"none", "fp32", "bf16", "fp16"}
 NO_COMMUNICATION = "no communication"
 
@@ -17,9 +18,13 @@ def class_name(section: dict[str, Any]) -> str:
 
 
 def wire(config: dict[str, Any]) -> str:
-    """What the collectives carry: none | fp32 | bf16 | fp16 | 1bit | the optimizer's own `wire` option."""
+    """What collectives carry: none | fp32 | bf16 | fp16 | lowrank | `method.sends` | 1bit | the optimizer's `wire` option."""
     if not config.get("comm", {}).get("enabled", True):
         return "none"
+    if hook := config.get("comm", {}).get("hook"):
+        return "lowrank" if hook == "powersgd" else str(hook)
+    if sends := (config.get("method") or {}).get("sends"):
+        return str(sends)
     optimizer = config["optimizer"]
     name = class_name(optimizer)
     if name in ONE_BIT:
@@ -31,10 +36,13 @@ def method(config: dict[str, Any]) -> str:
     """The row label of a run: "SGDM bf16", "1-bit Adam", "Birder hierarchical", "no communication", ..."""
     if not config.get("comm", {}).get("enabled", True):
         return NO_COMMUNICATION
+    comm = config.get("comm", {})
+    if hook := comm.get("hook"):
+        return f"PowerSGD rank {comm['powersgd_rank']}" if hook == "powersgd" else f"PyTorch {hook} hook"
     name = class_name(config["optimizer"])
+    label = str((config.get("method") or {}).get("label") or ONE_BIT.get(name, name))
     if name in DENSE:
-        return f"{name} {wire(config)}"
-    label = ONE_BIT.get(name, name)
+        return f"{label} {wire(config)}"
     if config["optimizer"].get("reduce") == "one_phase":
         label += " one-phase (this project's)"
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":

@@ -57,8 +57,8 @@ METHODS = {
         {"_target_": "birder.OneBitAdam", "lr": 1e-3, "warmup_steps": 1},
         "1bit",
         "flat",
-        1 / 32,
-        2,
+        1 / 16,
+        3,
         overlap=False,
         one_bucket=True,
     ),
@@ -66,7 +66,7 @@ METHODS = {
     "birder_hierarchical": Method("Birder, hierarchical", BIRDER, "1bit", "hierarchical", 1 / 8, 2),
     "none": Method("no communication", {**SGDM, "wire": "fp32"}, "none", "none", 1 / 8, 2),
     # No row of the table: what the check without overlap is made of.
-    "fp32_serial": Method("fp32 DDP, one bucket", {**SGDM, "wire": "fp32"}, "fp32", "fp32", 1 / 48, 1, one_bucket=True),
+    "fp32_serial": Method("fp32 DDP, one bucket", {**SGDM, "wire": "fp32"}, "fp32", "fp32", 1 / 48, 2, one_bucket=True),
 }
 ROWS = tuple(name for name in METHODS if name != "fp32_serial")
 

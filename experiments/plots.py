@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -33,11 +34,12 @@ COLOURS = {
     "Birder hierarchical": "#aa3377",
     "no communication": "#bbbbbb",
 }
+MARKERS = "osD^v<>pPX*h"
 OTHERS = ("#228833", "#ee8866", "#44bb99", "#997700", "#77aadd", "#882255")
 
 
 def step_times(table: SpeedupTable) -> bytes | None:
-    """Horizontal bars of median step times with p10-p90 whiskers; None when nothing was timed."""
+    """Horizontal bars of step times with p10-p90 whiskers; None when nothing was timed."""
     rows = [row for row in table.rows if row.seconds is not None][::-1]
     if not rows:
         return None
@@ -45,13 +47,13 @@ def step_times(table: SpeedupTable) -> bytes | None:
         figure = Figure(figsize=(8, 1.5 + 0.45 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
-            t = row.record.timing
-            median = t["median_ms"]
-            low, high = t.get("p10_ms") or median, t.get("p90_ms") or median
-            spread = [[max(0.0, median - low)], [max(0.0, high - median)]]
-            axes.barh(place, median, xerr=spread, color=colour(row.record.method, place), capsize=3)
+            t, typical = row.record.timing, 1000 * (row.seconds or 0.0)
+            low, high = t.get("p10_ms") or typical, t.get("p90_ms") or typical
+            spread = [[max(0.0, typical - low)], [max(0.0, high - typical)]]
+            axes.barh(place, typical, xerr=spread, color=colour(row.record.method, place), capsize=3)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
-        axes.set_xlabel("step time, ms (median, p10 to p90)")
+        mean = ", the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
+        axes.set_xlabel(f"step time, ms (median, p10 to p90{mean})")
         words = textwrap.wrap(speedup.honesty(table.records), 110)
         figure.suptitle("\n".join([speedup.title(rows[0].record), *words]), fontsize=8)
         return _png(figure, [[row.label, row.record.timing] for row in rows])
@@ -86,6 +88,33 @@ def metric_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         return _png(figure, drawn)
+
+
+def metric_against_bytes(
+    points: Sequence[tuple[str, str, float, float | None, float | None]], metric: str, title: str
+) -> bytes | None:
+    """A point for each method, with the spread over its seeds; None without points.
+
+    points: (label, method, payload bytes per node and step, mean, sample standard deviation or None).
+    """
+    drawn = [(*point[:3], point[3], point[4] or 0.0) for point in points if point[3] is not None]
+    if not drawn:
+        return None
+    with style.context("default"):
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        axes = figure.add_subplot()
+        for place, (label, method, payload, mean, sd) in enumerate(drawn):
+            marker = MARKERS[place % len(MARKERS)]
+            axes.errorbar(
+                payload, mean, yerr=sd, label=label, color=colour(method, place), marker=marker, capsize=3, linestyle=""
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("payload, bytes per node and step")
+        axes.set_ylabel(metric)
+        axes.grid(alpha=0.3)
+        figure.legend(fontsize=8, loc="outside right upper")
+        figure.suptitle(title, fontsize=8)
+        return _png(figure, [list(point) for point in drawn])
 
 
 def colour(method: str, place: int) -> str:

@@ -22,6 +22,8 @@ from experiments.errors import UserError
 from experiments.spec import RunSpec
 
 SCHEMA = 1
+LATER = {"rounds_per_step"}
+"""Fields that records of this schema may lack: they were added when there were records already."""
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
 LINK: dict[str, Any] = {"kind": "loopback", "mbit_per_s": None, "dilation": None, "measured": False, "shaped": False}
@@ -41,9 +43,12 @@ class ResultRecord:
     data:                 {name, synthetic}.
     link:                 the network between nodes: {kind, shaped, measured, mbit_per_s} as it is for the ranks, {link_gbps,
                           dilation} what it stands for, {set_mbit_per_s, off_by, note} how it was made.
-    timing:               {steps, median_ms, p10_ms, p90_ms, samples_per_s, split: {..._ms}}; samples over all ranks.
+    timing:               {steps, median_ms, mean_ms, p10_ms, p90_ms, typical, samples_per_s, split: {..._ms}}; samples
+                          over all ranks. typical: "mean" where steps differ in what they send, else "median": which of the
+                          two samples_per_s and the tables go by. Older records have neither it nor mean_ms: the median.
     bytes_per_step:       {payload_intra, payload_inter, nic_tx, nic_rx}: bytes sent (rx: received) per node and step.
     collectives_per_step: number of collectives that one rank starts per step.
+    rounds_per_step:      share of the steps in which anything is sent; None in records older than the field.
     state_bytes_per_rank: bytes of optimizer state on one rank.
     metric:               {name, value, target, higher_is_better, all: {...}}; empty when nothing was evaluated.
     curve:                path of the curve (columns step, seconds, loss, metric) relative to the results folder.
@@ -78,6 +83,7 @@ class ResultRecord:
     state_bytes_per_rank: int | None = None
     metric: dict[str, Any] = field(default_factory=dict)
     curve: str | None = None
+    rounds_per_step: float | None = None
     schema: int = SCHEMA
 
 
@@ -90,6 +96,7 @@ def from_spec(
     timing: dict[str, Any] | None = None,
     bytes_per_step: dict[str, Any] | None = None,
     collectives_per_step: float | None = None,
+    rounds_per_step: float | None = None,
     state_bytes_per_rank: int | None = None,
     metric: dict[str, Any] | None = None,
     curve: str | None = None,
@@ -136,6 +143,7 @@ def from_spec(
         state_bytes_per_rank=state_bytes_per_rank,
         metric=metric or {},
         curve=curve,
+        rounds_per_step=rounds_per_step,
     )
 
 
@@ -200,7 +208,7 @@ def read(path: str | Path) -> ResultRecord:
     if schema != SCHEMA:
         raise UserError(f"{path} has record schema {schema!r}, this version reads {SCHEMA}")
     known = {f.name for f in dataclasses.fields(ResultRecord)}
-    if set(content) != known:
+    if set(content) | LATER != known:
         raise UserError(f"{path} is not a record of schema {SCHEMA}: check {', '.join(sorted(set(content) ^ known))}")
     return ResultRecord(**content)
 

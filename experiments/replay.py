@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -147,13 +147,18 @@ class FlatNode(_Timed, TwoPhase):
         self.gather_copies = (n - 1) / (gpus * others) if ring else float(gpus)
         self.value_copies = (n - 1) / others if ring else float(gpus * gpus)
 
-    def scatter(self, packed: Tensor) -> Tensor:
+    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
         rows = packed.view(self.workers, -1)
         if self.workers == 1:
-            return rows
-        with self.waiting():
-            received = self.all.all_to_all(_copies(rows, self.gpus))
-        return received[:, : rows.shape[1]].contiguous()
+            return lambda: rows
+        finish = self.all.start_all_to_all(_copies(rows, self.gpus))
+
+        def result() -> Tensor:
+            with self.waiting():
+                received = finish()
+            return received[:, : rows.shape[1]].contiguous()
+
+        return result
 
     def gather_workers(self, values: Tensor) -> Tensor:
         return self._gather(values, self.value_copies)
@@ -182,9 +187,14 @@ class HierarchicalNode(_Timed, Hierarchical):
         self._inside(self.model.timeline.intra_node.reduce_scatter_ms * flat.numel())
         return flat
 
-    def scatter(self, packed: Tensor) -> Tensor:
-        with self.waiting():
-            return super().scatter(packed)
+    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+        finish = super().start_scatter(packed)
+
+        def result() -> Tensor:
+            with self.waiting():
+                return finish()
+
+        return result
 
     def gather_workers(self, values: Tensor) -> Tensor:
         with self.waiting():

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from birder import Attachment, BucketOptimizer, checkpoint
 from experiments.errors import UserError
+from experiments.hooks import HookAttachment
 from experiments.workloads.base import Workload
 
 
@@ -46,9 +47,12 @@ class Checkpoints:
             local["cuda_rng"] = torch.cuda.get_rng_state()
         if self.scaler is not None:
             local["scaler"] = self.scaler.state_dict()
+        shared: dict[str, Any] = {}
         parameters = {name: p.detach() for name, p in self.ddp.module.named_parameters()}
         try:
-            checkpoint.save(self.folder, step, {"parameters": parameters}, local, self.keep)
+            # Models that differ between ranks are kept by each rank for itself.
+            (local if self.optimizer.local_models else shared)["parameters"] = parameters
+            checkpoint.save(self.folder, step, shared, local, self.keep)
         except OSError as e:
             raise UserError(f"{e}; free space or set output_dir=FOLDER on another disk") from e
 
@@ -65,7 +69,8 @@ class Checkpoints:
         try:
             shared, local = checkpoint.load(folder)
             with torch.no_grad():
-                _copy(dict(self.ddp.module.named_parameters()), shared["parameters"], "parameter")
+                saved = (local if "parameters" in local else shared)["parameters"]
+                _copy(dict(self.ddp.module.named_parameters()), saved, "parameter")
                 _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
             self.optimizer.load_state_dict(local["optimizer"])
         except ValueError as e:
@@ -89,7 +94,9 @@ def _copy(mine: dict[str, Any], saved: dict[str, Any], what: str) -> None:
         tensor.copy_(saved[name])
 
 
-def prime_buckets(ddp: DistributedDataParallel, attachment: Attachment, workload: Workload, batch: Any) -> None:
+def prime_buckets(
+    ddp: DistributedDataParallel, attachment: Attachment | HookAttachment, workload: Workload, batch: Any
+) -> None:
     """One backward pass without effect, after which DDP rebuilds its buckets as it did in the interrupted run.
 
     The sums of a ring all-reduce depend, in their last bit, on where in a bucket an element lies. Call before `restore`,

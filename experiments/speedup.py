@@ -1,7 +1,8 @@
 """Speedup tables: step times of runs that were made one after the other on the same machine.
 
-Speedup = t_baseline / t_method (medians). Baselines are the fp32 and the bf16 all-reduce of the same table; where there
-are several, the fastest. The run without communication is the bound.
+Speedup = t_baseline / t_method: medians of the step time, or the mean where a method's steps differ in what they send
+(local steps: the median step would be one without communication). Baselines are the fp32 and the bf16 all-reduce of the
+same table; where there are several, the fastest. The run without communication is the bound.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ EMULATED = {"loopback", "emulated", "netns", "veth"}
 OFF = 0.1
 """A link whose measured rate is further than this share from what its setting should give is marked."""
 OFF_MARK = " ‡"
+UNEVEN_NOTE = (
+    "Mean: the method's steps differ in what they send, so that its speedups go by the mean step time. Rounds per step: "
+    "the share of steps in which anything is sent."
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,14 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Median step time; None for a failed run."""
-        ms = self.record.timing.get("median_ms")
+        """Step time, the median or the mean (`uneven`); None for a failed run."""
+        ms = self.record.timing.get("mean_ms" if self.uneven else "median_ms")
         return ms / 1000 if ms and self.record.status == "completed" else None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the method's steps differ in what they send, so that the mean step time is the one that counts."""
+        return bool(self.record.timing.get("typical") == "mean")
 
     @property
     def payload(self) -> float | None:
@@ -71,7 +81,7 @@ class SpeedupTable:
             cells.setdefault((r.method + suffix[r.id], r.wire, alone), []).append(r)
         rows = []
         for (label, _, _), same in cells.items():
-            same.sort(key=lambda r: (r.timing.get("median_ms") or 0.0, r.id))
+            same.sort(key=lambda r: (Row(label, r).seconds or 0.0, r.id))
             rows.append(Row(label, same[(len(same) - 1) // 2], len(same)))
         return rows
 
@@ -84,6 +94,12 @@ class SpeedupTable:
         """t_baseline / t_row, None when either is missing."""
         base = self.baseline(wire)
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
+
+    @property
+    def skips(self) -> bool:
+        """Whether any method of the table has steps in which nothing is sent."""
+        found = [row.record.rounds_per_step for row in self.rows if row.record.wire != "none"]
+        return any(rounds is not None and rounds < 1 for rounds in found)
 
     def of_bound(self, row: Row) -> float | None:
         """Share of the rate without communication that `row` reaches."""
@@ -214,7 +230,14 @@ def markdown(table: SpeedupTable) -> str:
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
     head = ["method", "wire", "step time, median (p10–p90), ms", "samples/s", "speedup vs fp32", "speedup vs bf16"]
     head += ["% of no-communication bound", "payload per node and step", "payload vs fp32", "NIC tx per node and step"]
-    head += ["collectives per step", "state per rank", *[f"{s.removesuffix('_ms')}, ms" for s in splits], "record"]
+    rounds = ["rounds per step"] if table.skips else []
+    head += [
+        "collectives per step",
+        *rounds,
+        "state per rank",
+        *[f"{s.removesuffix('_ms')}, ms" for s in splits],
+        "record",
+    ]
     rows = []
     for row in table.rows:
         link = f"[{row.record.id}](../records/{row.record.id}.json)"
@@ -237,6 +260,7 @@ def markdown(table: SpeedupTable) -> str:
                 fraction(table.payload_ratio(row)),
                 size(row.record.bytes_per_step["nic_tx"]),
                 number(row.record.collectives_per_step),
+                *[number(row.record.rounds_per_step) for _ in rounds],
                 size(row.record.state_bytes_per_rank),
                 *[number(split.get(s)) for s in splits],
                 link,
@@ -252,6 +276,8 @@ def markdown(table: SpeedupTable) -> str:
     ]
     if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
         lines += [f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.", ""]
+    if any(row.uneven for row in table.rows):
+        lines += [UNEVEN_NOTE, ""]
     if said := conclusion(table):
         lines += [f"**{said}**", ""]
     if any(row.seconds for row in table.rows):
@@ -278,9 +304,10 @@ def hardware(r: ResultRecord) -> str:
 
 
 def step_time(row: Row) -> str:
-    """Median and spread in milliseconds."""
+    """Median (or mean, and that it is one) and spread in milliseconds."""
     t = row.record.timing
-    return f"{number(t.get('median_ms'))} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
+    typical = f"mean {number(t.get('mean_ms'))}" if row.uneven else number(t.get("median_ms"))
+    return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
 
 
 def payload(row: Row) -> str:
@@ -306,5 +333,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _overlap(row: Row, base: Row) -> bool:
+    if row.uneven:  # its spread is that of different kinds of step
+        return False
     high, low = row.record.timing.get("p90_ms"), base.record.timing.get("p10_ms")
     return high is not None and low is not None and high >= low

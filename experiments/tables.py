@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from experiments import accuracy, plots, published, speedup
+from experiments import accuracy, methods_table, plots, published, speedup
 from experiments.errors import UserError
 from experiments.formats import DASH, number, percent, size, times
 from experiments.record import ResultRecord, read_all, write_file
@@ -46,11 +46,21 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
         scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
     for exp in sorted(timed | set(scores)):
         text = [f"<!-- {plots.MARK} from results/records; do not edit. -->", f"# {exp}", ""]
+        if exp == methods_table.EXP:
+            for methods in methods_table.build(records):
+                text += ["## All methods", "", methods_table.markdown(methods)]
+                if (png := methods_table.plot(methods)) is not None:
+                    files[methods.plot_name] = png
         if exp in timed:
             text += ["## Time and bytes", "", NOTES.format(dash=DASH)]
-            text += [*_paragraphs(published.beside(exp, "speedup")), *pages[exp]]
+            text += [
+                *_paragraphs(published.beside(exp, "speedup")),
+                *published.tables_beside(exp, "speedup"),
+                *pages[exp],
+            ]
         if exp in scores:
-            text += ["## Accuracy", "", *_paragraphs(published.beside(exp, "accuracy")), *scores[exp]]
+            text += ["## Accuracy", "", *_paragraphs(published.beside(exp, "accuracy"))]
+            text += [*published.tables_beside(exp, "accuracy"), *scores[exp]]
         files[f"tables/{exp}.md"] = ("\n".join(text).rstrip() + "\n").encode()
     return files
 
@@ -85,10 +95,14 @@ def print_group(results_dir: str | Path, group: str, console: Console | None = N
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
     for table in speedup.build(records, group):
         _print_table(console, table)
-    _print_places(console, results, group)
+    for exp in sorted({r.exp for r in records}):
+        for sentence in published.beside(exp, "speedup"):
+            console.print(sentence, style="dim", markup=False, highlight=False)
+    print_places(console, results, group)
 
 
-def _print_places(console: Console, results: Path, group: str) -> None:
+def print_places(console: Console, results: Path, group: str) -> None:
+    """Says where the records, the table and the plots of a group of runs lie."""
     everything = read_all(results)
     records = [r for r in everything if r.group == group]
     drawn = [f"{t.slug}_step_time.png" for t in speedup.build(everything) if t.group == group]
@@ -97,10 +111,6 @@ def _print_places(console: Console, results: Path, group: str) -> None:
         for t in accuracy.build(everything)
         if any(r.group == group for cell in t.cells for r in cell.records)
     ]
-    for exp in sorted({r.exp for r in records}):
-        said = published.beside(exp, "speedup")
-        for sentence in said:
-            console.print(sentence, style="dim", markup=False, highlight=False)
     places = [("record", results / "records" / f"{r.id}.json") for r in records]
     places += [("table", results / "tables" / f"{exp}.md") for exp in sorted({r.exp for r in records})]
     places += [("plot", results / "plots" / name) for name in drawn]
@@ -147,16 +157,21 @@ def _print_table(console: Console, table: speedup.SpeedupTable) -> None:
     console.print(speedup.honesty(table.records), style="yellow", markup=False, highlight=False)
     shown = Table()
     shown.add_column("method", overflow="fold")
-    for name in ("step ms (p10–p90)", "samples/s", "vs fp32", "vs bf16", "of bound", "payload/node/step", "NIC tx"):
+    rounds = ["rounds"] if table.skips else []
+    names = ("step ms (p10–p90)", "samples/s", "vs fp32", "vs bf16", "of bound", "payload/node/step", *rounds, "NIC tx")
+    for name in names:
         shown.add_column(name, justify="right", overflow="fold")
     for row in table.rows:
         if row.seconds is None:
-            shown.add_row(row.label, row.record.status, *[DASH] * 6)
+            shown.add_row(row.label, row.record.status, *[DASH] * (len(names) - 1))
             continue
         cells = [speedup.step_time(row), number(row.record.timing.get("samples_per_s"))]
         cells += [times(table.speedup(row, "fp32")), times(table.speedup(row, "bf16")), percent(table.of_bound(row))]
-        shown.add_row(row.label, *cells, size(row.payload), size(row.record.bytes_per_step["nic_tx"]))
+        cells += [size(row.payload), *[number(row.record.rounds_per_step) for _ in rounds]]
+        shown.add_row(row.label, *cells, size(row.record.bytes_per_step["nic_tx"]))
     console.print(shown)
+    if any(row.uneven for row in table.rows):
+        console.print(speedup.UNEVEN_NOTE, style="dim", markup=False, highlight=False)
     for row in table.rows:
         if row.record.status != "completed":
             console.print(f"{row.label} failed: {row.record.reason}", style="red", markup=False, highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,11 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import BucketOptimizer
-from experiments import presence, record, schedules
+from experiments import labels, presence, record, schedules, step_profile
 from experiments.clock import StepClock
 from experiments.errors import UserError
+from experiments.hooks import HookAttachment, attach_hook
 from experiments.nic import NicMeter
 from experiments.resume import Checkpoints, broadcast_buffers, prime_buckets
+from experiments.rounds import Rounds
 from experiments.spec import RunSpec
 from experiments.track import Tracker
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
@@ -68,12 +71,13 @@ def make_optimizer(
 ) -> BucketOptimizer:
     """The optimizer of a resolved configuration over `groups`. Raises UserError for arguments that it does not take.
 
-    A `warmup_steps` below 1 is a fraction of `total_steps`.
+    A `warmup_steps` or `local_doubling` below 1 is a fraction of `total_steps`.
     """
     options = {k: v for k, v in config["optimizer"].items() if k not in ("_target_", "weight_decay")}
     options["max_grad_norm"] = config["train"]["max_grad_norm"]
-    if 0 < options.get("warmup_steps", 0) < 1:
-        options["warmup_steps"] = max(1, round(options["warmup_steps"] * total_steps))
+    for name in ("warmup_steps", "local_doubling"):
+        if 0 < options.get(name, 0) < 1:
+            options[name] = max(1, round(options[name] * total_steps))
     try:
         cls = hydra.utils.get_class(config["optimizer"]["_target_"])
         return cls(groups, weight_decay=config["optimizer"].get("weight_decay", 0.0), seed=seed, **options)
@@ -111,7 +115,7 @@ class _Run:
         half = self.settings["precision"] == "fp16"
         self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
         comm = self.config["comm"]
-        self.attachment = birder.attach(
+        self.attachment = self._hook() or birder.attach(
             self.ddp,
             self.optimizer,
             hierarchical=comm["topology"] == "hierarchical",
@@ -121,6 +125,9 @@ class _Run:
             unit_mb=comm["bucket_mb"],
         )
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
+        self.rounds = Rounds(self.attachment.counter)
+        asked = self.config.get("profile")
+        self.profile = step_profile.Kept(int(asked["steps"])) if asked else None
         self.nic = NicMeter()
         # Dropout and the like differ between ranks from here on.
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
@@ -131,6 +138,18 @@ class _Run:
         self.save_every = int(save["every"])
         self.metrics: dict[str, float] = {}
         self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time
+
+    def _hook(self) -> HookAttachment | None:
+        """One of PyTorch's own hooks, where the configuration asks for it."""
+        comm = self.config["comm"]
+        if not comm.get("hook") or not comm["enabled"]:
+            return None
+        try:
+            return attach_hook(
+                self.ddp, self.optimizer, comm["hook"], rank=comm["powersgd_rank"], unit_mb=comm["bucket_mb"]
+            )
+        except ValueError as e:
+            raise UserError(f"comm.hook: {e}") from e
 
     def run(self) -> None:
         done = self._resume()
@@ -146,12 +165,17 @@ class _Run:
         for step in range(done + 1, self.total_steps + 1):
             if self.clock.counting and not counted:
                 self.attachment.counter.reset()
+                self.rounds.reset()
                 self.nic.resume()
                 counted = True
             self._set_lr(step)
             self.clock.start()
+            began, timed = time.perf_counter(), self.clock.counting
             loss = self._step(batches)
             seconds = self.clock.stop()
+            if timed and self.profile is not None:
+                self.profile.keep(step, began, seconds, self.optimizer.pipeline.trace.last)
+            self.rounds.end_step()
             if not math.isfinite(loss) and self.scaler is None:
                 raise RuntimeError(f"the loss is {loss} at step {step}: lower optimizer.lr")
             evaluate = self.evaluates and (step == self.total_steps or self._evaluation_due(step))
@@ -205,6 +229,7 @@ class _Run:
     def _step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns this rank's mean loss."""
         losses = []
+        trace, began = self.optimizer.pipeline.trace, time.perf_counter()
         self.optimizer.zero_grad()
         for micro in range(self.accumulate):
             last = micro == self.accumulate - 1
@@ -217,14 +242,16 @@ class _Run:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(loss.detach())
         self.clock.part("forward_backward")
+        trace.add("compute", None, began, time.perf_counter())
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.clock.part("optimizer_step")
-        # Encoding and collectives of a 1-bit method, much of it beside backward: not a share of the step's time.
-        self.clock.part("communication_busy", self.optimizer.pipeline.take_busy())
+        # Encoding and collectives run beside backward, too: of these only exposed_wire is a share of the step's time.
+        for name, seconds in step_profile.split(trace.last).items():
+            self.clock.part(name, seconds)
         return float(torch.stack(losses).sum())
 
     def _evaluation_due(self, step: int) -> bool:
@@ -235,20 +262,26 @@ class _Run:
         broadcast_buffers(self.ddp.module)
         rng = torch.get_rng_state()
         self.ddp.module.eval()
-        with torch.no_grad():
+        # Where the ranks' models differ, their mean is what is evaluated.
+        with torch.no_grad(), self.optimizer.averaged():
             self.metrics = self.workload.evaluate(self.ddp.module, self.shard)
         self.ddp.train()
         torch.set_rng_state(rng)
 
     def _finish(self, tracker: Tracker, samples: int) -> None:
+        self.nic.pause()
         spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
-        timing = self.clock.summary(samples)
+        timing = self.clock.summary(samples, uneven=self.rounds.uneven)
         intra, inter = all_sum([float(counter.intra), float(counter.inter)], self.shard)
         # The ranks of a node share its interface: the first of them speaks for all.
         nic = self.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
         tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], self.shard)
         known = steps and not unknown
-        state = all_sum([float(self.optimizer.state_bytes())], self.shard)[0] / self.shard.world_size
+        kept = self.optimizer.state_bytes() + self.attachment.state_bytes()
+        state = all_sum([float(kept)], self.shard)[0] / self.shard.world_size
+        profiles: list[Any] = [None] * self.shard.world_size
+        if self.profile is not None:
+            dist.all_gather_object(profiles, self.profile)
         if not self.main:
             return
         name = self.workload.metric
@@ -273,6 +306,7 @@ class _Run:
                     "nic_rx": round(rx / per) if known else None,
                 },
                 collectives_per_step=round(counter.collectives / steps, 2) if steps else None,
+                rounds_per_step=round(self.rounds.per_step or 0.0, 4) if steps else None,
                 state_bytes_per_rank=round(state),
                 metric=metric if self.metrics else {},
                 curve=record.save_curve(spec.path / "curve.csv", self.config["results_dir"], spec.id),
@@ -281,5 +315,9 @@ class _Run:
             self.config["results_dir"],
         )
         value = f", {name} {self.metrics[name]:.2f}" if name in self.metrics else ""
-        median = f"{timing['median_ms']:.0f} ms a step" if timing["steps"] else "too few steps to time"
-        print(f"{median}{value}; record {written}", flush=True)
+        typical = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing["steps"] else "too few steps to time"
+        print(f"{typical}{value}; record {written}", flush=True)
+        if self.profile is not None:
+            title = f"{labels.method(self.config)}, {spec.exp}, {spec.nodes} x {spec.ranks_per_node}"
+            for path in step_profile.write(profiles, spec.path / "profile", title):
+                print(f"profile {path}", flush=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments import labels
 from experiments.errors import UserError
 
 Rule = Callable[[Any], bool]
@@ -53,12 +54,25 @@ def _betas(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(is_number(v) and 0 <= v < 1 for v in value)
 
 
+def _bounds(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2 and all(is_number(v) for v in value)
+    return pair and 0 <= value[0] <= value[1] and value[1] > 0
+
+
 def _dilation(value: Any) -> bool:
     return value == "auto" or (is_number(value) and value >= 1)
 
 
 def _milestones(value: Any) -> bool:
     return isinstance(value, list) and all(is_number(v) and v > 0 for v in value) and value == sorted(set(value))
+
+
+def _span(value: Any) -> bool:
+    return is_number(value) and (0 <= value < 1 or (isinstance(value, int) and value >= 1))
+
+
+def _rates(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(is_number(v) and v > 0 for v in value)
 
 
 def _warmup(value: Any) -> bool:
@@ -82,6 +96,7 @@ FIRST: dict[str, tuple[Rule, str]] = {
 
 REST: dict[str, tuple[Rule, str]] = {
     "seed": whole(0),
+    "tune": optional((_rates, "a list of learning rates, such as [0.01,0.1]")),
     "resume": one_of("never", "auto"),
     "cluster.backend": one_of("auto", "nccl", "gloo"),
     "cluster.max_restarts": whole(0),
@@ -96,11 +111,13 @@ REST: dict[str, tuple[Rule, str]] = {
     "train.epochs": whole(1),
     "train.max_steps": optional(whole(1)),
     "train.precision": one_of("fp32", "bf16", "fp16"),
-    "train.lr_schedule.name": one_of("constant", "linear", "step"),
-    "train.lr_schedule.warmup": _FRACTION,
-    "train.lr_schedule.final": _NOT_NEGATIVE,
-    "train.lr_schedule.gamma": _POSITIVE,
-    "train.lr_schedule.milestones": (_milestones, "a rising list of epochs, such as [30,60,90]"),
+    "train.lr_schedule.name": one_of("constant", "linear", "cosine", "polynomial", "exponential", "step"),
+    "train.lr_schedule.warmup": optional((_span, "a fraction of all steps from 0 up to 1, or a number of steps")),
+    "train.lr_schedule.every": optional((_span, "a number of steps, or a fraction of all steps")),
+    "train.lr_schedule.final": optional(_NOT_NEGATIVE),
+    "train.lr_schedule.power": optional(_POSITIVE),
+    "train.lr_schedule.gamma": optional(_POSITIVE),
+    "train.lr_schedule.milestones": optional((_milestones, "a rising list of epochs, such as [30,60,90]")),
     "train.eval_every": whole(0),
     "train.timing_warmup": whole(0),
     "train.threads": optional(whole(1)),
@@ -109,6 +126,9 @@ REST: dict[str, tuple[Rule, str]] = {
     "comm.topology": one_of("flat", "hierarchical"),
     "comm.overlap": _SWITCH,
     "comm.bucket_mb": _POSITIVE,
+    "comm.hook": optional(one_of("bf16", "fp16", "powersgd")),
+    "comm.powersgd_rank": whole(1),
+    "profile.steps": whole(1),
     "checkpoint.every": whole(0),
     "checkpoint.keep": whole(1),
     "wandb.mode": one_of("auto", "online", "offline", "disabled"),
@@ -123,6 +143,32 @@ REST: dict[str, tuple[Rule, str]] = {
     "optimizer.idle": one_of("decay", "hold"),
     "optimizer.intra": one_of("gradient", "u"),
     "optimizer.reduce": one_of("two_phase", "one_phase"),
+    "optimizer.gradient_ratio": optional(whole(1)),
+    "optimizer.model_ratio": whole(1),
+    "optimizer.reset_every": whole(1),
+    "optimizer.ratio": whole(1),
+    "optimizer.block": whole(1),
+    "optimizer.implementation": one_of("I", "II"),
+    "optimizer.nesterov": _SWITCH,
+    "optimizer.bias_correction": _SWITCH,
+    "optimizer.min_coeff": _NOT_NEGATIVE,
+    "optimizer.max_coeff": optional(_POSITIVE),
+    "optimizer.phi": optional((_bounds, "two rising numbers of 0 or more, such as [0.0,10.0]")),
+    "optimizer.coeff_beta": _DECAY,
+    "optimizer.factor_min": number(lambda v: 0 < v <= 1, "above 0, at most 1"),
+    "optimizer.factor_max": number(lambda v: v >= 1, "of 1 or more"),
+    "optimizer.factor_threshold": _DECAY,
+    "optimizer.beta3": _FRACTION,
+    "optimizer.fraction": number(lambda v: 2**-15 <= v <= 1, "from 2^-15 to 1"),
+    "optimizer.sync_every": whole(1),
+    "optimizer.sync_phase": optional(whole(0)),
+    "optimizer.dense_below": whole(0),
+    "optimizer.unseen": one_of("step", "hold"),
+    "optimizer.form": one_of("paper", "v1", "v2"),
+    "optimizer.kappa": whole(1),
+    "optimizer.local_doubling": (_warmup, "a number of steps, 1 or more, or a fraction of all steps between 0 and 1"),
+    "optimizer.local_limit": whole(1),
+    "optimizer.variant": one_of("paper", "deepspeed", "released"),
     "optimizer.wire": one_of("fp32", "bf16", "fp16"),
 }
 
@@ -132,6 +178,35 @@ def check(get: Callable[[str], Any], has: Callable[[str], bool], rules: dict[str
     for key, (rule, words) in rules.items():
         if has(key) and not rule(value := get(key)):
             raise UserError(f"{key} must be {words}, not {shown(value)}")
+
+
+def check_hook(config: dict[str, Any]) -> None:
+    """Raises UserError where a resolved configuration asks for one of PyTorch's hooks with what does not go with it."""
+    comm, optimizer, train = config["comm"], config["optimizer"], config["train"]
+    if (hook := comm["hook"]) is None:
+        return
+    ask = f"comm.hook={hook}"
+    if (name := labels.class_name(optimizer)) not in labels.DENSE:
+        raise UserError(
+            f"{ask} sends gradients, {name} sends messages of its own: take optimizer=sgdm or optimizer=adamw"
+        )
+    if (wire := optimizer.get("wire", "fp32")) != "fp32":
+        raise UserError(f"{ask} says what is sent, and so does optimizer.wire={wire}: leave optimizer.wire=fp32")
+    if not comm["enabled"]:
+        raise UserError(f"{ask} does not go with comm.enabled=false: without communication there is no hook")
+    if comm["topology"] != "flat":
+        raise UserError(f"{ask} knows no nodes: set comm.topology=flat")
+    if not comm["overlap"]:
+        raise UserError(f"{ask} runs beside backward: set comm.overlap=true")
+    if hook != "powersgd":
+        return
+    if train["timing_warmup"] < 2:
+        raise UserError(f"{ask} compresses from the third step on, so the first two are not to be timed: "
+                        "set train.timing_warmup=2 or more")  # fmt: skip
+    if train["precision"] == "fp16":
+        raise UserError(f"{ask} would keep an overflow in its error for ever: set train.precision=bf16 or fp32")
+    if config["checkpoint"]["every"] or config["resume"] == "auto":
+        raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
 
 
 def check_name(key: str, name: Any) -> None:

@@ -10,7 +10,7 @@ from experiments.record import ResultRecord
 
 # Bookkeeping, and what tables show in columns or titles of their own.
 NOT_A_VARIANT = (
-    *("seed", "run_name", "output_dir", "results_dir", "resume", "wandb", "checkpoint", "compare", "hydra"),
+    *("seed", "run_name", "output_dir", "results_dir", "resume", "wandb", "checkpoint", "compare", "hydra", "method"),
     *("exp", "scale", "scales", "cluster", "data", "workload.data_path"),
 )
 

@@ -132,7 +132,8 @@ class OneBitAdam:
         return torch.where(z >= 0, 1.0, -1.0)
 
     def compressed(self, z: Tensor, live: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(z) / max(int(live.sum()), 1) ** 0.5 * self.sign(z)
+        squares = z.double().square().sum()  # in fp64 the order of summation does not show in the scale
+        return (squares / max(int(live.sum()), 1)).sqrt().float() * self.sign(z)
 
     @torch.no_grad()
     def step(self, grads: Tensor) -> None:
@@ -163,7 +164,8 @@ class OneBitAdam:
                 c = self.compressed(a, live[part])
                 self.server_error[r] = (a - c) * live[part]
                 self.m[part] = c * live[part]
-        denominator = self.v.sqrt() / (1 - b2 ** min(self.steps, self.warmup)) ** 0.5 + 1e-8
+        root = self.v.double().sqrt().float()  # rounded to nearest, which torch's root of fp32 is not
+        denominator = root / (1 - b2 ** min(self.steps, self.warmup)) ** 0.5 + 1e-8
         self.x.addcdiv_(self.m, denominator, value=-self.lr / (1 - b1**self.steps))
 
 

@@ -204,9 +204,9 @@ def early(rank: int, world: int) -> list[int]:
     attach(ddp, optimizer, unit_mb=0.0008)
     submit, open_units = optimizer.pipeline.submit, []
 
-    def watched(task) -> None:
+    def watched(*task) -> None:
         open_units.append(sum(bool(u.waiting) for u in optimizer.units))
-        submit(task)
+        submit(*task)
 
     optimizer.pipeline.submit = watched
     seen = []

@@ -84,7 +84,8 @@ def test_scale_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("train.epochs=-1", "train.epochs must be"),
         ("train.max_steps=0", "train.max_steps must be a whole number, 1 or more, or null"),
         ("train.precision=fp8", "train.precision must be one of fp32, bf16, fp16"),
-        ("train.lr_schedule.name=cosine", "train.lr_schedule.name must be one of constant, linear, step"),
+        ("train.lr_schedule.name=cyclic", "train.lr_schedule.name must be one of constant, linear, cosine, "),
+        ("train.lr_schedule.warmup=1.5", "train.lr_schedule.warmup must be a fraction of all steps"),
         ("train.max_grad_norm=0", "train.max_grad_norm must be"),
         ("seed=x", "seed must be"),
         ("seed=-1", "seed must be"),
@@ -202,3 +203,8 @@ def test_headline_says_what_it_is() -> None:
     assert line.startswith("Emulated: 4 nodes")
     for words in ("synthetic", "quick scale", "not accuracy", "make resnet50 NODES=4 SCALE=paper DATA=/path/to/data"):
         assert words in line
+
+
+def test_headline_names_a_command_that_there_is() -> None:
+    assert compare.make_command("resnet50") == "make resnet50"
+    assert compare.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"

@@ -7,6 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import SGDM, AdamW, BertAdam, attach
+from experiments import compose, labels
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -36,6 +37,46 @@ def test_equals_torch(ours, theirs):
         ends.append(toy.flat(model))
     exact = ours is not PAIRS[2][0]
     assert (ends[0] - ends[1]).abs().max() <= (0 if exact else EPSILONS * torch.finfo(torch.float32).eps)
+
+
+LONG = [
+    (SGDM, torch.optim.SGD, {"momentum": 0.8, "weight_decay": 0.03, "nesterov": True}, 0),
+    (SGDM, torch.optim.SGD, {"momentum": 0.0, "weight_decay": 0.03}, 0),
+    (AdamW, torch.optim.AdamW, {"betas": (0.7, 0.95), "eps": 1e-5, "weight_decay": 0.2}, EPSILONS),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options", "epsilons"), LONG, ids=["Nesterov", "SGD", "AdamW"])
+def test_equals_torch_for_long_with_groups_and_a_moving_learning_rate(ours, theirs, options, epsilons):
+    """400 steps; biases without weight decay at half the learning rate; a tensor without gradient until step 100.
+
+    torch's AdamW counts the steps of each tensor from its first gradient on, so the late tensor is for SGDM only.
+    """
+    ends = []
+    for make in (ours, theirs):
+        model = toy.make()
+        weights = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+        biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+        groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.01}]
+        optimizer = make(groups, lr=0.02, **options)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+        for step in range(1, 401):
+            optimizer.zero_grad()
+            toy.loss(model, 0, step).backward()
+            if ours is SGDM and step < 100:
+                model.scale.grad = None
+            optimizer.step()
+            schedule.step()
+        ends.append(toy.flat(model))
+    assert (ends[0] - ends[1]).abs().max() <= epsilons * torch.finfo(torch.float32).eps
+    assert (ends[0] - toy.flat(toy.make())).abs().max() > 0.1
+
+
+def test_nesterov_and_plain_momentum_are_told_apart_in_tables():
+    names = ["sgdm_nesterov", "sgdm"]
+    resolved = [compose.resolve(compose.compose([f"optimizer={name}"])) for name in names]
+    assert [r["optimizer"].get("nesterov", False) for r in resolved] == [True, False]
+    assert [labels.method(r) for r in resolved] == ["SGDM Nesterov fp32", "SGDM fp32"]
 
 
 def test_bertadam_clips_each_tensor_and_corrects_no_bias():

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birder.kernels import reference
+from birder import kernels
+from birder.kernels import reference, reference_feedback
 from birder.kernels.philox import philox4x32, uniform16
+from tests import kernel_checks
 from tests.reference import draws
 
 cpu = pytest.importorskip("birder.kernels.cpu")
@@ -48,77 +50,107 @@ def test_elements_beyond_2_to_the_35_have_numbers_of_their_own():
     assert not torch.equal(low, high)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     bytes_=st.integers(0, 700),
+    dtype=st.sampled_from(kernel_checks.DTYPES),
     seed=st.integers(0, 2**64 - 1),
-    step=st.integers(1, 2**32 - 1),
-    worker=st.integers(0, 1000),
     hold=st.booleans(),
     eps=st.sampled_from([0.0, 1e-8, 1e-3]),
 )
-def test_fused_encode_equals_the_reference(bytes_, seed, step, worker, hold, eps):
-    gen = torch.Generator().manual_seed(seed % 2**31)
-    g = torch.randn(8 * bytes_, generator=gen) * 10.0 ** torch.randint(-30, 30, (8 * bytes_,), generator=gen)
-    g[::3] = 0.0
-    g[1::17], g[2::19] = float("nan"), float("-inf")
-    b = torch.rand(8 * bytes_, generator=gen)
-    m = b * (2 * torch.rand(8 * bytes_, generator=gen) - 1)
-    b[::6] = m[::6] = 0.0
-    options = {
-        "beta": 0.95,
-        "eps": eps,
-        "hold": hold,
-        "seed": seed,
-        "step": step,
-        "worker": worker,
-        "start": 8 * (seed % 2**40),
-    }
-    m2, b2 = m.clone(), b.clone()
-    expected = reference.encode(g, m, b, **options)
-    assert torch.equal(cpu.encode(g, m2, b2, **options), expected)
-    assert torch.equal(m, m2)
-    assert torch.equal(b, b2)
-    assert torch.isfinite(m).all()
-    assert (m.abs() <= b).all()
+def test_fused_encode_equals_the_reference(bytes_, dtype, seed, hold, eps):
+    kernel_checks.encode(cpu, "cpu", 8 * bytes_, dtype, seed, hold, eps)
+
+
+def test_half_precision_gradients_are_taken_as_they_are():
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        g = patterns.view(dtype)  # every number that the type has
+        results = []
+        for gradient in (g, g.float()):
+            m, b = torch.zeros(len(g)), torch.zeros(len(g))
+            bits = cpu.encode(gradient, m, b, beta=0.5, eps=0.0, hold=False, seed=1, step=1, worker=0, start=0)
+            results.append((bits, m, b))
+        for mine, wide in zip(*results, strict=True):
+            assert torch.equal(mine, wide)
 
 
 @settings(max_examples=25, deadline=None)
 @given(workers=st.integers(1, 70), bytes_=st.integers(0, 300), seed=st.integers(0, 2**63))
 def test_fused_server_and_signs_equal_the_reference(workers, bytes_, seed):
-    gen = torch.Generator().manual_seed(seed % 2**31)
-    rows = torch.randint(0, 256, (workers, bytes_), generator=gen, dtype=torch.uint8)
-    scales = torch.rand(workers, generator=gen)
-    options = {"seed": seed, "step": 2, "start": 8 * (seed % 1000)}
-    assert torch.equal(cpu.reduce_bits(rows, **options), reference.reduce_bits(rows, **options))
-    assert torch.equal(cpu.average_signs(rows, scales), reference.average_signs(rows, scales))
-    z = torch.randn(8 * bytes_, generator=gen)
-    z[::5] = 0
-    assert torch.equal(cpu.pack_signs(z), reference.pack_signs(z))
+    kernel_checks.server(cpu, "cpu", workers, bytes_, seed)
+    kernel_checks.signs(cpu, "cpu", workers, bytes_, seed)
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (8,), (3, 5), (2, 3, 4, 5)])
+def test_fused_server_counts_more_workers_than_a_byte_holds():
+    for workers in (254, 255, 256, 257, 600):
+        kernel_checks.server(cpu, "cpu", workers, 20)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    bytes_=st.integers(0, 700),
+    workers=st.integers(1, 9),
+    masked=st.booleans(),
+    seed=st.integers(0, 2**63),
+    spoilt=st.booleans(),
+)
+def test_fused_error_feedback_equals_the_reference(bytes_, workers, masked, seed, spoilt):
+    kernel_checks.feedback(cpu, "cpu", 8 * bytes_, workers, masked, seed, spoilt and bytes_ > 0)
+
+
+def test_the_sum_has_one_order():
+    from birder.kernels.cpu_feedback import _total
+
+    x = torch.rand(1024 * 1024 + 5, dtype=torch.float64)  # three levels
+    total = reference_feedback.tree_sum(x)
+    assert _total(x.clone().numpy()) == float(total)
+    assert abs(float(total) - float(x.sum())) < 1e-12 * float(total)
+    z = torch.rand(1024 * 1024 + 8)
+    assert float(cpu.sum_squares(z.clone())) == float(reference.sum_squares(z))
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (3, 5), (2, 3, 4, 5), (2051,)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("partial", [False, True])
-def test_fused_apply_equals_the_reference(shape, layout, partial):
-    p = torch.randn(shape)
+def test_fused_apply_equals_the_reference(shape, layout, dtype, partial):
+    p = torch.randn(shape, dtype=dtype)
     if len(shape) == 4:
         p = p.contiguous(memory_format=layout)
-    bits = torch.randint(0, 256, ((p.numel() + 7) // 8,), dtype=torch.uint8)
-    active = torch.rand(p.numel()) > 0.5 if partial else None
-    q = p.clone(memory_format=torch.preserve_format)
-    reference.apply_bits(p, bits, lr=0.3, decay=0.01, active=active)
-    cpu.apply_bits(q, bits, lr=0.3, decay=0.01, active=active)
-    assert torch.equal(p, q)
+    for decay in (0.0, 0.01):
+        kernel_checks.apply(cpu, "cpu", p, decay, partial)
 
 
-@pytest.mark.parametrize("numel", [8, 1024, 1025, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [1.0, 0.99])
+def test_fused_adam_equals_the_reference(dtype, keep):
+    kernel_checks.moved_adam(cpu, "cpu", dtype, keep)
+
+
+@pytest.mark.parametrize("numel", [0, 8, 1024, 1025, 5000])
 def test_fused_unseen_blocks_equal_the_reference(numel):
-    b = torch.rand(numel) * (torch.rand(numel) > 0.998)
-    active = torch.rand(numel) > 0.5
-    found = cpu.unseen_blocks(b, active, 1024)
-    assert torch.equal(found, reference.unseen_blocks(b, active, 1024))
-    assert [bool(x) for x in found] == [bool(((b > 0) & ~active)[i : i + 1024].any()) for i in range(0, numel, 1024)]
+    kernel_checks.unseen(cpu, "cpu", numel, 1024)
+
+
+def test_more_elements_than_an_int32_counts():
+    count = 2**28 + 3  # bytes of 8 elements each
+    rows = torch.zeros(2, count, dtype=torch.uint8)
+    rows[0] = 255
+    out = cpu.reduce_bits(rows, seed=1, step=1, start=0)
+    end = 1000
+    assert torch.equal(out[-end:], reference.reduce_bits(rows[:, -end:], seed=1, step=1, start=8 * (count - end)))
+
+
+def test_numbers_of_elements_must_make_whole_bytes():
+    z = torch.zeros(12)
+    for call in (
+        lambda: kernels.pack_signs(z),
+        lambda: kernels.split_signs(z, torch.tensor(1.0), None),
+        lambda: kernels.encode(z, z, z, beta=0.9, eps=0.0, hold=False, seed=0, step=1, worker=0, start=0),
+    ):
+        with pytest.raises(ValueError, match="multiple of 8"):
+            call()
 
 
 def test_pack_and_unpack_are_inverse():
@@ -147,6 +179,7 @@ def test_certain_signs_never_flip():
     for step in range(1, 5):
         signs = reference.unpack(reference.binarize(u, seed=step, step=step, worker=step, start=0)).float() * 2 - 1
         assert torch.equal(signs, u)
+    kernel_checks.certain_signs(cpu, "cpu", 1 << 18)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8, 64])

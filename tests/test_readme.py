@@ -24,6 +24,11 @@ PAGES = sorted(
 METHODS: dict[str, list[type]] = {
     "birder": [birder.Birder],
     "onebit_adam": [birder.OneBitAdam],
+    "lamb": [birder.LAMB],
+    "onebit_lamb": [birder.OneBitLAMB],
+    "zero_one_adam": [birder.ZeroOneAdam],
+    "cser": [birder.CSER, birder.QSparseLocalSGD, birder.EFSGD],
+    "slamb": [birder.SLAMB],
     "dense": [birder.SGDM, birder.AdamW, birder.BertAdam],
 }
 

@@ -190,6 +190,23 @@ def test_the_latest_group_of_a_setting_is_shown_and_machines_stay_apart() -> Non
     assert [t.group for t in speedup.build([*old, *new], "g")] == ["g"]
 
 
+def test_methods_that_skip_steps_go_by_the_mean_and_show_their_rounds() -> None:
+    records = [dataclasses.replace(r, rounds_per_step=1.0) for r in full_group()]
+    timing = {"steps": 8, "median_ms": 600.0, "mean_ms": 1000.0, "p10_ms": 590.0, "p90_ms": 3100.0, "typical": "mean"}
+    local = run("Birder", timing=timing, rounds_per_step=0.125, id="local", config={"optimizer.reset_every": 8})
+    (table,) = speedup.build([*records, local])
+    row = next(row for row in table.rows if row.record.id == "local")
+    assert table.speedup(row, "fp32") == pytest.approx(3.0)  # 3000 / 1000, not 3000 / 600
+    text = speedup.markdown(table)
+    assert "mean 1000 (590–3100)" in text
+    assert "| rounds per step |" in text
+    assert cells(text, row.label)[10:12] == ["—", "0.125"]
+    assert cells(text, "SGDM fp32")[11] == "1.00"
+    assert speedup.UNEVEN_NOTE in text
+    assert "(within the spread)" not in str(speedup.conclusion(table))
+    assert "rounds per step" not in speedup.markdown(speedup.build(records)[0])
+
+
 def test_batches_are_never_compared_with_each_other() -> None:
     records = [run("SGDM fp32", 900.0), run("Birder", 100.0, config={"train.batch_per_rank": 1})]
     assert [speedup.conclusion(t) for t in speedup.build(records)] == [None, None]
@@ -272,6 +289,26 @@ def test_accuracy_is_mean_and_sample_sd_and_lists_the_whole_grid() -> None:
     assert "| Birder | 0.01 | 95.00 | 1 of 2 | 92 |  |" in text
     assert "| Birder | 0.1 | failed: loss is nan | 0 of 1 | 92 |  |" in text
     assert "[2](../records/birder-0.001-2.json)" in text
+
+
+def test_a_held_out_part_chooses_the_learning_rate() -> None:
+    """Not the test metric, and not with hindsight: seed 0 decides, even when another seed fails later."""
+
+    def scored(lr: float, seed: int, top1: float, held_out: float, **changes: Any) -> ResultRecord:
+        metric = {"name": "top1", "value": top1, "target": None, "higher_is_better": True}
+        return score(
+            "Birder", top1, seed, lr, metric={**metric, "all": {"top1": top1, "held_out": held_out}}, **changes
+        )
+
+    records = [scored(0.1, 0, 99.0, 80.0), scored(0.2, 0, 90.0, 85.0), scored(0.2, 1, 91.0, 70.0)]
+    records += [score("Birder", None, 2, 0.2, status="failed", reason="the loss is nan", metric={})]
+    (table,) = accuracy.build(records)
+    best = table.best("Birder")
+    assert best is not None
+    assert best.lr == 0.2
+    text = accuracy.markdown(table, plot=False)
+    assert "| Birder | 0.2 | **90.50 ± 0.71** | 77.50 ± 10.61 | 2 of 3 | — | best |" in text
+    assert "chosen by held_out of its first seed" in text
 
 
 def test_lower_is_better_for_perplexity() -> None:
@@ -425,11 +462,35 @@ def test_published_numbers_have_source_and_status(tmp_path: Path) -> None:
     assert "10 Gbit/s" in said
     assert published.beside("digits", "speedup") == []
     assert "not found" in published.beside("ptb", "accuracy")[0]
+    assert any("nearly: 10x" in s and "verified" in s for s in published.beside("cser_cifar100", "speedup"))
+    assert any("87 %" in s for s in published.beside("zero_one_bert_base", "speedup"))
+    assert any("93.21" in s for s in published.beside("slamb_cifar10", "accuracy"))
+    assert "unverified" in published.beside("cser_cifar100", "accuracy")[0]
     (tmp_path / "x.json").write_text(
         json.dumps({"values": [{"quantity": "q", "value": 1, "unit": None, "source": "s"}]})
     )
     with pytest.raises(UserError, match="'q' needs status"):
         published.load(tmp_path)
+
+
+def test_published_tables_are_shown_beside_ours(tmp_path: Path) -> None:
+    (glue,) = published.tables_beside("zero_one_glue", "accuracy")
+    assert "verified" in glue
+    assert "| BERT-Base, 1-bit Adam | 69.0 | 84.8 | 55.6 | 91.6 | 90.8 | 90.9 | 83.6/83.9 |" in glue
+    throughput = published.tables_beside("zero_one_bert_large", "speedup")
+    assert any(
+        "; chart)" in text and "| SQuAD, InfiniBand, Adam | 20 | 17 | 31 | 57 | 110 | — |" in text
+        for text in throughput
+    )
+    assert published.tables_beside("digits", "speedup") == []
+    scored = score("Birder", 90.0, 0, 0.1, exp="zero_one_glue")
+    results = save(tmp_path / "r", scored)
+    tables.write(results)
+    assert glue in (results / "tables" / "zero_one_glue.md").read_text()
+    broken = {"title": "t", "columns": ["a", "b"], "rows": [[1]], "source": "s", "status": "chart"}
+    (tmp_path / "x.json").write_text(json.dumps({"values": [], "tables": [broken]}))
+    with pytest.raises(UserError, match="'t' needs 2 cells in every row"):
+        published.load_tables(tmp_path)
 
 
 @pytest.mark.parametrize(

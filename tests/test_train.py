@@ -167,6 +167,6 @@ def test_schedules():
     assert [at(linear, s) for s in (1, 10, 11, 100)] == pytest.approx([0.1, 1.0, 1.0, 1 / 90])
     steps = {"name": "step", "milestones": [3, 6], "gamma": 0.1}
     assert [at(steps, s) for s in (1, 30, 31, 61)] == pytest.approx([1, 1, 0.1, 0.01])
-    for wrong in ({"name": "cosine"}, {"name": "linear", "milestones": [1]}, {"name": "constant", "warmup": 1.0}):
+    for wrong in ({"name": "cyclic"}, {"name": "linear", "milestones": [1]}, {"name": "constant", "warmup": 1.0}):
         with pytest.raises(UserError):
             at(wrong, 1)

@@ -65,7 +65,8 @@ def test_epochs_and_seeds_differ(make: Callable[[Shard], Workload]) -> None:
         return list(workload.train_batches(shard, BATCH, seed=seed, epoch=epoch))
 
     first = batches(0, 0)
-    others = [batches(1, 0)] if workload.synthetic and workload.name == "resnet50" else [batches(1, 0), batches(0, 1)]
+    pool = workload.synthetic and workload.name in ("resnet50", "resnet18")
+    others = [batches(1, 0)] if pool else [batches(1, 0), batches(0, 1)]
     assert all(not all(same(a, b) for a, b in zip(first, other, strict=True)) for other in others)
 
 
@@ -111,7 +112,7 @@ def test_param_groups_hold_every_parameter_once(make: Callable[[Shard], Workload
     groups = workload.param_groups(model, 0.1)
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
-    if workload.name in ("bert_squad", "wikipedia"):
+    if workload.name in ("bert_squad", "wikipedia", "glue"):
         without = {id(p) for group in groups if group["weight_decay"] == 0 for p in group["params"]}
         named = {id(p) for n, p in model.named_parameters() if n.endswith("bias") or "LayerNorm" in n}
         assert without == named
@@ -136,7 +137,9 @@ def test_evaluate_alone_and_split_over_ranks_agree(
             collected.append(values)
             return [sum(parts) for parts in zip(*collected, strict=True)]
 
-        monkeypatch.setattr(sys.modules[type(whole).evaluate.__module__], "all_sum", join)
+        for name, module in list(sys.modules.items()):  # wherever the metric of this workload is summed
+            if name.startswith("experiments.workloads.") and hasattr(module, "all_sum"):
+                monkeypatch.setattr(module, "all_sum", join)
         for rank in range(2):
             shard = Shard(rank, 2)
             split = make(shard).evaluate(model, shard)

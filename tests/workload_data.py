@@ -14,13 +14,19 @@ import torch
 
 from experiments.workloads.base import Workload
 from experiments.workloads.bert_squad import BertSquad
+from experiments.workloads.cifar10 import Cifar10
 from experiments.workloads.cifar100 import Cifar100
 from experiments.workloads.digits import Digits
 from experiments.workloads.fashion_mnist import FashionMNIST
+from experiments.workloads.glue import Glue
+from experiments.workloads.glue_data import TASKS
+from experiments.workloads.gpt2 import GPT2
 from experiments.workloads.image_folder import ImageFolder
 from experiments.workloads.ptb import PennTreebank
+from experiments.workloads.resnet18 import ResNet18
 from experiments.workloads.resnet50 import ResNet50
 from experiments.workloads.squad_data import synthetic_questions
+from experiments.workloads.swin import Swin
 from experiments.workloads.wikipedia import Wikipedia
 
 rng = np.random.default_rng
@@ -90,6 +96,23 @@ def text_file(path: Path) -> Path:
     return path
 
 
+def glue_folder(root: Path, train: int = 30, dev: int = 11) -> Path:
+    """GLUE's folder with each task's own columns, labels and quirks (MRPC's byte order mark, CoLA without a header)."""
+    for task in TASKS.values():
+        (root / task.folder).mkdir(parents=True)
+        labels = task.classes or ("0.000", "2.500", "5.000")
+        names = ["id", *task.texts, task.label] if task.header else []
+        for name, count in (("train.tsv", train), (task.dev[0], dev)):
+            rows = ["\t".join(names)] if names else []
+            for i, q in enumerate(synthetic_questions(count, task.folder + name)):
+                label = labels[i % len(labels)]
+                texts = q.context.split(". ")[: len(task.texts)]
+                rows.append("\t".join([str(i), *texts, label] if task.header else ["gj04", label, "", texts[0]]))
+            mark = "\ufeff" if task.folder == "MRPC" else ""
+            (root / task.folder / name).write_text(mark + "\n".join(rows) + "\n", encoding="utf-8")
+    return root
+
+
 def workloads(root: Path) -> dict[str, Callable[[], Workload]]:
     """Makers of one tiny instance of each workload with each kind of data, by a name for test ids."""
     small_squad: dict[str, Any] = {"preset": "tiny", "seq_len": 96, "doc_stride": 24, "max_query_len": 24}
@@ -108,6 +131,22 @@ def workloads(root: Path) -> dict[str, Callable[[], Workload]]:
         "bert_squad-files": lambda: BertSquad(data_path=str(_once(squad_files, root / "squad")), **small_squad),
         "wikipedia-file": lambda: Wikipedia(
             preset="tiny", data_path=str(_once(text_file, root / "wiki.txt")), seq_len=32, vocab_size=500
+        ),
+        "cifar10-synthetic": lambda: Cifar10(model="resnet8", augment="crop_flip"),
+        "resnet18-synthetic": lambda: ResNet18(image_size=32, synthetic_images=24),
+        "swin-synthetic": lambda: Swin(preset="tiny", image_size=32, synthetic_images=24),
+        "swin-folder": lambda: Swin(
+            str(_once(image_folder, root / "images")), preset="tiny", image_size=32, eval_batch=4
+        ),
+        "gpt2-file": lambda: GPT2(
+            preset="tiny", data_path=str(_once(text_file, root / "wiki.txt")), seq_len=32, vocab_size=400
+        ),
+        "glue-synthetic": lambda: Glue(
+            "rte", preset="tiny", dataset="synthetic", train_examples=40, dev_examples=5, seq_len=32
+        ),
+        "glue-files": lambda: Glue("mrpc", preset="tiny", data_path=str(_once(glue_folder, root / "glue")), seq_len=48),
+        "glue-scores": lambda: Glue(
+            "stsb", preset="tiny", data_path=str(_once(glue_folder, root / "glue")), seq_len=48
         ),
     }
 

@@ -5,6 +5,7 @@ from birder.comm.counter import ByteCounter
 from birder.comm.link import Link
 from birder.comm.pipeline import Pipeline, StreamPipeline, ThreadPipeline
 from birder.comm.topology import Topology
+from birder.comm.trace import Span, Trace
 
 __all__ = [
     "Alone",
@@ -13,8 +14,10 @@ __all__ = [
     "Hierarchical",
     "Link",
     "Pipeline",
+    "Span",
     "StreamPipeline",
     "ThreadPipeline",
     "Topology",
+    "Trace",
     "TwoPhase",
 ]

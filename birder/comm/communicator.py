@@ -6,7 +6,9 @@ A communicator moves bytes and knows the topology. It does no optimizer mathemat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from birder.comm.topology import Topology
 
 
 class Communicator(ABC):
-    """The four moves of a 1-bit all-reduce over a unit of D elements.
+    """The moves of a 1-bit all-reduce over a unit of D elements, and means of floats for what is not 1-bit.
 
     Each rank works on one of `shards` equal parts of the unit (number `shard`), as worker number `worker` of `workers`:
 
@@ -50,8 +52,12 @@ class Communicator(ABC):
         """The part of `flat` on which this rank works, averaged over the ranks that make up one worker."""
 
     @abstractmethod
+    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+        """Begins phase 1, and returns what waits for its result: [c*workers] -> [workers, c]."""
+
     def scatter(self, packed: Tensor) -> Tensor:
         """Phase 1: every worker's bytes for the chunk that this rank serves. [c*workers] -> [workers, c]."""
+        return self.start_scatter(packed)()
 
     @abstractmethod
     def gather_workers(self, values: Tensor) -> Tensor:
@@ -64,6 +70,10 @@ class Communicator(ABC):
     def gather_shards(self, part: Tensor) -> Tensor:
         """The parts of all shards, in element order. [k] -> [shards*k]. This one is right for a single shard."""
         return part
+
+    @abstractmethod
+    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        """The mean over all ranks, sent as `wire`. fp32[k], any k -> fp32[k], the same on all ranks. Maybe `flat` itself."""
 
     @abstractmethod
     def union(self, flags: Tensor) -> Tensor:
@@ -83,14 +93,17 @@ class Alone(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return flat
 
-    def scatter(self, packed: Tensor) -> Tensor:
-        return packed.unsqueeze(0)
+    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+        return lambda: packed.unsqueeze(0)
 
     def gather_workers(self, values: Tensor) -> Tensor:
         return values.unsqueeze(0)
 
     def gather(self, chunk: Tensor) -> Tensor:
         return chunk
+
+    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        return flat
 
     def union(self, flags: Tensor) -> Tensor:
         return flags
@@ -112,14 +125,17 @@ class TwoPhase(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return flat
 
-    def scatter(self, packed: Tensor) -> Tensor:
-        return self.all.all_to_all(packed.view(self.workers, -1))
+    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+        return self.all.start_all_to_all(packed.view(self.workers, -1))
 
     def gather_workers(self, values: Tensor) -> Tensor:
         return self.all.all_gather(values)
 
     def gather(self, chunk: Tensor) -> Tensor:
         return self.all.all_gather(chunk).view(-1)
+
+    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        return self.all.mean(flat, wire)
 
     def union(self, flags: Tensor) -> Tensor:
         return self.all.all_or(flags)
@@ -158,8 +174,8 @@ class Hierarchical(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return self.intra.reduce_scatter_mean(flat)
 
-    def scatter(self, packed: Tensor) -> Tensor:
-        return self.inter.all_to_all(packed.view(self.workers, -1))
+    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+        return self.inter.start_all_to_all(packed.view(self.workers, -1))
 
     def gather_workers(self, values: Tensor) -> Tensor:
         return self.inter.all_gather(values)
@@ -169,6 +185,10 @@ class Hierarchical(Communicator):
 
     def gather_shards(self, part: Tensor) -> Tensor:
         return self.intra.all_gather(part).view(-1)
+
+    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        part = self.shard_mean(torch.nn.functional.pad(flat, (0, -flat.numel() % self.shards)))
+        return self.gather_shards(self.inter.mean(part, wire))[: flat.numel()]
 
     def union(self, flags: Tensor) -> Tensor:
         return self.all.all_or(flags)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -15,16 +16,30 @@ class ByteCounter:
     intra: int = 0
     inter: int = 0
     collectives: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def sent(self, nbytes: int, *, same_node: bool) -> None:
-        if same_node:
-            self.intra += nbytes
-        else:
-            self.inter += nbytes
+        with self._lock:  # two threads of a pipeline may send
+            if same_node:
+                self.intra += nbytes
+            else:
+                self.inter += nbytes
+
+    def collective(self) -> None:
+        """One more collective."""
+        with self._lock:
+            self.collectives += 1
 
     @property
     def total(self) -> int:
         return self.intra + self.inter
+
+    def snapshot(self) -> tuple[int, int, int]:
+        """What `restore` takes."""
+        return self.intra, self.inter, self.collectives
+
+    def restore(self, counts: tuple[int, int, int]) -> None:
+        self.intra, self.inter, self.collectives = counts
 
     def reset(self) -> None:
         self.intra = self.inter = self.collectives = 0

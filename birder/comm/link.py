@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from birder.comm.counter import ByteCounter
 from birder.comm.topology import Topology
+from birder.comm.trace import note_wait, note_wire
+
+ALL_TO_ALL, ALL_GATHER = 1, 2
+"""Tags of messages on gloo: two threads may each have a collective of one kind under way (birder/comm/pipeline.py)."""
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -55,39 +61,54 @@ class Link:
 
     def _count_pairwise(self, nbytes: int) -> None:
         """One collective in which this rank sends `nbytes` to every peer."""
-        self.counter.collectives += 1
+        self.counter.collective()
         for peer, near in enumerate(self.near):
             if peer != self.rank:
                 self.counter.sent(nbytes, same_node=near)
 
     def count_ring_all_reduce(self, nbytes: int) -> None:
         """One all-reduce of `nbytes` around a ring: 2(n-1)/n of it to the next rank."""
-        self.counter.collectives += 1
+        self.counter.collective()
         if self.size > 1:
             share = 2 * (self.size - 1) * nbytes // self.size
             self.counter.sent(share, same_node=self.near[(self.rank + 1) % self.size])
 
-    def _exchange(self, out: list[Tensor], into: list[Tensor]) -> None:
-        """Sends out[j] to peer j and receives into[j] from it, for every peer but this rank itself."""
+    def _exchange(self, out: list[Tensor], into: list[Tensor], tag: int) -> list[dist.Work]:
+        """Starts to send out[j] to peer j and to receive into[j] from it, for every peer but this rank itself."""
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
-        work = [dist.irecv(into[j], group=self.group, group_src=j) for j in peers]
-        work += [dist.isend(out[j], group=self.group, group_dst=j) for j in peers]
-        for w in work:
-            if w is not None:
-                w.wait()
+        work = [dist.irecv(into[j], group=self.group, group_src=j, tag=tag) for j in peers]
+        work += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
+        return [w for w in work if w is not None]
 
-    def all_to_all(self, rows: Tensor) -> Tensor:
-        """Row j goes to peer j; row i of the result came from peer i. [size, c] -> [size, c], contiguous."""
+    def start_all_to_all(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Row j goes to peer j. Returns what waits for the result, whose row i came from peer i.
+
+        [size, c] -> [size, c], contiguous. Other collectives, and the next all-to-all, may begin before the result is taken.
+        """
         if self.size == 1:
-            return rows
+            return lambda: rows
         self._count_pairwise(rows[0].numel() * rows.element_size())
         received = torch.empty_like(rows)
-        if self.backend == "gloo":
-            received[self.rank].copy_(rows[self.rank])
-            self._exchange(list(rows), list(received))
-        else:
+        if self.backend != "gloo":
             dist.all_to_all_single(received, rows, group=self.group)
-        return received
+            return lambda: received
+        received[self.rank].copy_(rows[self.rank])
+        began = time.perf_counter()
+        work = self._exchange(list(rows), list(received), ALL_TO_ALL)
+        note_wait(began)
+
+        def result() -> Tensor:
+            waited_from = time.perf_counter()
+            for w in work:
+                w.wait()
+            note_wire(began, waited_from)
+            return received
+
+        return result
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """`start_all_to_all`, and its result."""
+        return self.start_all_to_all(rows)()
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Every rank's `part`, in rank order. [c] -> [size, c]."""
@@ -97,7 +118,10 @@ class Link:
         gathered = part.new_empty((self.size, part.numel()))
         if self.backend == "gloo":
             gathered[self.rank].copy_(part)
-            self._exchange([part] * self.size, list(gathered))
+            began = time.perf_counter()
+            for w in self._exchange([part] * self.size, list(gathered), ALL_GATHER):
+                w.wait()
+            note_wire(began, began)
         else:
             dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group)
         return gathered
@@ -112,11 +136,30 @@ class Link:
             part = torch.empty_like(rows[0])
             dist.reduce_scatter_tensor(part, flat, group=self.group)
             return part.div_(self.size)
-        received = self.all_to_all(rows)
-        part = received[0].clone()
-        for row in received[1:]:
-            part.add_(row)
-        return part.div_(self.size)
+        return self._sum_of_rows(self.all_to_all(rows)).div_(self.size)
+
+    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        """The mean over ranks, summed in fp32 in rank order, sent as `wire`. fp32[k], any k -> fp32[k], the same everywhere.
+
+        2(n-1)/n of the bytes leave each rank, as in a ring. The mean of one rank is its own `flat`, not a copy.
+        """
+        if self.size == 1 or flat.numel() == 0:
+            return flat
+        if self.backend == "nccl":
+            sent = flat.to(wire, copy=True)
+            self.count_ring_all_reduce(sent.numel() * sent.element_size())
+            dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.group)
+            return sent.float()
+        rows = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size)).to(wire).view(self.size, -1)
+        part = self._sum_of_rows(self.all_to_all(rows)).div_(self.size)
+        return self.all_gather(part.to(wire)).view(-1)[: flat.numel()].float()
+
+    @staticmethod
+    def _sum_of_rows(rows: Tensor) -> Tensor:
+        total = rows[0].to(torch.float32, copy=True)
+        for row in rows[1:]:
+            total.add_(row)
+        return total
 
     def all_or(self, flags: Tensor) -> Tensor:
         """The union over ranks of bool[c], as bool[c]."""
@@ -131,12 +174,16 @@ class Link:
             return union.bool()
         bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % 8)))
         self.count_ring_all_reduce(bits.numel())
+        began = time.perf_counter()
         dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.group)
+        note_wire(began, began)
         return unpack(bits)[: flags.numel()].bool()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         """The sum over ranks of a scalar, in place."""
         if self.size > 1:
             self.count_ring_all_reduce(value.element_size())
+            began = time.perf_counter()
             dist.all_reduce(value, group=self.group)
+            note_wire(began, began)
         return value

@@ -1,13 +1,25 @@
-"""Where the communication of a unit runs: on a thread beside backward, on a side stream, or at once."""
+"""Where the communication of a unit runs: on threads beside backward, on a side stream, or at once."""
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+
+from birder.comm.trace import Trace
+
+Task = Callable[[], Iterator[None] | None]
+"""What a pipeline runs. A generator yields once, when what it sends first is on its way and it would begin to wait."""
+
+
+def _finish(work: Task | Iterator[None]) -> None:
+    """Runs a task, or what is left of one that has begun, to its end."""
+    for _ in (work() if callable(work) else work) or ():
+        pass
 
 
 class Pipeline:
@@ -15,15 +27,18 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._busy_s = 0.0
+        self.trace = Trace()
 
     def take_busy(self) -> float:
-        """Seconds spent in tasks since the last call. On CUDA the time to queue them."""
+        """Seconds spent in tasks since the last call; beside each other they count twice. On CUDA the time to queue them."""
         busy, self._busy_s = self._busy_s, 0.0
         return busy
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Task, unit: int | None = None) -> None:
+        """Runs `task` when it is its turn. `unit`: the number of the unit that it exchanges, for the trace."""
         began = time.perf_counter()
-        task()
+        with self.trace.work(unit):
+            _finish(task)
         self._busy_s += time.perf_counter() - began
 
     def wait(self) -> None:
@@ -34,35 +49,69 @@ class Pipeline:
 
 
 class ThreadPipeline(Pipeline):
-    """One worker thread, for CPU tensors: encoding and collectives run while backward goes on."""
+    """Two worker threads, for CPU tensors: while backward goes on and unit k is on the wire, unit k+1 is encoded.
+
+    The first thread begins a task: it runs until its `yield`, having started to send. The second one finishes it: waits for
+    the wire and does the rest. Both keep the order of submission. A task that never yields is begun and finished by the
+    second thread, so that what it communicates keeps its place among the others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._begin: queue.SimpleQueue[tuple[Task, int | None] | None] = queue.SimpleQueue()
+        self._finish: queue.SimpleQueue[tuple[Iterator[None] | Task, int | None] | None] = queue.SimpleQueue()
         self._open = 0
         self._error: BaseException | None = None
         self._state = threading.Condition()
-        # A daemon: a collective that never returns must not keep the interpreter from ending.
-        threading.Thread(target=self._run, name="birder-comm", daemon=True).start()
+        # Daemons: a collective that never returns must not keep the interpreter from ending.
+        threading.Thread(target=self._encode, name="birder-encode", daemon=True).start()
+        threading.Thread(target=self._communicate, name="birder-comm", daemon=True).start()
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            error = None
-            try:
-                if self._error is None:
-                    with torch.no_grad():
-                        super().submit(task)
-            except BaseException as e:
-                error = e
+    def _encode(self) -> None:
+        while (submitted := self._begin.get()) is not None:
+            task, unit = submitted
+            if not inspect.isgeneratorfunction(task):
+                self._finish.put(submitted)
+                continue
+            started = task()
+            if self._attempt(lambda started=started: next(started, None), unit):  # type: ignore[misc]
+                self._finish.put((started, unit))
+            else:
+                self._done()
+        self._finish.put(None)
+
+    def _communicate(self) -> None:
+        while (begun := self._finish.get()) is not None:
+            work, unit = begun
+            self._attempt(lambda work=work: _finish(work), unit)  # type: ignore[misc]
+            self._done()
+
+    def _attempt(self, part: Callable[[], object], unit: int | None) -> bool:
+        """Runs a part of a task, unless an earlier one failed. Whether it went well."""
+        if self._error is not None:
+            return False
+        began = time.perf_counter()
+        try:
+            with torch.no_grad(), self.trace.work(unit):
+                part()
+        except BaseException as e:
             with self._state:
-                self._error = self._error or error
-                self._open -= 1
-                self._state.notify_all()
+                self._error = self._error or e
+            return False
+        finally:
+            with self._state:
+                self._busy_s += time.perf_counter() - began
+        return True
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def _done(self) -> None:
+        with self._state:
+            self._open -= 1
+            self._state.notify_all()
+
+    def submit(self, task: Task, unit: int | None = None) -> None:
         with self._state:
             self._open += 1
-        self._tasks.put(task)
+        self._begin.put((task, unit))
 
     def wait(self) -> None:
         with self._state:
@@ -72,7 +121,7 @@ class ThreadPipeline(Pipeline):
             raise error
 
     def close(self) -> None:
-        self._tasks.put(None)
+        self._begin.put(None)
 
 
 class StreamPipeline(Pipeline):
@@ -80,12 +129,13 @@ class StreamPipeline(Pipeline):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.trace.on = False
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Task, unit: int | None = None) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            super().submit(task)
+            super().submit(task, unit)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -4,9 +4,11 @@
 |---|---|---|
 | reference | any device | torch |
 | cpu | CPU tensors | numba |
+| cuda | GPU tensors | triton, and a C compiler at run time |
 | one_phase | any device; index work only | torch |
 
-Without numba the reference runs on CPU too, after one warning.
+The same bits come from all of them. Without numba or Triton the reference runs there too, after one warning. Which kernel
+moves how many bytes, and what it does with NaN: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -24,17 +26,24 @@ from birder.kernels.one_phase import assemble, owned
 from birder.kernels.reference import binarize, ratio, unpack
 
 __all__ = [
+    "add_average",
+    "add_message",
+    "add_momentum",
     "apply_bits",
     "assemble",
     "average_signs",
     "binarize",
     "encode",
+    "move_adam",
     "owned",
     "pack_signs",
     "ratio",
     "reduce_bits",
+    "split_signs",
+    "sum_squares",
     "unpack",
     "unseen_blocks",
+    "write_signs",
 ]
 
 
@@ -48,13 +57,34 @@ def _cpu() -> ModuleType:
     return cpu
 
 
+@functools.cache
+def _cuda() -> ModuleType:
+    try:
+        from birder.kernels import cuda
+
+        cuda.pack_signs(torch.zeros(8, device="cuda"))  # Triton builds its launcher at the first use, with a C compiler
+    except Exception as error:  # not installed, no compiler, a GPU that it does not know: the reference serves them all
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        warnings.warn(f"no Triton, 1-bit kernels run unfused in torch, several times slower: {reason}", stacklevel=3)
+        return reference
+    return cuda
+
+
 def backend(device: torch.device) -> ModuleType:
     """The module whose functions serve tensors on `device`."""
-    return _cpu() if device.type == "cpu" else reference
+    if device.type == "cpu":
+        return _cpu()
+    return _cuda() if device.type == "cuda" else reference
+
+
+def _whole_bytes(flat: Tensor) -> None:
+    if flat.numel() % 8:
+        raise ValueError(f"the number of elements must be a multiple of 8, for whole bytes of bits, got {flat.numel()}")
 
 
 def encode(g: Tensor, m: Tensor, b: Tensor, **options: Any) -> Tensor:
     """See `reference.encode`."""
+    _whole_bytes(g)
     return backend(g.device).encode(g, m, b, **options)
 
 
@@ -74,10 +104,47 @@ def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
 
 
 def pack_signs(z: Tensor) -> Tensor:
-    """See `reference.pack_signs`."""
+    """See `reference_feedback.pack_signs`."""
+    _whole_bytes(z)
     return backend(z.device).pack_signs(z)
 
 
 def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
-    """See `reference.average_signs`."""
+    """See `reference_feedback.average_signs`."""
     return backend(rows.device).average_signs(rows, scales)
+
+
+def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
+    """See `reference_feedback.sum_squares`."""
+    return backend(z.device).sum_squares(z, mask)
+
+
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+    """See `reference_feedback.add_message`."""
+    return backend(error.device).add_message(error, z, mask)
+
+
+def add_momentum(error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None) -> Tensor:
+    """See `reference_feedback.add_momentum`."""
+    return backend(error.device).add_momentum(error, g, m, beta=beta, mask=mask)
+
+
+def add_average(error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None) -> Tensor:
+    """See `reference_feedback.add_average`."""
+    return backend(error.device).add_average(error, rows, scales, mask)
+
+
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+    """See `reference_feedback.split_signs`."""
+    _whole_bytes(error)
+    return backend(error.device).split_signs(error, scale, mask)
+
+
+def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:
+    """See `reference_feedback.write_signs`."""
+    backend(out.device).write_signs(out, bits, scales, mask)
+
+
+def move_adam(params: list[Tensor], m: list[Tensor], v: list[Tensor], **options: float) -> None:
+    """See `reference_feedback.move_adam`. All parameters on one device."""
+    backend(params[0].device).move_adam(params, m, v, **options)

@@ -11,42 +11,36 @@ from numba import njit
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.philox import LANES, MUL_0, MUL_1, ROUNDS, SERVER_STREAM, WEYL_0, WEYL_1
+from birder.kernels.cpu_bits import TILE, below, count_ones, draw, expand, pack
+from birder.kernels.cpu_feedback import (
+    NO_MASK,
+    add_average,
+    add_message,
+    add_momentum,
+    average_signs,
+    move_adam,
+    pack_signs,
+    split_signs,
+    sum_squares,
+    write_signs,
+)
+from birder.kernels.philox import LANES, SERVER_STREAM
 
-_M0, _M1 = np.uint64(MUL_0), np.uint64(MUL_1)
-_W0, _W1 = np.uint64(WEYL_0), np.uint64(WEYL_1)
-_MASK = np.uint64(0xFFFFFFFF)
-_S32 = np.uint64(32)
-
-TILE = 128
-"""Philox blocks, of 8 elements each, that are worked on at a time."""
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _philox(c0, c1, c2, c3, k0, k1):
-    for _ in range(ROUNDS):
-        p0 = c0 * _M0
-        p1 = c2 * _M1
-        n0 = (p1 >> _S32) ^ c1 ^ k0
-        n2 = (p0 >> _S32) ^ c3 ^ k1
-        c1 = p1 & _MASK
-        c3 = p0 & _MASK
-        c0 = n0
-        c2 = n2
-        k0 = (k0 + _W0) & _MASK
-        k1 = (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _draw(words, count, k0, k1, step, stream, block):
-    for i in range(count):
-        number = block + np.uint64(i)
-        w0, w1, w2, w3 = _philox(number & _MASK, number >> _S32, step, stream, k0, k1)
-        words[0, i] = w0
-        words[1, i] = w1
-        words[2, i] = w2
-        words[3, i] = w3
+__all__ = [
+    "add_average",
+    "add_message",
+    "add_momentum",
+    "apply_bits",
+    "average_signs",
+    "encode",
+    "move_adam",
+    "pack_signs",
+    "reduce_bits",
+    "split_signs",
+    "sum_squares",
+    "unseen_blocks",
+    "write_signs",
+]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -68,127 +62,103 @@ def _moments(g, m, b, threshold, beta, rest, eps, hold):
         threshold[e] = np.int32(u * half + bias)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _compare(words, threshold, out):
-    low, high = np.uint32(0xFFFF), np.uint32(16)
-    for i in range(out.size):
-        t = threshold[i * 8 : i * 8 + 8]
-        byte = np.uint8(np.int32(words[0, i] & low) < t[0])
-        byte |= np.uint8(np.int32(words[0, i] >> high) < t[1]) << 1
-        byte |= np.uint8(np.int32(words[1, i] & low) < t[2]) << 2
-        byte |= np.uint8(np.int32(words[1, i] >> high) < t[3]) << 3
-        byte |= np.uint8(np.int32(words[2, i] & low) < t[4]) << 4
-        byte |= np.uint8(np.int32(words[2, i] >> high) < t[5]) << 5
-        byte |= np.uint8(np.int32(words[3, i] & low) < t[6]) << 6
-        byte |= np.uint8(np.int32(words[3, i] >> high) < t[7]) << 7
-        out[i] = byte
+@njit(nogil=True, cache=True)
+def _widen_bf16(half, wide):
+    for e in range(half.size):
+        wide[e] = np.uint32(half[e]) << np.uint32(16)
+
+
+@njit(nogil=True, cache=True)
+def _widen_fp16(half, wide):
+    # The exponent's bias differs by 112. What is not finite becomes infinite.
+    value = wide.view(np.float32)
+    for e in range(half.size):
+        wide[e] = np.uint32(half[e] & np.uint16(0x7FFF)) << np.uint32(13)
+    for e in range(half.size):
+        size = value[e] * np.float32(2.0**112)
+        size = np.float32(np.inf) if size >= np.float32(65536.0) else size
+        value[e] = -size if half[e] & np.uint16(0x8000) else size
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _encode(g, m, b, out, beta, rest, eps, hold, k0, k1, step, stream, block):
-    # Tiles that stay in the first-level cache: each of the three loops vectorises, memory is still read once.
-    words = np.empty((4, TILE), np.uint32)
-    threshold = np.empty(TILE * LANES, np.int32)
-    for low in range(0, out.size, TILE):
-        count = min(TILE, out.size - low)
-        part = slice(low * LANES, (low + count) * LANES)
-        _draw(words, count, k0, k1, step, stream, block + np.uint64(low))
+    words = np.empty(TILE // 2, np.uint32)
+    draws = words.view(np.uint16)
+    threshold = np.empty(TILE, np.int32)
+    flags = np.empty(TILE, np.uint8)
+    for low in range(0, g.size, TILE):
+        count = min(TILE, g.size - low)
+        part = slice(low, low + count)
+        draw(words, count // LANES, k0, k1, step, stream, block + np.uint64(low // LANES))
         _moments(g[part], m[part], b[part], threshold, beta, rest, eps, hold)
-        _compare(words, threshold, out[low : low + count])
+        below(draws, threshold, flags, out[low // LANES : (low + count) // LANES])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _count(rows, table, threshold):
-    n = rows.shape[0]
-    for i in range(rows.shape[1]):
-        for j in range(LANES):
-            ones = np.int32(0)
-            for r in range(n):
-                ones += np.int32((rows[r, i] >> np.uint8(j)) & np.uint8(1))
-            threshold[i * LANES + j] = table[ones]
+def _encode_half(g, brain, m, b, out, beta, rest, eps, hold, k0, k1, step, stream, block):
+    wide = np.empty(TILE, np.uint32)
+    for low in range(0, g.size, TILE):
+        count = min(TILE, g.size - low)
+        part, bits = slice(low, low + count), slice(low // LANES, (low + count) // LANES)
+        if brain:
+            _widen_bf16(g[part], wide)
+        else:
+            _widen_fp16(g[part], wide)
+        x = wide.view(np.float32)[:count]
+        number = block + np.uint64(low // LANES)
+        _encode(x, m[part], b[part], out[bits], beta, rest, eps, hold, k0, k1, step, stream, number)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True)
 def _reduce(rows, out, k0, k1, step, stream, block):
-    words = np.empty((4, TILE), np.uint32)
-    threshold = np.empty(TILE * LANES, np.int32)
-    n = rows.shape[0]
-    table = np.empty(n + 1, np.int32)  # a division for every element would cost more than all the rest
-    for ones in range(n + 1):
-        table[ones] = (ones * 65536 + n // 2) // n
-    for low in range(0, out.size, TILE):
-        count = min(TILE, out.size - low)
-        _draw(words, count, k0, k1, step, stream, block + np.uint64(low))
-        _count(rows[:, low : low + count], table, threshold)
-        _compare(words, threshold, out[low : low + count])
+    words = np.empty(TILE // 2, np.uint32)
+    draws = words.view(np.uint16)
+    ones = np.empty(TILE, np.int32)
+    flags = np.empty(TILE, np.uint8)
+    lanes = np.empty(TILE // LANES, np.uint64)
+    counts = lanes.view(np.uint8)
+    n = np.int32(rows.shape[0])
+    half = n // np.int32(2)
+    for low in range(0, out.size, TILE // LANES):
+        count = min(TILE // LANES, out.size - low)
+        draw(words, count, k0, k1, step, stream, block + np.uint64(low))
+        ones[:] = 0
+        for first in range(0, n, 255):  # so many fit into the 8 bits of a count
+            count_ones(rows[first : first + 255], low, lanes[:count])
+            for e in range(count * LANES):
+                ones[e] += np.int32(counts[e])
+        for e in range(count * LANES):  # draw < (65536 ones + n//2) // n, without the division
+            flags[e] = (np.int32(draws[e]) + np.int32(1)) * n <= (ones[e] << 16) + half
+        pack(flags, out[low : low + count])
 
 
 @njit(nogil=True, cache=True)
-def _apply(p, bits, step_up, keep, decays):
-    # Whole bytes first, then the rest: an inner loop of fixed length vectorises. Times +-1 is exact.
-    full = p.size // 8
-    for i in range(full):
-        byte = np.int32(bits[i])
-        part = p[i * 8 : i * 8 + 8]
-        for j in range(8):
-            x = part[j]
-            if decays:
-                x = x * keep
-            part[j] = x + np.float32(1 - 2 * ((byte >> j) & 1)) * step_up
-    for e in range(full * 8, p.size):
-        x = p[e]
+def _apply(p, bits, step_up, keep, decays, active):
+    # `bits` may end in the middle of a byte. Times +-1 is exact.
+    signs = np.empty(TILE, np.float32)
+    for low in range(0, p.size, TILE):
+        part = p[low : low + TILE]
+        expand(bits[low // LANES : (low + part.size + LANES - 1) // LANES], signs)
         if decays:
-            x = x * keep
-        p[e] = x - step_up if (bits[e >> 3] >> (e & 7)) & 1 else x + step_up
-
-
-@njit(nogil=True, cache=True)
-def _apply_active(p, bits, step_up, keep, decays, active):
-    full = p.size // 8
-    for i in range(full):
-        byte = np.int32(bits[i])
-        part, moves = p[i * 8 : i * 8 + 8], active[i * 8 : i * 8 + 8]
-        for j in range(8):
-            x = part[j]
-            if decays:
-                x = x * keep
-            moved = x + np.float32(1 - 2 * ((byte >> j) & 1)) * step_up
-            part[j] = moved if moves[j] else x
-    for e in range(full * 8, p.size):
-        x = p[e]
-        if decays:
-            x = x * keep
-        if active[e]:
-            x = x - step_up if (bits[e >> 3] >> (e & 7)) & 1 else x + step_up
-        p[e] = x
+            for e in range(part.size):
+                part[e] *= keep
+        if active.size:
+            moves = active[low : low + TILE]
+            for e in range(part.size):
+                part[e] = part[e] - signs[e] * step_up if moves[e] else part[e]
+        else:
+            for e in range(part.size):
+                part[e] -= signs[e] * step_up
 
 
 @njit(nogil=True, cache=True)
 def _unseen_blocks(b, active, block, out):
     for i in range(out.size):
+        seen, known = b[i * block : (i + 1) * block], active[i * block : (i + 1) * block]
         hits = np.int32(0)
-        for e in range(i * block, min((i + 1) * block, b.size)):
-            hits += np.int32(b[e] > np.float32(0)) & np.int32(active[e] == 0)
+        for e in range(seen.size):
+            hits |= np.int32(seen[e] > np.float32(0)) & np.int32(known[e] == 0)
         out[i] = hits > 0
-
-
-@njit(nogil=True, cache=True)
-def _pack_signs(z, out):
-    for i in range(out.size):
-        byte = 0
-        for j in range(8):
-            if z[i * 8 + j] >= 0:
-                byte |= 1 << j
-        out[i] = byte
-
-
-@njit(nogil=True, cache=True)
-def _add_signs(row, weight, out):
-    for i in range(row.size):
-        byte = np.int32(row[i])
-        part = out[i * 8 : i * 8 + 8]
-        for j in range(8):
-            part[j] += np.float32(((byte >> j) & 1) * 2 - 1) * weight  # times +-1: exact
 
 
 def _keys(seed: int) -> tuple[np.uint64, np.uint64]:
@@ -211,21 +181,14 @@ def encode(
     """See `reference.encode`."""
     out = torch.empty(g.numel() // LANES, dtype=torch.uint8)
     k0, k1 = _keys(seed)
-    _encode(
-        g.numpy(),
-        m.numpy(),
-        b.numpy(),
-        out.numpy(),
-        np.float32(beta),
-        np.float32(1.0 - beta),
-        np.float32(eps),
-        hold,
-        k0,
-        k1,
-        np.uint64(step & 0xFFFFFFFF),
-        np.uint64(worker),
-        np.uint64(start // LANES),
-    )
+    state = m.numpy(), b.numpy(), out.numpy()
+    law = np.float32(beta), np.float32(1.0 - beta), np.float32(eps), hold
+    counter = k0, k1, np.uint64(step & 0xFFFFFFFF), np.uint64(worker), np.uint64(start // LANES)
+    if g.dtype == torch.float32:
+        _encode(g.numpy(), *state, *law, *counter)
+    else:
+        bits = g.view(torch.int16).numpy().view(np.uint16)
+        _encode_half(bits, g.dtype == torch.bfloat16, *state, *law, *counter)
     return out
 
 
@@ -244,30 +207,12 @@ def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tens
         reference.apply_bits(p, bits, lr=lr, decay=decay, active=active)
         return
     flat = p.detach().view(-1).numpy()
-    args = flat, bits.numpy(), np.float32(lr), np.float32(1.0 - decay), bool(decay)
-    if active is None:
-        _apply(*args)
-    else:
-        _apply_active(*args, active.numpy())
+    moves = NO_MASK if active is None else active.view(torch.uint8).numpy()
+    _apply(flat, bits.numpy(), np.float32(lr), np.float32(1.0 - decay), bool(decay), moves)
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
     """See `reference.unseen_blocks`."""
     out = torch.empty(-(-b.numel() // block), dtype=torch.bool)
     _unseen_blocks(b.numpy(), active.view(torch.uint8).numpy(), block, out.numpy())
-    return out
-
-
-def pack_signs(z: Tensor) -> Tensor:
-    """See `reference.pack_signs`."""
-    out = torch.empty(z.numel() // 8, dtype=torch.uint8)
-    _pack_signs(z.numpy(), out.numpy())
-    return out
-
-
-def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
-    """See `reference.average_signs`."""
-    out = torch.zeros(rows.shape[1] * 8, dtype=torch.float32)
-    for row, weight in zip(rows.numpy(), (scales / rows.shape[0]).numpy(), strict=True):
-        _add_signs(row, weight, out.numpy())
     return out

@@ -45,16 +45,21 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return c0, c1, c2, c3
 
 
+def words(number: Tensor, *, seed: int, step: int, stream: int) -> tuple[Tensor, ...]:
+    """Four random 32-bit words for each `number`, int64[n] each. `stream` keeps apart what else is drawn in a step."""
+    zero = torch.zeros_like(number)
+    counter = (number & MASK, number >> 32, zero + (step & MASK), zero + stream)
+    return philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
+
+
 def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, device: torch.device) -> Tensor:
     """Uniform integers in [0, 65536) for the elements start .. start+numel-1, as int64[numel].
 
     numel and start are multiples of 8. `stream` is the worker's number, plus `SERVER_STREAM` in the server stage.
     """
     block = torch.arange(start // LANES, (start + numel) // LANES, dtype=torch.int64, device=device)
-    zero = torch.zeros_like(block)
-    counter = (block & MASK, block >> 32, zero + (step & MASK), zero + stream)
-    words = philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
-    lanes = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], dim=1)
+    drawn = words(block, seed=seed, step=step, stream=stream)
+    lanes = torch.stack([half for w in drawn for half in (w & 0xFFFF, w >> 16)], dim=1)
     return lanes.reshape(-1)
 
 
@@ -64,8 +69,4 @@ def shifts(groups: int, n: int, *, seed: int, step: int, start: int, device: tor
     start: number of the first element of the first group, a multiple of 32.
     """
     word = start // 32 + n * torch.arange(groups, dtype=torch.int64, device=device)
-    zero = torch.zeros_like(word)
-    drawn = philox4x32(
-        (word & MASK, word >> 32, zero + (step & MASK), zero + OWNER_STREAM), (seed & MASK, (seed >> 32) & MASK)
-    )
-    return (drawn[0] * n) >> 32
+    return (words(word, seed=seed, step=step, stream=OWNER_STREAM)[0] * n) >> 32

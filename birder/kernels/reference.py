@@ -1,6 +1,6 @@
 """The kernels in plain torch: any device, and the definition that the fused ones must equal bit for bit.
 
-All tensors are flat and contiguous; states are fp32. Bits are packed 8 to a byte, the lowest bit first; a set bit is +1.
+All tensors are flat and contiguous; states are fp32. Bits are packed 8 to a byte (birder/kernels/bits.py).
 Products and sums are written as separate operations, because a fused multiply-add would round differently.
 """
 
@@ -9,30 +9,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from birder.kernels.bits import pack, unpack
 from birder.kernels.philox import SERVER_STREAM, uniform16
+from birder.kernels.reference_feedback import (
+    add_average,
+    add_message,
+    add_momentum,
+    average_signs,
+    move_adam,
+    pack_signs,
+    split_signs,
+    sum_squares,
+    write_signs,
+)
+
+__all__ = [
+    "add_average",
+    "add_message",
+    "add_momentum",
+    "apply_bits",
+    "average_signs",
+    "binarize",
+    "encode",
+    "move_adam",
+    "pack",
+    "pack_signs",
+    "ratio",
+    "reduce_bits",
+    "split_signs",
+    "sum_squares",
+    "unpack",
+    "unseen_blocks",
+    "write_signs",
+]
 
 HALF_RANGE = 32768.0  # 2^15: maps u in [-1, 1] to a threshold in [0, 2^16], exact to 2^-17 in probability
 
 
-def pack(flags: Tensor) -> Tensor:
-    """bool[8c] -> uint8[c]."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flags.device)
-    return (flags.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
-
-
-def unpack(bits: Tensor) -> Tensor:
-    """uint8[..., c] -> uint8[..., 8c] of zeros and ones."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)
-
-
 def ratio(g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool) -> Tensor:
-    """Birder's moments, updated in place, and their ratio u in [-1, 1]: fp32[d] each.
+    """Birder's moments, updated in place, and their ratio u in [-1, 1]: fp32[d] each; g may be bf16 or fp16 too.
 
     m = beta m + (1-beta) g;  b = beta b + (1-beta)|g|;  u = m/(b+eps), 0 where b = 0.
     A gradient that is not finite counts as 0. `hold`: b stays as it is where g = 0.
     """
-    g = torch.where(torch.isfinite(g), g, 0.0)
+    g = torch.where(torch.isfinite(g), g, 0.0).float()
     scaled = g * (1.0 - beta)
     b_next = b * beta + scaled.abs()
     if hold:
@@ -68,7 +88,7 @@ def encode(
 
 
 def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
-    """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c].
+    """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c], n < 32768.
 
     With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n.
     """
@@ -96,18 +116,3 @@ def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
     """For every `block` elements, whether b > 0 where `active` is False anywhere: fp32[d], bool[d] -> bool[ceil(d/block)]."""
     news = (b > 0) & ~active
     return torch.nn.functional.pad(news, (0, -news.numel() % block)).view(-1, block).any(1)
-
-
-def pack_signs(z: Tensor) -> Tensor:
-    """The packed bits of z >= 0: fp32[8c] -> uint8[c]. Zero counts as +1."""
-    return pack(z >= 0)
-
-
-def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
-    """(1/n) sum_i scales[i] * (+-1): uint8[n, c], fp32[n] -> fp32[8c], summed in the order of the workers."""
-    n = rows.shape[0]
-    weights = scales / n
-    total = torch.zeros(8 * rows.shape[1], dtype=torch.float32, device=rows.device)
-    for row, weight in zip(rows, weights, strict=True):
-        total.add_(torch.where(unpack(row).bool(), weight, -weight))
-    return total

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +22,14 @@ WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Plan(enum.Enum):
     """What is communicated in a step."""
 
-    SKIP = "nothing"
+    SKIP = "nothing: a step on this rank alone"
     DENSE = "the gradient, by all-reduce"
     COMPRESSED = "the method's own message"
+
+    @property
+    def own(self) -> bool:
+        """Whether the method takes the local gradient itself (`exchange`), instead of having it averaged."""
+        return self is not Plan.DENSE
 
 
 def require(ok: bool, name: str, value: Any, wanted: str) -> None:
@@ -31,30 +38,44 @@ def require(ok: bool, name: str, value: Any, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
+def require_whole(name: str, value: Any, minimum: int = 1) -> None:
+    """Raises ValueError unless `value` is a whole number, `minimum` or more. True is none."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    require(ok, name, value, f"a whole number >= {minimum}")
+
+
 class BucketOptimizer(torch.optim.Optimizer):
     """Base of all optimizers of this package.
 
     A subclass says what is communicated in a step (`plan`), keeps its state in flat fp32 buffers for each `Unit`
     (`init_unit`), and updates the parameters (`update`). One that compresses also turns a unit's local gradient into
-    messages and exchanges them (`exchange`).
+    messages and exchanges them (`exchange`); in a SKIP step `exchange` is called all the same, and sends nothing.
 
     `birder.attach(ddp_model, optimizer)` connects it to DDP. Without `attach` it works on `p.grad` as any optimizer
     does; a 1-bit method is then one worker that is its own server.
 
-    What `p.grad` holds after backward under DDP: in a DENSE step the average gradient, as always. In a COMPRESSED step
+    What `p.grad` holds after backward under DDP: in a DENSE step the average gradient, as always. In any other step
     **this rank's own gradient**, not averaged: the message has been taken from it during backward, and the update is
     kept by the optimizer. Changing `p.grad` then has no effect, unless `attach(..., overlap=False)`: then the message is
     taken from `p.grad` inside `step`.
 
     max_grad_norm: clips by the global norm inside `step`. In DENSE steps that is the norm of the average gradient. In
         COMPRESSED steps nobody has the average; every rank scales its gradient by the same factor
-        min(1, max_grad_norm / sqrt(mean over ranks of |g_i|^2)), and communication starts after backward.
+        min(1, max_grad_norm / sqrt(mean over ranks of |g_i|^2)), and communication starts after backward. In SKIP steps
+        every rank clips by the norm of its own gradient.
+
+    Elements of a local gradient that are not finite count as 0 in all but DENSE steps: no message of one rank can spoil
+    the state of another, and ranks take the same decisions.
 
     Raises ValueError for arguments out of range.
     """
 
     compressed: ClassVar[bool] = False
-    """Whether the method sends compressed messages in some of its steps."""
+    """Whether the method sends messages of its own in some of its steps."""
+    local_models: ClassVar[bool] = False
+    """Whether parameters may differ between ranks after a step. `averaged` is then what to evaluate."""
+    screens: ClassVar[bool] = False
+    """Whether the method's own arithmetic takes gradients that are not finite for 0."""
 
     def __init__(
         self,
@@ -97,18 +118,20 @@ class BucketOptimizer(torch.optim.Optimizer):
     def init_unit(self, unit: Unit) -> None:
         """Fills `unit.state`. All ranks make the same keys; shapes may depend on `self.comm`."""
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
-        """From the unit's local gradient, fp32[padded], to `unit.result`, the same on all ranks. May overwrite `grad`.
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None] | None:
+        """From the unit's local gradient, fp32[padded], to `unit.result`. May overwrite `grad`.
 
-        Runs on the pipeline: maybe on another thread, while backward goes on. Parameters do not change meanwhile.
+        Called in COMPRESSED steps and in SKIP steps; in the latter it must not communicate. Runs on the pipeline: maybe on
+        another thread, while backward goes on. Parameters do not change meanwhile. As a generator it yields once, before it
+        begins to wait for the wire: the next unit is then encoded meanwhile (birder/comm/pipeline.py).
         """
         raise TypeError(f"{type(self).__name__} does not compress")
 
     def after_units(self, step: int) -> None:
-        """Runs on the pipeline after the last unit of a COMPRESSED step."""
+        """Runs on the pipeline after the last unit, in all but DENSE steps."""
 
     def update(self, step: int, plan: Plan) -> None:
-        """Updates parameters and state, from `p.grad` in DENSE and SKIP steps, from `unit.result` in COMPRESSED ones."""
+        """Updates parameters and state, from `p.grad` in DENSE steps, from `unit.result` in the others."""
         raise TypeError(f"{type(self).__name__} defines no update")
 
     # ---- binding ---------------------------------------------------------------------------------------------------
@@ -189,10 +212,12 @@ class BucketOptimizer(torch.optim.Optimizer):
             slot.copy_(g)
             if factor is not None:
                 slot.mul_(factor)
+            if not self.screens:
+                torch.nan_to_num_(slot, nan=0.0, posinf=0.0, neginf=0.0)
         self.adjust_gradient(unit, i, slot)
         unit.waiting.discard(i)
         if not unit.waiting:
-            self.pipeline.submit(lambda: self.exchange(unit, grad, step))
+            self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
 
     def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
         """Chance to change the copied gradient of parameter i in place, e.g. for coupled weight decay."""
@@ -204,11 +229,12 @@ class BucketOptimizer(torch.optim.Optimizer):
         if not fed:
             self._open_units()
             if self.max_grad_norm is not None:
-                factor = self._common_clip_factor(self.max_grad_norm)
+                alone = self.plan(step) is Plan.SKIP
+                factor = self._clip_factor() if alone else self._common_clip_factor(self.max_grad_norm)
         for unit in self.units:
             for i in sorted(unit.waiting):  # after feeding: what DDP does not reduce, the same on every rank
                 self._put(unit, i, None if fed else unit.params[i].grad, factor)
-        self.pipeline.submit(lambda: self.after_units(step))
+        self.pipeline.submit(functools.partial(self.after_units, step))
         self._feeding = False
         self.pipeline.wait()
 
@@ -218,6 +244,10 @@ class BucketOptimizer(torch.optim.Optimizer):
         if not grads:
             return torch.zeros((), device=device)
         return torch.nn.utils.get_total_norm(grads).to(device=device, dtype=torch.float32)
+
+    def _clip_factor(self) -> Tensor:
+        assert self.max_grad_norm is not None
+        return (self.max_grad_norm / (self._local_norm() + 1e-6)).clamp(max=1.0)
 
     def _common_clip_factor(self, limit: float) -> Tensor:
         norm = (self.comm.total(self._local_norm().square()) / self.comm.world_size).sqrt()
@@ -242,12 +272,16 @@ class BucketOptimizer(torch.optim.Optimizer):
         self._ensure_bound()
         step = self.steps + 1
         plan = self.plan(step)
-        if plan is Plan.COMPRESSED:
-            self._exchange_all(step)
-        elif plan is Plan.DENSE and self.max_grad_norm is not None:
-            factor = (self.max_grad_norm / (self._local_norm() + 1e-6)).clamp(max=1.0)
+        trace = self.pipeline.trace
+        if plan.own:
+            with trace.span("exposed"):
+                self._exchange_all(step)
+        elif self.max_grad_norm is not None:
+            factor = self._clip_factor()
             torch._foreach_mul_([p.grad for u in self.units for p in u.params if p.grad is not None], factor)
-        self.update(step, plan)
+        with trace.span("apply"):
+            self.update(step, plan)
+        trace.end_step()
         self.steps = step
         return loss
 
@@ -257,6 +291,43 @@ class BucketOptimizer(torch.optim.Optimizer):
         # the scaler hand over its scale, by which `step` can tell that there is one. Otherwise the scaler does its
         # ordinary work: unscale p.grad, skip the step on overflow.
         return self._feeding
+
+    # ---- models that differ between ranks ---------------------------------------------------------------------------
+
+    def flat_parameters(self, unit: Unit) -> Tensor:
+        """The unit's parameters as they are now, in a new flat buffer: fp32[padded]."""
+        flat = unit.zeros()
+        for view, p in zip(unit.views(flat), unit.params, strict=True):
+            view.copy_(p.detach())
+        return flat
+
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Replaces the parameters by their mean over all ranks. Every rank calls it."""
+        for unit in self.units:
+            mean = self.comm.mean(self.flat_parameters(unit))
+            for view, p in zip(unit.views(mean), unit.params, strict=True):
+                p.copy_(view)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are the mean over all ranks: what to evaluate and to keep. Every rank enters it.
+
+        Where parameters are the same on all ranks it does nothing. Its bytes are not counted.
+        """
+        if not self.local_models or self.comm.world_size == 1:
+            yield
+            return
+        saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
+        counted = self.comm.counter.snapshot()
+        self.average_parameters()
+        self.comm.counter.restore(counted)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for unit, values in zip(self.units, saved, strict=True):
+                    torch._foreach_copy_(unit.params, values)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

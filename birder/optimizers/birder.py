@@ -17,7 +17,7 @@ One bit for each parameter goes each way: worker to server by all-to-all, server
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +57,7 @@ class Birder(BucketOptimizer):
     """
 
     compressed: ClassVar[bool] = True
+    screens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Birder(BucketOptimizer):
         if not self.decoupled and unit.group["weight_decay"]:
             slot.add_(unit.params[i], alpha=unit.group["weight_decay"])
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
         comm = self.comm
         size = unit.padded // comm.shards
         start = unit.start + comm.shard * size
@@ -112,9 +113,12 @@ class Birder(BucketOptimizer):
         draw = {"seed": self.seed, "step": step}
         if self.reduce == "one_phase":
             sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **draw)
+            yield
             unit.result = comm.gather_shards(kernels.assemble(comm.gather_workers(sent), start=start, **draw))  # (5)
             return
-        rows = comm.scatter(bits)
+        received = comm.start_scatter(bits)
+        yield
+        rows = received()
         chunk = size // comm.workers
         unit.result = comm.gather(kernels.reduce_bits(rows, start=start + comm.worker * chunk, **draw))  # (5)
 

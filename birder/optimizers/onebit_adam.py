@@ -14,32 +14,19 @@ Afterwards, with v frozen at v_T, C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.compress.scaled_sign import scaled_sign
-from birder.optimizers.base import BucketOptimizer, Plan, require
+from birder.optimizers.base import Plan, require_whole
 from birder.optimizers.dense import adam_moments, check_adam, with_gradient
 from birder.optimizers.layout import Unit
+from birder.optimizers.onebit import OneBitMethod, onebit_momentum_mean, take_signs
 
 
-@dataclass
-class Support:
-    """The coordinates whose frozen variance is not 0, with their number in this rank's shard and chunk."""
-
-    mask: Tensor | None  # bool[padded]; None: all of them
-    shard: slice
-    chunk: slice
-    shard_count: int
-    chunk_count: int
-
-
-class OneBitAdam(BucketOptimizer):
+class OneBitAdam(OneBitMethod):
     """1-bit Adam (see the module's docstring for the equations).
 
     warmup_steps:    T, at least 1: dense steps before the variance is frozen; usually 15-25 % of all steps.
@@ -55,8 +42,6 @@ class OneBitAdam(BucketOptimizer):
     Raises ValueError for arguments out of range.
     """
 
-    compressed: ClassVar[bool] = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -69,11 +54,8 @@ class OneBitAdam(BucketOptimizer):
         bias_correction: bool = True,
         **options: Any,
     ) -> None:
-        require(
-            isinstance(warmup_steps, int) and warmup_steps >= 1, "warmup_steps", warmup_steps, "a whole number >= 1"
-        )
+        require_whole("warmup_steps", warmup_steps)
         self.warmup_steps, self.bias_correction = warmup_steps, bias_correction
-        self._support: dict[int, Support] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -84,40 +66,20 @@ class OneBitAdam(BucketOptimizer):
         return Plan.DENSE if step <= self.warmup_steps else Plan.COMPRESSED
 
     def init_unit(self, unit: Unit) -> None:
-        shard = unit.padded // self.comm.shards
         unit.state["m"] = unit.zeros()
         unit.state["v"] = unit.zeros()
-        unit.state["worker_error"] = unit.zeros(shard)
-        unit.state["server_error"] = unit.zeros(shard // self.comm.workers)
+        self.init_errors(unit)
 
-    def support(self, unit: Unit) -> Support:
-        """Where the unit's frozen variance is not 0; computed once after the warm-up."""
-        if unit.index not in self._support:
-            mask = unit.state["v"] > 0
-            size = unit.padded // self.comm.shards
-            chunk = size // self.comm.workers
-            begin = self.comm.shard * size
-            shard_part = slice(begin, begin + size)
-            chunk_part = slice(begin + self.comm.worker * chunk, begin + (self.comm.worker + 1) * chunk)
-            counts = int(mask[shard_part].sum()), int(mask[chunk_part].sum())
-            self._support[unit.index] = Support(None if mask.all() else mask, shard_part, chunk_part, *counts)
-        return self._support[unit.index]
-
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
-        state, comm, support = unit.state, self.comm, self.support(unit)
-        beta1 = unit.group["betas"][0]
-        z = comm.shard_mean(grad).mul_(1.0 - beta1)  # (1)
-        z.add_(state["m"][support.shard] * beta1).add_(state["worker_error"])
-        bits, scale = scaled_sign(z, state["worker_error"], support.mask, support.shard, support.shard_count)  # (2)
-        rows, scales = comm.scatter(bits), comm.gather_workers(scale.view(1))
-        a = kernels.average_signs(rows, scales.view(-1)).add_(state["server_error"])  # (3)
-        bits, scale = scaled_sign(a, state["server_error"], support.mask, support.chunk, support.chunk_count)  # (4)
-        unit.result = comm.gather(bits), comm.gather(scale.view(1))
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+        state, support = unit.state, self.support(unit)
+        beta1, errors = unit.group["betas"][0], (state["worker_error"], state["server_error"])
+        g, m = self.comm.shard_mean(grad), state["m"][support.shard]
+        unit.result = yield from onebit_momentum_mean(g, m, beta1, *errors, support, self.comm)  # (1)-(4)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
             if plan is Plan.COMPRESSED:
-                self._take_momentum(unit)
+                take_signs(unit.state["m"], unit.result, self.support(unit).mask)
                 params, m, v = unit.params, unit.views(unit.state["m"]), unit.views(unit.state["v"])
             else:
                 params, grads, m, v = with_gradient(unit, "m", "v")
@@ -127,26 +89,10 @@ class OneBitAdam(BucketOptimizer):
             if params:
                 self._move(unit.group, step, params, m, v)
 
-    def _take_momentum(self, unit: Unit) -> None:
-        bits, scales = unit.result
-        m, mask = unit.state["m"], self.support(unit).mask
-        for row, chunk, scale in zip(m.view(scales.numel(), -1), bits.view(scales.numel(), -1), scales, strict=True):
-            row.copy_(kernels.average_signs(chunk.view(1, -1), scale.view(1)))  # of one: scale times the signs
-        if mask is not None:
-            m.mul_(mask)
-
     def _move(self, group: dict[str, Any], step: int, params: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        denominator = torch._foreach_sqrt(v)
-        rate = lr
+        rate, correction = lr, 1.0
         if self.bias_correction:
-            torch._foreach_div_(denominator, (1 - beta2 ** min(step, self.warmup_steps)) ** 0.5)
-            rate = lr / (1 - beta1**step)
-        torch._foreach_add_(denominator, group["eps"])
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        torch._foreach_addcdiv_(params, m, denominator, -rate)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        super().load_state_dict(state_dict)
-        self._support.clear()
+            rate, correction = lr / (1 - beta1**step), (1 - beta2 ** min(step, self.warmup_steps)) ** 0.5
+        keep = 1 - lr * group["weight_decay"]
+        kernels.move_adam(params, m, v, rate=rate, correction=correction, eps=group["eps"], keep=keep)  # (5)

@@ -1,4 +1,4 @@
-"""What the two BERT workloads share: tokenizer, model, parameter groups. transformers is imported on use."""
+"""What the BERT workloads share: tokenizer, model, parameter groups. transformers is imported on use."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # preset: BertConfig of a model with random weights
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {},
+    "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
 }
 
@@ -108,25 +109,41 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_model(
-    auto: Any, model: str | None, init: str | None, preset: str, vocab_size: int, positions: int
+    auto: Any,
+    model: str | None,
+    init: str | None,
+    preset: str,
+    vocab_size: int,
+    positions: int,
+    outputs: int | None = None,
 ) -> nn.Module:
-    """A model of the class `auto`: pretrained, or with random weights and the shape of `model` or of `preset`."""
+    """A model of the class `auto`: pretrained, or with random weights and the shape of `model` or of `preset`.
+
+    outputs: of a classifier, which stands on the pooler.
+    """
     from transformers import AutoConfig, BertConfig
+
+    head: dict[str, Any] = {} if outputs is None else {"num_labels": outputs}
 
     if model is not None and init != "random":
         # Checkpoints may be stored in half precision; parameters here are fp32.
-        net = load(auto, model).float()
+        net = load(auto, model, **head).float()
     elif model is not None:
-        net = auto.from_config(load(AutoConfig, model)).float()
+        net = auto.from_config(load(AutoConfig, model, **head)).float()
     else:
-        size = {"max_position_embeddings": max(512, positions), "vocab_size": vocab_size, **PRESETS[preset]}
+        size: dict[str, Any] = {
+            "max_position_embeddings": max(512, positions),
+            "vocab_size": vocab_size,
+            **PRESETS[preset],
+            **head,
+        }
         net = auto.from_config(BertConfig(**size)).float()
     known = getattr(net.config, "max_position_embeddings", positions)
     if positions > known:
         raise UserError(f"workload.seq_len={positions} is longer than the model's {known} positions")
     # A pooler that no loss reaches would have no gradient.
     base = getattr(net, net.base_model_prefix, None)
-    if base is not None and getattr(base, "pooler", None) is not None:
+    if outputs is None and base is not None and getattr(base, "pooler", None) is not None:
         base.pooler = None
     net.train()
     return net

@@ -25,7 +25,7 @@ class BertSquad(Workload):
 
     model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
-    preset:          base | tiny, the shape where `model` is None.
+    preset:          base | large | tiny, the shape where `model` is None.
     data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
     train_file:      training file, absolute or inside `data_path`; likewise dev_file.
     dataset:         hub data set used when no file is given, or "synthetic".

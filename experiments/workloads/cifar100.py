@@ -34,9 +34,10 @@ class Cifar100(SmallImages):
             train, test = (CIFAR100(str(root), train=part, download=False) for part in (True, False))
         except Exception as error:  # torchvision checks a hash, then unpickles: anything may go wrong in a broken file
             raise UserError(f"data.path: the files in {root} are not CIFAR-100's: unpack the archive again") from error
-        return _split(train), _split(test)
+        return to_split(train), to_split(test)
 
 
-def _split(part: object) -> Split:
+def to_split(part: object) -> Split:
+    """The images and labels of one of torchvision's CIFAR data sets."""
     images = torch.as_tensor(part.data).permute(0, 3, 1, 2).contiguous()  # type: ignore[attr-defined]
     return images, torch.as_tensor(part.targets)  # type: ignore[attr-defined]

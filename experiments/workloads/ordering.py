@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator
 
@@ -20,6 +21,14 @@ def generator(*keys: int | str) -> torch.Generator:
     """
     words = [zlib.crc32(key.encode()) if isinstance(key, str) else key for key in keys]
     return torch.Generator().manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1)
+
+
+@contextlib.contextmanager
+def as_global(stream: torch.Generator) -> Iterator[None]:
+    """Lets code that draws from torch's global CPU generator, as torchvision's transforms do, draw from `stream`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.set_state(stream.get_state())
+        yield
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_per_rank: int, what: str) -> int:

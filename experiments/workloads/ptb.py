@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.errors import UserError
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.base import Batch, Shard, Workload
+from experiments.workloads.corpus import perplexity
 from experiments.workloads.files import existing_dir, no_synthetic, read_text
 from experiments.workloads.ordering import generator
 
@@ -160,9 +160,7 @@ class PennTreebank(Workload):
                 hidden = (h.float(), c.float())
                 loss += float(F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum"))
                 count += following.numel()
-        loss, count = all_sum([loss, count], shard)
-        # Capped so that a diverged run writes a number, not an overflow.
-        return {"perplexity": math.exp(min(loss / count, 50.0)), "loss": loss / count}
+        return perplexity(loss, count, shard)
 
     def samples(self, batch_per_rank: int) -> int:
         return batch_per_rank * self.bptt

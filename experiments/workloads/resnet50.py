@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from experiments.errors import UserError
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
-from experiments.workloads.ordering import batch_indices, generator, steps_per_epoch
+from experiments.workloads.ordering import as_global, batch_indices, generator, steps_per_epoch
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -100,7 +100,7 @@ class ResNet50(Workload):
             return
         from torchvision import transforms as T
 
-        augment = T.Compose([T.RandomResizedCrop(self.image_size), T.RandomHorizontalFlip(), *_to_tensor()])
+        augment = T.Compose(self.augmentation())
         order = [
             indices.tolist()
             for _, indices in batch_indices(
@@ -108,6 +108,12 @@ class ResNet50(Workload):
             )
         ]
         yield from self._load(_Images(self._folders["train"], augment, seed, epoch), order, shard)
+
+    def augmentation(self) -> list[Any]:
+        """torchvision's transforms from a training image (PIL) to the tensor that the model sees."""
+        from torchvision import transforms as T
+
+        return [T.RandomResizedCrop(self.image_size), T.RandomHorizontalFlip(), *to_tensor()]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
@@ -119,7 +125,7 @@ class ResNet50(Workload):
         from torchvision import transforms as T
 
         resize = T.Resize(round(self.image_size * 256 / 224))
-        images = _Images(self._folders["val"], T.Compose([resize, T.CenterCrop(self.image_size), *_to_tensor()]), 0, 0)
+        images = _Images(self._folders["val"], T.Compose([resize, T.CenterCrop(self.image_size), *to_tensor()]), 0, 0)
         mine = list(range(shard.rank, len(images), shard.world_size))
         batches = [mine[i : i + self.eval_batch] for i in range(0, len(mine), self.eval_batch)]
         sums = [0.0, 0.0, 0.0]
@@ -156,7 +162,8 @@ class ResNet50(Workload):
             yield pixels.to(shard.device, non_blocking=cuda), labels.to(shard.device, non_blocking=cuda)
 
 
-def _to_tensor() -> list[Any]:
+def to_tensor() -> list[Any]:
+    """From a PIL image to a tensor of ImageNet's mean 0 and spread 1."""
     from torchvision import transforms as T
 
     return [T.ToTensor(), T.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
@@ -176,7 +183,5 @@ class _Images(Dataset[tuple[Tensor, int]]):
             image, label = self.folder[index]
         except OSError as error:
             raise UserError(f"data.path: {self.folder.samples[index][0]} is not a readable image ({error})") from error
-        # torchvision's transforms draw from the global generator, so it is borrowed and given back.
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.set_state(generator("augment", self.seed, self.epoch, index).get_state())
+        with as_global(generator("augment", self.seed, self.epoch, index)):
             return self.transform(image), label

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.errors import UserError
+from experiments.workloads import cifar_models
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.files import existing_dir, no_synthetic
 from experiments.workloads.ordering import batch_indices, fixed_choice, generator, steps_per_epoch
 
-MODELS = ("resnet18", "small_cnn")
+MODELS = ("resnet18", "small_cnn", *cifar_models.WIDE, *cifar_models.THIN)
 AUGMENTATIONS = ("none", "flip", "crop_flip")
 
 Split = tuple[Tensor, Tensor]  # uint8[N, C, H, W] images, int64[N] labels
@@ -26,9 +27,12 @@ class SmallImages(Workload):
     A subclass gives `name`, `title`, `shape`, `num_classes` and `read`, and `check_files` where files are needed.
 
     data_path:       where the files lie; None: random images of the data set's shape (time only).
-    model:           resnet18 (CIFAR form: 3x3 stem, no max-pooling) | small_cnn (two convolutions, two linear layers).
+    model:           resnet18 (CIFAR form: 3x3 stem, no max-pooling) | small_cnn (two convolutions, two linear layers) |
+                     wrn_40_8, wrn_10_2 (wide ResNets) | resnet110, resnet20, resnet8 (the CIFAR ResNets).
     augment:         none | flip | crop_flip (zero padding of an eighth of the side, random crop, random flip).
     train_images:    number of training images to use, always the same ones; None: all.
+    held_out:        number of training images to leave out of training, always the same ones; the accuracy on them is
+                     the metric `held_out`, for the choice of hyper-parameters. None or 0: none.
     eval_batch:      images per batch in `evaluate`.
     allow_synthetic: False makes a missing `data_path` an error.
     """
@@ -47,6 +51,7 @@ class SmallImages(Workload):
         model: str = "small_cnn",
         augment: str = "none",
         train_images: int | None = None,
+        held_out: int | None = None,
         eval_batch: int = 500,
         allow_synthetic: bool = True,
     ) -> None:
@@ -55,10 +60,13 @@ class SmallImages(Workload):
                 raise UserError(f"workload.{key}={value} is unknown: one of {', '.join(known)}")
         if train_images is not None and train_images < 1:
             raise UserError(f"workload.train_images={train_images} must be 1 or more")
+        if held_out is not None and held_out < 0:
+            raise UserError(f"workload.held_out={held_out} must be 0 or more")
         self.data_path = data_path
         self.model = model
         self.augment = augment
         self.train_images = train_images
+        self.held_out = held_out or 0
         self.eval_batch = eval_batch
         self.allow_synthetic = allow_synthetic
         self.synthetic = data_path is None and self.needs_files
@@ -84,17 +92,27 @@ class SmallImages(Workload):
         train, test = _synthetic(self.shape, self.num_classes) if self.synthetic else self.read()
         keep = fixed_choice(len(train[1]), self.train_images, "train_images")
         train = (train[0][keep], train[1][keep]) if len(keep) < len(train[1]) else train
+        self._evaluated = {"top1": test}
+        if self.held_out and not self.synthetic:  # random images have no accuracy
+            if self.held_out >= len(train[1]):
+                raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train[1])} training images")
+            out = torch.zeros(len(train[1]), dtype=torch.bool)
+            out[fixed_choice(len(train[1]), self.held_out, "held_out")] = True
+            self._evaluated["held_out"] = (train[0][out], train[1][out])
+            train = (train[0][~out], train[1][~out])
         # Per-channel mean and spread of the training images, on the 0..1 scale.
         pixels = train[0][:5000].float() / 255
         self._mean = pixels.mean((0, 2, 3)).view(1, -1, 1, 1).to(shard.device)
         self._std = pixels.std((0, 2, 3)).clamp_min(1e-3).view(1, -1, 1, 1).to(shard.device)
         self._train = (train[0].to(shard.device), train[1].to(shard.device))
-        self._test = (test[0].to(shard.device), test[1].to(shard.device))
+        self._evaluated = {k: (x.to(shard.device), y.to(shard.device)) for k, (x, y) in self._evaluated.items()}
 
     def build_model(self) -> nn.Module:
         channels, side = self._train[0].shape[1:3]
         if self.model == "small_cnn":
             return _small_cnn(channels, side, self.num_classes)
+        if self.model != "resnet18":
+            return cifar_models.build(self.model, channels, self.num_classes)
         from torchvision.models import resnet18
 
         net = resnet18(weights=None, num_classes=self.num_classes)
@@ -124,13 +142,17 @@ class SmallImages(Workload):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
-        images, labels = (part[shard.rank :: shard.world_size] for part in self._test)
+        return {name: self._accuracy(model, shard, *split) for name, split in self._evaluated.items()}
+
+    def _accuracy(self, model: nn.Module, shard: Shard, images: Tensor, labels: Tensor) -> float:
+        """Percentage of the images that `model` names right, this rank taking its share of them."""
+        images, labels = (part[shard.rank :: shard.world_size] for part in (images, labels))
         correct = 0.0
         for first in range(0, len(labels), self.eval_batch):
             some = slice(first, first + self.eval_batch)
             correct += float((model(self._normalise(images[some])).argmax(1) == labels[some]).sum())
         correct, count = all_sum([correct, float(len(labels))], shard)
-        return {"top1": 100 * correct / count}
+        return 100 * correct / count
 
     def _normalise(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self._mean) / self._std

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +12,13 @@ from torch import Tensor, nn
 
 from experiments.errors import UserError
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
-from experiments.workloads.files import read_text, text_files
+from experiments.workloads.base import Batch, Shard, Workload
+from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines
+from experiments.workloads.files import text_files
 from experiments.workloads.ordering import batch_indices, generator, steps_per_epoch
-from experiments.workloads.squad_data import synthetic_questions
 
 CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
 IGNORED = -100  # label of a token that is not predicted
-SYNTHETIC_PARAGRAPHS = 1500
 
 
 class Wikipedia(Workload):
@@ -32,7 +29,7 @@ class Wikipedia(Workload):
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         base | tiny, the shape where `model` is None.
+    preset:         base | large | tiny, the shape where `model` is None.
     data_path:      a text file or a folder of .txt files.
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
     dataset_config: its configuration, e.g. a language and date.
@@ -78,12 +75,7 @@ class Wikipedia(Workload):
         self.seq_len, self.mask_prob, self.documents = seq_len, mask_prob, documents
         self.valid_fraction, self.eval_batch, self.vocab_size = valid_fraction, eval_batch, vocab_size
         self.synthetic = data_path is None and dataset == "synthetic"
-        if self.synthetic:
-            self.data_name = "synthetic sentences"
-        else:
-            self.data_name = (
-                f"text of {Path(data_path).name}" if data_path else f"{dataset} {dataset_config or ''}".strip()
-            )
+        self.data_name = corpus_name(data_path, dataset, dataset_config)
 
     def check(self) -> None:
         bert.check_model(self.model, self.init, self.preset)
@@ -91,7 +83,7 @@ class Wikipedia(Workload):
             text_files(self.data_path)
 
     def prepare(self, shard: Shard) -> None:
-        lines = self._lines()
+        lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
         if self.model is None:
             self.tokenizer = bert.word_tokenizer(lines, self.vocab_size)
         else:
@@ -99,15 +91,9 @@ class Wikipedia(Workload):
         if self.tokenizer.mask_token_id is None:
             raise UserError(f"workload.model: {self.model} has no mask token, so it is no masked language model")
         self._special = torch.tensor(sorted(self.tokenizer.all_special_ids))
-        sequences = self._sequences(lines)
-        held_out = max(1, round(len(sequences) * self.valid_fraction))
-        if held_out >= len(sequences):
-            raise UserError(
-                f"{self.data_name} fills {len(sequences)} sequences of {self.seq_len} tokens, too few: give more text"
-            )
-        self._train = sequences[:-held_out]
+        self._train, held_out = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
         # Masked once, the same for every number of ranks.
-        inputs, labels = self.masked(sequences[-held_out:], generator("validation mask"))
+        inputs, labels = self.masked(held_out, generator("validation mask"))
         self._valid = (inputs[shard.rank :: shard.world_size], labels[shard.rank :: shard.world_size])
 
     def build_model(self) -> nn.Module:
@@ -142,9 +128,7 @@ class Wikipedia(Workload):
             logits = model(input_ids=inputs).logits.float().flatten(0, 1)
             loss += float(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"))
             count += float((labels != IGNORED).sum())
-        loss, count = all_sum([loss, count], shard)
-        # Capped so that a diverged run writes a number, not an overflow.
-        return {"perplexity": math.exp(min(loss / count, 50.0)), "loss": loss / count}
+        return perplexity(loss, count, shard)
 
     def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         return bert.decay_groups(model, weight_decay)
@@ -167,34 +151,6 @@ class Wikipedia(Workload):
         inputs = torch.where(chosen & (dice < 0.8), torch.tensor(self.tokenizer.mask_token_id), tokens)
         inputs = torch.where(chosen & (dice >= 0.8) & (dice < 0.9), random_tokens, inputs)
         return inputs, labels
-
-    def _lines(self) -> list[str]:
-        """Non-empty lines of text."""
-        if self.data_path is not None:
-            lines = [
-                line for file in text_files(self.data_path) for line in read_text(file).splitlines() if line.strip()
-            ]
-        elif self.synthetic:
-            lines = [q.context for q in synthetic_questions(SYNTHETIC_PARAGRAPHS, "text")]
-        else:
-            lines = self._hub_lines()
-        if not lines:
-            raise UserError(f"data.path: {self.data_path} holds only empty lines")
-        return lines if self.documents is None or self.data_path is None else lines[: self.documents]
-
-    def _hub_lines(self) -> list[str]:
-        import datasets
-
-        datasets.disable_progress_bars()
-        part = "train" if self.documents is None else f"train[:{self.documents}]"
-        try:
-            table: Any = datasets.load_dataset(self.dataset, self.dataset_config, split=part)
-            return [line for text in table["text"] for line in text.splitlines() if line.strip()]
-        except Exception as error:  # the hub's client raises a dozen unrelated types
-            raise UserError(
-                f"cannot load {self.dataset} from the hub ({type(error).__name__}): give text with data.path=PATH,"
-                " or workload.dataset=synthetic"
-            ) from error
 
     def _sequences(self, lines: list[str]) -> Tensor:
         """int32[N, seq_len]: [CLS] seq_len - 2 pieces [SEP]; the incomplete last one is dropped."""

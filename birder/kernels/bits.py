@@ -1,0 +1,18 @@
+"""Packed bits, in plain torch: 8 to a byte, the lowest bit first; a set bit is +1."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack(flags: Tensor) -> Tensor:
+    """bool[8c] -> uint8[c]."""
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flags.device)
+    return (flags.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack(bits: Tensor) -> Tensor:
+    """uint8[..., c] -> uint8[..., 8c] of zeros and ones."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)

@@ -1,0 +1,154 @@
+"""The kernels fused for GPUs with Triton: each one a single pass over its memory, on the current stream, nothing on the host.
+
+Same results as `birder.kernels.reference`, bit for bit: Philox is written out, divisions round to nearest, multiply-adds are
+not contracted. With TRITON_INTERPRET=1 in the environment before the import they run on CPU tensors, slowly, for tests.
+"""
+
+# In the functions of Triton only constants are annotated.
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from birder.kernels import reference
+from birder.kernels.cuda_bits import BYTES, draw, elements, first_byte, launch, pack, unpack, word
+from birder.kernels.cuda_feedback import (
+    add_average,
+    add_message,
+    add_momentum,
+    average_signs,
+    pack_signs,
+    split_signs,
+    sum_squares,
+    write_signs,
+)
+from birder.kernels.philox import LANES, SERVER_STREAM
+from birder.kernels.reference_feedback import move_adam  # few launches for all parameters together
+
+__all__ = [
+    "add_average",
+    "add_message",
+    "add_momentum",
+    "apply_bits",
+    "average_signs",
+    "encode",
+    "move_adam",
+    "pack_signs",
+    "reduce_bits",
+    "split_signs",
+    "sum_squares",
+    "unseen_blocks",
+    "write_signs",
+]
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "step", "stream", "block"])
+def _encode(g, m, b, out, count, beta, rest, eps, k0, k1, step, stream, block, HOLD: tl.constexpr, BYTES: tl.constexpr):
+    byte = first_byte(BYTES)
+    e = elements(byte)
+    live = e < count * 8
+    x = tl.load(g + e, mask=live, other=0.0).to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # false for NaN too
+    scaled = x * rest
+    old = tl.load(b + e, mask=live, other=0.0)
+    new_m = tl.load(m + e, mask=live, other=0.0) * beta + scaled
+    new_b = old * beta + tl.abs(scaled)
+    if HOLD:
+        new_b = tl.where(x == 0.0, old, new_b)
+    tl.store(m + e, new_m, mask=live)
+    tl.store(b + e, new_b, mask=live)
+    u = tl.div_rn(new_m, tl.where(new_b > 0.0, new_b + eps, 1.0))
+    u = tl.where(new_b > 0.0, u, 0.0)
+    threshold = (u * 32768.0 + 32768.5).to(tl.int32)
+    plus = draw(block.to(tl.int64) + byte, k0, k1, step, stream) < threshold
+    tl.store(out + byte, pack(plus), mask=byte < count)
+
+
+@triton.jit(do_not_specialize=["n", "k0", "k1", "step", "stream", "block"])
+def _reduce(rows, out, count, n, k0, k1, step, stream, block, BYTES: tl.constexpr):
+    byte = first_byte(BYTES)
+    ones = tl.zeros((BYTES, 8), tl.int32)
+    for r in range(n):
+        ones += unpack(tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=byte < count, other=0))
+    # draw < (65536 ones + n//2) // n, without the division
+    plus = (draw(block.to(tl.int64) + byte, k0, k1, step, stream) + 1) * n <= ones * 65536 + n // 2
+    tl.store(out + byte, pack(plus), mask=byte < count)
+
+
+@triton.jit
+def _apply(p, bits, active, numel, lr, keep, DECAYS: tl.constexpr, PARTIAL: tl.constexpr, BYTES: tl.constexpr):
+    byte = first_byte(BYTES)
+    e = elements(byte)
+    live = e < numel
+    x = tl.load(p + e, mask=live, other=0.0)
+    if DECAYS:
+        x = x * keep
+    plus = unpack(tl.load(bits + byte, mask=byte * 8 < numel, other=0)) != 0
+    moved = tl.where(plus, x - lr, x + lr)
+    if PARTIAL:
+        moved = tl.where(tl.load(active + e, mask=live, other=0) != 0, moved, x)
+    tl.store(p + e, moved, mask=live)
+
+
+@triton.jit
+def _unseen(b, active, out, numel, block, WIDTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    e = i * block + place
+    live = (place < block) & (e < numel)
+    new = (tl.load(b + e, mask=live, other=0.0) > 0.0) & (tl.load(active + e, mask=live, other=1) == 0)
+    tl.store(out + i, (tl.sum(new.to(tl.int32), axis=0) > 0).to(tl.uint8))
+
+
+def encode(
+    g: Tensor,
+    m: Tensor,
+    b: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    hold: bool,
+    seed: int,
+    step: int,
+    worker: int,
+    start: int,
+) -> Tensor:
+    """See `reference.encode`."""
+    out = torch.empty(g.numel() // LANES, dtype=torch.uint8, device=g.device)
+    law = beta, 1.0 - beta, eps
+    counter = word(seed), word(seed >> 32), word(step), worker, start // LANES
+    programs = triton.cdiv(out.numel(), BYTES)
+    launch(_encode, programs, g, m, b, out, out.numel(), *law, *counter, HOLD=hold, BYTES=BYTES)
+    return out
+
+
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+    """See `reference.reduce_bits`."""
+    n, count = rows.shape
+    out = torch.empty(count, dtype=torch.uint8, device=rows.device)
+    counter = word(seed), word(seed >> 32), word(step), SERVER_STREAM, start // LANES
+    launch(_reduce, triton.cdiv(count, BYTES), rows, out, count, n, *counter, BYTES=BYTES)
+    return out
+
+
+def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tensor | None) -> None:
+    """See `reference.apply_bits`; parameters that are not fp32 and contiguous take the reference."""
+    if p.dtype != torch.float32 or not p.is_contiguous():
+        reference.apply_bits(p, bits, lr=lr, decay=decay, active=active)
+        return
+    moves = bits if active is None else active.view(torch.uint8)
+    constants = {"DECAYS": bool(decay), "PARTIAL": active is not None, "BYTES": BYTES}
+    programs = triton.cdiv(p.numel(), BYTES * LANES)
+    launch(_apply, programs, p.detach(), bits, moves, p.numel(), lr, 1.0 - decay, **constants)
+
+
+def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
+    """See `reference.unseen_blocks`."""
+    out = torch.empty(triton.cdiv(b.numel(), block), dtype=torch.bool, device=b.device)
+    flags, width = (active.view(torch.uint8), out.view(torch.uint8)), triton.next_power_of_2(block)
+    launch(_unseen, out.numel(), b, *flags, b.numel(), block, WIDTH=width)
+    return out

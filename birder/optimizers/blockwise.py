@@ -1,0 +1,109 @@
+"""What CSER, QSparse-local-SGD and EF-SGD share: a local step of SGD with momentum, and means of chosen blocks.
+
+Local step of rank i, from its own gradient g_i at its own x_i (gamma: learning rate, beta: momentum, lambda: weight decay):
+
+    paper      g = g_i + lambda x_i;  m = beta m + g;                p = gamma (beta m + g)
+    released   g = g_i;               m = beta m + g + lambda x_i;   p = gamma (beta m + g)
+
+without Nesterov p = gamma m, without momentum p = gamma g. The momentum is never communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.compress.blocks import Blocks
+from birder.optimizers.base import WIRES, BucketOptimizer, require, require_whole
+from birder.optimizers.layout import Unit
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value`, if it is a whole number from 1; raises ValueError."""
+    require_whole(name, value)
+    return int(value)
+
+
+class BlockwiseSGD(BucketOptimizer):
+    """Base of the methods of the CSER paper. See the module's docstring for the local step.
+
+    nesterov: as in the module's docstring.
+    block:    elements of a block, the unit of choice of the compressor (birder/compress/blocks.py).
+    variant:  "paper" | "released": where weight decay enters, and what the subclass says besides.
+    options:  wire (of updates and errors; parameters always travel as fp32), max_grad_norm, seed; see `BucketOptimizer`.
+
+    State, rank-local: m, fp32[d], where momentum is above 0; and the subclass's own.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool,
+        block: int,
+        variant: str,
+        **options: Any,
+    ) -> None:
+        require(variant in ("paper", "released"), "variant", repr(variant), "paper or released")
+        self.block, self.variant = whole_number("block", block), variant
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
+        # m is the only way by which this form of decay reaches x.
+        lost = self.decay_in_momentum() and group["weight_decay"] and not group["momentum"]
+        require(not lost, "momentum", 0, "above 0 for weight decay with variant='released'")
+
+    def init_unit(self, unit: Unit) -> None:
+        if unit.group["momentum"]:
+            unit.state["momentum"] = unit.zeros()
+
+    def decay_in_gradient(self) -> bool:
+        """Whether weight decay is a part of g."""
+        return self.variant == "paper"
+
+    def decay_in_momentum(self) -> bool:
+        """Whether weight decay enters m, but not g."""
+        return self.variant == "released"
+
+    def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
+        if self.decay_in_gradient() and unit.group["weight_decay"]:
+            slot.add_(unit.params[i] * unit.group["weight_decay"])
+
+    def local_step(self, unit: Unit, grad: Tensor) -> Tensor:
+        """p of this rank's own step, in `grad`; updates m."""
+        # Products and sums apart from each other: fused, their rounding would depend on where in a buffer they stand.
+        group = unit.group
+        beta = group["momentum"]
+        if beta:
+            m = unit.state["momentum"]
+            m.mul_(beta).add_(grad)
+            if self.decay_in_momentum() and group["weight_decay"]:
+                for view, p in zip(unit.views(m), unit.params, strict=True):
+                    view.add_(p * group["weight_decay"])
+            if group["nesterov"]:
+                grad.add_(m * beta)
+            else:
+                grad.copy_(m)
+        return grad.mul_(group["lr"])
+
+    def choose(self, unit: Unit, ratio: int | None, step: int, stream: int = 0) -> Blocks:
+        """The unit's blocks that compressor number `stream` chooses in this step, 1/ratio of all; the same on all ranks."""
+        draw = {"seed": self.seed, "step": step, "stream": stream}
+        return Blocks.choose(unit.start, unit.numel, ratio, self.block, **draw, device=unit.device)
+
+    def mean(self, chosen: Blocks, flat: Tensor, wire: torch.dtype | None = None) -> Tensor:
+        """The mean over ranks of the chosen elements, compact. Sends nothing where nothing is chosen."""
+        picked = chosen.gather(flat)
+        return self.comm.mean(picked, wire or WIRES[self.wire]) if picked.numel() else picked

@@ -1,0 +1,172 @@
+"""CSER and M-CSER: SGD whose ranks apply what was not sent to their own model, and reset that error every H steps.
+
+Source: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. C1 and C2 are two compressors
+(birder/compress/blocks.py) with ratios R_C1 and R_C2; p_i is the local step (birder/optimizers/blockwise.py).
+
+    PSync(v_i, C)     r_i = v_i - C(v_i);   v'_i = mean_j C(v_j) + r_i                        (Algorithm 3)
+
+Implementation I, rank i, with e_i = 0 at first (Algorithm 2; with momentum Algorithm 4):
+
+    (1) p'_i, r_i = PSync(p_i, C2)
+    (2) x_i = x_i - p'_i;   e_i = e_i - r_i
+    (3) every H steps:   e'_i, s_i = PSync(e_i, C1);   x_i = x_i + e'_i - e_i;   e_i = s_i
+
+x_i - e_i is the same on all ranks. Implementation II is the same in exact arithmetic when all ranks choose the same
+coordinates, as they do here, and keeps no e:
+
+    (4) p'_i as in (1);   x_i = x_i - p'_i
+    (5) every H steps:   x_i = PSync(x_i, C1)
+
+The released code's variant synchronises nothing but the model:
+
+    (6) x_i = x_i - p_i;   x_i = PSync(x_i, C1) every H steps, PSync(x_i, C2) in all others
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.optimizers.base import Plan, require
+from birder.optimizers.blockwise import BlockwiseSGD, whole_number
+from birder.optimizers.layout import Unit
+
+MODEL, GRADIENT = 1, 2
+"""Streams of the draws of C1 and C2."""
+
+
+def overall_ratio(gradient_ratio: float | None, model_ratio: int, reset_every: int, variant: str = "paper") -> float:
+    """R_C, how many times fewer elements are sent than by SGD: 1/(1/R_C2 + 1/(R_C1 H)).
+
+    gradient_ratio: R_C2; None or infinite: C2 sends nothing. With R_C2 = 1 there is no error, and no reset is sent.
+    variant:        "released": on every H-th step C1 takes the place of C2, so 1/((1 - 1/H)/R_C2 + 1/(R_C1 H)).
+    Returns infinity when nothing is ever sent.
+    """
+    ordinary = 0.0 if gradient_ratio is None else 1.0 / gradient_ratio
+    if variant == "paper" and ordinary == 1.0:
+        return 1.0
+    share = 1.0 - 1.0 / reset_every if variant == "released" else 1.0
+    return 1.0 / (ordinary * share + 1.0 / (model_ratio * reset_every))
+
+
+@dataclass
+class Move:
+    """What `update` does: x = x - step, then + correction; or x = model where that is given."""
+
+    step: Tensor | None = None
+    correction: Tensor | None = None
+    model: Tensor | None = None
+
+
+class CSER(BlockwiseSGD):
+    """CSER, and with momentum M-CSER (see the module's docstring for the equations).
+
+    gradient_ratio: R_C2, a whole number; None or infinity: updates are not synchronised (CSEA, CSER-PL, local SGD).
+    model_ratio:    R_C1, a whole number.
+    reset_every:    H.
+    implementation: "I" keeps e, "II" does not. Of no meaning with variant="released".
+    nesterov, block, variant, options: see `BlockwiseSGD`.
+
+    State, rank-local: m, fp32[d], where momentum is above 0; with implementation I also e, fp32[d]. Parameters differ
+    between ranks: `averaged` is what to evaluate.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    local_models: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        gradient_ratio: float | None = 64,
+        model_ratio: int = 4,
+        reset_every: int = 16,
+        nesterov: bool = True,
+        implementation: str = "I",
+        variant: str = "paper",
+        block: int = 1024,
+        **options: Any,
+    ) -> None:
+        none = gradient_ratio is None or gradient_ratio == math.inf
+        self.gradient_ratio = None if none else whole_number("gradient_ratio", gradient_ratio)
+        self.model_ratio = whole_number("model_ratio", model_ratio)
+        self.reset_every = whole_number("reset_every", reset_every)
+        require(implementation in ("I", "II"), "implementation", repr(implementation), "I or II")
+        self.implementation = implementation
+        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, **options)
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether e is part of the state."""
+        return self.variant == "paper" and self.implementation == "I"
+
+    def resets(self, step: int) -> bool:
+        """Whether C1 acts in this step. With R_C2 = 1 every update is sent whole, and there is nothing to reset."""
+        return step % self.reset_every == 0 and not (self.variant == "paper" and self.gradient_ratio == 1)
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED if self.gradient_ratio is not None or self.resets(step) else Plan.SKIP
+
+    def init_unit(self, unit: Unit) -> None:
+        super().init_unit(unit)
+        if self.keeps_error:
+            unit.state["error"] = unit.zeros()
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+        p = self.local_step(unit, grad)
+        resets = self.resets(step)
+        if self.variant == "released":
+            ratio, stream = (self.model_ratio, MODEL) if resets else (self.gradient_ratio, GRADIENT)
+            unit.result = (
+                Move(p) if ratio is None else Move(model=self._mean_model(unit, p, ratio, step, stream))
+            )  # (6)
+            return
+        chosen = self.choose(unit, self.gradient_ratio, step, GRADIENT)
+        mean = self.mean(chosen, p)
+        if self.keeps_error:
+            chosen.clear(p)  # r
+            unit.state["error"].sub_(p)  # (2)
+        chosen.scatter(p, mean)  # (1): p'
+        if not resets:
+            unit.result = Move(p)
+        elif self.keeps_error:
+            unit.result = Move(p, correction=self._reset(unit, step))  # (3)
+        else:
+            unit.result = Move(model=self._mean_model(unit, p, self.model_ratio, step, MODEL))  # (5)
+
+    def _reset(self, unit: Unit, step: int) -> Tensor:
+        """e' - e of (3), fp32[padded]; e becomes s."""
+        e = unit.state["error"]
+        chosen = self.choose(unit, self.model_ratio, step, MODEL)
+        change = unit.zeros()
+        chosen.scatter(change, self.mean(chosen, e) - chosen.gather(e))
+        chosen.clear(e)
+        return change
+
+    def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Tensor:
+        """PSync(x - p, C), fp32[padded]."""
+        x = self.flat_parameters(unit).sub_(p)
+        chosen = self.choose(unit, ratio, step, stream)
+        # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
+        chosen.scatter(x, self.mean(chosen, x, torch.float32))
+        return x
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            move: Move = unit.result
+            if move.model is not None:
+                for view, x in zip(unit.views(move.model), unit.params, strict=True):
+                    x.copy_(view)
+            for flat, sign in ((move.step, -1), (move.correction, 1)):
+                if flat is not None:
+                    torch._foreach_add_(unit.params, unit.views(flat), alpha=sign)
+            unit.result = None

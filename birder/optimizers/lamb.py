@@ -1,0 +1,116 @@
+"""LAMB: Adam's direction, its length in each tensor set by the length of the tensor itself.
+
+Source: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
+
+With g = mean_i g_i, for every parameter tensor x by itself:
+
+    (1) m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
+    (2) r = m' / (sqrt(v') + eps) + weight_decay x          m' = m/(1-beta1^t), v' = v/(1-beta2^t)
+    (3) c = phi(|x|) / |r|,  phi(z) = min(max(z, low), high);  c = 1 where |x| or |r| is 0
+    (4) x = x - lr c r
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder.optimizers.base import BucketOptimizer, Plan, require
+from birder.optimizers.dense import adam_moments, check_adam, with_gradient
+from birder.optimizers.layout import Unit
+
+
+def check_lamb(group: dict[str, Any]) -> None:
+    """Raises ValueError for betas, eps or bounds of the ratio out of range."""
+    check_adam(group)
+    # 0/0 in one coordinate without gradient would spoil the norm of its whole tensor.
+    require(group["eps"] > 0, "eps", group["eps"], "above 0")
+    low, high = group["min_coeff"], group["max_coeff"]
+    require(low >= 0, "min_coeff", low, "at least 0")
+    require(high is None or (high > 0 and high >= low), "max_coeff", high, "above 0, at least min_coeff, or None")
+
+
+def trust_ratios(
+    params: list[Tensor], updates: list[Tensor], group: dict[str, Any], phi: tuple[float, float] | None = None
+) -> Tensor:
+    """c of equation (3) for every tensor, fp32[len(params)], within [min_coeff, max_coeff] of the group."""
+    x = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float32) for p in params])
+    r = torch.stack([torch.linalg.vector_norm(u) for u in updates])
+    size = x if phi is None else x.clamp(*phi)
+    c = (size / r).clamp(group["min_coeff"], group["max_coeff"])
+    return torch.where((x > 0) & (r > 0), c, torch.ones_like(c))
+
+
+class LAMB(BucketOptimizer):
+    """LAMB with a dense all-reduce of the gradient (see the module's docstring for the equations).
+
+    weight_decay:    inside of r, so that the ratio sees it.
+    bias_correction: m' and v' of (2), as published. DeepSpeed's code has none: m' = m, v' = v.
+    min_coeff, max_coeff: bounds of the ratio c. None as upper bound: none, as published; DeepSpeed's code: 0.01 and 10.
+    phi:             (low, high), the bounds of the norm in (3). None: phi(z) = z.
+    options:         wire, max_grad_norm; see `BucketOptimizer`.
+
+    State: m and v, fp32[d], the same on all ranks. Parameters without gradient are left alone.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        min_coeff: float = 0.0,
+        max_coeff: float | None = None,
+        phi: tuple[float, float] | None = None,
+        **options: Any,
+    ) -> None:
+        self.bias_correction = bias_correction
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "min_coeff": min_coeff,
+            "max_coeff": max_coeff,
+            "phi": None if phi is None else tuple(phi),
+        }
+        super().__init__(params, defaults, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_lamb(group)
+        phi = group["phi"]
+        ordered = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
+        require(ordered, "phi", phi, "two rising numbers of 0 or more, or None")
+
+    def init_unit(self, unit: Unit) -> None:
+        unit.state["m"] = unit.zeros()
+        unit.state["v"] = unit.zeros()
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            params, grads, m, v = with_gradient(unit, "m", "v")
+            if not params:
+                continue
+            group, (beta1, beta2) = unit.group, unit.group["betas"]
+            adam_moments(m, v, grads, beta1, beta2)  # (1)
+            denominator = torch._foreach_sqrt(v)
+            if self.bias_correction:
+                torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+            torch._foreach_add_(denominator, group["eps"])
+            r = torch._foreach_div(m, denominator)
+            if self.bias_correction:
+                torch._foreach_div_(r, 1 - beta1**step)
+            if group["weight_decay"]:
+                torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
+            c = trust_ratios(params, list(r), group, group["phi"])  # (3)
+            torch._foreach_mul_(r, list(c.unbind()))
+            torch._foreach_add_(params, r, alpha=-group["lr"])  # (4)

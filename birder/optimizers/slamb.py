@@ -1,0 +1,237 @@
+"""SLAMB: LAMB whose momentum is averaged over ranks on a random part of the elements only; the rest is used as it is.
+
+Source: "SLAMB: Accelerated Large Batch Training with Sparse Communication", ICML 2023, and the code released with it.
+
+On rank i, with its own gradient g_i, in step t (products and quotients of vectors are element-wise):
+
+    (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
+    (2) M_t: about k d elements, the same on all ranks. Small tensors and those of one dimension are in it whole.
+        On M_t m_i = mean_j m_j. Elsewhere m_i stays: what was not sent is sent later.
+    (3) tau = 0 on M_t, otherwise tau + 1;   s = beta3^tau
+    (4) r = (m_i / (1 - beta1^t)) / (sqrt(v_i / (1 - beta2^t)) + eps)
+    (5) for every tensor, with x and r restricted to M_t for phi1 and to the rest for phi0:
+        phi1 = |x|/|r| clamped to [min_coeff, max_coeff];   phi0 = |x|/|r| clamped to [0, max_coeff]
+    (6) x_i = x_i - lr (s phi1 + (1 - s) phi0 / sqrt(n)) (r + weight_decay x_i)
+    (7) every H steps, after (6): x_i = mean_j x_j
+
+Where a norm in (5) is 0, phi1 = 1 and phi0 = 0. With form="v1" (4) includes weight_decay x, so that the norms see it, and
+
+    (5') phi1 = |x|/|r|, phi0 = |x|/|r|, both 1 where a norm is 0
+    (6') x_i = x_i - lr clamp(s phi1 + (1 - s) phi0) (s + (1 - s)/sqrt(n)) r;   tensors of one dimension: - lr phi1 r
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.compress.masks import cyclic_chunks, random_mask
+from birder.optimizers.base import WIRES, BucketOptimizer, Plan, require, require_whole
+from birder.optimizers.dense import check_adam
+from birder.optimizers.layout import Unit
+
+SMALLEST = 2.0**-15
+"""Smallest share of elements sent in a step."""
+
+
+class SLAMB(BucketOptimizer):
+    """SLAMB (see the module's docstring for the equations). Parameters differ between ranks but for after (7).
+
+    lr, betas, eps, weight_decay: as in LAMB. eps must be above 0.
+    beta3:       what a step without being averaged leaves of an element's weight as a fresh one, in [0, 1].
+    fraction:    k, the share of elements sent in a step, in [2^-15, 1].
+    sync_every:  H, steps from one averaging of the parameters to the next.
+    sync_phase:  they are averaged in steps t with t mod H = sync_phase mod H. None: 0; 1 with form="v1" or "v2".
+    dense_below: tensors of fewer elements are sent whole, as are those of one dimension.
+    form:        "paper": (1)-(7), with a mask drawn anew in every step. "v2": the released code's fused form: the same, but
+                 eps is added to the uncorrected root. "v1": the released code's plain form: the mask goes through the
+                 int(1/k) chunks of a fixed random permutation, chunk t mod int(1/k) in step t; (5') and (6').
+    unseen:      what an element does of which v_i is 0, because only other ranks have had a gradient there. "step": (4) as it
+                 stands; the step is of size m_i/eps. "hold" (this project's): r is 0 there.
+    min_coeff, max_coeff: bounds of layer-wise ratios.
+    bias_correction: divide by 1 - beta^t in (4).
+    options:     wire (of the momentum), max_grad_norm, seed (of the masks); see `BucketOptimizer`.
+
+    State, rank-local: m and v, fp32[d], and tau, uint8[d] (int16 where 8 bits could be too few); with form="v1" instead of
+    tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows.
+
+    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+    local_models: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        beta3: float = 0.93,
+        fraction: float = 0.1,
+        sync_every: int = 100,
+        sync_phase: int | None = None,
+        dense_below: int = 9000,
+        form: str = "paper",
+        unseen: str = "step",
+        min_coeff: float = 0.01,
+        max_coeff: float = 1000.0,
+        bias_correction: bool = True,
+        **options: Any,
+    ) -> None:
+        require(0 <= beta3 <= 1, "beta3", beta3, "in [0, 1]")
+        require(SMALLEST <= fraction <= 1, "fraction", fraction, "in [2^-15, 1]")
+        require_whole("sync_every", sync_every)
+        whole = isinstance(sync_phase, int) and sync_phase >= 0
+        require(sync_phase is None or whole, "sync_phase", sync_phase, "a whole number >= 0, or None")
+        require_whole("dense_below", dense_below, 0)
+        require(form in ("paper", "v1", "v2"), "form", repr(form), "paper, v1 or v2")
+        require(unseen in ("step", "hold"), "unseen", repr(unseen), "step or hold")
+        require(0 <= min_coeff <= max_coeff, "min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}")
+        self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
+        self.form, self.unseen = form, unseen
+        self.sync_every = sync_every
+        self.sync_phase = (0 if form == "paper" else 1) if sync_phase is None else sync_phase
+        self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
+        self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+        require(group["eps"] > 0, "eps", group["eps"], "above 0")
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED
+
+    def syncs(self, step: int) -> bool:
+        """Whether parameters are averaged at the end of step number `step` (from 1)."""
+        return step % self.sync_every == self.sync_phase % self.sync_every
+
+    def is_dense(self, p: Tensor) -> bool:
+        """Whether the tensor is sent whole in every step."""
+        return p.dim() <= 1 or p.numel() < self.dense_below
+
+    @property
+    def tau_limit(self) -> int:
+        """tau stops here: where beta3^tau is nothing beside 1 in fp32, or fewer than one wait in a billion is so long."""
+        few = self.beta3**255 < 2**-24 or (1 - self.fraction) ** 255 < 1e-9
+        return 255 if few else 32767
+
+    def init_unit(self, unit: Unit) -> None:
+        unit.state["m"] = unit.zeros()
+        unit.state["v"] = unit.zeros()
+        if self.form != "v1":
+            unit.state["tau"] = unit.zeros(dtype=torch.uint8 if self.tau_limit == 255 else torch.int16)
+            return
+        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if self.chunks <= 256 else torch.int16)
+        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
+            if not self.is_dense(p):
+                start = unit.start + offset
+                chunks = cyclic_chunks(p.numel(), self.chunks, seed=self.seed, start=start, device=unit.device)
+                view.copy_(chunks.view(p.shape))
+
+    def mask(self, unit: Unit, step: int) -> Tensor:
+        """M_t of (2): bool[padded], the same on all ranks."""
+        mask = unit.zeros(dtype=torch.bool)
+        for i, (p, offset) in enumerate(zip(unit.params, unit.offsets, strict=True)):
+            view = unit.view(mask, i)
+            if self.is_dense(p):
+                view.fill_(True)
+            elif self.form == "v1":
+                torch.eq(unit.view(unit.state["chunk"], i), step % self.chunks, out=view)
+            else:
+                start = unit.start + offset
+                drawn = random_mask(
+                    p.numel(), self.fraction, seed=self.seed, step=step, start=start, device=unit.device
+                )
+                view.copy_(drawn.view(p.shape))
+        return mask
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+        m, v, (beta1, beta2) = unit.state["m"], unit.state["v"], unit.group["betas"]
+        v.mul_(beta2).add_(grad.square().mul_(1 - beta2))  # (1)
+        m.mul_(beta1).add_(grad.mul_(1 - beta1))
+        mask = self.mask(unit, step)
+        chosen = mask.nonzero().view(-1)
+        if chosen.numel():  # the same on all ranks
+            m.index_copy_(0, chosen, self.comm.mean(m.index_select(0, chosen), WIRES[self.wire]))  # (2)
+        if self.form != "v1":
+            tau = unit.state["tau"]
+            tau.add_(tau < self.tau_limit).mul_(~mask)  # (3)
+        unit.result = mask
+
+    def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
+        """s of (3) for parameter i, fp32 in its shape."""
+        if self.form == "v1":
+            index = unit.view(unit.state["chunk"], i)
+            # Before its first turn an element is as old as the run.
+            powers = [self.beta3 ** min(step, (step - c) % self.chunks) for c in range(self.chunks)]
+        else:
+            index = unit.view(unit.state["tau"], i)
+            powers = [self.beta3**tau for tau in range(min(step, self.tau_limit) + 1)]
+        table = torch.tensor(powers, dtype=torch.float32, device=unit.device)
+        return table.index_select(0, index.reshape(-1).int()).view(index.shape)
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            for i, p in enumerate(unit.params):
+                if self.form == "v1":
+                    self._move_v1(unit, i, p, step)
+                else:
+                    self._move(unit, i, p, step)
+        if self.syncs(step):
+            self.average_parameters()  # (7)
+
+    def _direction(self, unit: Unit, i: int, step: int) -> Tensor:
+        """r of (4) for parameter i, in a new tensor."""
+        beta1, beta2 = unit.group["betas"]
+        first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
+        eps = unit.group["eps"] * (1.0 if self.form == "v2" else root)
+        v = unit.view(unit.state["v"], i)
+        r = unit.view(unit.state["m"], i).div(v.sqrt().add_(eps)).mul_(root / first)
+        return r.masked_fill_(v == 0, 0.0) if self.unseen == "hold" else r
+
+    @staticmethod
+    def _ratio(x: Tensor, r: Tensor, otherwise: float) -> Tensor:
+        """|x|/|r|, fp32[]; `otherwise` where one of them is 0."""
+        x_norm, r_norm = torch.linalg.vector_norm(x), torch.linalg.vector_norm(r)
+        return torch.where((x_norm > 0) & (r_norm > 0), x_norm / r_norm, otherwise)
+
+    def _move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        lr, decay = unit.group["lr"], unit.group["weight_decay"]
+        r, x = self._direction(unit, i, step), p.float()
+        if self.is_dense(p):
+            rate = self._ratio(x, r, 1.0).clamp_(self.min_coeff, self.max_coeff).mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1 = self._ratio(x * fresh, r * fresh, 1.0).clamp_(self.min_coeff, self.max_coeff)  # (5)
+            phi0 = self._ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, self.max_coeff)
+            s = self.freshness(unit, i, step)
+            rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / self.comm.world_size**0.5))
+        if decay:
+            r.add_(x * decay)
+        p.sub_(r.mul_(rate))  # (6)
+
+    def _move_v1(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        lr, decay = unit.group["lr"], unit.group["weight_decay"]
+        r, x = self._direction(unit, i, step), p.float()
+        if decay:
+            r.add_(x * decay)
+        if self.is_dense(p):
+            rate = self._ratio(x, r, 1.0)  # (5')
+            if p.dim() > 1:
+                rate.clamp_(self.min_coeff, self.max_coeff)
+            rate.mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1, phi0 = self._ratio(x * fresh, r * fresh, 1.0), self._ratio(x * ~fresh, r * ~fresh, 1.0)
+            s = self.freshness(unit, i, step)
+            phi = (s * phi1 + (1 - s) * phi0).clamp_(self.min_coeff, self.max_coeff)
+            rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
+        p.sub_(r.mul_(rate))  # (6')

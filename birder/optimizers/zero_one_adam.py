@@ -1,0 +1,229 @@
+"""0/1 Adam: 1-bit rounds and local steps from the start, with a variance that is refreshed ever more rarely, then frozen.
+
+Source: "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023, Algorithm 1.
+
+Worker i in every step t; T_u and T_v are the steps with a 1-bit round and with a variance round:
+
+    (1) m_i = beta1 m_i + (1 - beta1) g_i
+    (2) u_i = u_i + lr m_i                               momentum scaled, summed since the last sync
+    (3) x_i = (1 - lr weight_decay) x_i - lr m_i / (sqrt(v) + eps)       t not in T_u: a local step
+    t in T_u, instead of (3), with R the steps since the last sync, this one included, and x' the model of that sync:
+    (4) u = 1-bit mean of u_i, with error feedback on workers and servers
+    (5) m_i = u / sum_R lr
+    (6) x_i = prod_R (1 - lr weight_decay) x' - u / (sqrt(v) + eps)
+    (7) u_i = 0
+    t in T_v:
+    (8) v = beta2 v + (1 - beta2) (mean_i g_i)^2         in floats, after the model has moved
+
+`variant="deepspeed"` has the rules of the reference implementation (DeepSpeed). Until `warmup_steps`:
+
+    (9)  t in T_v:  g = mean_i g_i in floats;  v as in (8);   otherwise  g = 1-bit mean of g_i
+    (10) m = beta1 m + (1 - beta1) g;   x = x - lr (m / (sqrt(v) + eps) + weight_decay x)
+afterwards (1)-(7) with the decay in the buffer and none in (6):
+    (2') u_i = u_i + lr (m_i + weight_decay x_i (sqrt(v) + eps))
+
+The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.optimizers import zero_one_schedule as schedule
+from birder.optimizers.base import WIRES, Plan, require, require_whole
+from birder.optimizers.dense import check_adam
+from birder.optimizers.layout import Unit
+from birder.optimizers.onebit import OneBitMethod, onebit_mean, take_signs
+
+
+class ZeroOneAdam(OneBitMethod):
+    """0/1 Adam (see the module's docstring for the equations). Between syncs every rank has a model of its own.
+
+    warmup_steps:   at least 1: until then every step is a sync and the variance is refreshed; then it is frozen. The paper
+                    takes the end of the learning rate's warm-up.
+    kappa:          after so many variance rounds the gap between them doubles, from 1 on.
+    local_doubling: after the warm-up, the steps in which the interval between syncs doubles, from 1 on: those in which
+                    the learning rate halves. (32,678 is published; 32,768 may have been meant.)
+    local_limit:    the largest interval.
+    variant:        "paper": Algorithm 1. "deepspeed": the reference implementation's rules.
+    options:        wire (of variance rounds), max_grad_norm, seed; see `BucketOptimizer`.
+
+    There is no bias correction. A step with lr 0 changes neither m nor u, since (5) would divide by 0.
+
+    State: v, fp32[d], the same on all ranks; m, u and the model of the last sync, fp32[d]; rank-local the worker's error
+    fp32[d] and the server's fp32[d/n]; two numbers for each unit.
+
+    A coordinate whose variance is 0 does not move, is not learnt from and takes no part in scales. It joins in the step
+    after the first variance round with a gradient there.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    local_models: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int,
+        kappa: int = 16,
+        local_doubling: int = 32678,
+        local_limit: int = 16,
+        variant: str = "paper",
+        **options: Any,
+    ) -> None:
+        require_whole("warmup_steps", warmup_steps)
+        require_whole("kappa", kappa)
+        require_whole("local_doubling", local_doubling)
+        require_whole("local_limit", local_limit)
+        require(variant in ("paper", "deepspeed"), "variant", repr(variant), "paper or deepspeed")
+        self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, variant
+        self.local_doubling, self.local_limit = local_doubling, local_limit
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+
+    # ---- the schedule ------------------------------------------------------------------------------------------------
+
+    @property
+    def released(self) -> bool:
+        """Whether the rules are those of the reference implementation."""
+        return self.variant == "deepspeed"
+
+    def synced(self, step: int) -> bool:
+        """Whether all ranks have the same model after step `step`."""
+        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.released)
+
+    def has_variance_round(self, step: int) -> bool:
+        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.released)
+
+    def sends_gradient(self, step: int) -> bool:
+        """Whether the step is one of (9) and (10)."""
+        return self.released and step <= self.warmup_steps
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def init_unit(self, unit: Unit) -> None:
+        for name in ("m", "v", "u", "last"):
+            unit.state[name] = unit.zeros()
+        self.init_errors(unit)
+        # Since the last sync: the sum of lr and the product of 1 - lr weight_decay. Read by the host, so kept there.
+        unit.state["sums"] = torch.tensor([0.0, 1.0], dtype=torch.float64)
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+        mean = signs = None
+        if self.has_variance_round(step):
+            mean = self.comm.mean(grad, WIRES[self.wire])
+        if self.sends_gradient(step):
+            if mean is None:
+                signs = self._onebit_mean(unit, grad)  # (9)
+        else:
+            self._accumulate(unit, grad, step)
+            if self.synced(step):
+                signs = self._onebit_mean(unit, unit.state["u"])  # (4)
+        unit.result = mean, signs
+
+    def _onebit_mean(self, unit: Unit, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean of `message`, which is overwritten."""
+        errors = unit.state["worker_error"], unit.state["server_error"]
+        return onebit_mean(self.comm.shard_mean(message), *errors, self.support(unit), self.comm)
+
+    def _accumulate(self, unit: Unit, grad: Tensor, step: int) -> None:
+        """(1), (2) and (2')."""
+        state, lr, decay = unit.state, unit.group["lr"], unit.group["weight_decay"]
+        if self.released and step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
+            state["worker_error"].zero_()
+            state["server_error"].zero_()
+        if not lr:
+            return
+        state["m"].lerp_(grad, 1.0 - unit.group["betas"][0])
+        mask = self.support(unit).mask
+        if mask is not None:
+            state["m"].mul_(mask)
+        state["u"].add_(state["m"], alpha=lr)
+        if self.released and decay:
+            state["u"].addcmul_(self.flat_parameters(unit), self._denominator(unit), value=lr * decay)
+        state["sums"][0] += lr
+        if not self.released:
+            state["sums"][1] *= 1.0 - lr * decay
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            mean, signs = unit.result
+            if self.sends_gradient(step):
+                self._gradient_step(unit, mean, signs)
+            elif plan is Plan.SKIP:
+                self._local_step(unit, step)
+            else:
+                self._sync(unit, signs, step)
+                if mean is not None:
+                    self._update_variance(unit, mean)
+
+    def _gradient_step(self, unit: Unit, mean: Tensor | None, signs: Any) -> None:
+        """(9) and (10). All ranks do the same."""
+        if mean is None:
+            mean = unit.zeros()
+            take_signs(mean, signs, self.support(unit).mask)
+        else:
+            self._update_variance(unit, mean)
+        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
+        self._move(unit)
+
+    def _local_step(self, unit: Unit, step: int) -> None:
+        """(3)"""
+        if self.synced(step - 1):
+            unit.state["last"].copy_(self.flat_parameters(unit))
+        self._move(unit)
+
+    def _move(self, unit: Unit) -> None:
+        lr, decay = unit.group["lr"], unit.group["weight_decay"]
+        if decay:
+            torch._foreach_mul_(unit.params, 1.0 - lr * decay)
+        self._subtract(unit, unit.state["m"], lr)
+
+    def _sync(self, unit: Unit, signs: tuple[Tensor, Tensor], step: int) -> None:
+        """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
+        u = unit.state["u"]
+        rate, kept = unit.state["sums"].tolist()
+        take_signs(u, signs, self.support(unit).mask)
+        if not self.synced(step - 1):
+            torch._foreach_copy_(unit.params, unit.views(unit.state["last"]))
+        if kept != 1.0:
+            torch._foreach_mul_(unit.params, kept)
+        self._subtract(unit, u, 1.0)
+        if rate:
+            unit.state["m"].copy_(u).div_(rate)
+        u.zero_()
+        unit.state["sums"].copy_(torch.tensor([0.0, 1.0]))
+
+    def _subtract(self, unit: Unit, numerator: Tensor, rate: float) -> None:
+        """x = x - rate numerator / (sqrt(v) + eps), within the support."""
+        step = numerator / self._denominator(unit)
+        mask = self.support(unit).mask
+        if mask is not None:
+            step.masked_fill_(~mask, 0.0)  # not a product: 0 / 0 when eps is 0
+        torch._foreach_add_(unit.params, unit.views(step), alpha=-rate)
+
+    def _denominator(self, unit: Unit) -> Tensor:
+        return unit.state["v"].sqrt().add_(unit.group["eps"])
+
+    def _update_variance(self, unit: Unit, mean: Tensor) -> None:
+        """(8). The mean is the same on all ranks, and so is the new support."""
+        beta2 = unit.group["betas"][1]
+        unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
+        self.forget_support(unit)

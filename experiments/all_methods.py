@@ -1,0 +1,241 @@
+"""All methods on one task: `python experiments/all_methods.py data.path=ROOT [key=value ...] [--methods a,b] [--only tune]`.
+
+For each row of `compare` in conf/exp/methods.yaml that has learning rates to try (`tune`):
+
+    tune    one run with each rate and the first seed; the best on the held-out part of the training set is chosen
+    seeds   the chosen rate with the other seeds
+    time    every row on emulated links, some steps, nothing evaluated
+
+Runs that are recorded are not run again, so that an interrupted table is gone on with by the same command. A run whose loss
+became no number is recorded and counts; one that failed otherwise is tried again. Exit status: 0; 1 a run failed otherwise
+than by its loss; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from omegaconf import OmegaConf
+
+from experiments import compose, labels, methods_table, privacy, record, run, tables
+from experiments.accuracy import HELD_OUT
+from experiments.compose import Composed
+from experiments.errors import UserError
+from experiments.methods_table import EXP
+from experiments.record import ResultRecord
+from experiments.variants import NOT_A_VARIANT, flatten
+from launch.failure import RunFailed
+from launch.process import Stopped
+
+PARTS = ("tune", "seeds", "time")
+SEEDS = (0, 1, 2)
+TIMING = (
+    *("cluster=emulated", "cluster.link_gbps=0.1", "cluster.dilation=1"),
+    *("+evaluate=false", "train.max_steps=99", "train.timing_warmup=3"),
+)
+"""What timed runs have besides: 96 steps, whole intervals of all methods, on links of 100 Mbit/s as they are."""
+OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
+DIVERGED = "the loss is "
+"""How a reason begins that is the method's own doing (experiments/train.py)."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: what makes it, and the learning rates to try (none: it is only timed)."""
+
+    overrides: tuple[str, ...]
+    rates: tuple[float, ...]
+
+    @property
+    def optimizer(self) -> str:
+        return next((o.partition("=")[2] for o in self.overrides if o.startswith("optimizer=")), "")
+
+
+def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
+    """The rows of the experiment, or those with an optimizer of `methods`. Raises UserError for an unknown one."""
+    listed = OmegaConf.to_container(base.config.compare, resolve=True)
+    assert isinstance(listed, list)
+    rows = []
+    for entry in listed:
+        overrides = [str(o) for o in entry if not str(o).startswith("tune=")]
+        tune = [str(o).partition("=")[2] for o in entry if str(o).startswith("tune=")]
+        rows.append(Variant(tuple(overrides), tuple(map(float, json.loads(tune[0]))) if tune else ()))
+    known = sorted({row.optimizer for row in rows})
+    if unknown := [m for m in methods or () if m not in known]:
+        raise UserError(f"experiment '{base.config.exp}' has no '{unknown[0]}'; it has: {', '.join(known)}")
+    return [row for row in rows if methods is None or row.optimizer in methods]
+
+
+def identity(config: dict[str, Any]) -> str:
+    """What two runs must share to be the same run: seed, shape, link and every key that may tell variants apart."""
+    flat = {
+        key: value
+        for key, value in flatten(config).items()
+        if not any(key == skip or key.startswith(skip + ".") for skip in NOT_A_VARIANT)
+    }
+    cluster = [config["cluster"].get(key) for key in OF_THE_CLUSTER]
+    return json.dumps([config["exp"], config["seed"], config["scale"]["name"], cluster, flat], sort_keys=True)
+
+
+def score(r: ResultRecord | None) -> float | None:
+    """What a learning rate is chosen by, the larger the better; None for a run that did not end well."""
+    if r is None or r.status != "completed":
+        return None
+    value = r.metric.get("all", {}).get(HELD_OUT, r.metric.get("value"))
+    return None if value is None else float(value) * (1 if r.metric.get("higher_is_better", True) else -1)
+
+
+@dataclass
+class Plan:
+    """What the command line asks for, and what has become of it."""
+
+    overrides: list[str]
+    seeds: tuple[int, ...]
+    parts: tuple[str, ...]
+    dry_run: bool = False
+    failed: int = 0
+    todo: int = 0
+    known: dict[str, ResultRecord] = field(default_factory=dict)
+
+    def compose(self, row: Variant, *more: str) -> Composed:
+        """`row` with `more`. The user's own overrides come last and so win."""
+        given = {o.lstrip("+").partition("=")[0] for o in self.overrides}
+        mine = [o for o in more if o.lstrip("+").partition("=")[0] not in given]
+        if "cluster" in given:
+            mine = [o for o in mine if not o.startswith("cluster")]
+        return compose.compose([f"+exp={EXP}", *row.overrides, *mine, *self.overrides])
+
+    def read(self, results_dir: str) -> None:
+        """Takes in all records there are. Of runs that are the same the latest counts, a good one before any other."""
+        for r in record.read_all(results_dir):
+            if r.exp == EXP:
+                name = identity(r.config)
+                if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
+                    self.known[name] = r
+
+    def run(self, part: str, what: str, composed: Composed, group: str | None = None) -> ResultRecord | None:
+        """The record of `composed`, which is run if it is not there and its part is asked for. None: there is none."""
+        resolved = compose.resolve(composed)
+        name = identity(json.loads(json.dumps(privacy.clean(resolved, Path.cwd()))))
+        title = f"{labels.method(resolved)}, {what}"
+        if (there := self.known.get(name)) and (there.status == "completed" or DIVERGED in (there.reason or "")):
+            print(f"{title}: recorded, {_told(there)}", flush=True)
+            return there
+        if part not in self.parts:
+            return None
+        self.todo += 1
+        if self.dry_run:
+            print(f"{title}: to run", flush=True)
+            return None
+        print(f"{title}: ", end="", flush=True)
+        try:
+            run.launch(composed, command=run.typed("run", composed.overrides), group=group)
+        except (RunFailed, UserError) as error:
+            run.report(error)
+            self.failed += not (isinstance(error, RunFailed) and DIVERGED in str(error))
+        self.read(resolved["results_dir"])
+        return self.known.get(name)
+
+
+def train(plan: Plan, row: Variant) -> None:
+    """Tunes one row and trains it with the other seeds."""
+    first, *others = plan.seeds
+    best: tuple[float, float] | None = None
+    for lr in row.rates:
+        composed = plan.compose(row, f"optimizer.lr={lr:g}", f"seed={first}")
+        found = score(plan.run("tune", f"lr {lr:g}, seed {first}", composed))
+        if found is not None and (best is None or found > best[0]):
+            best = (found, lr)
+    if best is None:
+        return
+    rate = f"optimizer.lr={best[1]:g}"
+    for seed in others:
+        plan.run("seeds", f"lr {best[1]:g}, seed {seed}", plan.compose(row, rate, f"seed={seed}"))
+
+
+def timing_group(records: Sequence[ResultRecord]) -> str:
+    """The group of the timed runs there are, if this is the machine that made them; else a new one."""
+    for r in sorted(records, key=lambda r: (r.time, r.id), reverse=True):
+        if methods_table.is_timing(r) and r.group and record.hardware(r.hardware.get("device")) == r.hardware:
+            return r.group
+    return f"{compose.new_stamp()}-{EXP}-{secrets.token_hex(2)}"
+
+
+def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
+    """Runs what is missing and prints the table. Returns the exit status; raises UserError before anything has run."""
+    base = compose.compose([f"+exp={EXP}", *plan.overrides])
+    if any(o.split("=")[0] in ("optimizer", "optimizer.lr", "seed", "tune") for o in plan.overrides):
+        raise UserError("optimizers, learning rates and seeds are the table's own: use --methods and --seeds")
+    rows = variants(base, methods)
+    resolved = compose.resolve(base)
+    if compose.workload(resolved).synthetic:
+        raise UserError("the table is of accuracies and needs real data: give data.path=ROOT (make methods DATA=ROOT)")
+    # All are checked before the first one starts: a mistake shows now, not after an hour.
+    for row in rows:
+        compose.check(plan.compose(row, *(f"optimizer.lr={lr:g}" for lr in row.rates[:1])))
+        compose.check(plan.compose(row, *TIMING))
+    results_dir = resolved["results_dir"]
+    if Path(results_dir).is_dir():
+        plan.read(results_dir)
+    for row in rows:
+        train(plan, row)
+    group = timing_group(list(plan.known.values()))
+    for row in rows:
+        # What a step costs does not depend on the rate: the smallest one, with which the loss stays a number.
+        rate = [f"optimizer.lr={min(row.rates):g}"] if row.rates else []
+        plan.run("time", "step time", plan.compose(row, *TIMING, *rate), group)
+    if plan.dry_run:
+        print(f"{plan.todo} runs to do at least, of {len(rows)} methods")
+        return 0
+    if any(r.metric for r in plan.known.values()):
+        tables.write(results_dir, EXP)
+        methods_table.show(results_dir)
+        print(f"table:  {Path(results_dir) / 'tables' / f'{EXP}.md'}")
+    if plan.failed:
+        print(f"{plan.failed} runs failed: the same command tries them again", file=sys.stderr)
+    return int(plan.failed > 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="the first one is what rates are tuned with")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
+        parts = tuple(p for p in options.only.split(",") if p)
+        if not parts or set(parts) - set(PARTS):
+            raise UserError(f"--only={options.only}: give some of {', '.join(PARTS)}")
+        if not all(s.isdigit() for s in options.seeds.split(",")):
+            raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
+        seeds = tuple(dict.fromkeys(int(s) for s in options.seeds.split(",")))
+        plan = Plan(options.overrides, seeds, parts, options.dry_run)
+        return all_methods(plan, methods)
+    except (UserError, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+
+
+def _told(r: ResultRecord) -> str:
+    if r.status != "completed":
+        return f"failed: {r.reason}"
+    if r.metric:
+        return f"{r.metric['name']} {r.metric['value']:.2f}"
+    return f"{r.timing.get('median_ms', 0):.0f} ms a step"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The benchmark against peers: `python experiments/bench.py [--nodes 2,8] [--methods ...] [--links loopback] [...]`.
+
+Side by side in one run, over emulated links of 10 Gbit/s and over plain loopback, on 2, 4 and 8 nodes, for the gradients of
+ResNet-50 and BERT-Base: PyTorch DDP and its hooks, 1-bit Adam, Birder, no communication. Then the kernels on this machine.
+Every cell is a record; the page and the picture are made from all records there are, so that a subset can be measured again
+alone. Exit status: 0; 1 a run failed; 2 bad input, or nothing to measure on; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from experiments import bench_plan, compose, record, run
+from experiments.bench_plan import EXP
+from experiments.errors import UserError
+from experiments.spec import RunSpec
+from launch import emulated
+from launch.base import Launcher
+from launch.emulated import EmulatedLauncher
+from launch.failure import RunFailed
+from launch.local import LocalLauncher
+from launch.process import Stopped
+
+WORKER = Path(__file__).resolve().with_name("bench_worker.py")
+
+
+def make_spec(options: argparse.Namespace, link: str, nodes: int, command: str) -> RunSpec:
+    """The run that measures all chosen methods over one link on `nodes` nodes."""
+    cells = bench_plan.cells(link, nodes, options.models, options.methods)
+    plan = {"mbit": options.mbit, "steps": options.steps, "profile": options.profile, "timelines": bench_plan.MODELS}
+    return _spec(options, f"{link}-{nodes}", {**plan, "cells": [c.as_dict() for c in cells]}, command, link, nodes)
+
+
+def _spec(
+    options: argparse.Namespace, name: str, plan: dict[str, Any], command: str, link: str = "loopback", nodes: int = 1
+) -> RunSpec:
+    shape = {"nodes": nodes, "ranks_per_node": 1}
+    config: dict[str, Any] = {
+        "seed": 0,
+        "results_dir": options.results,
+        "cluster": {"name": "emulated" if link == "emulated" else "local", **shape},
+        "scale": {"name": "paper"},
+        "workload": {"_target_": "experiments.workloads.replay.Replay"},
+        "optimizer": {"_target_": "birder.SGDM"},
+        "comm": {"enabled": True},
+        "bench": plan,
+    }
+    run_id = f"{compose.new_stamp()}-{EXP}-{name}-{secrets.token_hex(2)}"
+    return RunSpec(run_id, None, EXP, command, [], config, str(Path(options.output) / EXP / run_id))
+
+
+def make_launcher(link: str, nodes: int, mbit: float) -> Launcher:
+    """Emulated nodes with links of `mbit` Mbit/s, or as many ranks on this machine."""
+    launcher: Launcher
+    if link == "emulated":
+        launcher = EmulatedLauncher(
+            name="emulated", link_gbps=mbit / 1000, dilation=1.0, nodes=nodes, ranks_per_node=1, backend="gloo"
+        )
+    else:
+        launcher = LocalLauncher(name="local", nodes=1, ranks_per_node=nodes, backend="gloo")
+    launcher.worker = WORKER
+    return launcher
+
+
+def measure(options: argparse.Namespace, command: str) -> None:
+    """Runs every cell that the options ask for. Raises UserError and RunFailed."""
+    links = list(options.links)
+    if "emulated" in links and (reason := emulated.why_not()) is not None:
+        if links == ["emulated"]:
+            raise UserError(f"emulated links need a system that gives them, and this one does not: {reason}")
+        print(f"No emulated links here ({reason}): loopback alone is measured.", flush=True)
+        links.remove("emulated")
+    for link in links:
+        for nodes in options.nodes:
+            began = time.monotonic()
+            make_launcher(link, nodes, options.mbit).launch(make_spec(options, link, nodes, command))
+            print(f"{link}, {nodes} nodes: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def measure_kernels(options: argparse.Namespace, command: str) -> None:
+    """Times the kernels, and on a GPU the hooks; one record."""
+    import torch
+
+    from experiments import bench_hooks, bench_kernels
+
+    device = torch.device("cuda" if options.gpu else "cpu")
+    plan: dict[str, Any] = {
+        "kernels": bench_kernels.measure(device, options.elements),
+        "backend": bench_kernels.backend_name(device),
+    }
+    if options.gpu:
+        plan["hooks"] = bench_hooks.measure(device, bench_plan.MODELS["resnet50"])
+    made = record.from_spec(_spec(options, "kernels", plan, command), device=device.type)
+    from dataclasses import replace
+
+    record.write(replace(made, id=f"{EXP}-kernels-{device.type}", method="kernels", wire="none"), options.results)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError for names that do not exist."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = {
+        "models": list(bench_plan.MODELS),
+        "links": list(bench_plan.LINKS),
+        "nodes": list(map(str, bench_plan.NODES)),
+        "methods": list(bench_plan.METHODS),
+    }
+    for key, names in known.items():
+        parser.add_argument(f"--{key}", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument("--steps", type=int, help="timed steps of every cell; default: 2 or 3, see bench_plan.py")
+    parser.add_argument("--mbit", type=float, default=bench_plan.MBIT, help="rate of the emulated links, Mbit/s")
+    parser.add_argument("--profile", action="store_true", help="a chrome trace and a PNG of one step of every cell")
+    parser.add_argument("--kernels-only", action="store_true", help="the kernels alone")
+    parser.add_argument("--no-kernels", action="store_true", help="the methods alone")
+    parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24, on a GPU 10^8")
+    parser.add_argument("--gpu", action="store_true", help="kernels and hooks on one GPU, nothing else")
+    parser.add_argument("--tables-only", action="store_true", help="measure nothing, make the page from the records")
+    parser.add_argument("--results", default="results", help="results folder")
+    parser.add_argument("--output", default="outputs", help="folder for logs and profiles")
+    options = parser.parse_args(arguments)
+    for key, names in known.items():
+        setattr(options, key, _names(key, getattr(options, key), names))
+    options.nodes = [int(n) for n in options.nodes]
+    for key in ("steps", "elements"):
+        if (value := getattr(options, key)) is not None and value < (1 if key == "steps" else 32):
+            raise UserError(f"--{key} must be at least {1 if key == 'steps' else 32}, got {value}")
+    if options.mbit <= 0:
+        raise UserError(f"--mbit must be positive, got {options.mbit:g}")
+    return options
+
+
+def _names(option: str, text: str, known: list[str]) -> list[str]:
+    given = [name for name in text.split(",") if name]
+    if unknown := [name for name in given if name not in known]:
+        raise UserError(f"--{option} knows no '{unknown[0]}'; there are: {', '.join(known)}")
+    if not given:
+        raise UserError(f"--{option} is empty; there are: {', '.join(known)}")
+    return [name for name in known if name in given]
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a CUDA GPU."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    from experiments import bench_report
+
+    try:
+        options = parse(arguments)
+        command = run.typed("bench", list(arguments if arguments is not None else sys.argv[1:]))
+        if options.gpu and not options.tables_only and not has_gpu():
+            raise UserError("make bench-gpu needs a CUDA GPU and finds none: make bench measures on the CPU")
+        if not options.tables_only:
+            if not options.kernels_only and not options.gpu:
+                measure(options, command)
+            if not options.no_kernels:
+                measure_kernels(options, command)
+        bench_report.write(options.results)
+        bench_report.show(options.results, device="cuda" if options.gpu else "cpu", cells=not options.kernels_only)
+    except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

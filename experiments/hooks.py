@@ -1,0 +1,230 @@
+"""PyTorch's own communication hooks as rows of the same tables: bf16, fp16, PowerSGD.
+
+`comm.hook=powersgd comm.powersgd_rank=4` registers torch.distributed.algorithms.ddp_comm_hooks' hook in the place of
+`birder.attach`'s; a dense optimizer then works on the averaged `p.grad`. Per bucket and step these hooks send
+
+    bf16, fp16    one all-reduce of 2 bytes for each element
+    powersgd      three all-reduces in fp32: what is not compressed (tensors of one dimension, and matrices for which it does
+                  not pay), all P, n r for a matrix of n x m, and all Q, m r; r = min(rank, n, m)
+
+PowerSGD: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019. Its hook begins to
+compress in the third step, the first that torch allows: DDP rebuilds its buckets before the second one.
+"""
+
+# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import BucketOptimizer
+from birder.comm import ByteCounter, Link, Topology, Trace
+from birder.comm.trace import current, note_wire
+
+HALF: dict[str, Callable[..., Future[Tensor]]] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+DENSE_STEPS = 2
+"""Steps before PowerSGD compresses: the fewest that torch takes."""
+MIN_RATE = 2
+"""PowerSGD compresses a matrix where this saves more than this factor: torch's default."""
+
+
+class _Timed:
+    """A future of torch's hooks, whose callbacks and waits leave spans in the trace. `began`: of its all-reduce, if any."""
+
+    def __init__(self, future: Future[Any], trace: Trace, unit: int | None, began: float | None = None) -> None:
+        self.future, self.trace, self.unit, self.began = future, trace, unit, began
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> "_Timed":
+        def timed(future: Future[Any]) -> Any:
+            with self.trace.work(self.unit):
+                if self.began is not None:
+                    note_wire(self.began, time.perf_counter())
+                return callback(future)
+
+        return _Timed(self.future.then(timed), self.trace, self.unit)
+
+    def wait(self) -> Any:
+        waited_from = time.perf_counter()
+        result = self.future.wait()
+        note_wire(waited_from if self.began is None else self.began, waited_from)
+        return result
+
+
+class _Collectives:
+    """Stands for torch.distributed in the modules of torch's hooks, so that what they do can be told apart in time."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> "_Work":
+        began = time.perf_counter()
+        return _Work(dist.all_reduce(tensor, **options), began)
+
+
+class _Work:
+    def __init__(self, work: Any, began: float) -> None:
+        self.work, self.began = work, began
+
+    def get_future(self) -> Any:
+        future, at = self.work.get_future(), current()
+        return future if at is None else _Timed(future, *at, self.began)
+
+
+class HookAttachment:
+    """The connection that `attach_hook` makes, with what the training loop needs of a `birder.Attachment`.
+
+    counter: payload bytes and collectives of this rank, by arithmetic from what the hook sends for each bucket.
+    """
+
+    def __init__(self, model: DistributedDataParallel, name: str, rank: int, topology: Topology, trace: Trace) -> None:
+        group = model.process_group
+        self.name = name
+        self.counter = ByteCounter()
+        self.link = Link(group, topology, self.counter)
+        self.low_rank: powersgd.PowerSGDState | None = None
+        if name == "powersgd":
+            # Against a division by zero where a gradient is 0 throughout.
+            epsilon = 1e-8
+            self.low_rank = powersgd.PowerSGDState(
+                group, rank, DENSE_STEPS, min_compression_rate=MIN_RATE, orthogonalization_epsilon=epsilon
+            )
+        self.trace = trace
+        if trace.on:
+            default_hooks.dist = powersgd.dist = _Collectives()  # type: ignore[assignment]
+        # On gloo a bucket's second and third all-reduce start in whatever thread has finished the one before, and ranks
+        # would mix up those of several buckets. There one bucket follows the other.
+        self._in_order = ThreadPoolExecutor(1) if name == "powersgd" and self.link.backend == "gloo" else None
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes communicate nothing."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def close(self) -> None:
+        """Gives torch's hooks back as they were. No backward pass may follow."""
+        default_hooks.dist = powersgd.dist = dist
+        if self._in_order is not None:
+            self._in_order.shutdown()
+
+    def state_bytes(self) -> int:
+        """Bytes that the hook keeps on this rank between steps: PowerSGD's errors, P and Q."""
+        if self.low_rank is None:
+            return 0
+        kept = (self.low_rank.error_dict, self.low_rank.p_memory_dict, self.low_rank.q_memory_dict)
+        return sum(t.numel() * t.element_size() for part in kept for t in part.values())
+
+    def begin_compressing(self) -> None:
+        """Leaves out the dense steps at the start. Only after a backward pass under `paused`, which rebuilds the buckets."""
+        if self.low_rank is not None:
+            self.low_rank.iter = max(self.low_rank.iter, DENSE_STEPS)
+
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
+        """What DDP calls for every bucket that is ready."""
+        if self._paused:
+            done: Future[Any] = Future()
+            done.set_result(bucket.buffer())
+            return done
+        self._count(bucket)
+        if self._in_order is None:
+            return self._run(bucket)
+        later: Future[Any] = Future()
+
+        def finish() -> None:
+            try:
+                later.set_result(self._run(bucket).wait())
+            except Exception as e:
+                later.set_exception(e)
+
+        self._in_order.submit(finish)
+        return later
+
+    def _run(self, bucket: dist.GradBucket) -> Future[Any]:
+        with self.trace.work(bucket.index()):
+            if self.low_rank is None:
+                future = HALF[self.name](self.link.group, bucket)
+            else:
+                future = powersgd.powerSGD_hook(self.low_rank, bucket)
+        return future.future if isinstance(future, _Timed) else future
+
+    def _count(self, bucket: dist.GradBucket) -> None:
+        if self.low_rank is None:
+            self.link.count_ring_all_reduce(2 * bucket.buffer().numel())
+            return
+        state = self.low_rank
+        dense = state.iter < state.start_powerSGD_iter
+        sent = [bucket.buffer().numel()]
+        if not dense:
+            sent = [*low_rank_numbers((g.shape for g in bucket.gradients()), state.matrix_approximation_rank)]
+        for numbers in sent:
+            self.link.count_ring_all_reduce(numbers * bucket.buffer().element_size())
+
+
+def low_rank_numbers(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int, int]:
+    """How many numbers PowerSGD all-reduces for tensors of these shapes: uncompressed, P, Q."""
+    plain = p = q = 0
+    for shape in shapes:
+        rows, columns = shape[0], math.prod(shape[1:])
+        r = min(rows, columns, rank)
+        if (rows + columns) * r * MIN_RATE < rows * columns:
+            p, q = p + rows * r, q + columns * r
+        else:
+            plain += rows * columns
+    return plain, p, q
+
+
+def hook(state: HookAttachment, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
+    return state.on_bucket(bucket)
+
+
+def attach_hook(
+    model: DistributedDataParallel,
+    optimizer: BucketOptimizer,
+    name: str,
+    *,
+    rank: int = 4,
+    topology: Topology | None = None,
+    unit_mb: float = 25.0,
+) -> HookAttachment:
+    """Makes `model` communicate by torch's hook `name`: bf16, fp16, powersgd. Call once on every rank.
+
+    optimizer: a dense one, bound here. rank: of PowerSGD. topology, unit_mb: as in `birder.attach`.
+    Raises ValueError for an unknown name, a rank below 1 and optimizers that compress.
+    """
+    if name not in (*HALF, "powersgd"):
+        raise ValueError(f"no hook {name!r}; there are: {', '.join((*HALF, 'powersgd'))}")
+    if rank < 1:
+        raise ValueError(f"PowerSGD's rank must be at least 1, got {rank}")
+    if optimizer.compressed:
+        raise ValueError(
+            f"{type(optimizer).__name__} sends messages of its own: torch's hooks are for dense optimizers"
+        )
+    topology = topology or Topology.from_env(dist.get_world_size(model.process_group))
+    optimizer.bind(unit_mb=unit_mb)
+    trace = optimizer.pipeline.trace
+    trace.on = next(model.parameters()).device.type == "cpu"
+    attachment = HookAttachment(model, name, rank, topology, trace)
+    model.register_comm_hook(attachment, hook)
+    return attachment
+
+
+def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, ranks: int) -> int:
+    """Bytes that each of `ranks` ranks sends in a step of PowerSGD, whatever the buckets."""
+    return 2 * (ranks - 1) * 4 * sum(low_rank_numbers(shapes, rank)) // ranks

@@ -1,0 +1,76 @@
+"""Plain text for language models, from files, from the hub, or made up."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from experiments.errors import UserError
+from experiments.workloads.base import Shard, all_sum
+from experiments.workloads.files import read_text, text_files
+from experiments.workloads.squad_data import synthetic_questions
+
+SYNTHETIC_PARAGRAPHS = 1500
+
+
+def corpus_name(data_path: str | None, dataset: str, config: str | None) -> str:
+    """What tables call the text."""
+    if data_path is not None:
+        return f"text of {Path(data_path).name}"
+    return "synthetic sentences" if dataset == "synthetic" else f"{dataset} {config or ''}".strip()
+
+
+def read_lines(data_path: str | None, dataset: str, config: str | None, documents: int | None) -> list[str]:
+    """Non-empty lines of text, the first `documents` of them (rows, for a hub data set); None: all. Raises UserError.
+
+    data_path: a text file or a folder of .txt files; None: `dataset`, of the hub, or "synthetic".
+    """
+    if data_path is not None:
+        lines = [line for file in text_files(data_path) for line in read_text(file).splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"data.path: {data_path} holds only empty lines")
+        return lines[:documents]
+    if dataset == "synthetic":
+        return [q.context for q in synthetic_questions(SYNTHETIC_PARAGRAPHS, "text")]
+    return _hub_lines(dataset, config, documents)
+
+
+def _hub_lines(dataset: str, config: str | None, documents: int | None) -> list[str]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    part = "train" if documents is None else f"train[:{documents}]"
+    try:
+        table: Any = datasets.load_dataset(dataset, config, split=part)
+        lines = [line for text in table["text"] for line in text.splitlines() if line.strip()]
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise UserError(
+            f"cannot load {dataset} from the hub ({type(error).__name__}): give text with data.path=PATH,"
+            " or workload.dataset=synthetic"
+        ) from error
+    if not lines:
+        raise UserError(f"{dataset} holds no text in its column 'text'")
+    return lines
+
+
+def hold_out(sequences: Tensor, fraction: float, name: str) -> tuple[Tensor, Tensor]:
+    """(to train on, held out): the last `fraction` of the sequences is held out, at least one. Raises UserError.
+
+    sequences: [N, tokens]; name: what the error calls the text.
+    """
+    count = max(1, round(len(sequences) * fraction))
+    if count >= len(sequences):
+        raise UserError(
+            f"{name} fills {len(sequences)} sequences of {sequences.shape[1]} tokens, too few: give more text"
+        )
+    return sequences[:-count], sequences[-count:]
+
+
+def perplexity(loss: float, count: float, shard: Shard) -> dict[str, float]:
+    """The metrics of a language model, from each rank's sum of losses and number of predicted tokens."""
+    loss, count = all_sum([loss, count], shard)
+    # Capped so that a diverged run writes a number, not an overflow.
+    return {"perplexity": math.exp(min(loss / count, 50.0)), "loss": loss / count}

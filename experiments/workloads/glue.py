@@ -1,0 +1,187 @@
+"""Fine-tuning BERT on a task of GLUE: classification of sentences or pairs of sentences, or their similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.errors import UserError
+from experiments.workloads import bert
+from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
+from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
+
+
+class Glue(Workload):
+    """One sample is one sentence, or one pair, padded or cut to `seq_len` tokens. Evaluated on the development set.
+
+    task:           cola | sst2 | mrpc | stsb | qqp | mnli (matched) | qnli | rte | wnli.
+    model:          hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
+    init:           pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
+    preset:         base | large | tiny, the shape where `model` is None.
+    data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
+    dataset:        hub data set used where no folder is given, or "synthetic".
+    train_examples: number of training examples, always the same ones; None: all. Likewise dev_examples.
+    """
+
+    name = "glue"
+    sample = "sequences"
+    target = None  # the paper's scores could not be found
+
+    def __init__(
+        self,
+        task: str = "mrpc",
+        model: str | None = None,
+        init: str | None = None,
+        preset: str = "base",
+        data_path: str | None = None,
+        dataset: str = "nyu-mll/glue",
+        seq_len: int = 128,
+        train_examples: int | None = None,
+        dev_examples: int | None = None,
+        eval_batch: int = 64,
+        vocab_size: int = 2000,
+    ) -> None:
+        if task not in TASKS:
+            raise UserError(f"workload.task={task} is unknown: one of {', '.join(TASKS)}")
+        for key, value, least in (
+            ("seq_len", seq_len, 8),
+            ("train_examples", train_examples, 1),
+            ("dev_examples", dev_examples, 1),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"workload.{key}={value} must be {least} or more")
+        self.task_name, self.task = task, TASKS[task]
+        self.model, self.init, self.preset = model, init, preset
+        self.data_path, self.dataset = data_path, dataset
+        self.seq_len, self.eval_batch, self.vocab_size = seq_len, eval_batch, vocab_size
+        self.train_examples, self.dev_examples = train_examples, dev_examples
+        self.metric = self.task.metrics[0]
+        self.synthetic = data_path is None and dataset == "synthetic"
+        self.data_name = (
+            f"synthetic sentences like {self.task.folder}" if self.synthetic else f"GLUE {self.task.folder}"
+        )
+
+    def check(self) -> None:
+        bert.check_model(self.model, self.init, self.preset)
+        if self.data_path is not None:
+            find_file(self.data_path, self.task, "train")
+            find_file(self.data_path, self.task, "dev")
+
+    def prepare(self, shard: Shard) -> None:
+        train = self._examples("train", self.train_examples)
+        dev = self._examples("dev", self.dev_examples)
+        if self.model is None:
+            texts = dict.fromkeys(text for example in train for text in example.texts)
+            self.tokenizer = bert.word_tokenizer(texts, self.vocab_size)
+        else:
+            self.tokenizer = bert.load_tokenizer(self.model)
+        self._train, self._dev = self._tokenized(train), self._tokenized(dev)
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForSequenceClassification
+
+        return bert.load_model(
+            AutoModelForSequenceClassification,
+            self.model,
+            self.init,
+            self.preset,
+            len(self.tokenizer),
+            self.seq_len,
+            outputs=len(self.task.classes) or 1,
+        )
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return steps_per_epoch(len(self._train["labels"]), world_size, batch_per_rank, self.data_name)
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        count = len(self._train["labels"])
+        for _, indices in batch_indices(
+            count, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
+        ):
+            yield self._batch(self._train, indices, shard.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return F.cross_entropy(logits, labels.long()) if self.task.classes else F.mse_loss(logits[:, 0], labels)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        if self.synthetic:
+            return {}
+        labels = self._dev["labels"]
+        mine = torch.arange(shard.rank, len(labels), shard.world_size)
+        # Correlations are no sums over ranks: every rank gets all answers, each from the rank that has it.
+        answers = torch.zeros(len(labels), dtype=torch.float64)
+        for some in mine.split(self.eval_batch):
+            inputs = self._batch(self._dev, some, shard.device)
+            inputs.pop("labels")
+            logits = model(**inputs).logits.float().cpu()
+            answers[some] = (logits.argmax(1) if self.task.classes else logits[:, 0]).double()
+        answers = torch.tensor(all_sum(answers.tolist(), shard), dtype=torch.float64)
+        return {name: 100 * METRICS[name](answers, labels.double()) for name in self.task.metrics}
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        return bert.decay_groups(model, weight_decay)
+
+    def _examples(self, split: str, limit: int | None) -> list[Example]:
+        if self.data_path is not None:
+            examples = read_tsv(find_file(self.data_path, self.task, split), self.task)
+        elif self.synthetic:
+            examples = synthetic_examples(limit or 1000, self.task, split)
+        else:
+            examples = read_hub(self.dataset, self.task_name, split)
+        return [examples[i] for i in fixed_choice(len(examples), limit, split)]
+
+    def _tokenized(self, examples: list[Example]) -> dict[str, Tensor]:
+        """The model's inputs as int32[examples, seq_len] and "labels" as float32[examples]."""
+        columns = [list(texts) for texts in zip(*(example.texts for example in examples), strict=True)]
+        tokens = self.tokenizer(*columns, truncation=True, max_length=self.seq_len, padding="max_length")
+        known = self.tokenizer.model_input_names
+        arrays = {key: torch.tensor(tokens[key], dtype=torch.int32) for key in known}
+        return {**arrays, "labels": torch.tensor([example.label for example in examples])}
+
+    @staticmethod
+    def _batch(part: dict[str, Tensor], indices: Tensor, device: torch.device) -> dict[str, Tensor]:
+        return {
+            key: (values[indices] if key == "labels" else values[indices].long()).to(device)
+            for key, values in part.items()
+        }
+
+
+def _accuracy(answers: Tensor, labels: Tensor) -> float:
+    return float((answers == labels).double().mean())
+
+
+def _f1(answers: Tensor, labels: Tensor) -> float:
+    from torchmetrics.functional.classification import binary_f1_score
+
+    return float(binary_f1_score(answers.long(), labels.long()))
+
+
+def _matthews(answers: Tensor, labels: Tensor) -> float:
+    from torchmetrics.functional.classification import binary_matthews_corrcoef
+
+    return float(binary_matthews_corrcoef(answers.long(), labels.long()))
+
+
+def _pearson(answers: Tensor, labels: Tensor) -> float:
+    from torchmetrics.functional import pearson_corrcoef
+
+    return float(pearson_corrcoef(answers, labels).nan_to_num())  # 0 where all answers are the same
+
+
+def _spearman(answers: Tensor, labels: Tensor) -> float:
+    from torchmetrics.functional import spearman_corrcoef
+
+    return float(spearman_corrcoef(answers, labels).nan_to_num())
+
+
+METRICS = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews, "pearson": _pearson, "spearman": _spearman}

@@ -1,0 +1,179 @@
+"""GPT-2 pre-training: next-token prediction on WikiText or any other text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.errors import UserError
+from experiments.workloads import bert
+from experiments.workloads.base import Batch, Shard, Workload
+from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines
+from experiments.workloads.files import text_files
+from experiments.workloads.ordering import batch_indices, steps_per_epoch
+
+CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
+END = "<|endoftext|>"
+# preset: arguments of GPT2Config. small: Radford et al., 2019, 124,439,808 parameters with 50,257 tokens
+PRESETS: dict[str, dict[str, Any]] = {
+    "small": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+    "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
+}
+
+
+class GPT2(Workload):
+    """The text as one stream of tokens, a line break after each line, cut into sequences of `seq_len`; one sample is one.
+
+    model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
+    init:           random (pre-training from scratch, the default) | pretrained.
+    preset:         small | tiny, the shape where `model` is None.
+    data_path:      a text file or a folder of .txt files.
+    dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
+    dataset_config: its configuration.
+    documents:      number of leading lines of a file, or rows of a data set, to use; None: all.
+    valid_fraction: share of the sequences, at the end of the stream, that is held out.
+    vocab_size:     pieces of a vocabulary made from the text (byte-level BPE); a short text gives fewer.
+    """
+
+    name = "gpt2"
+    metric = "perplexity"
+    higher_is_better = False
+    target = None  # the paper's figure could not be found
+    sample = "sequences"
+
+    def __init__(
+        self,
+        model: str | None = None,
+        init: str = "random",
+        preset: str = "small",
+        data_path: str | None = None,
+        dataset: str = "Salesforce/wikitext",
+        dataset_config: str | None = "wikitext-103-raw-v1",
+        seq_len: int = 1024,
+        documents: int | None = None,
+        valid_fraction: float = 0.01,
+        eval_batch: int = 16,
+        vocab_size: int = 8000,
+    ) -> None:
+        if init not in ("pretrained", "random"):
+            raise UserError(f"workload.init={init} is unknown: pretrained or random")
+        if preset not in PRESETS:
+            raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+        if seq_len < 8:
+            raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
+        if model is None and seq_len > PRESETS[preset]["n_positions"]:
+            raise UserError(
+                f"workload.seq_len={seq_len}: preset {preset} has {PRESETS[preset]['n_positions']} positions"
+            )
+        if not 0 < valid_fraction < 1:
+            raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
+        if documents is not None and documents < 1:
+            raise UserError(f"workload.documents={documents} must be 1 or more")
+        if vocab_size < 300:
+            raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 300, the bytes alone are 256")
+        self.model, self.init, self.preset = model, init, preset
+        self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
+        self.seq_len, self.documents, self.valid_fraction = seq_len, documents, valid_fraction
+        self.eval_batch, self.vocab_size = eval_batch, vocab_size
+        self.synthetic = data_path is None and dataset == "synthetic"
+        self.data_name = corpus_name(data_path, dataset, dataset_config)
+
+    def check(self) -> None:
+        bert.check_model(self.model, self.init, "base")
+        if self.data_path is not None:
+            text_files(self.data_path)
+
+    def prepare(self, shard: Shard) -> None:
+        lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
+        self.tokenizer = byte_tokenizer(lines, self.vocab_size) if self.model is None else _hub_tokenizer(self.model)
+        self._train, held_out = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
+        self._valid = held_out[shard.rank :: shard.world_size]
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+
+        if self.model is not None and self.init == "pretrained":
+            net = bert.load(AutoModelForCausalLM, self.model)
+        elif self.model is not None:
+            net = AutoModelForCausalLM.from_config(bert.load(AutoConfig, self.model))
+        else:
+            ends = {"bos_token_id": 0, "eos_token_id": 0}
+            shape: dict[str, Any] = {"vocab_size": len(self.tokenizer), **PRESETS[self.preset], **ends}
+            net = AutoModelForCausalLM.from_config(GPT2Config(**shape))
+        known = getattr(net.config, "max_position_embeddings", self.seq_len)
+        if self.seq_len > known:
+            raise UserError(f"workload.seq_len={self.seq_len} is longer than the model's {known} positions")
+        return net.float().train()
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        for _, indices in batch_indices(
+            len(self._train), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
+        ):
+            yield self._train[indices].long().to(shard.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(*self._predictions(model, batch))
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
+        if self.synthetic:
+            return {}
+        loss, count = 0.0, 0.0
+        for first in range(0, len(self._valid), self.eval_batch):
+            tokens = self._valid[first : first + self.eval_batch].long().to(shard.device)
+            logits, following = self._predictions(model, tokens)
+            loss += float(F.cross_entropy(logits.float(), following, reduction="sum"))
+            count += len(following)
+        return perplexity(loss, count, shard)
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        return bert.decay_groups(model, weight_decay)
+
+    @staticmethod
+    def _predictions(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of all tokens but the first, and these tokens."""
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        return logits.flatten(0, 1), tokens[:, 1:].flatten()
+
+    def _sequences(self, lines: list[str]) -> Tensor:
+        """int32[N, seq_len]; the incomplete last one is dropped."""
+        pieces: list[np.ndarray] = []
+        for first in range(0, len(lines), CHUNK):
+            some = [line + "\n" for line in lines[first : first + CHUNK]]
+            pieces += [np.array(ids, dtype=np.int32) for ids in self.tokenizer(some)["input_ids"]]
+        stream = torch.from_numpy(np.concatenate(pieces))
+        return stream[: len(stream) // self.seq_len * self.seq_len].view(-1, self.seq_len)
+
+
+def byte_tokenizer(lines: list[str], size: int) -> Any:
+    """A byte-level BPE tokenizer as GPT-2's, its `size` pieces learned from `lines`, the same on every rank."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False, min_frequency=2
+    )
+    core.train_from_iterator((line + "\n" for line in lines), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=END, eos_token=END, unk_token=END)
+
+
+def _hub_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = bert.load(AutoTokenizer, model)
+    # Whole texts are cut here, not by the tokenizer, which would warn of their length.
+    tokenizer.model_max_length = 10**9
+    return tokenizer

@@ -1,0 +1,153 @@
+"""What every back end of the kernels must do: bit for bit what the reference does on the same inputs.
+
+Each check takes the module to be checked and the device that its tensors live on; the reference runs on the CPU.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from birder.kernels import reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    """Equal in every bit; NaN is equal to NaN, and 0 to -0."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert torch.equal(found.isnan().cpu(), expected.isnan())
+    assert torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
+
+
+def gradient(numel: int, dtype: torch.dtype, gen: torch.Generator) -> Tensor:
+    """Of all sizes that the type can hold, with zeros, NaN and infinities among them."""
+    digits = 30 if dtype is not torch.float16 else 7
+    g = torch.randn(numel, generator=gen) * 10.0 ** torch.randint(-digits, min(digits, 30), (numel,), generator=gen)
+    g[::3] = 0.0
+    g[1::17], g[2::19], g[5::23] = float("nan"), float("-inf"), float("inf")
+    return g.to(dtype)
+
+
+def encode(
+    module: ModuleType, device: str, numel: int, dtype: torch.dtype, seed: int = 1, hold: bool = False, eps: float = 0.0
+) -> None:
+    gen = torch.Generator().manual_seed(seed % 2**31)
+    g = gradient(numel, dtype, gen)
+    b = torch.rand(numel, generator=gen)
+    m = b * (2 * torch.rand(numel, generator=gen) - 1)
+    b[::6] = m[::6] = 0.0
+    law = {"beta": 0.95, "eps": eps, "hold": hold}
+    # Counters beyond 32 bits, key and step with their highest bit set.
+    counter = {"seed": seed, "step": 2**32 - 1 - seed % 100, "worker": seed % 1000, "start": 8 * (seed % 2**45)}
+    mine = g.to(device), m.to(device, copy=True), b.to(device, copy=True)
+    expected = reference.encode(g, m, b, **law, **counter)
+    same(module.encode(*mine, **law, **counter), expected)
+    same(mine[1], m)
+    same(mine[2], b)
+    assert m.isfinite().all()
+    assert (m.abs() <= b).all()
+
+
+def certain_signs(module: ModuleType, device: str, numel: int) -> None:
+    """Where all gradients so far had one sign, u is 1 or -1, and the bit is that sign in every draw."""
+    sign = torch.where(torch.arange(numel) % 3 == 0, 1.0, -1.0)
+    m, b = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    for step in range(1, 6):
+        g = (sign * (1e-20 + torch.rand(numel, generator=torch.Generator().manual_seed(step)))).to(device)
+        bits = module.encode(g, m, b, beta=0.95, eps=0.0, hold=False, seed=step, step=step, worker=step, start=0)
+        same(bits, reference.pack(sign > 0))
+
+
+def server(module: ModuleType, device: str, workers: int, count: int, seed: int = 1) -> None:
+    gen = torch.Generator().manual_seed(seed % 2**31)
+    rows = torch.randint(0, 256, (workers, count), generator=gen, dtype=torch.uint8)
+    draw = {"seed": seed, "step": 2, "start": 8 * (seed % 2**40)}
+    same(module.reduce_bits(rows.to(device), **draw), reference.reduce_bits(rows, **draw))
+
+
+def apply(module: ModuleType, device: str, p: Tensor, decay: float, partial: bool) -> None:
+    bits = torch.randint(0, 256, ((p.numel() + 7) // 8 + 1,), dtype=torch.uint8)
+    active = torch.rand(p.numel()) > 0.5 if partial else None
+    mine = p.to(device, copy=True)
+    moving = None if active is None else active.to(device)
+    module.apply_bits(mine, bits.to(device), lr=0.3, decay=decay, active=moving)
+    reference.apply_bits(p, bits, lr=0.3, decay=decay, active=active)
+    same(mine, p)
+
+
+def unseen(module: ModuleType, device: str, numel: int, block: int) -> None:
+    b = torch.rand(numel) * (torch.rand(numel) > 0.998)
+    b[:1] = float("nan")
+    active = torch.rand(numel) > 0.5
+    found = module.unseen_blocks(b.to(device), active.to(device), block)
+    same(found, reference.unseen_blocks(b, active, block))
+    assert found.tolist() == [bool(((b > 0) & ~active)[i : i + block].any()) for i in range(0, numel, block)]
+
+
+def signs(module: ModuleType, device: str, workers: int, count: int, seed: int = 1) -> None:
+    gen = torch.Generator().manual_seed(seed % 2**31)
+    rows = torch.randint(0, 256, (workers, count), generator=gen, dtype=torch.uint8)
+    scales = torch.rand(workers, generator=gen)
+    same(module.average_signs(rows.to(device), scales.to(device)), reference.average_signs(rows, scales))
+    z = torch.randn(8 * count, generator=gen)
+    z[::5], z[1::5], z[2::7] = 0.0, -0.0, float("nan")
+    same(module.pack_signs(z.to(device)), reference.pack_signs(z))
+
+
+def feedback(
+    module: ModuleType, device: str, numel: int, workers: int, masked: bool, seed: int = 1, spoilt: bool = False
+) -> None:
+    """A whole 1-bit all-reduce with error feedback, every kernel of it; `spoilt`: with a NaN in the message."""
+    gen = torch.Generator().manual_seed(seed % 2**31)
+    mask = torch.rand(numel, generator=gen) > 0.3 if masked else None
+    flags = None if mask is None else mask.to(device)
+    g, m, error = (torch.randn(numel, generator=gen) * 10.0**k for k in (0, -1, 1))
+    error[::11] = g[::11] = m[::11] = 0.0
+    if spoilt:
+        g[numel // 2] = float("nan")
+    mine = error.to(device, copy=True)
+
+    squares = reference.add_message(error, g, mask)
+    same(module.add_message(mine, g.to(device), flags), squares)
+    same(mine, error)
+    squares = reference.add_momentum(error, g, m, beta=0.9, mask=mask)
+    same(module.add_momentum(mine, g.to(device), m.to(device), beta=0.9, mask=flags), squares)
+    same(mine, error)
+
+    scale = (squares / max(numel, 1)).sqrt().float()
+    bits = reference.split_signs(error, scale, mask)
+    same(module.split_signs(mine, scale.to(device), flags), bits)
+    same(mine, error)
+
+    rows = torch.randint(0, 256, (workers, numel // 8), generator=gen, dtype=torch.uint8)
+    scales = torch.rand(workers, generator=gen)
+    squares = reference.add_average(error, rows, scales, mask)
+    same(module.add_average(mine, rows.to(device), scales.to(device), flags), squares)
+    same(mine, error)
+    same(module.sum_squares(mine), squares)
+
+    parts = torch.rand(next(k for k in (4, 2, 1) if numel // 8 % k == 0), generator=gen)
+    out, mine = torch.empty(numel), torch.empty(numel, device=device)
+    reference.write_signs(out, bits, parts, mask)
+    module.write_signs(mine, bits.to(device), parts.to(device), flags)
+    same(mine, out)
+
+
+def moved_adam(module: ModuleType, device: str, dtype: torch.dtype, keep: float) -> None:
+    gen = torch.Generator().manual_seed(0)
+    shapes = [(0,), (1,), (7,), (1030,), (2, 3, 4, 5)]
+    params = [torch.randn(shape, generator=gen).to(dtype) for shape in shapes]
+    params.append(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).to(dtype))
+    m = [torch.randn(p.shape, generator=gen) for p in params]
+    v = [torch.rand(p.shape, generator=gen) * 10.0 ** -(9 * torch.rand(p.shape, generator=gen)) for p in params]
+    v[3][::5] = m[3][::5] = 0.0
+    mine = [[t.to(device, copy=True) for t in tensors] for tensors in (params, m, v)]
+    law = {"rate": 1.3e-3, "correction": 0.77, "eps": 1e-8, "keep": keep}
+    reference.move_adam(params, m, v, **law)
+    module.move_adam(*mine, **law)
+    for found, expected in zip(mine[0], params, strict=True):
+        same(found, expected)

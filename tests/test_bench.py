@@ -1,0 +1,308 @@
+"""The benchmark: its plan, peers, page and command line; a small run of every method on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder.comm import Topology
+from experiments import (
+    bench,
+    bench_hooks,
+    bench_kernels,
+    bench_plan,
+    bench_report,
+    bench_worker,
+    record,
+    tables,
+    timelines,
+)
+from experiments.bench_peers import FusedOneBitAdam
+from experiments.bench_plan import METHODS, Cell
+from experiments.hooks import powersgd_bytes
+from experiments.record import ResultRecord
+from launch import sandbox
+from tests.ranks import run_ranks
+
+EVERYTHING = (list(bench_plan.MODELS), list(METHODS))
+MS = {"fp32": 100.0, "powersgd1": 41.0, "deepspeed": 80.0, "birder": 42.0, "birder_one_phase": 40.0, "none": 35.0}
+
+
+def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
+    """A record of `cell` whose step takes `ms` of the cluster's clock."""
+    method = METHODS[cell.method]
+    dilation = 4.0
+    about = {**dataclasses.asdict(cell), "fraction": cell.fraction, "elements": 1000, "peak": int(1e6 * ms)}
+    wall = ms * dilation
+    split = {"encode_ms": 0.1 * wall, "wire_ms": 0.2 * wall, "exposed_wire_ms": 0.05 * wall, "update_ms": 0.01 * wall}
+    made = ResultRecord(
+        id=cell.id,
+        group=None,
+        time="2026-01-01T00:00:00Z",
+        status="completed",
+        reason=None,
+        command="python experiments/bench.py",
+        overrides=[],
+        config={"bench": about, "optimizer": method.optimizer},
+        git={"sha": None, "dirty": None},
+        exp=bench_plan.EXP,
+        workload="replay",
+        optimizer="x",
+        method=method.label,
+        wire=method.wire,
+        cluster="x",
+        scale="paper",
+        nodes=cell.nodes,
+        ranks_per_node=1,
+        seed=0,
+        data={"name": "replay", "synthetic": True},
+        hardware={"device": "cpu", "cores": 2, "cpu": "x", "memory_gb": 4},
+        software={},
+        link={**record.LINK, "set_mbit_per_s": 36.0, "dilation": dilation},
+        timing={"steps": 2, "median_ms": wall, "p10_ms": wall, "p90_ms": wall, "split": split},
+        bytes_per_step={**record.BYTES, "payload_inter": 1000},
+        state_bytes_per_rank=8000,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def grid(link: str, nodes: int, times: dict[str, float], model: str = "resnet50") -> list[ResultRecord]:
+    return [entry(Cell(model, link, nodes, name), ms) for name, ms in times.items()]
+
+
+def test_every_cell_has_a_name_of_its_own_and_a_timeline() -> None:
+    cells = [c for link in bench_plan.LINKS for n in bench_plan.NODES for c in bench_plan.cells(link, n, *EVERYTHING)]
+    assert len({c.id for c in cells}) == len(cells) == 2 * 3 * 2 * 10
+    for c in cells:
+        assert 0 < c.fraction <= 1
+    for name in bench_plan.MODELS.values():
+        timelines.load(name)
+    # Memory over peers is measured with the whole model.
+    assert Cell("bert_base", "loopback", 2, "fp32").fraction == 1
+
+
+def test_dilation_is_the_wished_rate_over_the_measured_one_for_the_share_that_is_sent() -> None:
+    assert bench_plan.dilation(Cell("resnet50", "emulated", 4, "birder"), 1 / 8, 34.0, 9450) == 9450 / 34 / 8
+    assert bench_plan.dilation(Cell("resnet50", "loopback", 4, "birder"), 1 / 2, 34.0, 9450) == 1 / 2
+
+
+@pytest.mark.parametrize("model", bench_plan.MODELS)
+def test_a_selection_of_tensors_stands_for_the_model(model: str) -> None:
+    fraction = Cell(model, "emulated", 4, "powersgd4").fraction
+    whole = timelines.load(bench_plan.MODELS[model])
+    part = bench_worker.select(whole, fraction)
+    shapes = {g.name: g.shape for g in whole.gradients}
+    cut = [g.name for g in part.gradients if g.shape != shapes[g.name]]
+    assert all(math.prod(shapes[name]) > bench_worker.LARGE * whole.elements for name in cut)
+    assert all(g.shape[1:] == shapes[g.name][1:] for g in part.gradients)
+    assert part.elements == pytest.approx(fraction * whole.elements, rel=0.3)
+    for rank in (1, 4):
+        sent = [powersgd_bytes([g.shape for g in t.gradients], rank, 2) for t in (part, whole)]
+        assert bench_worker.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
+        assert sent[0] == pytest.approx(fraction * sent[1], rel=0.3)
+    # Spread over the whole of backward, to its end.
+    times = [g.ready_ms for g in part.gradients]
+    assert min(times) < whole.step_ms / 2
+    assert max(times) == max(g.ready_ms for g in whole.gradients)
+    assert bench_worker.select(whole, 1.0) is whole
+
+
+class Two(torch.nn.Module):
+    """128 and 64 x 32 elements: no padding on 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(1)
+        self.a = torch.nn.Parameter(torch.randn(128, generator=g))
+        self.b = torch.nn.Parameter(torch.randn(64, 32, generator=g))
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(128, generator=g), torch.randn(64, 32, generator=g)
+        return ((self.a - x) ** 2).sum() + ((self.b - y) ** 2).sum()
+
+
+def _momenta(rank: int, world: int) -> list[np.ndarray]:
+    found = []
+    for cls in (birder.OneBitAdam, FusedOneBitAdam):
+        model = Two()
+        optimizer = cls(model.parameters(), lr=1e-3, warmup_steps=2, bias_correction=False)
+        ddp = DistributedDataParallel(model)
+        attachment = birder.attach(ddp, optimizer, topology=Topology(world, 1), overlap=False, unit_mb=1e4)
+        for step in range(8):
+            optimizer.zero_grad()
+            attachment.counter.reset()
+            ddp(rank, step).backward()
+            optimizer.step()
+        (unit,) = optimizer.units
+        x = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found += [unit.state["m"].numpy(), x.numpy(), np.array(attachment.counter.inter)]
+        attachment.close()
+    return found
+
+
+def test_the_recreated_collective_computes_what_onebit_adam_does() -> None:
+    """Same momentum, parameters and bytes: what differs is how long it takes. Sums are rounded in another order."""
+    results = run_ranks(_momenta, 2, ranks_per_node=1)
+    for m, x, sent, fused_m, fused_x, fused_sent in results:
+        assert np.isclose(m, fused_m, rtol=1e-4).mean() > 0.995
+        assert np.isclose(x, fused_x, rtol=1e-4, atol=1e-6).mean() > 0.995
+        assert sent == fused_sent
+    assert (results[0][3] == results[1][3]).all()
+
+
+def test_verdicts_say_who_is_fastest_how_far_the_bound_is_and_when_not_to_compress() -> None:
+    fast = bench_report.collect(grid("emulated", 4, MS))
+    (said,) = bench_report.verdicts(fast)
+    assert "4 nodes: Birder one-phase is the fastest compressed method (40.0 ms, 14 % above the bound" in said
+    assert "the next is PowerSGD rank 1, 41.0 ms" in said
+    (said,) = bench_report.verdicts(bench_report.collect(grid("emulated", 4, {**MS, "powersgd1": 39.5})))
+    assert "is as fast as the fastest compressed method" in said
+    assert "within 3% of PowerSGD rank 1, 39.5 ms" in said
+    (said,) = bench_report.verdicts(bench_report.collect(grid("emulated", 4, {**MS, "birder": 30.0})))
+    assert "is not the fastest compressed method" in said
+    assert "Birder two-phase takes 30.0 ms" in said
+    slow = {name: ms if name in ("fp32", "none") else 3 * ms for name, ms in MS.items()}
+    _, said = bench_report.verdicts(bench_report.collect(grid("loopback", 2, slow)))
+    assert "2 nodes: do not compress: Birder one-phase" in said
+    assert "1.20 times as long as fp32 DDP" in said
+    assert bench_report.verdicts(bench_report.collect(grid("emulated", 4, {"fp32": 100.0}))) == []
+
+
+def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path) -> None:
+    for r in [*grid("emulated", 4, MS), *grid("loopback", 2, MS)]:
+        record.write(r, tmp_path)
+    kernels = bench_kernels.measure(torch.device("cpu"), 4096, rounds=1)
+    plan = {"kernels": kernels, "backend": "cpu"}
+    record.write(entry(Cell("resnet50", "x", 1, "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}), tmp_path)
+    for path in bench_report.write(tmp_path):
+        assert path.is_file()
+    page = (tmp_path / bench_report.TABLE).read_text()
+    assert "Replayed, not measured on GPUs" in page
+    assert "36.0 Mbit/s" in page
+    row = next(line for line in page.splitlines() if line.startswith("| PowerSGD rank 1 | 41.0"))
+    assert [c.strip() for c in row.strip("|").split("|")][1:] == ["41.0", "2.44x", "85 %"]
+    memory = page[page.index("## Memory") : page.index("## What a step")]
+    assert "| PowerSGD rank 1 | 1.00x | -59.0 MB |" in memory
+    assert "| `encode` | 20.125 |" in page
+    assert "No GPU was at hand" in page
+    assert "bert_base" not in page
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    bench_report.write(tmp_path)
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    # Other tables leave these records and this page alone.
+    assert tables.check(tmp_path) == []
+    assert tables.write(tmp_path) == []
+
+
+def test_kernels_are_timed_by_their_public_functions() -> None:
+    rows = bench_kernels.measure(torch.device("cpu"), 2**14 + 8, rounds=2)
+    assert {r["kernel"] for r in rows} >= {"encode", "reduce_bits", "apply_bits", "add_momentum", "split_signs"}
+    for r in rows:
+        assert r["elements"] == 2**14
+        assert r["ns_per_element"] > 0
+        assert r["gb_per_s"] == pytest.approx(r["bytes_per_element"] / r["ns_per_element"], rel=1e-6)
+    encode = next(r for r in rows if r["kernel"] == "encode")
+    assert encode["bytes_per_element"] == 5 * 4 + 1 / 8
+
+
+def tiny(folder: Path) -> str:
+    """A made-up model of a few matrices and vectors: the path of its timeline."""
+    shapes = [[64], [64, 256], [64], [512, 128], [128], [256, 256], [300, 64]]
+    gradients = [[f"p{i}", s, 16.0 - 2.0 * i] for i, s in enumerate(shapes)]
+    inside = {"reduce_scatter_ms": 0.1, "all_reduce_ms": 0.2, "all_gather_ms": 0.01, "reason": "none"}
+    content = {"name": "tiny", "model": "tiny", "gpu": "-", "precision": "tf32", "batch_per_gpu": 4}
+    content |= {"gpus_per_node": 8, "forward_ms": 2.0, "step_ms": 16.0, "gradients": gradients, "intra_node": inside}
+    return str(timelines.write(timelines.parse({**content, "source": "a test"}, "test"), folder / "tiny.json"))
+
+
+def _hooks(rank: int, world: int, timeline: str) -> list[dict[str, Any]]:
+    return bench_hooks.measure(torch.device("cpu"), timeline, steps=2)
+
+
+def test_hooks_are_timed_against_ddp_without_one(tmp_path: Path) -> None:
+    (rows,) = run_ranks(_hooks, 1, tiny(tmp_path), grouped=False)
+    assert [r["method"] for r in rows] == list(bench_hooks.METHODS)
+    assert rows[0]["overhead_ms"] == 0
+    assert all(r["step_ms"] > 0 for r in rows)
+
+
+def measured(folder: Path, link: str, *methods: str) -> dict[str, ResultRecord]:
+    options = bench.parse(["--models", "resnet50", "--methods", ",".join(methods), "--steps", "1"])
+    options.results, options.output = str(folder / "r"), str(folder / "o")
+    spec = bench.make_spec(options, link, 2, "a test")
+    spec.config["bench"]["timelines"] = {"resnet50": tiny(folder)}
+    bench.make_launcher(link, 2, options.mbit).launch(spec)
+    return {r.config["bench"]["method"]: r for r in record.read_all(folder / "r")}
+
+
+def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    found = measured(tmp_path, "loopback", *METHODS)
+    assert set(found) == set(METHODS)
+    t = timelines.load(tmp_path / "tiny.json")
+    expected = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "1bit": 1 / 8, "none": 0.0}
+    for name, r in found.items():
+        assert r.status == "completed"
+        assert (r.exp, r.group, r.nodes, r.link["kind"], r.link["dilation"]) == ("bench", None, 2, "loopback", 1)
+        assert r.timing["median_ms"] >= 0.99 * t.step_ms
+        sent = r.bytes_per_step["payload_inter"]
+        if r.wire == "lowrank":
+            shapes = [g.shape for g in t.gradients]
+            assert sent == pytest.approx(powersgd_bytes(shapes, METHODS[name].rank, 2), abs=20)
+            assert r.state_bytes_per_rank > 8 * t.elements
+        else:
+            part = expected[r.wire] * t.elements / (2 if name == "birder_one_phase" else 1)
+            assert sent == pytest.approx(part, rel=0.1)
+        assert r.config["bench"]["peak"] is None or r.config["bench"]["peak"] >= 0
+        if r.wire != "none":
+            assert r.timing["split"]["wire_ms"] > 0
+            assert r.timing["split"]["encode_ms"] > 0
+
+
+@pytest.mark.skipif(sandbox.probe()[0] is None, reason=f"no emulated network here: {sandbox.probe()[1]}")
+def test_two_emulated_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    found = measured(tmp_path, "emulated", "fp32", "powersgd1", "birder_one_phase")
+    assert len(found) == 3
+    t = timelines.load(tmp_path / "tiny.json")
+    for name, r in found.items():
+        about = r.config["bench"]
+        assert r.link["shaped"]
+        assert r.link["dilation"] == pytest.approx(about["fraction"] * 9450 / r.link["mbit_per_s"], rel=0.01)
+        assert r.timing["median_ms"] >= 0.99 * r.link["dilation"] * t.step_ms
+        assert r.bytes_per_step["nic_tx"] > r.bytes_per_step["payload_inter"] > 0
+        assert about["elements"] < t.elements, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "vgg"], "--models knows no 'vgg'"),
+        (["--nodes", "3"], "--nodes knows no '3'; there are: 2, 4, 8"),
+        (["--links", ""], "--links is empty"),
+        (["--methods", "zip"], "--methods knows no 'zip'"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--elements", "8"], "--elements must be at least 32"),
+        (["--mbit", "0"], "--mbit must be positive"),
+        (["--tables-only", "--results", "nowhere"], "no record of the benchmark"),
+        (["--gpu"], "needs a CUDA GPU and finds none"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "has_gpu", lambda: False)
+    assert bench.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -1,0 +1,139 @@
+"""Experiments of CSER, 0/1 Adam and SLAMB: what they compare, at which ratios, batches and rates."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import compose, schedules
+from experiments.errors import UserError
+
+FAMILIES = {
+    "cser_": ["SGDM", "EFSGD", "QSparseLocalSGD", "CSER"],
+    "zero_one_": ["AdamW", "OneBitAdam", "ZeroOneAdam"],
+    "slamb_": ["SGDM", "BertAdam", "LAMB", "OneBitLAMB", "SLAMB"],
+}
+EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml") if p.stem.startswith(tuple(FAMILIES)))
+
+
+@cache
+def variants(exp: str, scale: str) -> list[dict[str, Any]]:
+    """Every variant, resolved."""
+    listed = compose.compose([f"+exp={exp}"]).config.compare
+    return [compose.resolve(compose.compose([f"+exp={exp}", f"scale={scale}", *map(str, v)])) for v in listed]
+
+
+def chosen(exp: str, cls: str) -> dict[str, Any]:
+    return next(v for v in variants(exp, "paper") if v["optimizer"]["_target_"] == f"birder.{cls}")
+
+
+@pytest.mark.parametrize("scale", ["quick", "paper"])
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_variants_are_the_bound_the_baseline_and_the_papers_methods(exp: str, scale: str) -> None:
+    made = variants(exp, scale)
+    assert [v["comm"]["enabled"] for v in made] == [False] + [True] * (len(made) - 1)
+    assert [v["optimizer"].get("wire") for v in made[1:3]] == ["fp32", "bf16"]
+    assert len({v["optimizer"]["_target_"] for v in made[:3]}) == 1
+    known = next(classes for prefix, classes in FAMILIES.items() if exp.startswith(prefix))
+    classes = [v["optimizer"]["_target_"].removeprefix("birder.") for v in made]
+    assert set(classes) <= set(known)
+    assert classes[-1] == known[-1]  # the paper's own method comes last, and is the experiment's default
+    default = compose.resolve(compose.compose([f"+exp={exp}", f"scale={scale}"]))
+    assert default["optimizer"] == made[-1]["optimizer"]
+
+
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_quick_scale_needs_no_data_and_paper_scale_the_real_model(exp: str, tmp_path: Path) -> None:
+    compose.workload(variants(exp, "quick")[-1])
+    paper = variants(exp, "paper")[-1]["workload"]
+    small = {"tiny", "wrn_10_2", "resnet20", "resnet8", "synthetic"}
+    assert not small & {v for v in paper.values() if isinstance(v, str)}
+    if paper.get("allow_synthetic") is False:
+        with pytest.raises(UserError, match=r"data\.path="):
+            compose.workload(variants(exp, "paper")[-1])
+
+
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_scales_of_an_experiment_hold_the_same_keys(exp: str) -> None:
+    scales = compose.compose([f"+exp={exp}"]).config.scales
+    assert set(scales.quick) == set(scales.paper)
+
+
+@pytest.mark.parametrize("exp", [e for e in EXPERIMENTS if e.startswith("cser_")])
+@pytest.mark.parametrize("scale", ["quick", "paper"])
+def test_all_of_cser_sends_the_same_share(exp: str, scale: str) -> None:
+    """R_C = 1 / (1/R_C2 + 1/(R_C1 H)) = 32 for each method but the dense ones."""
+    for variant in variants(exp, scale)[3:]:
+        o = variant["optimizer"]
+        if "gradient_ratio" in o:
+            sent = (1 / o["gradient_ratio"] if o["gradient_ratio"] else 0) + 1 / (o["model_ratio"] * o["reset_every"])
+        else:
+            sent = 1 / (o["ratio"] * o.get("sync_every", 1))
+        assert sent == pytest.approx(1 / 32), o["_target_"]
+
+
+@pytest.mark.parametrize(
+    ("exp", "batch", "nodes", "ranks"),
+    [
+        ("cser_cifar100", 8 * 16, 8, 1),
+        ("cser_imagenet", 8 * 32, 8, 1),
+        ("zero_one_bert_base", 4096, 16, 4),
+        ("zero_one_bert_large", 4096, 16, 4),
+        ("zero_one_resnet18", 256, 2, 4),
+        ("slamb_bert_large", 65_536, 16, 8),
+        ("slamb_swin_b", 4096, 16, 8),
+        ("slamb_cifar10", 4 * 256, 1, 4),
+    ],
+)
+def test_batches_and_clusters_of_the_papers(exp: str, batch: int, nodes: int, ranks: int) -> None:
+    for v in variants(exp, "paper"):
+        assert (v["cluster"]["nodes"], v["cluster"]["ranks_per_node"]) == (nodes, ranks)
+        assert v["train"]["batch_per_rank"] * v["train"]["accumulate"] * nodes * ranks == batch
+
+
+def test_learning_rates_of_the_papers() -> None:
+    """Base rates, and the rate at the peak of the schedule, which is the published one."""
+    assert chosen("cser_imagenet", "SGDM")["optimizer"]["lr"] == 0.1
+    assert chosen("cser_imagenet", "CSER")["optimizer"]["lr"] == 0.05
+    assert chosen("zero_one_resnet18", "ZeroOneAdam")["optimizer"]["lr"] == 1e-4
+    for exp, cls, lr, step, total in (
+        ("zero_one_bert_base", "ZeroOneAdam", 4e-4, 12_500, 118_000),
+        ("zero_one_bert_large", "ZeroOneAdam", 4e-4, 12_500, 152_511),
+        ("slamb_bert_large", "SLAMB", 6e-3, 2_000, 7_038),
+    ):
+        config = chosen(exp, cls)
+        assert config["train"]["max_steps"] == total
+        schedule = config["train"]["lr_schedule"]
+        rates = [config["optimizer"]["lr"] * schedules.factor(schedule, s, total, 100) for s in (1, step, total)]
+        assert rates[1] == pytest.approx(lr)
+        assert rates[0] == pytest.approx(lr / step)
+        assert rates[2] < rates[1]
+    swin = chosen("slamb_swin_b", "SLAMB")["optimizer"]
+    assert swin["lr"] == pytest.approx(5e-4 / 8 * 2.828 * 4096 / 512, rel=1e-3)
+
+
+def test_policies_of_the_papers() -> None:
+    for exp in ("zero_one_bert_base", "zero_one_bert_large"):
+        o = chosen(exp, "ZeroOneAdam")["optimizer"]
+        assert (o["warmup_steps"], o["kappa"], o["local_limit"]) == (12_500, 16, 16)
+    for exp, beta3, every in (
+        ("slamb_bert_large", 0.93, 100),
+        ("slamb_swin_b", 0.999, 100),
+        ("slamb_cifar10", 0.99, 50),
+    ):
+        o = chosen(exp, "SLAMB")["optimizer"]
+        assert (o["fraction"], o["beta3"], o["sync_every"]) == (0.1, beta3, every)
+
+
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_quick_scale_reaches_the_rounds_that_come_rarely(exp: str) -> None:
+    """Within the steps that are timed: each interval of local steps or between averages of models comes to its end."""
+    for v in variants(exp, "quick"):
+        steps = v["train"]["max_steps"]
+        every = [v["optimizer"][key] for key in ("reset_every", "sync_every") if key in v["optimizer"]]
+        if steps is not None and every:
+            timed = range(v["train"]["timing_warmup"] + 1, steps + 1)
+            assert any(step % every[0] == 0 for step in timed), v["optimizer"]["_target_"]

@@ -1,0 +1,360 @@
+"""SLAMB against its one-process reference, through many averagings of the models; masks, staleness, bytes, resume."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import SLAMB, attach
+from tests import toy
+from tests.ranks import run_ranks
+from tests.reference_slamb import Slamb, mean
+
+STEPS, EVERY = 60, 7
+OPTIONS: dict[str, Any] = {
+    "lr": 0.02,
+    "fraction": 0.25,
+    "sync_every": EVERY,
+    "dense_below": 200,
+    "weight_decay": 0.1,
+    "seed": 2**40 + 7,
+}
+"""`embed` (207 elements) and `first.weight` (333) are masked, `second.weight` (185) and what has one dimension is not."""
+STOP = 17  # within the third interval
+
+
+def build(options: dict, how: dict) -> tuple:
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = SLAMB(model.parameters(), **options)
+    return model, ddp, optimizer, attach(ddp, optimizer, **{"unit_mb": 0.0015, **how})
+
+
+def advance(rank: int, ddp: nn.Module, optimizer: SLAMB, step: int, nan: bool = False) -> list:
+    optimizer.zero_grad()
+    (toy.loss(ddp, rank, step) * (float("nan") if nan else 1.0)).backward()
+    local = [p.grad.clone().flatten().numpy() for p in ddp.parameters() if p.grad is not None]
+    optimizer.step()
+    return local
+
+
+def by_parameter(optimizer: SLAMB, model: nn.Module, name: str) -> list:
+    """A state, flat for each of the model's parameters in their order."""
+    found = {p: view for u in optimizer.units for p, view in zip(u.params, u.views(u.state[name]), strict=True)}
+    return [found[p].flatten().clone().numpy() for p in model.parameters()]
+
+
+def hook_run(rank: int, world: int, options: dict, how: dict, broken: bool = False) -> dict:
+    model, ddp, optimizer, attachment = build(options, how)
+    random.seed(5)
+    torch.manual_seed(5)
+    states = random.getstate(), torch.get_rng_state().clone()
+    out: dict = {"sent": [], "models": [], "masks": [], "gradients": [], "momentum": [], "collectives": []}
+    for step in range(1, STEPS + 1):
+        attachment.counter.reset()
+        out["gradients"].append(advance(rank, ddp, optimizer, step, nan=broken and step == 10 and rank == world - 1))
+        out["sent"].append(attachment.counter.total)
+        out["collectives"].append(attachment.counter.collectives)
+        out["models"].append(toy.flat(model).numpy())
+        out["masks"].append([u.result.numpy() for u in optimizer.units])
+        out["momentum"].append([u.state["m"].clone().numpy() for u in optimizer.units])
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    with optimizer.averaged():
+        out["average"] = toy.flat(model).numpy()
+    assert (toy.flat(model).numpy() == out["models"][-1]).all()
+    names = {p: n for n, p in model.named_parameters()}
+    out["units"] = [([names[p] for p in u.params], u.padded) for u in optimizer.units]
+    for name in optimizer.units[0].state:
+        out[name] = by_parameter(optimizer, model, name)
+    return out
+
+
+def several(rank: int, world: int, names: list[str]) -> dict:
+    """Runs one after the other in the same processes, which are slow to start."""
+    variants: dict[str, dict] = {"broken": {}, "everything": {"fraction": 1.0}}
+    return {n: hook_run(rank, world, {**OPTIONS, **variants.get(n, {"form": n})}, {}, n == "broken") for n in names}
+
+
+@functools.cache
+def runs(world: int) -> list[dict]:
+    return run_ranks(several, world, ["paper", "v1", *{2: ["everything"], 3: ["v2", "broken"]}.get(world, [])])
+
+
+def run(world: int, name: str) -> list[dict]:
+    """On every rank: a form by its name; "broken": with a NaN on the last rank; "everything": with k = 1."""
+    return [results[name] for results in runs(world)]
+
+
+def gradients(model: nn.Module, worker: int, step: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    toy.loss(model, worker, step).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@functools.cache
+def oracle_run(world: int, form: str, broken: bool = False) -> dict:
+    """The same training in this process."""
+    torch.set_num_threads(1)
+    models = [toy.make() for _ in range(world)]
+    names = [n for n, _ in models[0].named_parameters()]
+    oracle = Slamb(list(models[0].parameters()), world, form=form, **OPTIONS)
+    history, counts = [], []
+    for step in range(1, STEPS + 1):
+        grads = [gradients(model, w, step) for w, model in enumerate(models)]
+        if broken and step == 10:
+            grads[-1] = [torch.zeros_like(g) for g in grads[-1]]
+        oracle.step(grads)
+        with torch.no_grad():
+            for w, model in enumerate(models):
+                for p, x in zip(model.parameters(), oracle.x, strict=True):
+                    p.copy_(x[w].view_as(p))
+        history.append([toy.flat(model) for model in models])
+        counts.append({n: int(mask.sum()) for n, mask in zip(names, oracle.masks, strict=True)})
+    return {"oracle": oracle, "models": history, "counts": counts}
+
+
+WORLDS = [(w, f) for f in ("paper", "v1") for w in (1, 2, 3, 4, 8)] + [(3, "v2")]
+
+
+@pytest.mark.parametrize(("world", "form"), WORLDS)
+def test_models_and_state_equal_the_reference_bit_for_bit(world: int, form: str) -> None:
+    results, expected = run(world, form), oracle_run(world, form)
+    assert len(results[0]["units"]) > 1
+    for rank, r in enumerate(results):
+        for step in range(STEPS):
+            assert (r["models"][step] == expected["models"][step][rank].numpy()).all(), f"rank {rank}, step {step + 1}"
+        for i in range(len(expected["oracle"].x)):
+            assert (r["m"][i] == expected["oracle"].m[i][rank].numpy()).all()
+            assert (r["v"][i] == expected["oracle"].v[i][rank].numpy()).all()
+            if form != "v1":
+                assert (r["tau"][i] == expected["oracle"].tau[i].numpy()).all()
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_mask_and_what_is_averaged_are_equal_on_eight_ranks(form: str) -> None:
+    results = run(8, form)
+    for step in range(STEPS):
+        for u, mask in enumerate(results[0]["masks"][step]):
+            for r in results[1:]:
+                assert (r["masks"][step][u] == mask).all()
+                assert (r["momentum"][step][u][mask] == results[0]["momentum"][step][u][mask]).all()
+    stale = [~mask for mask in results[0]["masks"][-1]]
+    assert any(
+        (results[1]["momentum"][-1][u][s] != results[0]["momentum"][-1][u][s]).any() for u, s in enumerate(stale)
+    )
+
+
+@pytest.mark.parametrize(("form", "phase"), [("paper", 0), ("v1", 1)])
+def test_models_are_equal_after_each_averaging_and_at_no_other_time(form: str, phase: int) -> None:
+    first, *others = run(4, form)
+    for step in range(1, STEPS + 1):
+        equal = [bool((first["models"][step - 1] == r["models"][step - 1]).all()) for r in others]
+        assert equal == [step % EVERY == phase] * 3
+
+
+@pytest.mark.parametrize(("world", "form"), [(2, "paper"), (3, "paper"), (8, "paper"), (3, "v1")])
+def test_bytes_and_collectives_are_those_of_the_mask_and_the_model(world: int, form: str) -> None:
+    counts = oracle_run(world, form)["counts"]
+    for r in run(world, form):
+        for step in range(1, STEPS + 1):
+            sent = [-(-sum(counts[step - 1][n] for n in names) // world) for names, _ in r["units"]]
+            synced = step % EVERY == (0 if form == "paper" else 1)
+            model = sum(padded // world for _, padded in r["units"]) if synced else 0
+            assert r["sent"][step - 1] == 2 * 4 * (world - 1) * (sum(sent) + model)
+            assert r["collectives"][step - 1] == 2 * len(r["units"]) * (1 + synced)
+
+
+def test_evaluation_takes_the_mean_of_the_models() -> None:
+    results = run(3, "paper")
+    last = [r["models"][-1] for r in results]
+    assert (last[0] != last[1]).any()
+    expected = mean(torch.stack([torch.from_numpy(x) for x in last])).numpy()
+    assert all((r["average"] == expected).all() for r in results)
+
+
+def test_a_nan_on_one_rank_counts_as_no_gradient_there() -> None:
+    results = run(3, "broken")
+    expected = oracle_run(3, "paper", True)["models"]
+    for rank, r in enumerate(results):
+        assert (r["models"][-1] == expected[-1][rank].numpy()).all()
+        assert all(abs(x).max() < 100 for x in r["models"])
+
+
+def test_with_all_elements_sent_the_momentum_is_the_dense_one() -> None:
+    results = run(2, "everything")
+    dense = [torch.zeros(len(g)) for g in results[0]["gradients"][0]]
+    for a, b in zip(results[0]["gradients"], results[1]["gradients"], strict=True):
+        for i, m in enumerate(dense):
+            dense[i] = 0.9 * m + 0.1 * (torch.from_numpy(a[i]) + torch.from_numpy(b[i])) / 2
+    for i, m in enumerate(dense):
+        assert (results[0]["m"][i] == results[1]["m"][i]).all()
+        # Sixty steps, each off by a few roundings of a momentum below 1, of which 0.9 is kept: 10 * 4 * 2^-24.
+        assert abs(torch.from_numpy(results[0]["m"][i]) - m).max() < 2.5e-6
+    assert (results[0]["models"][-1] != results[1]["models"][-1]).any()  # v is each rank's own all the same
+
+
+def test_hierarchical_averages_over_all_ranks() -> None:
+    results = run_ranks(hook_run, 4, OPTIONS, {"hierarchical": True}, ranks_per_node=2)
+    synced = STEPS // EVERY * EVERY
+    for r in results:
+        assert (r["models"][synced - 1] == results[0]["models"][synced - 1]).all()
+        for u, mask in enumerate(results[0]["masks"][-1]):
+            assert (r["momentum"][-1][u][mask] == results[0]["momentum"][-1][u][mask]).all()
+    # Another order of addition, and from there on rounding only.
+    flat = run(4, "paper")[0]["models"][EVERY - 1]
+    assert abs(results[0]["models"][EVERY - 1] - flat).max() < 1e-4
+
+
+def interrupted(rank: int, world: int, options: dict) -> tuple:
+    model, ddp, optimizer, _ = build(options, {})
+    for step in range(1, STOP + 1):
+        advance(rank, ddp, optimizer, step)
+    state, parameters = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    for step in range(STOP + 1, 3 * EVERY + 4):
+        advance(rank, ddp, optimizer, step)
+    fresh, ddp, optimizer, _ = build(options, {})
+    fresh.load_state_dict(parameters)
+    optimizer.load_state_dict(state)
+    for step in range(STOP + 1, 3 * EVERY + 4):
+        advance(rank, ddp, optimizer, step)
+    return toy.flat(model).numpy(), toy.flat(fresh).numpy()
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_resumed_within_an_interval_equals_uninterrupted(form: str) -> None:
+    results = run_ranks(interrupted, 3, {**OPTIONS, "form": form})
+    assert all((straight == resumed).all() for straight, resumed in results)
+    assert (results[0][0] != results[1][0]).any()
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def bound(form: str, unit_mb: float = 25, **options: Any) -> SLAMB:
+    optimizer = SLAMB(toy.make().parameters(), **{**OPTIONS, "form": form, **options})
+    optimizer.bind(unit_mb=unit_mb)
+    return optimizer
+
+
+def masks(optimizer: SLAMB, step: int) -> list:
+    """In the order of parameters, last first, without padding."""
+    return [view.clone() for u in optimizer.units for view in u.views(optimizer.mask(u, step))]
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_masks_do_not_depend_on_the_size_of_units(form: str) -> None:
+    whole, cut = bound(form), bound(form, 0.0008)
+    assert len(whole.units) == 1 < len(cut.units)
+    for step in (1, 2, 1000):
+        for a, b in zip(masks(whole, step), masks(cut, step), strict=True):
+            assert torch.equal(a, b)
+    assert any(not torch.equal(a, b) for a, b in zip(masks(whole, 1), masks(bound(form, seed=1), 1), strict=True))
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_staleness_counts_the_steps_since_an_element_was_sent(form: str) -> None:
+    optimizer = bound(form)
+    (unit,) = optimizer.units
+    age = [torch.zeros(p.shape) for p in unit.params]
+    for step in range(1, 31):
+        optimizer.exchange(unit, unit.zeros(), step)
+        for i, (p, mask) in enumerate(zip(unit.params, masks(optimizer, step), strict=True)):
+            age[i] = torch.where(mask, 0, age[i] + 1)
+            if not optimizer.is_dense(p):
+                assert torch.allclose(optimizer.freshness(unit, i, step), 0.93 ** age[i], rtol=1e-6)
+    oldest = max(float(a.max()) for a in age)
+    assert oldest == 3 if form == "v1" else oldest > 6  # four chunks; 540 elements, each left out 3 times of 4
+
+
+def test_staleness_stops_before_it_would_overflow() -> None:
+    optimizer = bound("paper")
+    (unit,) = optimizer.units
+    tau = unit.state["tau"]
+    assert tau.dtype == torch.uint8
+    tau.fill_(255)
+    optimizer.exchange(unit, unit.zeros(), 999)
+    assert set(tau.tolist()) == {0, 255}
+    # 8 bits would do neither for so slow a decay nor for so few elements.
+    assert bound("paper", beta3=0.999, fraction=0.01).units[0].state["tau"].dtype == torch.int16
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25])
+def test_random_masks_hold_their_share_and_differ_from_step_to_step(fraction: float) -> None:
+    x = nn.Parameter(torch.zeros(400, 250))
+    optimizer = SLAMB([x], fraction=fraction)
+    optimizer.bind()
+    first, second = masks(optimizer, 1)[0], masks(optimizer, 2)[0]
+    # Six standard deviations of 100,000 draws; false-alarm rate below 1e-8.
+    for drawn, expected in ((first, fraction), (second, fraction), (first & second, fraction**2)):
+        assert abs(drawn.float().mean().item() - expected) < 6 * (expected / x.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("chunks", [10, 300])
+def test_cyclic_masks_hold_every_element_once_in_a_round(chunks: int) -> None:
+    x = nn.Parameter(torch.zeros(71, 101))
+    optimizer = SLAMB([x], fraction=1 / chunks, form="v1", dense_below=0)
+    optimizer.bind()
+    drawn = torch.stack([masks(optimizer, step)[0] for step in range(5, 5 + chunks)])
+    assert (drawn.sum(0) == 1).all()
+    assert set(drawn.flatten(1).sum(1).tolist()) <= {x.numel() // chunks, x.numel() // chunks + 1}
+    assert torch.equal(masks(optimizer, 5)[0], masks(optimizer, 5 + chunks)[0])
+    assert optimizer.state_bytes() == (9 if chunks == 10 else 10) * optimizer.units[0].padded
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_alone_with_all_elements_it_is_lamb(form: str) -> None:
+    """(1)-(6) with k = 1 and one rank: one ratio for each tensor, no staleness."""
+    x = nn.Parameter(torch.linspace(-1, 1, 60).view(6, 10))
+    expected, m, v = x.detach().clone(), torch.zeros(6, 10), torch.zeros(6, 10)
+    optimizer = SLAMB([x], 0.05, fraction=1.0, dense_below=0, form=form)
+    for step in range(1, 6):
+        x.grad = torch.sin(x.detach() * 5 + step)
+        g = torch.sin(expected * 5 + step)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        r = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-6)
+        expected = expected - 0.05 * expected.norm() / r.norm() * r
+        optimizer.step()
+    assert torch.allclose(x, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_elements_without_a_gradient_of_their_own_may_stay(form: str) -> None:
+    for unseen in ("step", "hold"):
+        x = nn.Parameter(torch.ones(3, 2))
+        optimizer = SLAMB([x], 0.1, form=form, unseen=unseen, dense_below=0, fraction=1.0)
+        optimizer.bind()
+        optimizer.units[0].state["m"][0] = 1e-3  # what other ranks' gradients have left here
+        x.grad = torch.zeros(3, 2)
+        x.grad[2] = 1.0
+        optimizer.step()
+        moved = (x.detach() != 1).any(1).tolist()
+        assert moved == [unseen == "step", False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fraction": 0.0}, r"^fraction must be in \[2\^-15, 1\], got 0.0"),
+        ({"fraction": 1.5}, "^fraction must be"),
+        ({"beta3": 1.1}, "^beta3 must be"),
+        ({"sync_every": 0}, "^sync_every must be"),
+        ({"sync_phase": -1}, "^sync_phase must be"),
+        ({"dense_below": -1}, "^dense_below must be"),
+        ({"form": "v3"}, "^form must be paper, v1 or v2, got 'v3'"),
+        ({"unseen": "stay"}, "^unseen must be step or hold"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "^min_coeff must be"),
+        ({"eps": 0.0}, "^eps must be above 0"),
+        ({"betas": (0.9, 1.0)}, "^betas must be"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SLAMB([nn.Parameter(torch.zeros(1))], **options)
