@@ -9,7 +9,6 @@ alone. Exit status: 0; 1 a run failed; 2 bad input, or nothing to measure on; 13
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -19,15 +18,13 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import bench_plan, compose, record, run
-from experiments.bench_plan import EXP
+from experiments import bench_plan, cells_cli, record, run
+from experiments.bench_plan import EXP, METHODS
 from experiments.errors import UserError
 from experiments.spec import RunSpec
 from launch import emulated
 from launch.base import Launcher
-from launch.emulated import EmulatedLauncher
 from launch.failure import RunFailed
-from launch.local import LocalLauncher
 from launch.process import Stopped
 
 WORKER = Path(__file__).resolve().with_name("bench_worker.py")
@@ -37,38 +34,14 @@ def make_spec(options: argparse.Namespace, link: str, nodes: int, command: str) 
     """The run that measures all chosen methods over one link on `nodes` nodes."""
     cells = bench_plan.cells(link, nodes, options.models, options.methods)
     plan = {"mbit": options.mbit, "steps": options.steps, "profile": options.profile, "timelines": bench_plan.MODELS}
-    return _spec(options, f"{link}-{nodes}", {**plan, "cells": [c.as_dict() for c in cells]}, command, link, nodes)
-
-
-def _spec(
-    options: argparse.Namespace, name: str, plan: dict[str, Any], command: str, link: str = "loopback", nodes: int = 1
-) -> RunSpec:
-    shape = {"nodes": nodes, "ranks_per_node": 1}
-    config: dict[str, Any] = {
-        "seed": 0,
-        "results_dir": options.results,
-        "cluster": {"name": "emulated" if link == "emulated" else "local", **shape},
-        "scale": {"name": "paper"},
-        "workload": {"_target_": "experiments.workloads.replay.Replay"},
-        "optimizer": {"_target_": "birder.SGDM"},
-        "comm": {"enabled": True},
-        "bench": plan,
-    }
-    run_id = f"{compose.new_stamp()}-{EXP}-{name}-{secrets.token_hex(2)}"
-    return RunSpec(run_id, None, EXP, command, [], config, str(Path(options.output) / EXP / run_id))
+    plan["cells"] = [c.as_dict() for c in cells]
+    emulates = link == "emulated"
+    return cells_cli.make_spec(options, EXP, f"{link}-{nodes}", plan, command, emulated=emulates, nodes=nodes)
 
 
 def make_launcher(link: str, nodes: int, mbit: float) -> Launcher:
     """Emulated nodes with links of `mbit` Mbit/s, or as many ranks on this machine."""
-    launcher: Launcher
-    if link == "emulated":
-        launcher = EmulatedLauncher(
-            name="emulated", link_gbps=mbit / 1000, dilation=1.0, nodes=nodes, ranks_per_node=1, backend="gloo"
-        )
-    else:
-        launcher = LocalLauncher(name="local", nodes=1, ranks_per_node=nodes, backend="gloo")
-    launcher.worker = WORKER
-    return launcher
+    return cells_cli.make_launcher(WORKER, nodes, mbit if link == "emulated" else None)
 
 
 def measure(options: argparse.Namespace, command: str) -> None:
@@ -99,7 +72,7 @@ def measure_kernels(options: argparse.Namespace, command: str) -> None:
     }
     if options.gpu:
         plan["hooks"] = bench_hooks.measure(device, bench_plan.MODELS["resnet50"])
-    made = record.from_spec(_spec(options, "kernels", plan, command), device=device.type)
+    made = record.from_spec(cells_cli.make_spec(options, EXP, "kernels", plan, command), device=device.type)
     from dataclasses import replace
 
     record.write(replace(made, id=f"{EXP}-kernels-{device.type}", method="kernels", wire="none"), options.results)
@@ -108,43 +81,20 @@ def measure_kernels(options: argparse.Namespace, command: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError for names that do not exist."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = {
-        "models": list(bench_plan.MODELS),
-        "links": list(bench_plan.LINKS),
-        "nodes": list(map(str, bench_plan.NODES)),
-        "methods": list(bench_plan.METHODS),
-    }
-    for key, names in known.items():
-        parser.add_argument(f"--{key}", default=",".join(names), help=f"of {', '.join(names)}")
-    parser.add_argument("--steps", type=int, help="timed steps of every cell; default: 2 or 3, see bench_plan.py")
-    parser.add_argument("--mbit", type=float, default=bench_plan.MBIT, help="rate of the emulated links, Mbit/s")
+    nodes = [str(n) for n in bench_plan.NODES]
+    names = {"models": bench_plan.MODELS, "links": bench_plan.LINKS, "nodes": nodes, "methods": METHODS}
+    known = {option: (list(some), list(some)) for option, some in names.items()}
+    cells_cli.add_choices(parser, known)
+    cells_cli.add_common(parser, bench_plan.MBIT, "bench_plan.py")
     parser.add_argument("--profile", action="store_true", help="a chrome trace and a PNG of one step of every cell")
     parser.add_argument("--kernels-only", action="store_true", help="the kernels alone")
     parser.add_argument("--no-kernels", action="store_true", help="the methods alone")
     parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24, on a GPU 10^8")
     parser.add_argument("--gpu", action="store_true", help="kernels and hooks on one GPU, nothing else")
-    parser.add_argument("--tables-only", action="store_true", help="measure nothing, make the page from the records")
-    parser.add_argument("--results", default="results", help="results folder")
-    parser.add_argument("--output", default="outputs", help="folder for logs and profiles")
     options = parser.parse_args(arguments)
-    for key, names in known.items():
-        setattr(options, key, _names(key, getattr(options, key), names))
-    options.nodes = [int(n) for n in options.nodes]
-    for key in ("steps", "elements"):
-        if (value := getattr(options, key)) is not None and value < (1 if key == "steps" else 32):
-            raise UserError(f"--{key} must be at least {1 if key == 'steps' else 32}, got {value}")
-    if options.mbit <= 0:
-        raise UserError(f"--mbit must be positive, got {options.mbit:g}")
+    cells_cli.check(options, known)
+    cells_cli.at_least(options, "elements", 32)
     return options
-
-
-def _names(option: str, text: str, known: list[str]) -> list[str]:
-    given = [name for name in text.split(",") if name]
-    if unknown := [name for name in given if name not in known]:
-        raise UserError(f"--{option} knows no '{unknown[0]}'; there are: {', '.join(known)}")
-    if not given:
-        raise UserError(f"--{option} is empty; there are: {', '.join(known)}")
-    return [name for name in known if name in given]
 
 
 def has_gpu() -> bool:

@@ -8,24 +8,20 @@ status: 0; 1 a run failed; 2 bad input, or no shaped link on this machine; 130 C
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import compose, paper, paper_report, run, timelines
+from experiments import cells_cli, paper, paper_report, run, timelines
 from experiments.errors import UserError
 from experiments.spec import RunSpec
 from launch import emulated
 from launch.base import Launcher
-from launch.emulated import EmulatedLauncher
 from launch.failure import RunFailed
-from launch.local import LocalLauncher
 from launch.process import Stopped
 
 WORKER = Path(__file__).resolve().with_name("paper_worker.py")
@@ -33,33 +29,13 @@ WORKER = Path(__file__).resolve().with_name("paper_worker.py")
 
 def make_spec(options: argparse.Namespace, nodes: int, cells: Sequence[paper.Cell], command: str) -> RunSpec:
     """The run that measures `cells`, all of them on `nodes` nodes."""
-    name = "emulated" if nodes > 1 else "local"
-    config: dict[str, Any] = {
-        "seed": 0,
-        "results_dir": options.results,
-        "cluster": {"name": name, "nodes": nodes, "ranks_per_node": 1},
-        "scale": {"name": "paper"},
-        "workload": {"_target_": "experiments.workloads.replay.Replay"},
-        "optimizer": {"_target_": "birder.SGDM"},
-        "comm": {"enabled": True},
-        "paper": {"mbit": options.mbit, "steps": options.steps, "cells": [c.as_dict() for c in cells]},
-    }
-    run_id = f"{compose.new_stamp()}-{paper.EXP}-{nodes}-{secrets.token_hex(2)}"
-    run_dir = Path(options.output) / paper.EXP / run_id
-    return RunSpec(run_id, None, paper.EXP, command, [], config, str(run_dir))
+    plan = {"mbit": options.mbit, "steps": options.steps, "cells": [c.as_dict() for c in cells]}
+    return cells_cli.make_spec(options, paper.EXP, str(nodes), plan, command, emulated=nodes > 1, nodes=nodes)
 
 
 def make_launcher(nodes: int, mbit: float) -> Launcher:
     """Nodes with links of `mbit` Mbit/s; a single node has none."""
-    common: dict[str, Any] = {"nodes": nodes, "ranks_per_node": 1, "backend": "gloo"}
-    launcher: Launcher
-    if nodes == 1:
-        launcher = LocalLauncher(name="local", **common)
-    else:
-        # The dilation differs from cell to cell, over one and the same link.
-        launcher = EmulatedLauncher(name="emulated", link_gbps=mbit / 1000, dilation=1.0, **common)
-    launcher.worker = WORKER
-    return launcher
+    return cells_cli.make_launcher(WORKER, nodes, mbit if nodes > 1 else None)
 
 
 def measure(options: argparse.Namespace, command: str) -> None:
@@ -80,43 +56,19 @@ def measure(options: argparse.Namespace, command: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError for names that do not exist."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(paper.DEFAULT_MODELS), help=f"of {', '.join(paper.MODELS)}")
-    parser.add_argument("--nodes", default=",".join(map(str, paper.NODES)), help="numbers of nodes, 8 GPUs each")
-    parser.add_argument("--methods", default=",".join(paper.ROWS), help=f"of {', '.join(paper.ROWS)}")
-    parser.add_argument("--links", default=",".join(paper.LINKS), help="Gbit/s of TCP")
-    parser.add_argument("--rates", default=",".join(paper.RATES), help="the GPU's precision: tf32, amp")
-    parser.add_argument(
-        "--steps", type=int, help="timed steps of every cell; default: 2 or 3, see experiments/paper.py"
-    )
-    parser.add_argument("--mbit", type=float, default=paper.MBIT, help="rate of the emulated links, Mbit/s")
-    parser.add_argument(
-        "--tables-only", action="store_true", help="measure nothing, make table and plot from the records"
-    )
-    parser.add_argument("--results", default="results", help="results folder")
-    parser.add_argument("--output", default="outputs", help="folder for logs")
+    nodes = [str(n) for n in paper.NODES]
+    known = {
+        "models": (list(paper.MODELS), paper.DEFAULT_MODELS),
+        "nodes": (nodes, nodes),
+        "methods": (list(paper.ROWS), paper.ROWS),
+        "links": (list(paper.LINKS), paper.LINKS),
+        "rates": (list(paper.RATES), paper.RATES),
+    }
+    cells_cli.add_choices(parser, known)
+    cells_cli.add_common(parser, paper.MBIT, "paper.py")
     options = parser.parse_args(arguments)
-    for key, known in (
-        ("models", paper.MODELS),
-        ("methods", paper.ROWS),
-        ("links", paper.LINKS),
-        ("rates", paper.RATES),
-    ):
-        setattr(options, key, _names(key, getattr(options, key), list(known)))
-    options.nodes = [int(n) for n in _names("nodes", options.nodes, list(map(str, paper.NODES)))]
-    if options.steps is not None and options.steps < 1:
-        raise UserError(f"--steps must be at least 1, got {options.steps}")
-    if options.mbit <= 0:
-        raise UserError(f"--mbit must be positive, got {options.mbit:g}")
+    cells_cli.check(options, known)
     return options
-
-
-def _names(option: str, text: str, known: list[str]) -> list[str]:
-    given = [name for name in text.split(",") if name]
-    if unknown := [name for name in given if name not in known]:
-        raise UserError(f"--{option} knows no '{unknown[0]}'; there are: {', '.join(known)}")
-    if not given:
-        raise UserError(f"--{option} is empty; there are: {', '.join(known)}")
-    return [name for name in known if name in given]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birder.comm import Hierarchical, Topology, TwoPhase
+from birder.room import Empty
 from experiments.timelines import Timeline
 
 BUCKET_MB = 25.0
@@ -147,11 +148,11 @@ class FlatNode(_Timed, TwoPhase):
         self.gather_copies = (n - 1) / (gpus * others) if ring else float(gpus)
         self.value_copies = (n - 1) / others if ring else float(gpus * gpus)
 
-    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
         rows = packed.view(self.workers, -1)
         if self.workers == 1:
             return lambda: rows
-        finish = self.all.start_all_to_all(_copies(rows, self.gpus))
+        finish = self.all.start_all_to_all(_copies(rows, self.gpus), empty)
 
         def result() -> Tensor:
             with self.waiting():
@@ -160,17 +161,17 @@ class FlatNode(_Timed, TwoPhase):
 
         return result
 
-    def gather_workers(self, values: Tensor) -> Tensor:
-        return self._gather(values, self.value_copies)
+    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self._gather(values, self.value_copies, empty)
 
-    def gather(self, chunk: Tensor) -> Tensor:
-        return self._gather(chunk, self.gather_copies).reshape(-1)
+    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self._gather(chunk, self.gather_copies, empty).reshape(-1)
 
-    def _gather(self, part: Tensor, copies: float) -> Tensor:
+    def _gather(self, part: Tensor, copies: float, empty: Empty) -> Tensor:
         if self.workers == 1:
             return part.unsqueeze(0)
         with self.waiting():
-            return self.all.all_gather(_copies(part.unsqueeze(0), copies)[0])[:, : part.numel()]
+            return self.all.all_gather(_copies(part.unsqueeze(0), copies)[0], empty)[:, : part.numel()]
 
 
 class HierarchicalNode(_Timed, Hierarchical):
@@ -187,8 +188,8 @@ class HierarchicalNode(_Timed, Hierarchical):
         self._inside(self.model.timeline.intra_node.reduce_scatter_ms * flat.numel())
         return flat
 
-    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
-        finish = super().start_scatter(packed)
+    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+        finish = super().start_scatter(packed, empty)
 
         def result() -> Tensor:
             with self.waiting():
@@ -196,13 +197,13 @@ class HierarchicalNode(_Timed, Hierarchical):
 
         return result
 
-    def gather_workers(self, values: Tensor) -> Tensor:
+    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
         with self.waiting():
-            return super().gather_workers(values)
+            return super().gather_workers(values, empty)
 
-    def gather(self, chunk: Tensor) -> Tensor:
+    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
         with self.waiting():
-            bits = super().gather(chunk)
+            bits = super().gather(chunk, empty)
         self._inside(self.model.timeline.intra_node.all_gather_ms * 8 * bits.numel())
         return bits
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from birder.comm.counter import ByteCounter
 from birder.comm.link import Link, new_group
 from birder.comm.topology import Topology
+from birder.room import Empty
 
 
 class Communicator(ABC):
@@ -27,6 +28,7 @@ class Communicator(ABC):
         bits = gather(what the server makes)     uint8[c]            -> uint8[D/8]
 
     with c = D/(8 shards workers). The server on a rank owns row `worker` of its shard. D is a multiple of `multiple`.
+    `empty` makes what is received (birder/room.py).
     """
 
     counter: ByteCounter
@@ -49,10 +51,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def shard_mean(self, flat: Tensor) -> Tensor:
-        """The part of `flat` on which this rank works, averaged over the ranks that make up one worker."""
+        """The part of `flat` on which this rank works, averaged over the ranks that make up one worker.
+
+        Valid until the next call.
+        """
 
     @abstractmethod
-    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
         """Begins phase 1, and returns what waits for its result: [c*workers] -> [workers, c]."""
 
     def scatter(self, packed: Tensor) -> Tensor:
@@ -60,14 +65,14 @@ class Communicator(ABC):
         return self.start_scatter(packed)()
 
     @abstractmethod
-    def gather_workers(self, values: Tensor) -> Tensor:
+    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
         """`values` of each worker, for this rank's shard. [k] -> [workers, k]."""
 
     @abstractmethod
-    def gather(self, chunk: Tensor) -> Tensor:
+    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
         """Phase 2: the served chunks of all shards and workers, in element order. [k] -> [shards*workers*k]."""
 
-    def gather_shards(self, part: Tensor) -> Tensor:
+    def gather_shards(self, part: Tensor, empty: Empty = torch.empty) -> Tensor:
         """The parts of all shards, in element order. [k] -> [shards*k]. This one is right for a single shard."""
         return part
 
@@ -93,13 +98,13 @@ class Alone(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return flat
 
-    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
+    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
         return lambda: packed.unsqueeze(0)
 
-    def gather_workers(self, values: Tensor) -> Tensor:
+    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
         return values.unsqueeze(0)
 
-    def gather(self, chunk: Tensor) -> Tensor:
+    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
         return chunk
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
@@ -125,14 +130,14 @@ class TwoPhase(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return flat
 
-    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
-        return self.all.start_all_to_all(packed.view(self.workers, -1))
+    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+        return self.all.start_all_to_all(packed.view(self.workers, -1), empty)
 
-    def gather_workers(self, values: Tensor) -> Tensor:
-        return self.all.all_gather(values)
+    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self.all.all_gather(values, empty)
 
-    def gather(self, chunk: Tensor) -> Tensor:
-        return self.all.all_gather(chunk).view(-1)
+    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self.all.all_gather(chunk, empty).view(-1)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         return self.all.mean(flat, wire)
@@ -174,17 +179,17 @@ class Hierarchical(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return self.intra.reduce_scatter_mean(flat)
 
-    def start_scatter(self, packed: Tensor) -> Callable[[], Tensor]:
-        return self.inter.start_all_to_all(packed.view(self.workers, -1))
+    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+        return self.inter.start_all_to_all(packed.view(self.workers, -1), empty)
 
-    def gather_workers(self, values: Tensor) -> Tensor:
-        return self.inter.all_gather(values)
+    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self.inter.all_gather(values, empty)
 
-    def gather(self, chunk: Tensor) -> Tensor:
-        return self.gather_shards(self.inter.all_gather(chunk).view(-1))
+    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self.gather_shards(self.inter.all_gather(chunk, empty).view(-1), empty)
 
-    def gather_shards(self, part: Tensor) -> Tensor:
-        return self.intra.all_gather(part).view(-1)
+    def gather_shards(self, part: Tensor, empty: Empty = torch.empty) -> Tensor:
+        return self.intra.all_gather(part, empty).view(-1)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         part = self.shard_mean(torch.nn.functional.pad(flat, (0, -flat.numel() % self.shards)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from birder.comm.counter import ByteCounter
 from birder.comm.topology import Topology
 from birder.comm.trace import note_wait, note_wire
+from birder.room import Empty, Room
 
 ALL_TO_ALL, ALL_GATHER = 1, 2
 """Tags of messages on gloo: two threads may each have a collective of one kind under way (birder/comm/pipeline.py)."""
@@ -46,7 +47,8 @@ class Link:
     leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. On other back ends they are the
     back end's collectives. Sums are taken in rank order, so that they do not depend on timing.
 
-    Every method blocks until its result is there; on CUDA, until it is queued on the current stream.
+    Every method blocks until its result is there; on CUDA, until it is queued on the current stream. `empty` makes what
+    is received (birder/room.py).
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology, counter: ByteCounter) -> None:
@@ -58,6 +60,7 @@ class Link:
         me = self.ranks[self.rank]
         self.near = [topology.same_node(me, peer) for peer in self.ranks]
         self.backend = dist.get_backend(group)
+        self._room = Room()
 
     def _count_pairwise(self, nbytes: int) -> None:
         """One collective in which this rank sends `nbytes` to every peer."""
@@ -80,7 +83,7 @@ class Link:
         work += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
         return [w for w in work if w is not None]
 
-    def start_all_to_all(self, rows: Tensor) -> Callable[[], Tensor]:
+    def start_all_to_all(self, rows: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
         """Row j goes to peer j. Returns what waits for the result, whose row i came from peer i.
 
         [size, c] -> [size, c], contiguous. Other collectives, and the next all-to-all, may begin before the result is taken.
@@ -88,7 +91,7 @@ class Link:
         if self.size == 1:
             return lambda: rows
         self._count_pairwise(rows[0].numel() * rows.element_size())
-        received = torch.empty_like(rows)
+        received = empty(rows.shape, dtype=rows.dtype, device=rows.device)
         if self.backend != "gloo":
             dist.all_to_all_single(received, rows, group=self.group)
             return lambda: received
@@ -106,16 +109,16 @@ class Link:
 
         return result
 
-    def all_to_all(self, rows: Tensor) -> Tensor:
+    def all_to_all(self, rows: Tensor, empty: Empty = torch.empty) -> Tensor:
         """`start_all_to_all`, and its result."""
-        return self.start_all_to_all(rows)()
+        return self.start_all_to_all(rows, empty)()
 
-    def all_gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor, empty: Empty = torch.empty) -> Tensor:
         """Every rank's `part`, in rank order. [c] -> [size, c]."""
         if self.size == 1:
             return part.unsqueeze(0)
         self._count_pairwise(part.numel() * part.element_size())
-        gathered = part.new_empty((self.size, part.numel()))
+        gathered = empty((self.size, part.numel()), dtype=part.dtype, device=part.device)
         if self.backend == "gloo":
             gathered[self.rank].copy_(part)
             began = time.perf_counter()
@@ -127,16 +130,17 @@ class Link:
         return gathered
 
     def reduce_scatter_mean(self, flat: Tensor) -> Tensor:
-        """The mean over ranks of this rank's part. [size*c] -> [c]."""
+        """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call."""
         if self.size == 1:
             return flat
         rows = flat.view(self.size, -1)
+        self._room.rewind()
         if self.backend == "nccl":
             self._count_pairwise(rows[0].numel() * rows.element_size())
-            part = torch.empty_like(rows[0])
+            part = self._room.empty(rows[0].shape, dtype=flat.dtype, device=flat.device)
             dist.reduce_scatter_tensor(part, flat, group=self.group)
             return part.div_(self.size)
-        return self._sum_of_rows(self.all_to_all(rows)).div_(self.size)
+        return self._sum_of_rows(self.all_to_all(rows, self._room.empty)).div_(self.size)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         """The mean over ranks, summed in fp32 in rank order, sent as `wire`. fp32[k], any k -> fp32[k], the same everywhere.
@@ -156,7 +160,8 @@ class Link:
 
     @staticmethod
     def _sum_of_rows(rows: Tensor) -> Tensor:
-        total = rows[0].to(torch.float32, copy=True)
+        """[n, c] -> fp32[c]. Overwrites the first row, if it is fp32."""
+        total = rows[0].float()
         for row in rows[1:]:
             total.add_(row)
         return total

@@ -5,7 +5,9 @@
 | reference | any device | torch |
 | cpu | CPU tensors | numba |
 | cuda | GPU tensors | triton, and a C compiler at run time |
-| one_phase | any device; index work only | torch |
+| one_phase | any device; index work, fused in cpu | torch |
+
+`empty` makes what a kernel returns or needs: `torch.empty`, or room that is used again (birder/room.py).
 
 The same bits come from all of them. Without numba or Triton the reference runs there too, after one warning. Which kernel
 moves how many bytes, and what it does with NaN: docs/kernels.md.
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.one_phase import assemble, owned
 from birder.kernels.reference import binarize, ratio, unpack
+from birder.room import Empty
 
 __all__ = [
     "add_average",
@@ -93,6 +95,16 @@ def reduce_bits(rows: Tensor, **options: Any) -> Tensor:
     return backend(rows.device).reduce_bits(rows, **options)
 
 
+def owned(bits: Tensor, **options: Any) -> Tensor:
+    """See `one_phase.owned`."""
+    return backend(bits.device).owned(bits, **options)
+
+
+def assemble(rows: Tensor, **options: Any) -> Tensor:
+    """See `one_phase.assemble`."""
+    return backend(rows.device).assemble(rows, **options)
+
+
 def apply_bits(p: Tensor, bits: Tensor, **options: Any) -> None:
     """See `reference.apply_bits`."""
     backend(p.device).apply_bits(p, bits, **options)
@@ -119,25 +131,27 @@ def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     return backend(z.device).sum_squares(z, mask)
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
     """See `reference_feedback.add_message`."""
-    return backend(error.device).add_message(error, z, mask)
+    return backend(error.device).add_message(error, z, mask, empty=empty)
 
 
-def add_momentum(error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None) -> Tensor:
+def add_momentum(error: Tensor, g: Tensor, m: Tensor, **options: Any) -> Tensor:
     """See `reference_feedback.add_momentum`."""
-    return backend(error.device).add_momentum(error, g, m, beta=beta, mask=mask)
+    return backend(error.device).add_momentum(error, g, m, **options)
 
 
-def add_average(error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None) -> Tensor:
+def add_average(
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+) -> Tensor:
     """See `reference_feedback.add_average`."""
-    return backend(error.device).add_average(error, rows, scales, mask)
+    return backend(error.device).add_average(error, rows, scales, mask, empty=empty)
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
     """See `reference_feedback.split_signs`."""
     _whole_bytes(error)
-    return backend(error.device).split_signs(error, scale, mask)
+    return backend(error.device).split_signs(error, scale, mask, empty=empty)
 
 
 def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:

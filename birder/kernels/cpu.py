@@ -11,7 +11,7 @@ from numba import njit
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.cpu_bits import TILE, below, count_ones, draw, expand, pack
+from birder.kernels.cpu_bits import MASK, S32, TILE, below, count_ones, draw, expand, pack, philox
 from birder.kernels.cpu_feedback import (
     NO_MASK,
     add_average,
@@ -24,16 +24,19 @@ from birder.kernels.cpu_feedback import (
     sum_squares,
     write_signs,
 )
-from birder.kernels.philox import LANES, SERVER_STREAM
+from birder.kernels.philox import LANES, OWNER_STREAM, SERVER_STREAM
+from birder.room import Empty
 
 __all__ = [
     "add_average",
     "add_message",
     "add_momentum",
     "apply_bits",
+    "assemble",
     "average_signs",
     "encode",
     "move_adam",
+    "owned",
     "pack_signs",
     "reduce_bits",
     "split_signs",
@@ -133,6 +136,30 @@ def _reduce(rows, out, k0, k1, step, stream, block):
 
 
 @njit(nogil=True, cache=True)
+def _shift(number, n, k0, k1, step):
+    """`philox.shifts` for the group whose first word has this number."""
+    word, _, _, _ = philox(number & MASK, number >> S32, step, np.uint64(OWNER_STREAM), k0, k1)
+    return np.int64((word * np.uint64(n)) >> S32)
+
+
+@njit(nogil=True, cache=True)
+def _owned(groups, worker, out, k0, k1, step, first):
+    n = groups.shape[1]
+    for i in range(out.size):
+        out[i] = groups[i, (worker + n - _shift(first + np.uint64(i * n), n, k0, k1, step)) % n]
+
+
+@njit(nogil=True, cache=True)
+def _assemble(rows, out, k0, k1, step, first):
+    n = rows.shape[0]
+    for i in range(out.shape[0]):
+        row = _shift(first + np.uint64(i * n), n, k0, k1, step)
+        for j in range(n):
+            out[i, j] = rows[row, i]
+            row = row + 1 if row + 1 < n else 0
+
+
+@njit(nogil=True, cache=True)
 def _apply(p, bits, step_up, keep, decays, active):
     # `bits` may end in the middle of a byte. Times +-1 is exact.
     signs = np.empty(TILE, np.float32)
@@ -177,9 +204,10 @@ def encode(
     step: int,
     worker: int,
     start: int,
+    empty: Empty = torch.empty,
 ) -> Tensor:
     """See `reference.encode`."""
-    out = torch.empty(g.numel() // LANES, dtype=torch.uint8)
+    out = empty(g.numel() // LANES, dtype=torch.uint8)
     k0, k1 = _keys(seed)
     state = m.numpy(), b.numpy(), out.numpy()
     law = np.float32(beta), np.float32(1.0 - beta), np.float32(eps), hold
@@ -192,12 +220,28 @@ def encode(
     return out
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """See `reference.reduce_bits`."""
-    out = torch.empty(rows.shape[1], dtype=torch.uint8)
+    out = empty(rows.shape[1], dtype=torch.uint8)
     k0, k1 = _keys(seed)
     step_word, stream, block = np.uint64(step & 0xFFFFFFFF), np.uint64(SERVER_STREAM), np.uint64(start // LANES)
     _reduce(rows.numpy(), out.numpy(), k0, k1, step_word, stream, block)
+    return out
+
+
+def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+    """See `one_phase.owned`."""
+    out = empty(bits.numel() // n, dtype=torch.uint8)
+    groups, words = bits.numpy().view(np.int32).reshape(-1, n), out.numpy().view(np.int32)
+    _owned(groups, worker, words, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
+    return out
+
+
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+    """See `one_phase.assemble`."""
+    out = empty(rows.numel(), dtype=torch.uint8)
+    groups = out.numpy().view(np.int32).reshape(-1, len(rows))
+    _assemble(rows.numpy().view(np.int32), groups, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
     return out
 
 

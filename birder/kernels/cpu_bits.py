@@ -9,8 +9,8 @@ from birder.kernels.philox import LANES, MUL_0, MUL_1, ROUNDS, WEYL_0, WEYL_1
 
 _M0, _M1 = np.uint64(MUL_0), np.uint64(MUL_1)
 _W0, _W1 = np.uint64(WEYL_0), np.uint64(WEYL_1)
-_MASK = np.uint64(0xFFFFFFFF)
-_S32 = np.uint64(32)
+MASK = np.uint64(0xFFFFFFFF)
+S32 = np.uint64(32)
 
 TILE = 1024
 """Elements that are worked on at a time. Each of a tile's loops vectorises, memory is still read once."""
@@ -27,18 +27,19 @@ _TOP = np.uint64(56)
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _philox(c0, c1, c2, c3, k0, k1):
+def philox(c0, c1, c2, c3, k0, k1):
+    """One Philox block: four words in, four out, each in a uint64."""
     for _ in range(ROUNDS):
         p0 = c0 * _M0
         p1 = c2 * _M1
-        n0 = (p1 >> _S32) ^ c1 ^ k0
-        n2 = (p0 >> _S32) ^ c3 ^ k1
-        c1 = p1 & _MASK
-        c3 = p0 & _MASK
+        n0 = (p1 >> S32) ^ c1 ^ k0
+        n2 = (p0 >> S32) ^ c3 ^ k1
+        c1 = p1 & MASK
+        c3 = p0 & MASK
         c0 = n0
         c2 = n2
-        k0 = (k0 + _W0) & _MASK
-        k1 = (k1 + _W1) & _MASK
+        k0 = (k0 + _W0) & MASK
+        k1 = (k1 + _W1) & MASK
     return c0, c1, c2, c3
 
 
@@ -47,7 +48,7 @@ def draw(words, count, k0, k1, step, stream, block):
     """The words of `count` Philox blocks, uint32[4 count]; as uint16 (on a little-endian machine) one draw per element."""
     for i in range(count):
         number = block + np.uint64(i)
-        w0, w1, w2, w3 = _philox(number & _MASK, number >> _S32, step, stream, k0, k1)
+        w0, w1, w2, w3 = philox(number & MASK, number >> S32, step, stream, k0, k1)
         words[4 * i] = w0
         words[4 * i + 1] = w1
         words[4 * i + 2] = w2

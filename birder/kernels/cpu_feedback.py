@@ -15,6 +15,7 @@ from birder.kernels import reference_feedback
 from birder.kernels.cpu_bits import TILE, expand, pack
 from birder.kernels.philox import LANES
 from birder.kernels.reference_feedback import BLOCK
+from birder.room import Empty
 
 assert TILE == BLOCK  # a tile's sum is a block's sum
 
@@ -62,8 +63,8 @@ def _finish(z, mask, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _sum_squares(z, mask):
-    sums, scratch = np.empty(-(-z.size // TILE)), np.empty(TILE)
+def _sum_squares(z, mask, sums):
+    scratch = np.empty(TILE)
     for i in range(sums.size):
         part = slice(i * TILE, (i + 1) * TILE)
         sums[i] = _finish(z[part], mask[part], scratch)
@@ -71,8 +72,8 @@ def _sum_squares(z, mask):
 
 
 @njit(nogil=True, cache=True)
-def _add_message(error, z, mask):
-    sums, scratch = np.empty(-(-error.size // TILE)), np.empty(TILE)
+def _add_message(error, z, mask, sums):
+    scratch = np.empty(TILE)
     for i in range(sums.size):
         part = slice(i * TILE, (i + 1) * TILE)
         e, x = error[part], z[part]
@@ -83,8 +84,8 @@ def _add_message(error, z, mask):
 
 
 @njit(nogil=True, cache=True)
-def _add_momentum(error, g, m, beta, rest, mask):
-    sums, scratch = np.empty(-(-error.size // TILE)), np.empty(TILE)
+def _add_momentum(error, g, m, beta, rest, mask, sums):
+    scratch = np.empty(TILE)
     for i in range(sums.size):
         part = slice(i * TILE, (i + 1) * TILE)
         e, x, y = error[part], g[part], m[part]
@@ -113,8 +114,8 @@ def _average_signs(rows, weights, out):
 
 
 @njit(nogil=True, cache=True)
-def _add_average(error, rows, weights, mask):
-    sums, scratch = np.empty(-(-error.size // TILE)), np.empty(TILE)
+def _add_average(error, rows, weights, mask, sums):
+    scratch = np.empty(TILE)
     signs, mean = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for i in range(sums.size):
         part = slice(i * TILE, (i + 1) * TILE)
@@ -180,35 +181,44 @@ def _array(mask: Tensor | None) -> np.ndarray:
     return NO_MASK if mask is None else mask.view(torch.uint8).numpy()
 
 
+def _sums(z: Tensor, empty: Empty = torch.empty) -> np.ndarray:
+    """Room for the sums of the tiles of `z`."""
+    return empty(-(-z.numel() // TILE), dtype=torch.float64).numpy()
+
+
 def _scalar(total: float) -> Tensor:
     return torch.tensor(total, dtype=torch.float64)
 
 
 def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     """See `reference_feedback.sum_squares`."""
-    return _scalar(_sum_squares(z.numpy(), _array(mask)))
+    return _scalar(_sum_squares(z.numpy(), _array(mask), _sums(z)))
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
     """See `reference_feedback.add_message`."""
-    return _scalar(_add_message(error.numpy(), z.numpy(), _array(mask)))
+    return _scalar(_add_message(error.numpy(), z.numpy(), _array(mask), _sums(z, empty)))
 
 
-def add_momentum(error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None) -> Tensor:
+def add_momentum(
+    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, empty: Empty = torch.empty
+) -> Tensor:
     """See `reference_feedback.add_momentum`."""
     law = np.float32(beta), np.float32(1.0 - beta)
-    return _scalar(_add_momentum(error.numpy(), g.numpy(), m.numpy(), *law, _array(mask)))
+    return _scalar(_add_momentum(error.numpy(), g.numpy(), m.numpy(), *law, _array(mask), _sums(g, empty)))
 
 
-def add_average(error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None) -> Tensor:
+def add_average(
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+) -> Tensor:
     """See `reference_feedback.add_average`."""
     weights = (scales / rows.shape[0]).numpy()
-    return _scalar(_add_average(error.numpy(), rows.numpy(), weights, _array(mask)))
+    return _scalar(_add_average(error.numpy(), rows.numpy(), weights, _array(mask), _sums(error, empty)))
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
     """See `reference_feedback.split_signs`."""
-    out = torch.empty(error.numel() // LANES, dtype=torch.uint8)
+    out = empty(error.numel() // LANES, dtype=torch.uint8)
     _split_signs(error.numpy(), np.float32(scale.item()), _array(mask), out.numpy())
     return out
 

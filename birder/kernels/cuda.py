@@ -26,17 +26,21 @@ from birder.kernels.cuda_feedback import (
     sum_squares,
     write_signs,
 )
+from birder.kernels.one_phase import assemble, owned  # index work on few words
 from birder.kernels.philox import LANES, SERVER_STREAM
 from birder.kernels.reference_feedback import move_adam  # few launches for all parameters together
+from birder.room import Empty
 
 __all__ = [
     "add_average",
     "add_message",
     "add_momentum",
     "apply_bits",
+    "assemble",
     "average_signs",
     "encode",
     "move_adam",
+    "owned",
     "pack_signs",
     "reduce_bits",
     "split_signs",
@@ -116,9 +120,10 @@ def encode(
     step: int,
     worker: int,
     start: int,
+    empty: Empty = torch.empty,
 ) -> Tensor:
     """See `reference.encode`."""
-    out = torch.empty(g.numel() // LANES, dtype=torch.uint8, device=g.device)
+    out = empty(g.numel() // LANES, dtype=torch.uint8, device=g.device)
     law = beta, 1.0 - beta, eps
     counter = word(seed), word(seed >> 32), word(step), worker, start // LANES
     programs = triton.cdiv(out.numel(), BYTES)
@@ -126,10 +131,10 @@ def encode(
     return out
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """See `reference.reduce_bits`."""
     n, count = rows.shape
-    out = torch.empty(count, dtype=torch.uint8, device=rows.device)
+    out = empty(count, dtype=torch.uint8, device=rows.device)
     counter = word(seed), word(seed >> 32), word(step), SERVER_STREAM, start // LANES
     launch(_reduce, triton.cdiv(count, BYTES), rows, out, count, n, *counter, BYTES=BYTES)
     return out

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from birder.kernels.philox import shifts
+from birder.room import Empty
 
 
-def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int) -> Tensor:
+def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """What this worker sends: uint8[c] -> uint8[c/n]. c is a multiple of 4n."""
     words = bits.view(torch.int32).view(-1, n)
     shift = shifts(len(words), n, seed=seed, step=step, start=start, device=bits.device)
     return words.gather(1, ((worker - shift) % n).unsqueeze(1)).view(-1).view(torch.uint8)
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """The result from what all workers have sent: uint8[n, c/n] -> uint8[c]."""
     n = rows.shape[0]
     words = rows.view(torch.int32)

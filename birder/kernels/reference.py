@@ -2,6 +2,7 @@
 
 All tensors are flat and contiguous; states are fp32. Bits are packed 8 to a byte (birder/kernels/bits.py).
 Products and sums are written as separate operations, because a fused multiply-add would round differently.
+`empty` makes the results of the fused kernels; what is written here in torch makes its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from birder.kernels.bits import pack, unpack
+from birder.kernels.one_phase import assemble, owned
 from birder.kernels.philox import SERVER_STREAM, uniform16
 from birder.kernels.reference_feedback import (
     add_average,
@@ -22,16 +24,19 @@ from birder.kernels.reference_feedback import (
     sum_squares,
     write_signs,
 )
+from birder.room import Empty
 
 __all__ = [
     "add_average",
     "add_message",
     "add_momentum",
     "apply_bits",
+    "assemble",
     "average_signs",
     "binarize",
     "encode",
     "move_adam",
+    "owned",
     "pack",
     "pack_signs",
     "ratio",
@@ -81,13 +86,14 @@ def encode(
     step: int,
     worker: int,
     start: int,
+    empty: Empty = torch.empty,
 ) -> Tensor:
     """Birder's worker side, `ratio` and `binarize` in one: returns the packed bits uint8[numel/8]."""
     u = ratio(g, m, b, beta=beta, eps=eps, hold=hold)
     return binarize(u, seed=seed, step=step, worker=worker, start=start)
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int) -> Tensor:
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c], n < 32768.
 
     With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n.

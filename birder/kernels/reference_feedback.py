@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from birder.kernels.bits import pack, unpack
+from birder.room import Empty
 
 BLOCK = 1024
 """Numbers that `tree_sum` adds up to one, level by level."""
@@ -49,19 +50,23 @@ def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     return tree_sum(z.double().square_())
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
     """e = z + e; returns S(e). All fp32[d]."""
     error.add_(z)
     return sum_squares(error, mask)
 
 
-def add_momentum(error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None) -> Tensor:
+def add_momentum(
+    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, empty: Empty = torch.empty
+) -> Tensor:
     """e = ((1-beta) g + beta m) + e; returns S(e). All fp32[d]; g and m stay as they are."""
     error.copy_(g * (1.0 - beta) + m * beta + error)
     return sum_squares(error, mask)
 
 
-def add_average(error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None) -> Tensor:
+def add_average(
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+) -> Tensor:
     """e = (1/n) sum_i scales[i] * (+-1) + e, in the order of the workers; returns S(e).
 
     error: fp32[8c]; rows: uint8[n, c], the workers' bits; scales: fp32[n].
@@ -70,7 +75,7 @@ def add_average(error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None
     return sum_squares(error, mask)
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
     """e = e - scale sgn(e) with sgn(0) = +1, 0 outside of the mask; returns the packed bits of e >= 0, uint8[d/8].
 
     error: fp32[8c], 0 outside of the mask already; scale: fp32[].

@@ -99,28 +99,29 @@ class Birder(BucketOptimizer):
             slot.add_(unit.params[i], alpha=unit.group["weight_decay"])
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
-        comm = self.comm
+        comm, empty = self.comm, unit.room.empty
         size = unit.padded // comm.shards
         start = unit.start + comm.shard * size
         law = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
-        draw = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
+        draw: dict[str, Any] = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
         m, b = unit.state["m"], unit.state["b"]
         if self.intra == "gradient" or comm.shards == 1:
-            bits = kernels.encode(comm.shard_mean(grad), m, b, **law, **draw)  # (1)-(4)
+            bits = kernels.encode(comm.shard_mean(grad), m, b, **law, **draw, empty=empty)  # (1)-(4)
         else:
             u = comm.shard_mean(kernels.ratio(grad, m, b, **law))  # (1)-(3), mean over the node
             bits = kernels.binarize(u.clamp_(-1.0, 1.0), **draw)  # (4)
-        draw = {"seed": self.seed, "step": step}
+        draw = {"seed": self.seed, "step": step, "empty": empty}
         if self.reduce == "one_phase":
             sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **draw)
             yield
-            unit.result = comm.gather_shards(kernels.assemble(comm.gather_workers(sent), start=start, **draw))  # (5)
+            rows = comm.gather_workers(sent, empty)
+            unit.result = comm.gather_shards(kernels.assemble(rows, start=start, **draw), empty)  # (5)
             return
-        received = comm.start_scatter(bits)
+        received = comm.start_scatter(bits, empty)
         yield
         rows = received()
         chunk = size // comm.workers
-        unit.result = comm.gather(kernels.reduce_bits(rows, start=start + comm.worker * chunk, **draw))  # (5)
+        unit.result = comm.gather(kernels.reduce_bits(rows, start=start + comm.worker * chunk, **draw), empty)  # (5)
 
     def after_units(self, step: int) -> None:
         """Unites the ranks' knowledge of which coordinates have ever had a gradient."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birder.room import Room
+
 ALIGN = 32
 """Every parameter starts at a multiple of this many elements, a 32-bit word of packed bits."""
 
@@ -31,6 +33,7 @@ class Unit:
     state:   the method's flat tensors for this unit, rank-local.
     grad:    fp32[padded], the local gradient on its way to `encode` (allocated at the first compressed step).
     result:  what the exchange left for `apply`.
+    room:    what the exchange allocates, once; its buffers are valid until the unit's next exchange.
     """
 
     index: int
@@ -43,6 +46,7 @@ class Unit:
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
     result: Any = None
+    room: Room = field(default_factory=Room)
     waiting: set[int] = field(default_factory=set)
     """Parameters, by position, whose gradient has not arrived in this step."""
 

@@ -17,6 +17,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from birder import kernels
@@ -24,6 +25,7 @@ from birder.comm import Communicator
 from birder.compress.scaled_sign import split
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit
+from birder.room import Empty
 
 Exchange = Generator[None, None, tuple[Tensor, Tensor]]
 
@@ -64,16 +66,22 @@ class Support:
 
 
 def onebit_mean(
-    z: Tensor, worker_error: Tensor, server_error: Tensor, support: Support, comm: Communicator
+    z: Tensor,
+    worker_error: Tensor,
+    server_error: Tensor,
+    support: Support,
+    comm: Communicator,
+    empty: Empty = torch.empty,
 ) -> tuple[Tensor, Tensor]:
     """The mean over workers of `z`, in one bit per element each way.
 
     z:            fp32[padded/shards], the worker's message for its shard.
     worker_error: fp32[padded/shards], e above; server_error: fp32[padded/(shards workers)], s above. Both updated.
+    empty:        makes what is sent and received (birder/room.py).
     Returns what `take_signs` takes: bits, uint8[padded/8], and the scale of each chunk, fp32[shards workers].
     """
-    squares = kernels.add_message(worker_error, z, support.in_shard)  # (1)
-    rest = _exchange(squares, worker_error, server_error, support, comm)
+    squares = kernels.add_message(worker_error, z, support.in_shard, empty=empty)  # (1)
+    rest = _exchange(squares, worker_error, server_error, support, comm, empty)
     while True:
         try:
             next(rest)
@@ -89,26 +97,32 @@ def onebit_momentum_mean(
     server_error: Tensor,
     support: Support,
     comm: Communicator,
+    empty: Empty = torch.empty,
 ) -> Exchange:
     """`onebit_mean` of the message (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards].
 
     A generator for `yield from`: it yields once, when the worker's bits are on their way.
     """
-    squares = kernels.add_momentum(worker_error, g, m, beta=beta, mask=support.in_shard)  # (1)
-    return (yield from _exchange(squares, worker_error, server_error, support, comm))
+    squares = kernels.add_momentum(worker_error, g, m, beta=beta, mask=support.in_shard, empty=empty)  # (1)
+    return (yield from _exchange(squares, worker_error, server_error, support, comm, empty))
 
 
 def _exchange(
-    squares: Tensor, worker_error: Tensor, server_error: Tensor, support: Support, comm: Communicator
+    squares: Tensor,
+    worker_error: Tensor,
+    server_error: Tensor,
+    support: Support,
+    comm: Communicator,
+    empty: Empty,
 ) -> Exchange:
     """(2) to (4). worker_error holds z, `squares` is the sum of its squares, fp64[]."""
-    bits, scale = split(worker_error, squares, support.in_shard, support.shard_count)  # (2)
-    received = comm.start_scatter(bits)
+    bits, scale = split(worker_error, squares, support.in_shard, support.shard_count, empty)  # (2)
+    received = comm.start_scatter(bits, empty)
     yield
-    rows, scales = received(), comm.gather_workers(scale.view(1))
-    squares = kernels.add_average(server_error, rows, scales.view(-1), support.in_chunk)  # (3)
-    bits, scale = split(server_error, squares, support.in_chunk, support.chunk_count)  # (4)
-    return comm.gather(bits), comm.gather(scale.view(1))
+    rows, scales = received(), comm.gather_workers(scale.view(1), empty)
+    squares = kernels.add_average(server_error, rows, scales.view(-1), support.in_chunk, empty=empty)  # (3)
+    bits, scale = split(server_error, squares, support.in_chunk, support.chunk_count, empty)  # (4)
+    return comm.gather(bits, empty), comm.gather(scale.view(1), empty)
 
 
 def take_signs(out: Tensor, result: tuple[Tensor, Tensor], mask: Tensor | None) -> None:

@@ -74,7 +74,9 @@ class OneBitAdam(OneBitMethod):
         state, support = unit.state, self.support(unit)
         beta1, errors = unit.group["betas"][0], (state["worker_error"], state["server_error"])
         g, m = self.comm.shard_mean(grad), state["m"][support.shard]
-        unit.result = yield from onebit_momentum_mean(g, m, beta1, *errors, support, self.comm)  # (1)-(4)
+        unit.result = yield from onebit_momentum_mean(
+            g, m, beta1, *errors, support, self.comm, unit.room.empty
+        )  # (1)-(4)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

@@ -129,7 +129,7 @@ class OneBitLAMB(OneBitMethod):
         for p, offset, scale in zip(unit.params, unit.offsets, state["scale"], strict=True):
             # (5); a tensor may lie in several shards, and part of it in this one
             z[max(offset - first, 0) : max(min(offset + p.numel(), last) - first, 0)].mul_(scale)
-        unit.result = onebit_mean(z, state["worker_error"], state["server_error"], support, self.comm)
+        unit.result = onebit_mean(z, state["worker_error"], state["server_error"], support, self.comm, unit.room.empty)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

@@ -141,7 +141,7 @@ class ZeroOneAdam(OneBitMethod):
     def _onebit_mean(self, unit: Unit, message: Tensor) -> tuple[Tensor, Tensor]:
         """The mean of `message`, which is overwritten."""
         errors = unit.state["worker_error"], unit.state["server_error"]
-        return onebit_mean(self.comm.shard_mean(message), *errors, self.support(unit), self.comm)
+        return onebit_mean(self.comm.shard_mean(message), *errors, self.support(unit), self.comm, unit.room.empty)
 
     def _accumulate(self, unit: Unit, grad: Tensor, step: int) -> None:
         """(1), (2) and (2')."""
