@@ -33,10 +33,8 @@ class Attachment:
     counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool
-    ) -> None:
-        self.model = model
+    def __init__(self, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool) -> None:
+        # No reference to the model: DDP holds this object where Python's collector sees no cycle.
         self.optimizer = optimizer
         self.link = link
         self.counter: ByteCounter = link.counter
@@ -177,7 +175,7 @@ def attach(
     pipeline.trace.on = device.type == "cpu"
     optimizer.bind(comm, pipeline, unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
-    attachment = Attachment(model, optimizer, link, overlap, communicate)
+    attachment = Attachment(optimizer, link, overlap, communicate)
     model.register_comm_hook(attachment, hook)
     return attachment
 

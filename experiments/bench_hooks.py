@@ -33,9 +33,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def measure(device: torch.device, timeline: str, steps: int = 20) -> list[dict[str, Any]]:
     """One row for each method: its step, and what it is more than the first one, in ms; medians."""
-    with tempfile.NamedTemporaryFile() as store:
+    with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(store.name, 1), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         try:
             rows = [_measure(label, dict(options), device, timeline, steps) for label, options in METHODS.items()]
         finally:

@@ -72,10 +72,12 @@ METHODS = {
         overlap=False,
         one_bucket=True,
     ),
-    "onebit_adam": Method("1-bit Adam", {"_target_": "birder.OneBitAdam", **ADAM}, "1bit", 1 / 8),
-    "birder": Method("Birder two-phase", BIRDER, "1bit", 1 / 8),
-    "birder_one_phase": Method("Birder one-phase (this project's)", {**BIRDER, "reduce": "one_phase"}, "1bit", 1 / 8),
-    "none": Method("no communication", SGDM, "none", 1 / 16),
+    "onebit_adam": Method("1-bit Adam", {"_target_": "birder.OneBitAdam", **ADAM}, "1bit", 1 / 4, steps=2),
+    "birder": Method("Birder two-phase", BIRDER, "1bit", 1 / 4, steps=2),
+    "birder_one_phase": Method(
+        "Birder one-phase (this project's)", {**BIRDER, "reduce": "one_phase"}, "1bit", 1 / 4, steps=2
+    ),
+    "none": Method("no communication", SGDM, "none", 1 / 4, steps=2),
 }
 SMALLER = {"resnet50": 1.0, "bert_base": 1 / 2}
 """A further factor on the fraction of a larger model over emulated links: its messages are long enough all the same."""

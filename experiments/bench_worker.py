@@ -8,11 +8,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import json
 import math
 import os
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import BucketOptimizer
 from birder.comm import Topology
-from experiments import bench_plan, cells, record, step_profile, timelines, worker
+from experiments import bench_plan, cells, step_profile, timelines, worker
 from experiments.bench_plan import METHODS, Cell, Method
 from experiments.hooks import attach_hook, low_rank_numbers
 from experiments.replay import BUCKET_MB, ReplayModel
@@ -103,20 +101,13 @@ class _Setup(cells.Setup):
         return int(self.optimizer.state_bytes() + self.attachment.state_bytes())
 
 
-class _Node:
+class _Node(cells.Node):
     """One process, standing for a node of one GPU."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
-        self.plan: dict[str, Any] = spec.config["bench"]
+        super().__init__(spec, bench_plan.EXP)
         self.all = [Cell(**c) for c in self.plan["cells"]]
-        self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        path = spec.path / record.LINK_FILE
-        self.link: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        # What the launcher measured is the rate that counts.
-        self.rate = self.link.get("mbit_per_s") or GOODPUT * float(self.plan["mbit"])
         self.models: dict[tuple[str, float, bool], ReplayModel] = {}
-        self.template = record.from_spec(spec, device="cpu") if self.rank == 0 else None
 
     def run(self) -> None:
         self._begin()
@@ -189,36 +180,21 @@ class _Node:
                 print(f"profile {path}", flush=True)
 
     def _write(self, cell: Cell, method: Method, nodes: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-        assert self.template is not None
-        timeline = timelines.load(self.plan["timelines"][cell.model])
-        dilation = round(facts["dilation"], 6)
-        gbit = bench_plan.GBIT if cell.link == "emulated" else None
-        about = {**cell.as_dict(), **{k: facts[k] for k in ("fraction", "elements", "peak")}}
-        config = {
-            **self.spec.config,
-            "bench": about,
-            "optimizer": method.optimizer,
-            "workload": {**self.spec.config["workload"], "timeline": timeline.name, "dilation": dilation},
-            "comm": {"enabled": method.wire != "none", "overlap": method.overlap, "hook": method.hook},
-        }
-        written = dataclasses.replace(
-            self.template,
-            id=cell.id,
-            time=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-            config=config,
+        self.write(
+            cell.id,
+            method,
+            timelines.load(self.plan["timelines"][cell.model]),
+            nodes,
+            gpus=1,
+            about={**cell.as_dict(), **{k: facts[k] for k in ("fraction", "elements", "peak")}},
+            dilation=facts["dilation"],
+            gbit=bench_plan.GBIT if cell.link == "emulated" else None,
+            comm={"hook": method.hook},
+            split=PARTS,
             nodes=cell.nodes,
             ranks_per_node=1,
-            optimizer=method.optimizer["_target_"].rpartition(".")[2],
-            method=method.label,
-            wire=method.wire,
-            data={"name": f"replay of {timeline.name}", "synthetic": True},
-            link={**record.LINK, **self.link, "link_gbps": gbit, "dilation": dilation},
-            timing=cells.timing(nodes, timeline.batch_per_gpu * self.size, PARTS),
-            bytes_per_step=cells.sent(nodes),
-            collectives_per_step=round(nodes[0]["collectives"] / len(nodes[0]["steps"]), 2),
             state_bytes_per_rank=facts["state"],
         )
-        record.write(written, self.spec.config["results_dir"])
 
 
 class Memory:

@@ -6,10 +6,12 @@ A cell is one method on one number of nodes: a replay model behind DDP, an optim
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import BucketOptimizer
-from experiments import presence, step_profile
+from experiments import presence, record, step_profile
 from experiments.nic import NicMeter
 from experiments.replay import ReplayModel
+from experiments.spec import RunSpec
+from experiments.timelines import Timeline
+from launch.network import GOODPUT
 
 TIMEOUT_S, SILENCE_S = 300.0, 60.0
 """How long a collective may take, and how long a node may answer nobody."""
@@ -110,6 +115,67 @@ def measure(setup: Setup, steps: int) -> list[dict[str, Any]]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+class Node:
+    """One process, standing for a node: the plan of cells that the RunSpec's configuration holds under `exp`."""
+
+    def __init__(self, spec: RunSpec, exp: str) -> None:
+        self.spec, self.exp = spec, exp
+        self.plan: dict[str, Any] = spec.config[exp]
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        path = spec.path / record.LINK_FILE
+        self.link: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        self.rate = float(self.link.get("mbit_per_s") or GOODPUT * float(self.plan["mbit"]))
+        """Mbit/s of the links: what the launcher measured; where nothing crosses a link, what it should give."""
+        self._template = record.from_spec(spec, device="cpu") if self.rank == 0 else None
+
+    def write(
+        self,
+        id: str,
+        method: Any,
+        timeline: Timeline,
+        measured: list[dict[str, Any]],
+        *,
+        gpus: int,
+        about: dict[str, Any],
+        dilation: float,
+        gbit: float | None,
+        comm: dict[str, Any],
+        split: Sequence[str],
+        **more: Any,
+    ) -> None:
+        """Writes the record of a cell, on rank 0.
+
+        method: the row, with label, wire, optimizer, overlap. measured: what `measure` returned. gpus: that a node is.
+        about: what the configuration says of the cell. gbit: Gbit/s that the link stands for. split: keys for `timing`.
+        more: other fields of the record.
+        """
+        assert self._template is not None
+        dilation = round(dilation, 6)
+        config = {
+            **self.spec.config,
+            self.exp: about,
+            "optimizer": method.optimizer,
+            "workload": {**self.spec.config["workload"], "timeline": timeline.name, "dilation": dilation},
+            "comm": {"enabled": method.wire != "none", "overlap": method.overlap, **comm},
+        }
+        made = dataclasses.replace(
+            self._template,
+            id=id,
+            time=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            config=config,
+            optimizer=method.optimizer["_target_"].rpartition(".")[2],
+            method=method.label,
+            wire=method.wire,
+            data={"name": f"replay of {timeline.name}", "synthetic": True},
+            link={**record.LINK, **self.link, "link_gbps": gbit, "dilation": dilation},
+            timing=timing(measured, timeline.batch_per_gpu * gpus * self.size, split),
+            bytes_per_step=sent(measured),
+            collectives_per_step=round(measured[0]["collectives"] / len(measured[0]["steps"]), 2),
+            **more,
+        )
+        record.write(made, self.spec.config["results_dir"])
 
 
 def timing(nodes: Sequence[dict[str, Any]], samples: int, keys: Sequence[str]) -> dict[str, Any]:

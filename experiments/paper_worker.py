@@ -5,12 +5,9 @@ The plan is `paper` in the configuration of the RunSpec that the worker is given
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import os
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import BucketOptimizer
 from birder.comm import Communicator, Topology
-from experiments import cells, paper, record, timelines, worker
+from experiments import cells, paper, timelines, worker
 from experiments.paper import Cell, Method
 from experiments.replay import BUCKET_MB, FlatNode, HierarchicalNode, ReplayModel, bucket_delay_ms
 from experiments.spec import RunSpec
 from experiments.timelines import Timeline
-from launch.network import GOODPUT
 
 
 def train(spec: RunSpec) -> None:
@@ -37,20 +33,12 @@ def train(spec: RunSpec) -> None:
         _Node(spec).run()
 
 
-class _Node:
+class _Node(cells.Node):
     """One process, standing for a node of GPUs."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
-        self.plan: dict[str, Any] = spec.config["paper"]
+        super().__init__(spec, paper.EXP)
         self.all = [Cell(**c) for c in self.plan["cells"]]
-        self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        # What the launcher measured is the rate that counts; where nothing crosses a link, what it should give.
-        self.link: dict[str, Any] = json.loads((spec.path / record.LINK_FILE).read_text()) if self.size > 1 else {}
-        self.goodput = float(self.link.get("mbit_per_s") or GOODPUT * float(self.plan["mbit"]))
-        self.template: record.ResultRecord | None = None
-        if self.rank == 0:
-            self.template = record.from_spec(spec, device="cpu")
 
     def run(self) -> None:
         done = 0
@@ -68,44 +56,25 @@ class _Node:
 
     def _measure(self, setup: _Setup, cell: Cell, method: Method) -> dict[str, Any]:
         timeline = timelines.load(cell.timeline)
-        dilation = paper.dilation(cell, self.goodput)
+        dilation = paper.dilation(cell, self.rate)
         setup.follow(timeline, dilation)
         everyone = cells.measure(setup, int(self.plan.get("steps") or method.steps))
         return {"dilation": dilation, "timeline": timeline, "nodes": everyone, "elements": setup.model.elements}
 
     def _write(self, cell: Cell, method: Method, measured: dict[str, Any]) -> None:
-        assert self.template is not None
-        nodes, dilation, timeline = measured["nodes"], measured["dilation"], measured["timeline"]
-        samples = timeline.batch_per_gpu * timeline.gpus_per_node * self.size
-        gbit = float(cell.link) if cell.link else None
-        link = {**record.LINK, **self.link, "link_gbps": gbit, "dilation": round(dilation, 4)}
-        config = {
-            **self.spec.config,
-            "paper": {
-                **cell.as_dict(),
-                "fraction": method.fraction,
-                "elements": measured["elements"],
-                "gpus": paper.GPUS,
-            },
-            "optimizer": method.optimizer,
-            "workload": {**self.spec.config["workload"], "timeline": cell.timeline, "dilation": round(dilation, 4)},
-            "comm": {"enabled": method.wire != "none", "overlap": method.overlap, "topology": method.traffic},
-        }
-        written = dataclasses.replace(
-            self.template,
-            id=cell.id,
-            time=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-            config=config,
-            optimizer=method.optimizer["_target_"].rpartition(".")[2],
-            method=method.label,
-            wire=method.wire,
-            data={"name": f"replay of {timeline.name}", "synthetic": True},
-            link=link,
-            timing=cells.timing(nodes, samples, ("encode_ms", "update_ms")),
-            bytes_per_step=cells.sent(nodes),
-            collectives_per_step=round(nodes[0]["collectives"] / len(nodes[0]["steps"]), 2),
+        elements = {"fraction": method.fraction, "elements": measured["elements"], "gpus": paper.GPUS}
+        self.write(
+            cell.id,
+            method,
+            measured["timeline"],
+            measured["nodes"],
+            gpus=measured["timeline"].gpus_per_node,
+            about={**cell.as_dict(), **elements},
+            dilation=measured["dilation"],
+            gbit=float(cell.link) if cell.link else None,
+            comm={"topology": method.traffic},
+            split=("encode_ms", "update_ms"),
         )
-        record.write(written, self.spec.config["results_dir"])
 
     def _say(self, cell: Cell, measured: dict[str, Any], done: int) -> None:
         worst = max(s["wall_ms"] for n in measured["nodes"] for s in n["steps"])

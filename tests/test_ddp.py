@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import birder
 from birder import SGDM, Birder, OneBitAdam, attach
+from experiments import hooks
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -309,3 +315,29 @@ def test_bf16_autocast_trains():
     (x, first, last), (y, _, _) = run_ranks(precision, 2)
     assert (x == y).all()
     assert last < first
+
+
+def left_over(rank: int, world: int) -> list[str]:
+    """What is still there after models, optimizers and attachments have gone out of use."""
+    base = toy.make()
+    there: dict[str, weakref.ref[Any]] = {}
+    for name in ("SGDM", "Birder", "OneBitAdam", "bf16", "powersgd"):
+        ddp = DistributedDataParallel(base, gradient_as_bucket_view=True)
+        own = name[0].isupper()
+        options = {"warmup_steps": 1} if name == "OneBitAdam" else {}
+        optimizer = getattr(birder, name if own else "SGDM")(base.parameters(), lr=0.01, **options)
+        attachment: Any = attach(ddp, optimizer) if own else hooks.attach_hook(ddp, optimizer, name)
+        for step in range(3):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+        attachment.close()
+        there |= {f"{name}'s {type(x).__name__}": weakref.ref(x) for x in (ddp, optimizer, attachment)}
+        del ddp, optimizer, attachment
+    gc.collect()
+    return [name for name, reference in there.items() if reference() is not None]
+
+
+def test_nothing_is_left_after_close() -> None:
+    """DDP keeps hooks where Python's collector does not look: a hook that knew the model would keep all of it for ever."""
+    assert run_ranks(left_over, 2) == [[], []]

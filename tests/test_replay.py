@@ -134,11 +134,12 @@ def _compressed(rank: int, world: int, optimizer: str) -> dict[str, Any]:
 
         # One unit: each has scales beside its bits, which the arithmetic leaves out.
         options: Any = {"communicator": communicator, "topology": Topology(world, 1), "unit_mb": 1.0}
-        attachment = birder.attach(_ddp(model, 0.02), made, **options)
+        ddp = _ddp(model, 0.02)
+        attachment = birder.attach(ddp, made, **options)
         for _ in range(3):
             made.zero_grad()
             attachment.counter.reset()
-            attachment.model(torch.zeros(1)).sum().backward()
+            ddp(torch.zeros(1)).sum().backward()
             made.step()
         attachment.close()
         x = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()

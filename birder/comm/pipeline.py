@@ -64,8 +64,12 @@ class ThreadPipeline(Pipeline):
         self._error: BaseException | None = None
         self._state = threading.Condition()
         # Daemons: a collective that never returns must not keep the interpreter from ending.
-        threading.Thread(target=self._encode, name="birder-encode", daemon=True).start()
-        threading.Thread(target=self._communicate, name="birder-comm", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._encode, name="birder-encode", daemon=True),
+            threading.Thread(target=self._communicate, name="birder-comm", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _encode(self) -> None:
         while (submitted := self._begin.get()) is not None:
@@ -122,6 +126,9 @@ class ThreadPipeline(Pipeline):
 
     def close(self) -> None:
         self._begin.put(None)
+        if self._open == 0:  # otherwise a collective may never return
+            for thread in self._threads:
+                thread.join()
 
 
 class StreamPipeline(Pipeline):
