@@ -4,9 +4,9 @@ Everything here runs inside the private network, mount and PID namespaces that l
 the machine's own interfaces are out of reach, and all that is made here goes when the sandbox's last process goes.
 
     node 0                        sandbox                          node 1
-    eth0 10.77.0.1 --[tbf]-->  node0 |               | node1  <--[tbf]-- eth0 10.77.0.2
-                   <--[tbf]--        | bridge `switch` |      --[tbf]-->
-                                       10.77.0.254
+    eth0 10.77.100.100 --[tbf]-->  node0 |                 | node1  <--[tbf]-- eth0 10.77.100.101
+                       <--[tbf]--        | bridge `switch` |        --[tbf]-->
+                                             10.77.0.1
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-BRIDGE, BRIDGE_ADDRESS = "switch", "10.77.0.254"
+BRIDGE, BRIDGE_ADDRESS = "switch", "10.77.0.1"
+PREFIX = 16
 NIC = "eth0"
 MAX_NODES = 250
 GOODPUT = 0.945
@@ -34,8 +35,8 @@ class NetworkError(Exception):
 
 
 def address(node: int) -> str:
-    """IPv4 address of a node."""
-    return f"10.77.0.{node + 1}"
+    """IPv4 address of a node. As text, in which order torchrun numbers nodes, addresses sort as their nodes do."""
+    return f"10.77.{100 + node // 100}.{100 + node % 100}"
 
 
 def namespace(node: int) -> str:
@@ -74,7 +75,7 @@ def commands(nodes: int, mbit_per_s: float | None) -> list[list[str]]:
         ["ip", "link", "add", BRIDGE, "type", "bridge", "stp_state", "0", "forward_delay", "0"],
         # No IPv6 addresses: their discovery is traffic that nobody asked for.
         ["ip", "link", "set", BRIDGE, "addrgenmode", "none"],
-        ["ip", "address", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE],
+        ["ip", "address", "add", f"{BRIDGE_ADDRESS}/{PREFIX}", "dev", BRIDGE],
         ["ip", "link", "set", BRIDGE, "up"],
     ]
     for node in range(nodes):
@@ -85,7 +86,7 @@ def commands(nodes: int, mbit_per_s: float | None) -> list[list[str]]:
             ["ip", "link", "set", port, "up"],
             [*enter(node), "ip", "link", "set", "lo", "up"],
             [*enter(node), "ip", "link", "set", NIC, "addrgenmode", "none"],
-            [*enter(node), "ip", "address", "add", f"{address(node)}/24", "dev", NIC],
+            [*enter(node), "ip", "address", "add", f"{address(node)}/{PREFIX}", "dev", NIC],
             [*enter(node), "ip", "link", "set", NIC, "up"],
         ]
         if mbit_per_s is not None:

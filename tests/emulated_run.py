@@ -114,7 +114,7 @@ def launcher(**options: Any) -> Any:
         worker = Path(stub_run.__file__).resolve()
 
         def torchrun(self, spec_path: Path, spec: Any, *, local_addr: str | None = None, **_: Any) -> list[str]:
-            rank = int(str(local_addr).rpartition(".")[2]) - 1
+            rank = [network.address(node) for node in range(network.MAX_NODES)].index(str(local_addr))
             world = [f"RANK={rank}", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", f"WORLD_SIZE={self.nodes}"]
             return ["env", *world, self.python, str(self.worker), str(spec_path)]
 

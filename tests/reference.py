@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 SERVER = 1 << 24
+SELECT = 1 << 26
 
 
 def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
@@ -79,9 +80,7 @@ class Birder:
         for i, p in enumerate(self.params):
             bits = torch.stack([self._worker(w, i, grads[w][i].flatten(), p) for w in range(self.workers)])
             if self.parts is None:
-                ones = bits.sum(0)
-                draw = draws(self.elements[i], seed=self.seed, step=self.steps, stream=SERVER)
-                plus = draw < (ones * 65536 + self.workers // 2) // self.workers
+                plus = self._server(bits, self.elements[i])
             else:
                 plus = bits.gather(0, self._owners(self.elements[i]).unsqueeze(0)).squeeze(0)
             q = torch.where(plus, 1.0, -1.0)
@@ -89,6 +88,22 @@ class Birder:
             if self.decoupled and self.weight_decay:
                 p.mul_(1 - self.lr * self.weight_decay)
             p.sub_((self.lr * q * self.active[i]).view_as(p))
+
+    def _server(self, bits: Tensor, elements: np.ndarray) -> Tensor:
+        """The bit of one worker, drawn by log2(n) random bits; for odd n the average against a random number."""
+        n = self.workers
+        if n & (n - 1):
+            draw = draws(elements, seed=self.seed, step=self.steps, stream=SERVER)
+            return draw < (bits.sum(0) * 65536 + n // 2) // n
+        worker = np.zeros(len(elements), np.int64)
+        block, place = elements // 128, elements % 128
+        zero = np.zeros_like(block)
+        for level in range(n.bit_length() - 1):
+            counter = [block & 0xFFFFFFFF, block >> 32, zero + self.steps, zero + SELECT + level]
+            words = np.stack(philox(counter, [self.seed & 0xFFFFFFFF, self.seed >> 32]))
+            word = words[place // 32, np.arange(len(elements))]
+            worker += ((word >> (place % 32).astype(np.uint64)) & np.uint64(1)).astype(np.int64) << level
+        return bits.gather(0, torch.from_numpy(worker).unsqueeze(0)).squeeze(0)
 
     def _owners(self, elements: np.ndarray) -> Tensor:
         """The worker whose bit each element takes: one draw for every n words of 32 elements of a shard."""

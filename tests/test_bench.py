@@ -32,6 +32,7 @@ from experiments.hooks import powersgd_bytes
 from experiments.record import ResultRecord
 from launch import sandbox
 from tests.ranks import run_ranks
+from tests.records import blank
 
 EVERYTHING = (list(bench_plan.MODELS), list(METHODS))
 MS = {"fp32": 100.0, "powersgd1": 41.0, "deepspeed": 80.0, "birder": 42.0, "birder_one_phase": 40.0, "none": 35.0}
@@ -44,35 +45,18 @@ def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
     about = {**dataclasses.asdict(cell), "fraction": cell.fraction, "elements": 1000, "peak": int(1e6 * ms)}
     wall = ms * dilation
     split = {"encode_ms": 0.1 * wall, "wire_ms": 0.2 * wall, "exposed_wire_ms": 0.05 * wall, "update_ms": 0.01 * wall}
-    made = ResultRecord(
-        id=cell.id,
-        group=None,
-        time="2026-01-01T00:00:00Z",
-        status="completed",
-        reason=None,
-        command="python experiments/bench.py",
-        overrides=[],
-        config={"bench": about, "optimizer": method.optimizer},
-        git={"sha": None, "dirty": None},
-        exp=bench_plan.EXP,
-        workload="replay",
-        optimizer="x",
-        method=method.label,
-        wire=method.wire,
-        cluster="x",
-        scale="paper",
-        nodes=cell.nodes,
-        ranks_per_node=1,
-        seed=0,
-        data={"name": "replay", "synthetic": True},
-        hardware={"device": "cpu", "cores": 2, "cpu": "x", "memory_gb": 4},
-        software={},
-        link={**record.LINK, "set_mbit_per_s": 36.0, "dilation": dilation},
-        timing={"steps": 2, "median_ms": wall, "p10_ms": wall, "p90_ms": wall, "split": split},
-        bytes_per_step={**record.BYTES, "payload_inter": 1000},
-        state_bytes_per_rank=8000,
-    )
-    return dataclasses.replace(made, **changes)
+    known: dict[str, Any] = {
+        "config": {"bench": about, "optimizer": method.optimizer},
+        "exp": bench_plan.EXP,
+        "method": method.label,
+        "wire": method.wire,
+        "nodes": cell.nodes,
+        "link": {**record.LINK, "set_mbit_per_s": 36.0, "dilation": dilation},
+        "timing": {"steps": 2, "median_ms": wall, "p10_ms": wall, "p90_ms": wall, "split": split},
+        "bytes_per_step": {**record.BYTES, "payload_inter": 1000},
+        "state_bytes_per_rank": 8000,
+    }
+    return blank(**{"id": cell.id, **known, **changes})
 
 
 def grid(link: str, nodes: int, times: dict[str, float], model: str = "resnet50") -> list[ResultRecord]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments import compare, compose, families, labels, record
 from experiments.errors import UserError
 from experiments.record import ResultRecord
-from tests.test_tables import run
+from tests.records import run
 
 
 @pytest.mark.parametrize("name", sorted(families.FAMILIES))

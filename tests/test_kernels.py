@@ -196,6 +196,17 @@ def test_server_draws_plus_one_with_the_share_of_ones(workers):
             assert abs(out - n * p) < SIGMAS * (n * p * (1 - p)) ** 0.5 + n * 2.0**-17
 
 
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_every_worker_decides_equally_often(workers):
+    n = 1 << 17
+    for lone in range(workers):
+        rows = torch.zeros(workers, n // 8, dtype=torch.uint8)
+        rows[lone] = 255
+        out = int(reference.unpack(cpu.reduce_bits(rows, seed=4, step=1, start=40)).sum(dtype=torch.int64))
+        p = 1 / workers
+        assert abs(out - n * p) < SIGMAS * (n * p * (1 - p)) ** 0.5 + n * 2.0**-17
+
+
 def test_workers_and_server_draw_independently():
     n = 1 << 18
     half = torch.zeros(n)

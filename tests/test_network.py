@@ -56,10 +56,15 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_node_has_one_address_on_eth0(shown: dict[str, Any]) -> None:
     assert len(set(shown["namespaces"])) == 3
     for node, found in shown["interfaces"].items():
-        assert found["eth0"] == ["UP", f"10.77.0.{int(node) + 1}/24"]
+        assert found["eth0"] == ["UP", f"{network.address(int(node))}/{network.PREFIX}"]
         assert found["lo"][1] == "127.0.0.1/8"
         # Some kernels put idle tunnel devices into every namespace.
         assert [name for name, (state, *_) in found.items() if state == "UP"] == ["eth0"]
+
+
+def test_addresses_sort_as_their_nodes_do() -> None:
+    addresses = [network.address(node) for node in range(network.MAX_NODES)]
+    assert addresses == sorted(set(addresses))
 
 
 def test_goodput_is_that_of_the_set_rate(shown: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from experiments.paper import Cell
 from experiments.record import ResultRecord
 from experiments.replay import nic_bytes
 from launch import emulated, sandbox
+from tests.records import blank
 
 MS = {"fp32": 100.0, "bf16": 60.0, "onebit_adam": 55.0, "birder": 50.0, "birder_hierarchical": 40.0, "none": 35.0}
 
@@ -26,40 +27,24 @@ def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
     link = {"kind": "emulated", "shaped": True, "measured": True, "mbit_per_s": 28.0, "set_mbit_per_s": 30.0}
     plan = {**dataclasses.asdict(cell), "fraction": method.fraction, "elements": elements, "gpus": 8}
     wall = ms * dilation
-    made = ResultRecord(
-        id=cell.id,
-        group=None,
-        time="2026-01-01T00:00:00Z",
-        status="completed",
-        reason=None,
-        command="python experiments/paper_table.py",
-        overrides=[],
-        config={"paper": plan, "optimizer": method.optimizer},
-        git={"sha": None, "dirty": None},
-        exp=paper.EXP,
-        workload="replay",
-        optimizer="x",
-        method=method.label,
-        wire=method.wire,
-        cluster="emulated",
-        scale="paper",
-        nodes=cell.nodes,
-        ranks_per_node=1,
-        seed=0,
-        data={"name": "replay", "synthetic": True},
-        hardware={},
-        software={},
-        link={**record.LINK, **link, "link_gbps": float(cell.link or 0) or None, "dilation": dilation},
-        timing={
+    known: dict[str, Any] = {
+        "config": {"paper": plan, "optimizer": method.optimizer},
+        "exp": paper.EXP,
+        "method": method.label,
+        "wire": method.wire,
+        "cluster": "emulated",
+        "nodes": cell.nodes,
+        "link": {**record.LINK, **link, "link_gbps": float(cell.link or 0) or None, "dilation": dilation},
+        "timing": {
             "steps": 2,
             "median_ms": wall,
             "p10_ms": wall,
             "p90_ms": wall,
             "split": {"encode_ms": 0.02 * wall, "update_ms": 0.01 * wall},
         },
-        bytes_per_step={**record.BYTES, "nic_tx": nic_bytes(method.traffic, elements, cell.nodes, 8)},
-    )
-    return dataclasses.replace(made, **changes)
+        "bytes_per_step": {**record.BYTES, "nic_tx": nic_bytes(method.traffic, elements, cell.nodes, 8)},
+    }
+    return blank(**{"id": cell.id, **known, **changes})
 
 
 def grid(

@@ -37,6 +37,13 @@ def test_server(workers, numel):
     kernel_checks.server(cuda, DEVICE, workers if numel < 2048 else min(workers, 8), numel // 8, seed=2**62 + numel)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4, 16, 3])
+def test_server_of_whole_words(workers):
+    kernel_checks.server(
+        cuda, DEVICE, workers, 4 * 700, seed=2**50 + 36
+    )  # from a word in the middle of a Philox block on
+
+
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (3, 5), (2, 3, 4, 5), (2051,)])
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.01])

@@ -24,6 +24,7 @@ KERNELS = [
     (cuda._encode, ["*bf16", F, F, U, I32, R, R, R, *COUNTER], {"HOLD": False, **TILE}),
     (cuda._encode, ["*fp16", F, F, U, I32, R, R, R, *COUNTER], {"HOLD": False, **TILE}),
     (cuda._reduce, [U, U, I32, I32, *COUNTER], TILE),
+    (cuda._copied, ["*i32", "*i32", I32, I32, *COUNTER], {"LEVELS": 4, "WORDS": 256}),
     (cuda._apply, [F, U, U, I64, R, R], {"DECAYS": True, "PARTIAL": True, **TILE}),
     (cuda._unseen, [F, U, U, I32, I32], {"WIDTH": 1024}),
     (cuda_feedback._tree, [D, D, I32], {}),

@@ -24,7 +24,7 @@ from birder.kernels.cpu_feedback import (
     sum_squares,
     write_signs,
 )
-from birder.kernels.philox import LANES, OWNER_STREAM, SERVER_STREAM
+from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
 from birder.room import Empty
 
 __all__ = [
@@ -44,6 +44,10 @@ __all__ = [
     "unseen_blocks",
     "write_signs",
 ]
+
+
+BYTES = 4096
+"""Bytes of bits that `_copied` works on at a time: drawing and copying take turns."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -136,6 +140,36 @@ def _reduce(rows, out, k0, k1, step, stream, block):
 
 
 @njit(nogil=True, cache=True)
+def _choose(even, odd, chosen, out):
+    for j in range(out.size):
+        out[j] = even[j] ^ (chosen[j] & (even[j] ^ odd[j]))
+
+
+@njit(nogil=True, cache=True)
+def _copied(rows, out, k0, k1, step, first):
+    n, levels = rows.shape[0], 0
+    while 1 << levels < n:
+        levels += 1
+    blocks = BYTES // 16 + 1  # the bytes may begin in the middle of one
+    words = np.empty(4 * blocks, np.uint32)
+    kept = np.empty((n // 2, BYTES), np.uint8)
+    for low in range(0, out.size, BYTES):
+        count = min(BYTES, out.size - low)
+        begin = first + low
+        skip = begin % 16
+        for level in range(levels):
+            stream = np.uint64(SELECT_STREAM + level)
+            draw(words, (skip + count + 15) // 16, k0, k1, step, stream, np.uint64(begin // 16))
+            chosen = words.view(np.uint8)[skip : skip + count]
+            for i in range(n >> (level + 1)):
+                target = out[low : low + count] if n >> (level + 1) == 1 else kept[i, :count]
+                if level == 0:
+                    _choose(rows[2 * i, low : low + count], rows[2 * i + 1, low : low + count], chosen, target)
+                else:
+                    _choose(kept[2 * i, :count], kept[2 * i + 1, :count], chosen, target)
+
+
+@njit(nogil=True, cache=True)
 def _shift(number, n, k0, k1, step):
     """`philox.shifts` for the group whose first word has this number."""
     word, _, _, _ = philox(number & MASK, number >> S32, step, np.uint64(OWNER_STREAM), k0, k1)
@@ -223,9 +257,13 @@ def encode(
 def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """See `reference.reduce_bits`."""
     out = empty(rows.shape[1], dtype=torch.uint8)
-    k0, k1 = _keys(seed)
-    step_word, stream, block = np.uint64(step & 0xFFFFFFFF), np.uint64(SERVER_STREAM), np.uint64(start // LANES)
-    _reduce(rows.numpy(), out.numpy(), k0, k1, step_word, stream, block)
+    key, step_word, n = _keys(seed), np.uint64(step & 0xFFFFFFFF), len(rows)
+    if n == 1:
+        return out.copy_(rows[0])
+    if n & (n - 1) == 0:
+        _copied(rows.numpy(), out.numpy(), *key, step_word, start // LANES)
+    else:
+        _reduce(rows.numpy(), out.numpy(), *key, step_word, np.uint64(SERVER_STREAM), np.uint64(start // LANES))
     return out
 
 

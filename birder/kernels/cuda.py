@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.cuda_bits import BYTES, draw, elements, first_byte, launch, pack, unpack, word
+from birder.kernels.cuda_bits import BYTES, draw, elements, first_byte, launch, pack, philox, unpack, word
 from birder.kernels.cuda_feedback import (
     add_average,
     add_message,
@@ -27,7 +27,7 @@ from birder.kernels.cuda_feedback import (
     write_signs,
 )
 from birder.kernels.one_phase import assemble, owned  # index work on few words
-from birder.kernels.philox import LANES, SERVER_STREAM
+from birder.kernels.philox import LANES, SELECT_STREAM, SERVER_STREAM
 from birder.kernels.reference_feedback import move_adam  # few launches for all parameters together
 from birder.room import Empty
 
@@ -72,6 +72,10 @@ def _encode(g, m, b, out, count, beta, rest, eps, k0, k1, step, stream, block, H
     tl.store(out + byte, pack(plus), mask=byte < count)
 
 
+WORDS = 256
+"""32-bit words of bits that one program copies."""
+
+
 @triton.jit(do_not_specialize=["n", "k0", "k1", "step", "stream", "block"])
 def _reduce(rows, out, count, n, k0, k1, step, stream, block, BYTES: tl.constexpr):
     byte = first_byte(BYTES)
@@ -81,6 +85,30 @@ def _reduce(rows, out, count, n, k0, k1, step, stream, block, BYTES: tl.constexp
     # draw < (65536 ones + n//2) // n, without the division
     plus = (draw(block.to(tl.int64) + byte, k0, k1, step, stream) + 1) * n <= ones * 65536 + n // 2
     tl.store(out + byte, pack(plus), mask=byte < count)
+
+
+@triton.jit
+def _both(a, b):
+    return a & b
+
+
+@triton.jit(do_not_specialize=["n", "k0", "k1", "step", "stream", "first"])
+def _copied(rows, out, count, n, k0, k1, step, stream, first, LEVELS: tl.constexpr, WORDS: tl.constexpr):
+    """32-bit words: each bit from the worker whose number the random bits of its place make up, LEVELS or fewer of them."""
+    i = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    live = i < count
+    number = first.to(tl.int64) + i
+    level = tl.arange(0, LEVELS)[:, None]
+    c0, c1, c2, c3 = philox((number >> 2)[None, :] + tl.zeros_like(level), k0, k1, step, stream + level)
+    lane = (number & 3).to(tl.int32)[None, :]
+    chosen = tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3)).to(tl.int32, bitcast=True)
+    result = tl.zeros((WORDS,), tl.int32)
+    for r in range(n):
+        needed = ((r >> level) & 1) != 0
+        mine = tl.where((1 << level) < n, tl.where(needed, chosen, ~chosen), -1)
+        bits = tl.load(rows + tl.cast(r, tl.int64) * count + i, mask=live, other=0)
+        result |= bits & tl.reduce(mine, 0, _both)
+    tl.store(out + i, result, mask=live)
 
 
 @triton.jit
@@ -135,7 +163,17 @@ def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty 
     """See `reference.reduce_bits`."""
     n, count = rows.shape
     out = empty(count, dtype=torch.uint8, device=rows.device)
-    counter = word(seed), word(seed >> 32), word(step), SERVER_STREAM, start // LANES
+    key = word(seed), word(seed >> 32), word(step)
+    if n & (n - 1) == 0:
+        if count == 0:
+            return out
+        if count % 4 or start % 32:  # a unit of an optimizer never is like that
+            return out.copy_(reference.reduce_bits(rows, seed=seed, step=step, start=start))
+        words, levels = count // 4, triton.next_power_of_2(max(n.bit_length() - 1, 1))
+        views, constants = (rows.view(torch.int32), out.view(torch.int32)), {"LEVELS": levels, "WORDS": WORDS}
+        launch(_copied, triton.cdiv(words, WORDS), *views, words, n, *key, SELECT_STREAM, start // 32, **constants)
+        return out
+    counter = *key, SERVER_STREAM, start // LANES
     launch(_reduce, triton.cdiv(count, BYTES), rows, out, count, n, *counter, BYTES=BYTES)
     return out
 

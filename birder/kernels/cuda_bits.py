@@ -36,8 +36,8 @@ def elements(byte):
 
 
 @triton.jit
-def draw(number, k0, k1, step, stream):
-    """The draws of Philox blocks: int64[c] -> int32[c, 8] in [0, 2^16). Key and counter come as int32, for their bits."""
+def philox(number, k0, k1, step, stream):
+    """The four words of Philox blocks: int64[...] -> uint32[...] each. Key and counter come as int32, for their bits."""
     c0, c1 = number.to(tl.uint32), (number >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0) + step.to(tl.uint32), tl.zeros_like(c0) + stream.to(tl.uint32)
     k0, k1 = k0.to(tl.uint32), k1.to(tl.uint32)
@@ -47,6 +47,13 @@ def draw(number, k0, k1, step, stream):
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0 += W0
         k1 += W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def draw(number, k0, k1, step, stream):
+    """The draws of Philox blocks: int64[c] -> int32[c, 8] in [0, 2^16)."""
+    c0, c1, c2, c3 = philox(number, k0, k1, step, stream)
     words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (c0.shape[0], 4))
     halves = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(halves, (c0.shape[0], 8)).to(tl.int32)

@@ -22,6 +22,9 @@ LANES = 8
 SERVER_STREAM = 1 << 24
 """Added to the worker's number in draws of the server stage; ranks are far fewer than 2^24."""
 
+SELECT_STREAM = 1 << 26
+"""Plus the number of the bit, in draws of which of 2^k workers' bits the server copies."""
+
 OWNER_STREAM = 1 << 25
 """In draws of which worker's bits are taken, for a group of 32-bit words."""
 
@@ -61,6 +64,15 @@ def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, devi
     drawn = words(block, seed=seed, step=step, stream=stream)
     lanes = torch.stack([half for w in drawn for half in (w & 0xFFFF, w >> 16)], dim=1)
     return lanes.reshape(-1)
+
+
+def random_bytes(count: int, *, seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
+    """Uniform bytes number first .. first+count-1: uint8[count]. Byte j is byte j mod 16 of block j // 16, low ones first."""
+    begin, end = first // 16, (first + count + 15) // 16
+    block = torch.arange(begin, end, dtype=torch.int64, device=device)
+    drawn = torch.stack(words(block, seed=seed, step=step, stream=stream), dim=1)
+    skip = first - 16 * begin
+    return drawn.to(torch.int32).view(torch.uint8).view(-1)[skip : skip + count]
 
 
 def shifts(groups: int, n: int, *, seed: int, step: int, start: int, device: torch.device) -> Tensor:

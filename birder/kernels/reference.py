@@ -12,7 +12,7 @@ from torch import Tensor
 
 from birder.kernels.bits import pack, unpack
 from birder.kernels.one_phase import assemble, owned
-from birder.kernels.philox import SERVER_STREAM, uniform16
+from birder.kernels.philox import SELECT_STREAM, SERVER_STREAM, random_bytes, uniform16
 from birder.kernels.reference_feedback import (
     add_average,
     add_message,
@@ -96,13 +96,28 @@ def encode(
 def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
     """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c], n < 32768.
 
-    With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n.
+    With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n. That is as often as the
+    bit of one worker drawn at random is set. Where n is a power of two that bit is copied: log2(n) random bits draw the
+    worker, and nothing is unpacked or added. For other n a threshold is compared with 16 random bits.
     """
     n, c = rows.shape
+    if n & (n - 1) == 0:
+        return _copied(rows, seed=seed, step=step, first=start // 8)
     ones = unpack(rows).sum(0, dtype=torch.int64)
     threshold = (ones * 65536 + n // 2) // n
     draw = uniform16(8 * c, seed=seed, step=step, stream=SERVER_STREAM, start=start, device=rows.device)
     return pack(draw < threshold)
+
+
+def _copied(rows: Tensor, *, seed: int, step: int, first: int) -> Tensor:
+    """Every bit from the worker whose number the random bits of its place make up. first: number of the first byte."""
+    n, c = rows.shape
+    for level in range(n.bit_length() - 1):
+        stream = SELECT_STREAM + level
+        chosen = random_bytes(c, seed=seed, step=step, stream=stream, first=first, device=rows.device)
+        even, odd = rows[0::2], rows[1::2]
+        rows = even ^ (chosen & (even ^ odd))
+    return rows[0].clone()
 
 
 def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tensor | None) -> None:
