@@ -41,7 +41,7 @@ methods: $(READY)  ## every method on Fashion-MNIST, tuned, 3 seeds: make method
 paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (17 minutes)
 	@$(BIN)/python experiments/paper_table.py $(ARGS)
 
-bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (15 minutes)
+bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (12 minutes)
 	@$(BIN)/python experiments/bench.py $(ARGS)
 
 bench-gpu: $(READY)  ## the kernels and the hooks on one GPU

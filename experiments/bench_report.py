@@ -1,88 +1,24 @@
-"""Page and picture of the benchmark, from records alone: results/tables/bench.md, results/plots/bench.png."""
+"""The page of the benchmark, from records alone: results/tables/bench.md."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib import style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from experiments import bench_hooks, bench_kernels, bench_plan
-from experiments.bench_plan import LINKS, METHODS, MODELS, NODES, TITLES, Cell
-from experiments.errors import UserError
+from experiments import bench_hooks, bench_kernels
+from experiments.bench_plan import LINKS, METHODS, TITLES, Cell
+from experiments.bench_plot import MARK, plot
+from experiments.bench_results import Results, load, verdicts
 from experiments.formats import DASH, markdown_table, number, percent, size, times
-from experiments.record import ResultRecord, read_all, write_file
+from experiments.record import ResultRecord, write_file
 from experiments.speedup import hardware
 
-MARK = "Made by experiments/bench.py"
 TABLE, PLOT = "tables/bench.md", "plots/bench.png"
-OURS = "birder_one_phase"
-TIE = 0.03
-"""Step times that differ by less count as equal."""
 ADAM_BYTES = 8
 """Adam's state per parameter: two fp32 moments."""
-COLOURS = {"fp32": "#4477aa", "16": "#66ccee", "lowrank": "#228833", "1bit": "#ccbb44", "none": "#bbbbbb"}
-
-
-@dataclass(frozen=True)
-class Results:
-    """All cells that have been measured, and the kernels by device."""
-
-    records: dict[Cell, ResultRecord]
-    kernels: dict[str, ResultRecord]
-
-    def places(self) -> list[tuple[str, str, int]]:
-        """(model, link, nodes) with anything to show."""
-        known = {(c.model, c.link, c.nodes) for c in self.records}
-        return [p for p in itertools.product(MODELS, LINKS, NODES) if p in known]
-
-    def ms(self, model: str, link: str, nodes: int, method: str, key: str | None = None) -> float | None:
-        """Step time, or a part of it (`key` of the split), of the cluster's clock."""
-        found = self.records.get(Cell(model, link, nodes, method))
-        if found is None:
-            return None
-        value = found.timing["median_ms"] if key is None else found.timing["split"][key]
-        return float(value) / float(found.link["dilation"])
-
-    def ratio(self, place: tuple[str, str, int], method: str, base: str) -> float | None:
-        """t_base / t_method."""
-        ours, theirs = self.ms(*place, method), self.ms(*place, base)
-        return theirs / ours if ours and theirs else None
-
-    def fastest(self, place: tuple[str, str, int]) -> list[tuple[float, str]]:
-        """Compressed methods of a place, the fastest first."""
-        found = [(self.ms(*place, name), name) for name, m in METHODS.items() if m.compressed]
-        return sorted((ms, name) for ms, name in found if ms is not None)
-
-
-def collect(records: Sequence[ResultRecord]) -> Results:
-    """The benchmark's records; of one cell the newest."""
-    cells: dict[Cell, ResultRecord] = {}
-    kernels: dict[str, ResultRecord] = {}
-    for r in sorted((r for r in records if r.exp == bench_plan.EXP and r.status == "completed"), key=lambda r: r.time):
-        about = r.config["bench"]
-        if "kernels" in about:
-            kernels[r.hardware["device"]] = r
-        elif "method" in about and about["method"] in METHODS:
-            cells[Cell(**{k: about[k] for k in ("model", "link", "nodes", "method")})] = r
-    return Results(cells, kernels)
-
-
-def load(results_dir: str | Path) -> Results:
-    """From `<results_dir>/records`. Raises UserError where nothing has been measured."""
-    found = collect(read_all(results_dir))
-    if not found.records and not found.kernels:
-        raise UserError(f"no record of the benchmark in {Path(results_dir) / 'records'}: run make bench")
-    return found
 
 
 def write(results_dir: str | Path) -> list[Path]:
@@ -124,45 +60,6 @@ def _print(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]])
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def verdicts(results: Results) -> list[str]:
-    """For every place, whether one-phase Birder is the fastest compressed method; on loopback, whether to compress at all."""
-    return [said for place in results.places() for said in _verdict(results, place)]
-
-
-def _verdict(results: Results, place: tuple[str, str, int]) -> Iterator[str]:
-    model, link, nodes = place
-    where = f"{model}, {LINKS[link]}, {nodes} nodes"
-    ranking = results.fastest(place)
-    own = results.ms(*place, OURS)
-    if own is not None and len(ranking) > 1:
-        bound = results.ms(*place, "none")
-        took = f"{number(own)} ms"
-        if bound:
-            took += f", {_apart(own / bound - 1, 'above', 'below')} the bound without communication"
-        others = [(ms, METHODS[name].label) for ms, name in ranking if name != OURS]
-        ms, label = others[0]
-        if own <= ms:
-            verdict = f"is the fastest compressed method ({took}); the next is {label}, {number(ms)} ms"
-        elif own < ms * (1 + TIE):
-            verdict = (
-                f"is as fast as the fastest compressed method ({took}), within {TIE:.0%} of {label}, {number(ms)} ms"
-            )
-        else:
-            verdict = f"is not the fastest compressed method ({took}): {label} takes {number(ms)} ms"
-        yield f"{where}: Birder one-phase {verdict}."
-    dense = results.ms(*place, "fp32")
-    if link == "loopback" and dense is not None and ranking:
-        slow, name = ranking[0]
-        label = METHODS[name].label
-        advice = "do not compress: " if slow > dense else ""
-        longer = f"takes {slow / dense:.2f} times as long as fp32 DDP"
-        yield f"{where}: {advice}{label}, the fastest compressed method, {longer}."
-
-
-def _apart(difference: float, above: str, below: str) -> str:
-    return f"{abs(100 * difference):.0f} % {above if difference >= 0 else below}"
 
 
 def honesty(results: Results) -> str:
@@ -334,44 +231,3 @@ def _kernels_note(device: str) -> str:
         f"Each kernel {on}, beside the eager torch reference and a copy of as many bytes; medians of ratios within a round. "
         f"Server kernels take the bits of {bench_kernels.WORKERS} workers."
     )
-
-
-def plot(results: Results) -> bytes:
-    """Step times as bars: a row of panels for each model and link, a column for each number of nodes."""
-    rows = list(dict.fromkeys((m, at) for m, at, _ in results.places()))
-    columns = sorted({n for _, _, n in results.places()})
-    drawn: list[Any] = []
-    with style.context("default"):
-        figure = Figure(figsize=(4.4 * len(columns) + 1.5, 0.8 + 2.6 * len(rows)), layout="constrained")
-        FigureCanvasAgg(figure)
-        grid = figure.subplots(len(rows), len(columns), squeeze=False, sharey=True)
-        names = list(METHODS)[::-1]
-        for panels, (model, link) in zip(grid, rows, strict=True):
-            for axes, nodes in zip(panels, columns, strict=True):
-                found = [(i, results.ms(model, link, nodes, name)) for i, name in enumerate(names)]
-                for i, ms in found:
-                    if ms is not None:
-                        axes.barh(i, ms, color=_colour(names[i]))
-                        axes.text(ms, i, f" {number(ms)}", va="center", fontsize=6)
-                        drawn.append([model, link, nodes, names[i], ms])
-                bound = results.ms(model, link, nodes, "none")
-                if bound is not None:
-                    axes.axvline(bound, color="#888888", linewidth=0.8, linestyle=":")
-                axes.set_yticks(range(len(names)), [METHODS[name].label for name in names], fontsize=7)
-                axes.tick_params(axis="x", labelsize=7)
-                axes.margins(x=0.15)
-                axes.set_title(f"{model}, {LINKS[link]}, {nodes} nodes", fontsize=8)
-        for axes in grid[-1]:
-            axes.set_xlabel("step, ms of the cluster's clock", fontsize=7)
-        figure.suptitle("Replayed, not measured on GPUs (docs/bench.md)", fontsize=9)
-        buffer = io.BytesIO()
-        described = f"{MARK}, data {hashlib.sha256(repr(drawn).encode()).hexdigest()}"
-        figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None, "Description": described})
-        return buffer.getvalue()
-
-
-def _colour(method: str) -> str:
-    if method.startswith("birder"):
-        return "#aa3377" if method == OURS else "#ee6677"
-    wire = METHODS[method].wire
-    return COLOURS["16" if wire in ("bf16", "fp16") else wire]

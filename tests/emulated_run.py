@@ -98,6 +98,7 @@ def all_reduce(spec: Any) -> None:
     dist.barrier()
     meter.resume()
     dist.all_reduce(tensor)
+    dist.barrier()  # a rank that has its result may still have bytes to send
     meter.pause()
     (spec.path / f"env{dist.get_rank()}.json").write_text(json.dumps(dict(os.environ)))
     (spec.path / f"bytes{dist.get_rank()}.json").write_text(json.dumps(meter.total))

@@ -21,6 +21,7 @@ from experiments import (
     bench_kernels,
     bench_plan,
     bench_report,
+    bench_results,
     bench_worker,
     record,
     tables,
@@ -145,21 +146,21 @@ def test_the_recreated_collective_computes_what_onebit_adam_does() -> None:
 
 
 def test_verdicts_say_who_is_fastest_how_far_the_bound_is_and_when_not_to_compress() -> None:
-    fast = bench_report.collect(grid("emulated", 4, MS))
-    (said,) = bench_report.verdicts(fast)
+    fast = bench_results.collect(grid("emulated", 4, MS))
+    (said,) = bench_results.verdicts(fast)
     assert "4 nodes: Birder one-phase is the fastest compressed method (40.0 ms, 14 % above the bound" in said
     assert "the next is PowerSGD rank 1, 41.0 ms" in said
-    (said,) = bench_report.verdicts(bench_report.collect(grid("emulated", 4, {**MS, "powersgd1": 39.5})))
+    (said,) = bench_results.verdicts(bench_results.collect(grid("emulated", 4, {**MS, "powersgd1": 39.5})))
     assert "is as fast as the fastest compressed method" in said
     assert "within 3% of PowerSGD rank 1, 39.5 ms" in said
-    (said,) = bench_report.verdicts(bench_report.collect(grid("emulated", 4, {**MS, "birder": 30.0})))
+    (said,) = bench_results.verdicts(bench_results.collect(grid("emulated", 4, {**MS, "birder": 30.0})))
     assert "is not the fastest compressed method" in said
     assert "Birder two-phase takes 30.0 ms" in said
     slow = {name: ms if name in ("fp32", "none") else 3 * ms for name, ms in MS.items()}
-    _, said = bench_report.verdicts(bench_report.collect(grid("loopback", 2, slow)))
+    _, said = bench_results.verdicts(bench_results.collect(grid("loopback", 2, slow)))
     assert "2 nodes: do not compress: Birder one-phase" in said
     assert "1.20 times as long as fp32 DDP" in said
-    assert bench_report.verdicts(bench_report.collect(grid("emulated", 4, {"fp32": 100.0}))) == []
+    assert bench_results.verdicts(bench_results.collect(grid("emulated", 4, {"fp32": 100.0}))) == []
 
 
 def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path) -> None:

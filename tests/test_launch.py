@@ -28,10 +28,7 @@ def start(what: str, folder: Path, **options: Any) -> subprocess.Popen:
     env = {**os.environ, "MASTER_PORT": "1", "RANK": "7", "PET_NNODES": "9"}  # what an earlier torchrun might leave
     command = [sys.executable, str(STUB), "launch", what, str(folder)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
-    return subprocess.Popen(
-        command, env=env, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options
-    )
+    return subprocess.Popen(command, env=env, **options)
 
 
 def finish(what: str, folder: Path) -> tuple[int, str, str]:
