@@ -29,6 +29,8 @@ from birder.optimizers.layout import Unit
 
 BLOCK = 1024
 """Elements for which one flag says whether any of them has just seen its first gradient."""
+PART = 4096
+"""Blocks whose coordinates are united at a time: what that takes for a moment stays small beside the model."""
 
 
 class Birder(BucketOptimizer):
@@ -132,18 +134,28 @@ class Birder(BucketOptimizer):
         flags = self.comm.union(torch.cat(blocks))
         if not flags.any():
             return
-        changed = flags.split([part.numel() for part in blocks])
-        news = [self._unseen(u, part) for u, part in zip(open_units, changed, strict=True)]
-        joined = self.comm.union(torch.cat(news).flatten()).view(-1, BLOCK).split([len(part) for part in news])
-        for unit, part, new in zip(open_units, changed, joined, strict=True):
-            if not len(new):
+        for unit, changed in zip(open_units, flags.split([part.numel() for part in blocks]), strict=True):
+            if not changed.any():
                 continue
-            active = unit.state["active"]
-            padded = torch.nn.functional.pad(active, (0, -active.numel() % BLOCK)).view(-1, BLOCK)
-            padded[part] |= new
-            active.copy_(padded.flatten()[: active.numel()])
-            if int(active.sum()) == sum(p.numel() for p in unit.params):
+            for k, part in enumerate(changed.split(PART)):
+                if part.any():
+                    self._unite(unit, slice(k * PART * BLOCK, (k * PART + len(part)) * BLOCK), part)
+            if int(unit.state["active"].sum()) == sum(p.numel() for p in unit.params):
                 del unit.state["active"]
+
+    def _unite(self, unit: Unit, where: slice, blocks: Tensor) -> None:
+        """Unites which coordinates of `where` have been seen, in those `blocks` of it where any rank has news: bool[k]."""
+        active = unit.state["active"][where]
+        b, own = unit.state["b"], self._own(unit)
+        # The elements of `where` of which this rank keeps b.
+        begin, end = max(where.start, own.start), min(where.start + len(active), own.stop)
+        news = torch.zeros(len(blocks) * BLOCK, dtype=torch.bool, device=unit.device)
+        if begin < end:
+            mine = slice(begin - where.start, end - where.start)
+            news[mine] = (b[begin - own.start : end - own.start] > 0) & ~active[mine]
+        news = news.view(-1, BLOCK)
+        news[blocks] = self.comm.union(news[blocks].flatten()).view(-1, BLOCK)
+        active |= news.flatten()[: len(active)]
 
     def _own(self, unit: Unit) -> slice:
         """The elements of the unit of which this rank keeps b."""
@@ -159,13 +171,6 @@ class Birder(BucketOptimizer):
         whole = unit.zeros()
         whole[own] = b
         return kernels.unseen_blocks(whole, active, BLOCK)
-
-    def _unseen(self, unit: Unit, blocks: Tensor) -> Tensor:
-        """bool[blocks.sum(), BLOCK]: the coordinates of these blocks that this rank has just seen for the first time."""
-        flags = torch.zeros(len(blocks) * BLOCK, dtype=torch.bool, device=unit.device)
-        own = self._own(unit)
-        flags[own] = (unit.state["b"] > 0) & ~unit.state["active"][own]
-        return flags.view(-1, BLOCK)[blocks]
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
