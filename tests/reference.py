@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 SERVER = 1 << 24
-SELECT = 1 << 26
+SELECT = 1 << 29
 
 
 def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:

@@ -18,10 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from birder.kernels.philox import words
-
-BLOCK_STREAM = 1 << 26
-"""Added to the number of the compressor, so that its draws are no other's."""
+from birder.kernels.philox import BLOCK_STREAM, words
 
 
 def drawn(first: int, count: int, ratio: int, *, seed: int, step: int, stream: int) -> Tensor:

@@ -9,13 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from birder.kernels.philox import LANES, uniform16
-
-MASK_STREAM = 1 << 27
-"""In draws of the elements of one step."""
-
-ORDER_STREAM = 1 << 28
-"""In draws of the permutation behind cyclic masks."""
+from birder.kernels.philox import LANES, MASK_STREAM, ORDER_STREAM, uniform16
 
 RESOLUTION = 1 << 16
 """A share of the elements is rounded to a multiple of 1/RESOLUTION."""

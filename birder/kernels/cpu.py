@@ -146,7 +146,7 @@ def _choose(even, odd, chosen, out):
 
 
 @njit(nogil=True, cache=True)
-def _copied(rows, out, k0, k1, step, first):
+def _copied(rows, out, k0, k1, step, stream, first):
     n, levels = rows.shape[0], 0
     while 1 << levels < n:
         levels += 1
@@ -158,8 +158,8 @@ def _copied(rows, out, k0, k1, step, first):
         begin = first + low
         skip = begin % 16
         for level in range(levels):
-            stream = np.uint64(SELECT_STREAM + level)
-            draw(words, (skip + count + 15) // 16, k0, k1, step, stream, np.uint64(begin // 16))
+            number = np.uint64(begin // 16)
+            draw(words, (skip + count + 15) // 16, k0, k1, step, stream + np.uint64(level), number)
             chosen = words.view(np.uint8)[skip : skip + count]
             for i in range(n >> (level + 1)):
                 target = out[low : low + count] if n >> (level + 1) == 1 else kept[i, :count]
@@ -261,7 +261,7 @@ def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty 
     if n == 1:
         return out.copy_(rows[0])
     if n & (n - 1) == 0:
-        _copied(rows.numpy(), out.numpy(), *key, step_word, start // LANES)
+        _copied(rows.numpy(), out.numpy(), *key, step_word, np.uint64(SELECT_STREAM), start // LANES)
     else:
         _reduce(rows.numpy(), out.numpy(), *key, step_word, np.uint64(SERVER_STREAM), np.uint64(start // LANES))
     return out

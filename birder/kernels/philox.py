@@ -19,14 +19,19 @@ ROUNDS = 10
 LANES = 8
 """Elements served by one Philox block: 4 words of 32 bits, cut into 16-bit lanes."""
 
+# Streams keep apart what is drawn in one step. All stand here, so that no two are the same. Below 2^24: a worker's own.
 SERVER_STREAM = 1 << 24
-"""Added to the worker's number in draws of the server stage; ranks are far fewer than 2^24."""
-
-SELECT_STREAM = 1 << 26
-"""Plus the number of the bit, in draws of which of 2^k workers' bits the server copies."""
-
+"""Draws of the server stage."""
 OWNER_STREAM = 1 << 25
-"""In draws of which worker's bits are taken, for a group of 32-bit words."""
+"""Which worker's bits are taken, for a group of 32-bit words."""
+BLOCK_STREAM = 1 << 26
+"""Plus the number of the compressor: which blocks are sent (birder/compress/blocks.py)."""
+MASK_STREAM = 1 << 27
+"""Which elements are sent (birder/compress/masks.py)."""
+ORDER_STREAM = 1 << 28
+"""The permutation behind cyclic masks (birder/compress/masks.py)."""
+SELECT_STREAM = 1 << 29
+"""Plus the number of the bit: which of 2^k workers' bits the server copies."""
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
