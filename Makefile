@@ -42,13 +42,13 @@ paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated
 	@$(BIN)/python experiments/paper_table.py $(ARGS)
 
 bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (12 minutes)
-	@$(BIN)/python experiments/bench.py $(ARGS)
+	@$(BIN)/python experiments/bench_suite.py $(ARGS)
 
 bench-gpu: $(READY)  ## the kernels and the hooks on one GPU
-	@$(BIN)/python experiments/bench.py --gpu $(ARGS)
+	@$(BIN)/python experiments/bench_suite.py --gpu $(ARGS)
 
 tables: $(READY)  ## write results/tables and results/plots again, from the records
-	@$(BIN)/python -m experiments.tables
+	@$(BIN)/python -m experiments.report.tables
 
 test: $(READY)  ## run the tests
 	@$(BIN)/python -m pytest -q -m "not cluster"
@@ -60,6 +60,7 @@ check: $(READY)  ## lint, format and type checks
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(READY)  ## format the code
 	@$(BIN)/python -m ruff check --fix .

@@ -27,13 +27,16 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 
-from experiments import compose, labels, methods_table, privacy, record, run, tables
-from experiments.accuracy import HELD_OUT
-from experiments.compose import Composed
-from experiments.errors import UserError
-from experiments.methods_table import EXP
-from experiments.record import ResultRecord
-from experiments.variants import NOT_A_VARIANT, flatten
+from experiments import run
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.records import labels, privacy, record
+from experiments.records.record import ResultRecord
+from experiments.report import methods_table, tables
+from experiments.report.accuracy import HELD_OUT
+from experiments.report.differences import NOT_A_VARIANT, flatten
+from experiments.report.methods_table import EXP
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 
@@ -46,7 +49,7 @@ TIMING = (
 """What timed runs have besides: 96 steps, whole intervals of all methods, on links of 100 Mbit/s as they are."""
 OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
 DIVERGED = "the loss is "
-"""How a reason begins that is the method's own doing (experiments/train.py)."""
+"""How a reason begins that is the method's own doing (experiments/training/loop.py)."""
 
 
 @dataclass(frozen=True)

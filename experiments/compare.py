@@ -19,9 +19,12 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 
-from experiments import calibrate, compose, published, run, tables
-from experiments.compose import Composed
-from experiments.errors import UserError
+from experiments import run
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.report import published, tables
+from experiments.timing import calibrate
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 

@@ -20,11 +20,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from experiments import compare, compose, published, run, speedup, tables, volume
-from experiments.errors import UserError
-from experiments.formats import DASH, fraction, mean_sd, number, size, times
-from experiments.record import ResultRecord, read_all
-from experiments.speedup import Row, SpeedupTable
+from experiments import compare, run, volume
+from experiments.config import compose
+from experiments.records.record import ResultRecord, read_all
+from experiments.report import published, speedup, tables
+from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
+from experiments.report.speedup import Row, SpeedupTable
+from launch.errors import UserError
 from launch.process import Stopped
 
 DIGITS = "methods_digits"

@@ -1,7 +1,7 @@
 """The paper's speedup table, replayed: `python experiments/paper_table.py [--models A,B] [--nodes 2,8] [--methods ...]`.
 
-1, 2, 4 and 8 nodes of 8 A100 on emulated links, computation replayed from results/timelines (experiments/replay.py). Every
-cell is a record; table and plot are made from all records there are, so that a subset can be measured again alone. Exit
+1, 2, 4 and 8 nodes of 8 A100 on emulated links, computation replayed from results/timelines (experiments/cells/replay.py).
+Every cell is a record; table and plot are made from all records there are, so that a subset can be measured again alone. Exit
 status: 0; 1 a run failed; 2 bad input, or no shaped link on this machine; 130 Ctrl-C.
 """
 
@@ -16,15 +16,17 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import cells_cli, paper, paper_report, run, timelines
-from experiments.errors import UserError
-from experiments.spec import RunSpec
-from launch import emulated
+from experiments import run
+from experiments.cells import cells_cli, paper, timelines
+from experiments.report import paper_report
 from launch.base import Launcher
+from launch.emulated import launcher as emulated
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
+from launch.spec import RunSpec
 
-WORKER = Path(__file__).resolve().with_name("paper_worker.py")
+WORKER = Path(__file__).resolve().parent / "cells" / "paper_worker.py"
 
 
 def make_spec(options: argparse.Namespace, nodes: int, cells: Sequence[paper.Cell], command: str) -> RunSpec:

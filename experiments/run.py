@@ -18,12 +18,14 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments import calibrate, compose
-from experiments.compose import Composed
-from experiments.errors import UserError
-from experiments.spec import RunSpec
-from launch.failure import RunFailed, write_record
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.records import record
+from experiments.timing import calibrate
+from launch.errors import UserError
+from launch.failure import RunFailed
 from launch.process import Stopped
+from launch.spec import RunSpec
 
 _keep: list[object] = []  # the store of a world that rank 0 hosts must outlive `share`
 
@@ -44,7 +46,7 @@ def under_torchrun() -> bool:
 
 def join(composed: Composed, *, command: str) -> RunSpec:
     """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
-    from experiments import worker
+    from experiments.training import worker
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -60,7 +62,7 @@ def join(composed: Composed, *, command: str) -> RunSpec:
 
     def last_words(error: BaseException) -> None:
         if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
-            write_record(spec, f"rank 0: {type(error).__name__}: {error}")
+            record.write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
 
     worker.run_rank(spec, last_words=last_words)
     return spec

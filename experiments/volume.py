@@ -17,10 +17,10 @@ if not __package__:  # run as a script: import from the repository, not from thi
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from birder.optimizers import zero_one_schedule as schedule
-from experiments import published
-from experiments.errors import UserError
-from experiments.formats import markdown_table
-from experiments.record import write_file
+from experiments.records.record import write_file
+from experiments.report import published
+from experiments.report.formats import markdown_table
+from launch.errors import UserError
 
 TABLE = "tables/zero_one_adam_volume.md"
 RULES = {"as published": False, "reference implementation": True}

@@ -5,17 +5,20 @@ from __future__ import annotations
 import shlex
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
-from experiments.errors import UserError
-from experiments.spec import RunSpec
 from launch import failure
+from launch.errors import UserError
 from launch.failure import RunFailed
+from launch.spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKER = ROOT / "experiments" / "worker.py"
 JOIN_S = 120
 """How long torchrun's agents wait for one another at the start and at a restart: a node that is gone must end the run."""
+
+
+FailureHandler = Callable[[RunSpec, str], None]
 
 
 class Launcher(ABC):
@@ -27,12 +30,15 @@ class Launcher(ABC):
     backend:      auto | nccl | gloo; auto is nccl where there are GPUs, gloo elsewhere.
     max_restarts: how often torchrun restarts all ranks after a failure.
     timeout_s:    how long a rank may keep the others waiting in a collective before they fail, in seconds.
-    silence_s:    how long a rank may answer nobody before the run ends, in seconds (experiments/presence.py).
+    silence_s:    how long a rank may answer nobody before the run ends, in seconds (experiments/training/presence.py).
     dry_run:      print the commands, start nothing.
     name:         what records call this cluster.
     """
 
-    worker: Path = WORKER
+    worker: Path
+    """The program of one rank, started as `python WORKER SPEC`. Whoever makes a launcher sets it."""
+    on_failure: FailureHandler = staticmethod(lambda spec, reason: None)
+    """Told of every run that started and did not end well, before `launch` raises. Must not raise."""
     python: str = sys.executable
 
     def __init__(
@@ -79,8 +85,8 @@ class Launcher(ABC):
     def launch(self, spec: RunSpec) -> None:
         """Runs `spec` to its end.
 
-        Raises UserError (bad input, found here or by a worker; nothing is left behind) and RunFailed (a record with
-        status "failed" has been written, the failing rank's traceback has been printed).
+        Raises UserError (bad input, found here or by a worker; nothing is left behind) and RunFailed (`on_failure` has
+        been told, the failing rank's traceback has been printed).
         """
         self.check(spec)
         if self.dry_run:
@@ -103,11 +109,11 @@ class Launcher(ABC):
                 failure.remove_unused(spec.path)
             raise
         except RunFailed as error:
-            failure.write_record(spec, str(error))
+            self.on_failure(spec, str(error))
             raise
         except BaseException as error:
             why = "interrupted by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
-            failure.write_record(spec, why)
+            self.on_failure(spec, why)
             raise
 
     def torchrun(

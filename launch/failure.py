@@ -2,7 +2,7 @@
 
 ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated.
 errors/rank<r>.json: {rank, node, time, type, message, traceback, user_error, peers}; peers, where others were missed:
-                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/presence.py).
+                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/training/presence.py).
 logs/node<k>.log:    what torchrun says on node k; logs/rank<r>.log: what rank r says.
 
 A rank that torchrun starts again takes the place of its earlier life in both folders.
@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError
-from experiments.spec import RunSpec
+from launch.errors import UserError
 from launch.process import alive, pid_space
 
 # What ranks report when a peer has gone: a consequence, never the cause.
@@ -126,16 +125,6 @@ def report(cause: Cause) -> None:
     if cause.traceback:
         print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
     raise RunFailed(cause.reason)
-
-
-def write_record(spec: RunSpec, reason: str) -> None:
-    """Records that `spec` failed. A record that cannot be written is told in one line and hides nothing."""
-    from experiments import record
-
-    try:
-        record.write(record.failed(spec, reason), spec.config["results_dir"])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError
-from experiments.spec import RunSpec
 from launch import failure
 from launch.base import Launcher
+from launch.errors import UserError
+from launch.spec import RunSpec
 from launch.supervise import Agent, supervise
 
 # What an enclosing torchrun or an earlier run may have left: it would speak to the wrong world.

@@ -19,7 +19,8 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch import measure, network, process, sandbox
+from launch import process
+from launch.emulated import measure, network, sandbox
 
 RATE = 200.0  # Mbit/s
 
@@ -88,7 +89,7 @@ def all_reduce(spec: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from experiments import nic
+    from experiments.training import nic
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -108,11 +109,13 @@ def all_reduce(spec: Any) -> None:
 
 def launcher(**options: Any) -> Any:
     """An emulated launcher of stub ranks, started without torchrun, which would import torch for every node."""
-    from launch.emulated import EmulatedLauncher
+    from experiments.records import record
+    from launch.emulated.launcher import EmulatedLauncher
     from tests import stub_run
 
     class Quick(EmulatedLauncher):
         worker = Path(stub_run.__file__).resolve()
+        on_failure = staticmethod(record.write_failed)
 
         def torchrun(self, spec_path: Path, spec: Any, *, local_addr: str | None = None, **_: Any) -> list[str]:
             rank = [network.address(node) for node in range(network.MAX_NODES)].index(str(local_addr))
@@ -126,7 +129,7 @@ def launcher(**options: Any) -> Any:
 def launch(stub: str, folder: Path) -> int:
     """Launches; returns the exit status."""
     from experiments import run
-    from experiments.errors import UserError
+    from launch.errors import UserError
     from launch.failure import RunFailed
     from tests import stub_run
 
@@ -143,6 +146,6 @@ if __name__ == "__main__":
     if sys.argv[1] in ("network", "processes"):
         {"network": describe, "processes": processes}[sys.argv[1]](Path(sys.argv[2]))
     else:
-        from experiments import worker
+        from experiments.training import worker
 
         worker.main(sys.argv[1], all_reduce)

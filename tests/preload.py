@@ -16,7 +16,7 @@ for _name in (
     "hypothesis",
     "pytest",
     "sklearn.datasets",
-    "experiments.train",
+    "experiments.training.loop",
 ):
     importlib.import_module(_name)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments import record
-from experiments.record import ResultRecord
+from experiments.records import record
+from experiments.records.record import ResultRecord
 
 METHODS: dict[str, dict[str, Any]] = {
     "SGDM fp32": {"_target_": "birder.SGDM", "wire": "fp32", "lr": 0.1},

@@ -15,12 +15,14 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import run, worker
-from experiments.errors import UserError
-from experiments.spec import RunSpec
+from experiments import run
+from experiments.records import record
+from experiments.training import worker
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
-from launch.slurm import SlurmLauncher
+from launch.slurm.launcher import SlurmLauncher
+from launch.spec import RunSpec
 from tests import stub_run
 
 
@@ -45,6 +47,7 @@ def launch(stub: str, folder: Path, nodes: int, options: dict[str, object]) -> i
     try:
         launcher = SlurmLauncher(nodes=nodes, ranks_per_node=1, name="slurm", poll_s=0.5, **options)
         launcher.worker = Path(__file__).resolve()
+        launcher.on_failure = record.write_failed
         launcher.launch(make_spec(folder, stub, nodes))
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
         return run.report(error)

@@ -20,13 +20,15 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import run, worker
-from experiments.errors import UserError
-from experiments.spec import RunSpec
-from launch import network, sandbox
+from experiments import run
+from experiments.records import record
+from experiments.training import worker
+from launch.emulated import network, sandbox
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
-from launch.ssh import SshLauncher
+from launch.spec import RunSpec
+from launch.ssh.launcher import SshLauncher
 from tests import stub_run
 
 HOSTS = 4
@@ -178,6 +180,7 @@ def launch(stub: str, folder: Path, checkpoint_every: int, **options: Any) -> in
         launcher = SshLauncher(ranks_per_node=1, name="ssh", **options)
         spec.config["cluster"] = {"nodes": launcher.nodes, "ranks_per_node": 1, "name": "ssh"}
         launcher.worker = Path(__file__).resolve()
+        launcher.on_failure = record.write_failed
         launcher.launch(spec)
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
         return run.report(error)

@@ -15,12 +15,14 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import run, worker
-from experiments.errors import UserError
-from experiments.spec import RunSpec
+from experiments import run
+from experiments.records import record
+from experiments.training import worker
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.process import Stopped
+from launch.spec import RunSpec
 
 
 def train(spec: RunSpec) -> None:
@@ -57,6 +59,7 @@ def make_spec(folder: Path, stub: str = "ok") -> RunSpec:
 def launch(stub: str, folder: Path) -> int:
     launcher = LocalLauncher(nodes=2, ranks_per_node=1, name="local")
     launcher.worker = Path(__file__).resolve()
+    launcher.on_failure = record.write_failed
     try:
         launcher.launch(make_spec(folder, stub))
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:

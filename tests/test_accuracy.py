@@ -6,8 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
-from experiments import accuracy
-from experiments.record import ResultRecord
+from experiments.records.record import ResultRecord
+from experiments.report import accuracy
 from tests.records import score
 
 

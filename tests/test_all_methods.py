@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from experiments import all_methods, compose, labels, methods_table, record, run, tables
+from experiments import all_methods, run
 from experiments.all_methods import Plan
-from experiments.compose import Composed
-from experiments.record import ResultRecord
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.records import labels, record
+from experiments.records.record import ResultRecord
+from experiments.report import methods_table, tables
 from launch.failure import RunFailed
 from tests.workload_data import fashion_mnist
 

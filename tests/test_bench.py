@@ -15,23 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
-from experiments import (
-    bench,
-    bench_hooks,
-    bench_kernels,
-    bench_plan,
-    bench_report,
-    bench_results,
-    bench_worker,
-    record,
-    tables,
-    timelines,
-)
-from experiments.bench_peers import FusedOneBitAdam
-from experiments.bench_plan import METHODS, Cell
-from experiments.hooks import powersgd_bytes
-from experiments.record import ResultRecord
-from launch import sandbox
+from experiments import bench_suite as bench
+from experiments.bench import hooks as bench_hooks
+from experiments.bench import kernels as bench_kernels
+from experiments.bench.peers import FusedOneBitAdam
+from experiments.cells import bench_plan, bench_worker, timelines
+from experiments.cells.bench_plan import METHODS, Cell
+from experiments.records import record
+from experiments.records.record import ResultRecord
+from experiments.report import bench_report, bench_results, tables
+from experiments.training.torch_hooks import powersgd_bytes
+from launch.emulated import sandbox
 from tests.ranks import run_ranks
 from tests.records import blank
 

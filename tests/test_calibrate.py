@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from experiments import calibrate, compose, record
-from experiments.errors import UserError
-from experiments.timelines import load
-from launch import emulated
+from experiments.cells.timelines import load
+from experiments.config import compose
+from experiments.records import record
+from experiments.timing import calibrate
+from launch.emulated import launcher as emulated
+from launch.errors import UserError
 from launch.local import LocalLauncher
 
 RESNET = ["+exp=resnet50", "cluster=emulated", "scale=quick"]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compare, compose, run
+from experiments import compare, run
+from experiments.config import compose
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import compare, compose, validate
-from experiments.errors import UserError
-from experiments.spec import RunSpec
+from experiments import compare
+from experiments.config import compose, validate
+from launch.errors import UserError
+from launch.spec import RunSpec
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 OPTIMIZERS = sorted(p.stem for p in (compose.CONF / "optimizer").glob("*.yaml"))

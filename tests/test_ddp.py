@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import SGDM, Birder, OneBitAdam, attach
-from experiments import hooks
+from experiments.training import torch_hooks as hooks
 from tests import toy
 from tests.ranks import run_ranks
 

@@ -7,7 +7,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import SGDM, AdamW, BertAdam, attach
-from experiments import compose, labels
+from experiments.config import compose
+from experiments.records import labels
 from tests import toy
 from tests.ranks import run_ranks
 

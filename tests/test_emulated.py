@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from experiments import record
-from experiments.errors import UserError
-from launch import emulated, inside, network, process, sandbox
-from launch.emulated import EmulatedLauncher, capacity_gbps
+from experiments.records import record
+from launch import process
+from launch.emulated import launcher as emulated
+from launch.emulated.launcher import EmulatedLauncher, capacity_gbps, inside, network, sandbox
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from tests import emulated_run

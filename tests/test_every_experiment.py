@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compose
-from experiments.train import train
+from experiments.config import compose
+from experiments.training.loop import train
 from tests.ranks import free_port
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))

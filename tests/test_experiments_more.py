@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments import compose, schedules
-from experiments.errors import UserError
+from experiments.config import compose, schedules
+from launch.errors import UserError
 
 FAMILIES = {
     "cser_": ["SGDM", "EFSGD", "QSparseLocalSGD", "CSER"],

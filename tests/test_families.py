@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import compare, compose, families, labels, record
-from experiments.errors import UserError
-from experiments.record import ResultRecord
+from experiments import compare, families
+from experiments.config import compose
+from experiments.records import labels, record
+from experiments.records.record import ResultRecord
+from launch.errors import UserError
 from tests.records import run
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from birder import checkpoint
-from experiments import presence, record
-from launch import emulated
+from experiments.records import record
+from experiments.training import presence
+from launch.emulated import launcher as emulated
 from tests.test_launch import assert_all_gone, descendants
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
-from experiments import compose, labels
-from experiments.errors import UserError
-from experiments.hooks import attach_hook, low_rank_numbers, powersgd_bytes
+from experiments.config import compose
+from experiments.records import labels
+from experiments.training.torch_hooks import attach_hook, low_rank_numbers, powersgd_bytes
 from experiments.workloads.base import Shard
+from launch.errors import UserError
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -180,7 +181,7 @@ def test_bad_combinations_are_one_line(overrides: list[str], words: str) -> None
 
 
 def _train(rank: int, world: int, spec: Any) -> None:
-    from experiments import train
+    from experiments.training import loop as train
 
     train.train(spec)
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import LAMB, AdamW, attach
-from experiments import compose, labels
+from experiments.config import compose
+from experiments.records import labels
 from tests import reference, toy
 from tests.ranks import run_ranks
 

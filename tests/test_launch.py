@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from experiments import record
-from experiments.errors import UserError
+from experiments.records import record
 from launch import failure, local, process
+from launch.errors import UserError
 from launch.local import LocalLauncher
 from tests.stub_run import make_spec
 
@@ -153,7 +153,7 @@ def test_command(tmp_path: Path) -> None:
             "--local-addr": "127.0.0.1",
             "--max-restarts": "1",
         }
-        assert command[-2].endswith("experiments/worker.py")
+        assert command[-2].endswith("experiments/training/worker.py")
         assert command[-1] == str(tmp_path / "spec.yaml")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from launch import measure, network, process, sandbox
+from launch import process
+from launch.emulated import measure, network, sandbox
 from tests.emulated_run import RATE, skip_reason
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ def mounts() -> str:
 
 
 def run(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """`python launch/sandbox.py ARGUMENTS`, with other words before it."""
+    """`python launch/emulated/sandbox.py ARGUMENTS`, with other words before it."""
     command = [*before, *(sandbox.script(*arguments)[bool(before) :])]
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
@@ -111,7 +112,7 @@ def test_ways_into_a_sandbox(before: tuple[str, ...], tmp_path: Path) -> None:
     python = sys.executable
     if before:
         for python in (sys.executable, "/usr/bin/python3"):  # the first may lie where only root looks
-            tried = [*before, python, "-c", "import launch.sandbox; print(*launch.sandbox.prefix())"]
+            tried = [*before, python, "-c", "import launch.emulated.sandbox; print(*launch.emulated.sandbox.prefix())"]
             done = subprocess.run(tried, capture_output=True, text=True, timeout=60, cwd=ROOT)
             if done.returncode == 0:
                 break

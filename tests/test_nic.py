@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import nic
+from experiments.training import nic
 
 DEV = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed

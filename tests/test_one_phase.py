@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Birder, attach, kernels
-from experiments import labels
+from experiments.records import labels
 from tests import toy
 from tests.ranks import run_ranks
 from tests.test_birder import STEPS, oracle_run

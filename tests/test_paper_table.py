@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from experiments import paper, paper_check, paper_report, paper_table, record, tables, timelines
-from experiments.paper import Cell
-from experiments.record import ResultRecord
-from experiments.replay import nic_bytes
-from launch import emulated, sandbox
+from experiments import paper_table
+from experiments.cells import paper, timelines
+from experiments.cells.paper import Cell
+from experiments.cells.replay import nic_bytes
+from experiments.records import record
+from experiments.records.record import ResultRecord
+from experiments.report import paper_check, paper_report, tables
+from launch.emulated import launcher as emulated
+from launch.emulated import sandbox
 from tests.records import blank
 
 MS = {"fp32": 100.0, "bf16": 60.0, "onebit_adam": 55.0, "birder": 50.0, "birder_hierarchical": 40.0, "none": 35.0}

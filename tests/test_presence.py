@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from experiments import presence
-from experiments.presence import Peer, PeerLost, Presence
+from experiments.training import presence
+from experiments.training.presence import Peer, PeerLost, Presence
 
 NOBODY = "9 127.0.0.1 1 word"
 """A rank that is not there: nothing listens on port 1."""

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder.comm import Span, Topology, Trace
 from birder.comm.trace import note_wire
-from experiments import compose, step_profile
-from experiments.hooks import attach_hook
-from experiments.step_profile import Kept
+from experiments.config import compose
+from experiments.training import step_profile
+from experiments.training.step_profile import Kept
+from experiments.training.torch_hooks import attach_hook
 from tests.ranks import run_ranks
 
 
@@ -137,7 +138,7 @@ def test_collectives_per_step_do_not_grow_with_the_number_of_small_tensors() -> 
 
 
 def _train(rank: int, world: int, spec: Any) -> None:
-    from experiments import train
+    from experiments.training import loop as train
 
     train.train(spec)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import birder
-from experiments import compose
+from experiments.config import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from experiments import labels, privacy, record
-from experiments.errors import UserError
-from experiments.spec import RunSpec
+from experiments.records import labels, privacy, record
+from launch.errors import UserError
+from launch.spec import RunSpec
 
 
 def make_spec(**changes: Any) -> RunSpec:
@@ -255,7 +255,7 @@ def test_compressed_wires() -> None:
 
 
 def test_cluster_label_falls_back_to_the_launcher() -> None:
-    assert labels.cluster({"cluster": {"nodes": 2, "_target_": "launch.slurm.Slurm"}}) == "slurm"
+    assert labels.cluster({"cluster": {"nodes": 2, "_target_": "launch.slurm.launcher.Slurm"}}) == "slurm"
     assert labels.cluster({"cluster": {"launcher": {"_target_": "launch.local.Local"}}}) == "local"
 
 
@@ -268,7 +268,7 @@ def test_curve_is_copied(tmp_path: Path) -> None:
 
 def test_records_need_no_torch() -> None:
     """The launcher writes the record of a run whose workers died, and must start fast."""
-    code = "import sys, experiments.record; sys.exit('torch' in sys.modules)"
+    code = "import sys, experiments.records.record; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=record.ROOT).returncode == 0
 
 

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology, TwoPhase
-from experiments import timelines
-from experiments.errors import UserError
-from experiments.replay import FlatNode, HierarchicalNode, ReplayModel, nic_bytes
-from experiments.timelines import Timeline
+from experiments.cells import timelines
+from experiments.cells.replay import FlatNode, HierarchicalNode, ReplayModel, nic_bytes
+from experiments.cells.timelines import Timeline
 from experiments.workloads.base import Shard
 from experiments.workloads.replay import DILATION, Replay
+from launch.errors import UserError
 from tests.ranks import run_ranks
 
 NAMES = ["a.weight", "a.bias", "b.weight", "c.weight"]

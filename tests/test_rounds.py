@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from birder.comm import ByteCounter
-from experiments import compose, record
-from experiments.clock import StepClock
-from experiments.rounds import Rounds
-from experiments.spec import RunSpec
+from experiments.config import compose
+from experiments.records import record
+from experiments.training.clock import StepClock
+from experiments.training.rounds import Rounds
+from launch.spec import RunSpec
 from tests.ranks import run_ranks
 
 
@@ -65,7 +66,7 @@ def test_the_mean_stands_for_uneven_steps() -> None:
 
 
 def _train(rank: int, world: int, spec: RunSpec) -> None:
-    from experiments.train import train
+    from experiments.training.loop import train
 
     train(spec)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments import schedules
-from experiments.errors import UserError
+from experiments.config import schedules
+from launch.errors import UserError
 
 
 def at(schedule: dict[str, Any], *steps: int, total: int = 100, epoch: int = 10) -> list[float]:

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
-from experiments import compose, record
-from experiments.errors import UserError
-from launch import slurm_job, slurm_node
-from launch.slurm import SlurmLauncher
+from experiments.config import compose
+from experiments.records import record
+from launch.errors import UserError
+from launch.slurm import job as slurm_job
+from launch.slurm import node as slurm_node
+from launch.slurm.launcher import SlurmLauncher
 from tests import slurm_site
 from tests.slurm_site import Site
 from tests.stub_run import make_spec
@@ -291,7 +293,7 @@ def test_script(tmp_path: Path) -> None:
     assert torchrun[torchrun.index("--nnodes") + 1] == "2"
     assert torchrun[torchrun.index("--nproc-per-node") + 1] == "4"
     assert "is_host={is_host}" in torchrun[torchrun.index("--rdzv-conf") + 1]
-    assert torchrun[-2:] == [str(ROOT / "experiments/worker.py"), f"{tmp_path}/run/spec.yaml"]
+    assert torchrun[-2:] == [str(ROOT / "experiments/training/worker.py"), f"{tmp_path}/run/spec.yaml"]
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments import record, speedup
+from experiments.records import record
+from experiments.report import speedup
 from tests.records import cells, full_group, run
 
 

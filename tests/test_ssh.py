@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
-from experiments import compose, record
-from experiments.errors import UserError
-from launch import connection, failure, hosts, process, remote
+from experiments.config import compose
+from experiments.records import record
+from launch import failure, hosts, process
 from launch.base import ROOT
-from launch.ssh import SshLauncher
+from launch.errors import UserError
+from launch.ssh import connection, remote
+from launch.ssh.launcher import SshLauncher
 from tests import ssh_site
 from tests.ssh_site import HOSTS, Site
 
@@ -202,7 +204,7 @@ def test_host_that_is_lost(site: Site, tmp_path: Path) -> None:
     launcher = site.start(site.request(tmp_path, "sleep", site.addresses[:2]))
     wait_for_ranks(tmp_path, 2)
     (agent,) = [
-        pid for pid, line in site.running(1).items() if " -m launch.remote run 1 " in line and "bash" not in line
+        pid for pid, line in site.running(1).items() if " -m launch.ssh.remote run 1 " in line and "bash" not in line
     ]
     site.on(1, f"kill -9 {agent}")
     _, err = launcher.communicate(timeout=120)
@@ -281,11 +283,11 @@ def test_lost_node_explains_lost_connections(tmp_path: Path) -> None:
 
 
 def agent(folder: Path, script: str) -> subprocess.Popen[bytes]:
-    """launch/remote.py with a shell script in torchrun's place."""
+    """launch/ssh/remote.py with a shell script in torchrun's place."""
     command = [
         sys.executable,
         "-m",
-        "launch.remote",
+        "launch.ssh.remote",
         "run",
         "0",
         str(folder),

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import formats, published, record, tables
-from experiments.errors import UserError
-from experiments.record import ResultRecord
+from experiments.records import record
+from experiments.records.record import ResultRecord
+from experiments.report import formats, published, tables
+from launch.errors import UserError
 from tests.records import full_group, run, save, score
 
 

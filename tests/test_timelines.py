@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments import timeline_tools, timelines
-from experiments.errors import UserError
+from experiments.cells import timeline_tools, timelines
+from launch.errors import UserError
 
 GOOD: dict[str, Any] = {
     "name": "two",
@@ -133,7 +133,7 @@ def test_make_and_record_from_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert timelines.main(["record", *arguments]) == 0
     t = timelines.load(recorded)
     assert t.gpu == "cpu"
-    assert t.command == "python -m experiments.timelines record --model tiny --batch 32 --precision amp --steps 3"
+    assert t.command == "python -m experiments.cells.timelines record --model tiny --batch 32 --precision amp --steps 3"
     ready = {g.name: g.ready_ms for g in t.gradients}
     assert 0 < t.forward_ms <= ready["4.weight"] <= ready["2.weight"] <= ready["0.weight"] <= t.step_ms
     capsys.readouterr()

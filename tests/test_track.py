@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments import track, wandb_run
-from experiments.curve import Curve
-from experiments.errors import UserError
-from experiments.record import ROOT
-from experiments.spec import RunSpec
-from experiments.track import Tracker
+from experiments.records.curve import Curve
+from experiments.records.record import ROOT
+from experiments.training import track, wandb_run
+from experiments.training.track import Tracker
+from launch.errors import UserError
+from launch.spec import RunSpec
 
 
 def make_spec(run_dir: Path, mode: str = "disabled") -> RunSpec:
@@ -252,7 +252,7 @@ def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -
     elsewhere.mkdir()
     make_spec(run_dir, "auto").save()
     code = (
-        "import sys; from experiments.spec import RunSpec; from experiments.track import Tracker\n"
+        "import sys; from launch.spec import RunSpec; from experiments.training.track import Tracker\n"
         "with Tracker(RunSpec.load(sys.argv[1]), True, total=1) as t: t.log(1, loss=0.5)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(elsewhere)}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from birder import checkpoint
-from experiments import compose, schedules
-from experiments.errors import UserError
-from experiments.spec import RunSpec
+from experiments.config import compose, schedules
+from launch.errors import UserError
+from launch.spec import RunSpec
 from tests.ranks import run_ranks
 
 STEPS, BREAK = 12, 8
@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 def train(rank: int, world: int, spec: RunSpec, stop: int) -> str:
     """Trains; raises at step `stop` (0: never). Returns a digest of everything in the last checkpoint."""
-    from experiments import train as training
+    from experiments.training import loop as training
 
     if stop:
         log = training.Tracker.log
@@ -139,7 +139,7 @@ def test_the_record_counts_what_was_sent(tmp_path):
 
 
 def _train_only(rank: int, world: int, spec: RunSpec) -> None:
-    from experiments.train import train as run
+    from experiments.training.loop import train as run
 
     run(spec)
 

@@ -6,8 +6,8 @@ import pytest
 
 from birder.optimizers import zero_one_schedule as schedule
 from experiments import volume
-from experiments.errors import UserError
-from experiments.record import ROOT
+from experiments.records.record import ROOT
+from launch.errors import UserError
 
 SETTING = volume.Setting()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compose
-from experiments.errors import UserError
+from experiments.config import compose
+from launch.errors import UserError
 
 CONF = compose.CONF
 EXPERIMENTS = sorted(p.stem for p in (CONF / "exp").glob("*.yaml"))

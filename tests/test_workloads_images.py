@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.base import Shard
 from experiments.workloads.cifar100 import Cifar100
 from experiments.workloads.digits import Digits
@@ -16,6 +15,7 @@ from experiments.workloads.image_folder import ImageFolder
 from experiments.workloads.ordering import batch_indices, generator
 from experiments.workloads.resnet50 import ResNet50
 from experiments.workloads.small_images import SmallImages, augmented
+from launch.errors import UserError
 from tests.workload_data import cifar100_files, fashion_mnist, image_folder, same
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads import bert, cifar_models, glue, gpt2, swin
 from experiments.workloads.base import Shard
 from experiments.workloads.cifar10 import Cifar10
@@ -20,6 +19,7 @@ from experiments.workloads.glue_data import TASKS, find_file, read_tsv
 from experiments.workloads.gpt2 import GPT2
 from experiments.workloads.resnet18 import ResNet18
 from experiments.workloads.swin import Swin
+from launch.errors import UserError
 from tests.workload_data import glue_folder, image_folder, text_file
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.base import Shard
 from experiments.workloads.bert_squad import BertSquad
 from experiments.workloads.squad_data import Question, checked, find_file, read_json, synthetic_questions
 from experiments.workloads.squad_metric import best_spans, em_f1_sums
+from launch.errors import UserError
 from tests.workload_data import squad_files
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.base import Shard
 from experiments.workloads.ordering import generator
 from experiments.workloads.ptb import PennTreebank
 from experiments.workloads.wikipedia import IGNORED, Wikipedia
+from launch.errors import UserError
 from tests.workload_data import text_file, text_folder
 
 

@@ -36,7 +36,7 @@ class Workload(ABC):
     synthetic:        True when the data is random: such a run measures time and bytes, never accuracy.
     sample:           what one sample is called in rates: "images", "sequences", "tokens".
 
-    Arguments out of range and missing or broken data raise `experiments.errors.UserError` with one line, from
+    Arguments out of range and missing or broken data raise `launch.errors.UserError` with one line, from
     `__init__` or `prepare`, before any process group exists where that is possible.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from experiments.errors import UserError
+from launch.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # preset: BertConfig of a model with random weights

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.errors import UserError
 from experiments.workloads import bert
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
 from experiments.workloads.squad_data import Question, find_file, read_hub, read_json, synthetic_questions
 from experiments.workloads.squad_metric import best_spans, em_f1_sums
+from launch.errors import UserError
 
 CHUNK = 1000  # questions tokenized at once: bounds the memory that Python lists of tokens take
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.errors import UserError
 from experiments.workloads.cifar100 import to_split
 from experiments.workloads.small_images import SmallImages, Split, check_torchvision_files
+from launch.errors import UserError
 
 
 class Cifar10(SmallImages):

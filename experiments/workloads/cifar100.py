@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.small_images import SmallImages, Split, check_torchvision_files
+from launch.errors import UserError
 
 
 class Cifar100(SmallImages):

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.errors import UserError
 from experiments.workloads.base import Shard, all_sum
 from experiments.workloads.files import read_text, text_files
 from experiments.workloads.squad_data import synthetic_questions
+from launch.errors import UserError
 
 SYNTHETIC_PARAGRAPHS = 1500
 

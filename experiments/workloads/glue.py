@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.errors import UserError
 from experiments.workloads import bert
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
 from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
+from launch.errors import UserError
 
 
 class Glue(Workload):

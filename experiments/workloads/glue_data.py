@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.files import existing_dir, read_text
 from experiments.workloads.ordering import generator
 from experiments.workloads.squad_data import synthetic_questions
+from launch.errors import UserError
 
 
 @dataclass(frozen=True)

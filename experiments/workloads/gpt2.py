@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.errors import UserError
 from experiments.workloads import bert
 from experiments.workloads.base import Batch, Shard, Workload
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines
 from experiments.workloads.files import text_files
 from experiments.workloads.ordering import batch_indices, steps_per_epoch
+from launch.errors import UserError
 
 CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
 END = "<|endoftext|>"

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.files import check_image_folder, image_split
 from experiments.workloads.small_images import SmallImages, Split
+from launch.errors import UserError
 
 
 class ImageFolder(SmallImages):

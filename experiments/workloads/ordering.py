@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.errors import UserError
 from experiments.workloads.base import Shard
+from launch.errors import UserError
 
 
 def generator(*keys: int | str) -> torch.Generator:

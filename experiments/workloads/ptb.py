@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.errors import UserError
 from experiments.workloads.base import Batch, Shard, Workload
 from experiments.workloads.corpus import perplexity
 from experiments.workloads.files import existing_dir, no_synthetic, read_text
 from experiments.workloads.ordering import generator
+from launch.errors import UserError
 
 # preset: (hidden size, dropout), both with two layers (Zaremba et al., 2014)
 PRESETS = {"tiny": (64, 0.0), "small": (200, 0.0), "medium": (650, 0.5)}

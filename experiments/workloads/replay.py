@@ -1,4 +1,4 @@
-"""A step of the paper's cluster, replayed: waits in the place of computation, all else real (experiments/replay.py)."""
+"""A step of the paper's cluster, replayed: waits in the place of computation, all else real (experiments/cells/replay.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birder.comm import Communicator, Topology
-from experiments import timelines
-from experiments.errors import UserError
-from experiments.replay import FlatNode, HierarchicalNode, ReplayModel, bucket_delay_ms
+from experiments.cells import timelines
+from experiments.cells.replay import FlatNode, HierarchicalNode, ReplayModel, bucket_delay_ms
 from experiments.workloads.base import Shard, Workload
+from launch.errors import UserError
 
 DILATION = 20.0
 """How much slower than the GPU a replay runs where nobody says (`auto`)."""

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from experiments.errors import UserError
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
 from experiments.workloads.ordering import as_global, batch_indices, generator, steps_per_epoch
+from launch.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

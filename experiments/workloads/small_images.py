@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.errors import UserError
 from experiments.workloads import cifar_models
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.files import existing_dir, no_synthetic
 from experiments.workloads.ordering import batch_indices, fixed_choice, generator, steps_per_epoch
+from launch.errors import UserError
 
 MODELS = ("resnet18", "small_cnn", *cifar_models.WIDE, *cifar_models.THIN)
 AUGMENTATIONS = ("none", "flip", "crop_flip")

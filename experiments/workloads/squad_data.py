@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from experiments.errors import UserError
 from experiments.workloads.ordering import generator
+from launch.errors import UserError
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
 

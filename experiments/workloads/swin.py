@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.errors import UserError
 from experiments.workloads.base import Batch, Shard
 from experiments.workloads.ordering import as_global, generator
 from experiments.workloads.resnet50 import ResNet50, to_tensor
+from launch.errors import UserError
 
 # preset: arguments of torchvision's SwinTransformer. base: Swin-B (Liu et al., 2021), 87,768,224 parameters
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,1 @@
+"""Measurements of parts: kernels, hooks, the collectives of others."""

@@ -1,0 +1,152 @@
+"""The kernel part of the benchmark: every 1-bit kernel against its definition in eager torch, and against a plain copy.
+
+For each kernel, in turns: the kernel, a copy that moves as many bytes (reads one half, writes the other) and the reference.
+Ratios are taken within a round and their median is reported, so that what slows down the whole machine slows all three.
+Everything runs on one thread on a CPU, as in a rank, and on the current stream of a GPU. Bytes are those that have to be
+moved (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder import kernels
+from birder.kernels import reference
+from experiments.report.formats import markdown_table, number
+
+WORKERS = 4
+"""Workers whose bits the server's kernels take."""
+ELEMENTS = {"cpu": 2**24, "cuda": 100_000_000}
+ROUNDS = {"cpu": 9, "cuda": 20}
+DRAW: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """bytes: moved per element. run: one call, by the functions of the given module, on prepared tensors."""
+
+    name: str
+    bytes: float
+    run: Callable[[Any, dict[str, Tensor]], object]
+
+
+KERNELS = (
+    Kernel(
+        "encode",
+        20.125,
+        lambda k, t: k.encode(t["g"], t["m"], t["b"], beta=0.95, eps=0.0, hold=False, worker=1, **DRAW),
+    ),
+    Kernel("reduce_bits", (WORKERS + 1) / 8, lambda k, t: k.reduce_bits(t["rows"], **DRAW)),
+    Kernel("apply_bits", 8.125, lambda k, t: k.apply_bits(t["p"], t["bits"], lr=1e-3, decay=0.0, active=None)),
+    Kernel("add_momentum", 16.0, lambda k, t: k.add_momentum(t["e"], t["g"], t["m"], beta=0.9, mask=None)),
+    Kernel("add_message", 12.0, lambda k, t: k.add_message(t["e"], t["g"], None)),
+    Kernel("split_signs", 8.125, lambda k, t: k.split_signs(t["e"], t["scale"], None)),
+    Kernel("add_average", WORKERS / 8 + 8, lambda k, t: k.add_average(t["e"], t["rows"], t["scales"], None)),
+    Kernel("write_signs", 4.125, lambda k, t: k.write_signs(t["e"], t["bits"], t["scales"], None)),
+)
+
+
+def tensors(elements: int, device: torch.device) -> dict[str, Tensor]:
+    """What the kernels work on. elements: a multiple of 32."""
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(elements, generator=random, device=device)
+
+    def bits(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, generator=random, device=device, dtype=torch.uint8)
+
+    made = {"g": normal(), "m": normal().mul_(0.1), "p": normal(), "e": normal()}
+    made["b"] = made["m"].abs() + 0.1
+    made |= {"rows": bits(WORKERS, elements // 8), "bits": bits(elements // 8)}
+    made |= {"scale": torch.ones((), device=device), "scales": torch.ones(WORKERS, device=device)}
+    return made
+
+
+def measure(device: torch.device, elements: int | None = None, rounds: int | None = None) -> list[dict[str, Any]]:
+    """One row for each kernel: ns_per_element, gb_per_s, against_reference and of_copy, bytes_per_element, elements."""
+    elements = elements or ELEMENTS[device.type]
+    elements -= elements % (8 * WORKERS)
+    rounds = rounds or ROUNDS[device.type]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        made = tensors(elements, device)
+        return [_measure(kernel, made, elements, rounds, device) for kernel in KERNELS]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(
+    kernel: Kernel, made: dict[str, Tensor], elements: int, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    half = round(kernel.bytes * elements / 2)
+    source = torch.zeros(half, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source).fill_(0)
+    tasks: list[Callable[[], object]] = [
+        lambda: kernel.run(kernels, made),
+        lambda: target.copy_(source),
+        lambda: kernel.run(reference, made),
+    ]
+    for task in tasks[:2]:  # compiled and warm; the reference has nothing to compile
+        _seconds(task, device)
+    seconds = [[_seconds(task, device) for task in tasks] for _ in range(rounds)]
+    own = statistics.median(s[0] for s in seconds)
+    return {
+        "kernel": kernel.name,
+        "bytes_per_element": kernel.bytes,
+        "elements": elements,
+        "ns_per_element": 1e9 * own / elements,
+        "gb_per_s": kernel.bytes * elements / own / 1e9,
+        "against_reference": statistics.median(s[2] / s[0] for s in seconds),
+        "of_copy": statistics.median(s[1] / s[0] for s in seconds),
+    }
+
+
+def _seconds(task: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        task()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    began = time.perf_counter()
+    task()
+    return time.perf_counter() - began
+
+
+def backend_name(device: torch.device) -> str:
+    """The module that serves the device: reference where the fused ones cannot run."""
+    return kernels.backend(device).__name__.rpartition(".")[2]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    head = [
+        "kernel",
+        "bytes per element",
+        "ns per element",
+        "GB/s",
+        "eager reference / kernel",
+        "of a copy's bandwidth",
+    ]
+    cells = [
+        [
+            f"`{r['kernel']}`",
+            f"{r['bytes_per_element']:g}",
+            number(r["ns_per_element"]),
+            number(r["gb_per_s"]),
+            f"{number(r['against_reference'])}x",
+            f"{100 * r['of_copy']:.0f} %",
+        ]
+        for r in rows
+    ]
+    return markdown_table(head, cells)

@@ -1,0 +1,1 @@
+"""Replayed cells: a timeline, a cluster, a method; waits in the place of computation, all else real."""

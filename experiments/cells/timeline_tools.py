@@ -1,0 +1,183 @@
+"""Makes timelines: from a published rate, or by measuring real training steps. Needs torch and the models' packages."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from experiments.cells.timelines import Gradient, IntraNode, Timeline
+from launch.errors import UserError
+
+SEQUENCE = 384
+"""Tokens of a SQuAD sample."""
+WARMUP = 5
+"""Steps before the measured ones: DDP is not involved, but the GPU's clock and cuDNN's choice of kernels are."""
+
+Loss = Callable[[], Tensor]
+
+
+def build(model: str, batch: int, device: str) -> tuple[nn.Module, Loss]:
+    """The model and a function that runs its forward on random data. On "meta" nothing is computed. Raises UserError."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        if model == "resnet50":
+            from torchvision.models import resnet50
+
+            net: nn.Module = resnet50()
+            images, labels = torch.randn(batch, 3, 224, 224), torch.zeros(batch, dtype=torch.long)
+            return net, lambda: nn.functional.cross_entropy(net(images), labels)
+        if model == "bert_base":
+            from transformers import BertConfig, BertForQuestionAnswering
+
+            # "eager" spells attention out in products that the counter of operations knows.
+            options: dict[str, Any] = {"attn_implementation": "eager" if device == "meta" else "sdpa"}
+            net = BertForQuestionAnswering(BertConfig(**options))
+            tokens = torch.ones(batch, SEQUENCE, dtype=torch.long)
+            at = torch.zeros(batch, dtype=torch.long)
+            return net, lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
+        if model == "tiny":
+            net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+            rows = torch.randn(batch, 64)
+            return net, lambda: net(rows).square().mean()
+    raise UserError(f"model {model!r} is unknown: resnet50, bert_base or tiny")
+
+
+def work_until_ready(model: str) -> list[tuple[str, tuple[int, ...], float]]:
+    """(parameter, shape, share of backward's operations done when its gradient is ready), in the model's order.
+
+    Counted on a real forward and backward without data: convolutions and matrix products, nothing else. What lies
+    between two of them (normalisation, embeddings) counts as free.
+    """
+    net, loss = build(model, 2, "meta")
+    done: dict[str, float] = {}
+    counter = FlopCounterMode(display=False)
+    for name, p in net.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: done.__setitem__(name, counter.get_total_flops()))
+    with counter:
+        value = loss()
+        forward = counter.get_total_flops()
+        value.backward()
+        total = counter.get_total_flops()
+    if lost := [name for name, _ in net.named_parameters() if name not in done]:
+        raise UserError(f"{model}: the parameter {lost[0]} gets no gradient")
+    return [(n, tuple(p.shape), (done[n] - forward) / (total - forward)) for n, p in net.named_parameters()]
+
+
+def make(options: argparse.Namespace) -> Timeline:
+    """Spreads a published rate: forward a third of a step, backward two thirds, by the operations of each layer."""
+    if options.samples_per_s <= 0 or options.batch < 1:
+        raise UserError("--samples-per-s and --batch must be positive")
+    step_ms = 1000 * options.batch / options.samples_per_s
+    forward_ms = step_ms / 3
+    gradients = tuple(
+        Gradient(name, shape, min(round(forward_ms + share * (step_ms - forward_ms), 4), round(step_ms, 4)))
+        for name, shape, share in work_until_ready(options.model)
+    )
+    spread = "forward 1/3 and backward 2/3 of the step, backward spread by the operations of each layer"
+    return Timeline(
+        name=options.name or f"{options.model}_b{options.batch}_{options.precision}",
+        model=options.model,
+        gpu=options.gpu,
+        precision=options.precision,
+        batch_per_gpu=options.batch,
+        gpus_per_node=options.gpus_per_node,
+        forward_ms=round(forward_ms, 4),
+        step_ms=round(step_ms, 4),
+        gradients=gradients,
+        intra_node=IntraNode.of(sum(g.numel for g in gradients), options.gpus_per_node),
+        source=options.source,
+        note="; ".join(filter(None, [f"{options.samples_per_s:g} samples/s; {spread}", options.note])),
+    )
+
+
+def record(options: argparse.Namespace) -> Timeline:
+    """Measures forward and backward on this machine: the median over `options.steps` steps of each gradient's time.
+
+    The optimizer's update is not in it. Raises UserError where the precision asked for is not to be had.
+    """
+    if options.steps < 1 or options.batch < 1:
+        raise UserError("--steps and --batch must be at least 1")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no GPU here: record with --device cpu or on a machine that has one")
+    if device == "cpu" and options.precision == "tf32":
+        raise UserError("tf32 is a GPU's format: use --precision fp32 or amp on a CPU")
+    net, loss = build(options.model, options.batch, device)
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision != "fp32"
+        torch.backends.cudnn.benchmark = True
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    clock = _CudaClock() if device == "cuda" else _Clock()
+    marks: dict[str, Any] = {}
+    for name, p in net.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: marks.__setitem__(name, clock.mark()))
+    steps: list[dict[str, float]] = []
+    for step in range(WARMUP + options.steps):
+        net.zero_grad()
+        marks.clear()
+        start = clock.mark()
+        with torch.autocast(device, dtype) if options.precision == "amp" else contextlib.nullcontext():
+            value = loss()
+        marks[""] = clock.mark()  # no parameter has this name: the end of forward
+        value.backward()
+        end = clock.mark()
+        if step >= WARMUP:
+            steps.append({name: clock.ms(start, at) for name, at in [*marks.items(), ("end", end)]})
+
+    def median(name: str) -> float:
+        return round(statistics.median(s[name] for s in steps), 4)
+
+    forward_ms, step_ms = median(""), median("end")
+    gradients = tuple(
+        Gradient(n, tuple(p.shape), min(max(median(n), forward_ms), step_ms)) for n, p in net.named_parameters()
+    )
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    slug = "".join(c if c.isalnum() else "-" for c in gpu.lower())
+    command = ["python", "-m", "experiments.cells.timelines", "record", "--model", options.model]
+    command += ["--batch", str(options.batch), "--precision", options.precision, "--steps", str(options.steps)]
+    return Timeline(
+        name=options.name or f"{options.model}_b{options.batch}_{options.precision}_{slug}",
+        model=options.model,
+        gpu=gpu,
+        precision=options.precision,
+        batch_per_gpu=options.batch,
+        gpus_per_node=options.gpus_per_node,
+        forward_ms=forward_ms,
+        step_ms=step_ms,
+        gradients=gradients,
+        intra_node=IntraNode.of(sum(g.numel for g in gradients), options.gpus_per_node),
+        command=shlex.join(command),
+        note="; ".join(filter(None, ["forward and backward, without the optimizer's update", options.note])),
+    )
+
+
+class _Clock:
+    """Moments on a CPU, which has done what it was told when the call returns."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def ms(self, start: Any, end: Any) -> float:
+        return 1000 * (end - start)
+
+
+class _CudaClock(_Clock):
+    """Moments in the current stream, read after the device has come to them."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end))

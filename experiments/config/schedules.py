@@ -1,0 +1,78 @@
+"""Learning-rate schedules: factors of the base rate as a function of the step alone, so that resuming needs no state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from launch.errors import UserError
+
+KEYS = {
+    "constant": {"warmup"},
+    "linear": {"warmup", "final"},
+    "cosine": {"warmup", "final"},
+    "polynomial": {"warmup", "final", "power"},
+    "exponential": {"warmup", "gamma", "every"},
+    "step": {"warmup", "milestones", "gamma"},
+}
+
+
+def check(schedule: dict[str, Any]) -> None:
+    """Raises UserError for an unknown schedule, an unknown key, or a value out of range. A key that is null is not set."""
+    given = _given(schedule)
+    name = given.get("name")
+    if name not in KEYS:
+        raise UserError(f"train.lr_schedule.name must be one of {', '.join(KEYS)}, not '{name}'")
+    unknown = set(given) - KEYS[name] - {"name"}
+    if unknown:
+        raise UserError(
+            f"lr_schedule {name} has no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(KEYS[name]))}"
+        )
+    for key in ("warmup", "every"):
+        value = given.get(key, 0)
+        if not (0 <= value < 1 or (isinstance(value, int) and value >= 1)):
+            raise UserError(
+                f"train.lr_schedule.{key} is a fraction of all steps, in [0, 1), or their number, not {value}"
+            )
+    if given.get("power", 1) <= 0:
+        raise UserError(f"train.lr_schedule.power must be above 0, not {given['power']}")
+
+
+def factor(schedule: dict[str, Any], step: int, total_steps: int, steps_per_epoch: int) -> float:
+    """What the base learning rate is multiplied with in step number `step` (from 1).
+
+    Every schedule may begin with a linear warm-up over `warmup` steps (below 1: a fraction of all steps). Then:
+    constant: 1;  linear: falls to `final` at the last step;  cosine: the same along half a cosine;
+    polynomial: the same as (what is left of the steps) to the power `power`;
+    exponential: times `gamma` after each `every` steps (below 1: a fraction of all steps);
+    step: times `gamma` after each epoch in `milestones`.
+    """
+    check(schedule)
+    given = _given(schedule)
+    warm = _steps(given.get("warmup", 0), total_steps)
+    if step <= warm:
+        return step / warm
+    name, final = given["name"], given.get("final", 0.0)
+    left = max(0.0, (total_steps - step + 1) / max(1, total_steps - warm))  # from 1 down to 1 / steps
+    if name == "linear":
+        return final + (1 - final) * left
+    if name == "cosine":
+        return final + (1 - final) * (1 - math.cos(math.pi * left)) / 2
+    if name == "polynomial":
+        return final + (1 - final) * left ** given.get("power", 1.0)
+    if name == "exponential":
+        every = max(1, _steps(given.get("every", 1), total_steps))
+        return float(given.get("gamma", 0.99) ** ((step - warm - 1) // every))
+    if name == "step":
+        epoch = (step - 1) // steps_per_epoch
+        return float(given.get("gamma", 0.1) ** sum(epoch >= m for m in given.get("milestones", [])))
+    return 1.0
+
+
+def _given(schedule: dict[str, Any]) -> dict[str, Any]:
+    # An experiment that chooses another schedule than its workload's sets the latter's keys to null.
+    return {key: value for key, value in schedule.items() if value is not None}
+
+
+def _steps(value: float, total_steps: int) -> int:
+    return int(value * total_steps) if value < 1 else int(value)

@@ -1,0 +1,1 @@
+"""One JSON file per run: what it was and what it measured."""

@@ -1,0 +1,317 @@
+"""`ResultRecord`: what one run was and what it measured, as one JSON file. Every number in a table comes from one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from experiments.records import labels, privacy
+from launch.errors import UserError
+from launch.spec import RunSpec
+
+SCHEMA = 1
+LATER = {"rounds_per_step"}
+"""Fields that records of this schema may lack: they were added when there were records already."""
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
+LINK: dict[str, Any] = {"kind": "loopback", "mbit_per_s": None, "dilation": None, "measured": False, "shaped": False}
+LINK_FILE = "link.json"
+"""In a run directory: what the launcher knows of the link."""
+BYTES: dict[str, Any] = {"payload_intra": None, "payload_inter": None, "nic_tx": None, "nic_rx": None}
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    """One run. `None` means "not measured", everywhere; tables print it as an em dash.
+
+    time:                 UTC, ISO 8601, whole seconds: when the record was made.
+    status, reason:       "completed" or "failed", and for a failed run one line that says why.
+    command, overrides, config: how to run it again, without the user's absolute paths, hosts and keys.
+    method, wire:         labels of tables (`experiments.records.labels`).
+    data:                 {name, synthetic}.
+    link:                 the network between nodes: {kind, shaped, measured, mbit_per_s} as it is for the ranks, {link_gbps,
+                          dilation} what it stands for, {set_mbit_per_s, off_by, note} how it was made.
+    timing:               {steps, median_ms, mean_ms, p10_ms, p90_ms, typical, samples_per_s, split: {..._ms}}; samples
+                          over all ranks. typical: "mean" where steps differ in what they send, else "median": which of the
+                          two samples_per_s and the tables go by. Older records have neither it nor mean_ms: the median.
+    bytes_per_step:       {payload_intra, payload_inter, nic_tx, nic_rx}: bytes sent (rx: received) per node and step.
+    collectives_per_step: number of collectives that one rank starts per step.
+    rounds_per_step:      share of the steps in which anything is sent; None in records older than the field.
+    state_bytes_per_rank: bytes of optimizer state on one rank.
+    metric:               {name, value, target, higher_is_better, all: {...}}; empty when nothing was evaluated.
+    curve:                path of the curve (columns step, seconds, loss, metric) relative to the results folder.
+    """
+
+    id: str
+    group: str | None
+    time: str
+    status: str
+    reason: str | None
+    command: str
+    overrides: list[str]
+    config: dict[str, Any]
+    git: dict[str, Any]
+    exp: str
+    workload: str
+    optimizer: str
+    method: str
+    wire: str
+    cluster: str
+    scale: str
+    nodes: int
+    ranks_per_node: int
+    seed: int
+    data: dict[str, Any]
+    hardware: dict[str, Any]
+    software: dict[str, Any]
+    link: dict[str, Any]
+    timing: dict[str, Any] = field(default_factory=dict)
+    bytes_per_step: dict[str, Any] = field(default_factory=lambda: dict(BYTES))
+    collectives_per_step: float | None = None
+    state_bytes_per_rank: int | None = None
+    metric: dict[str, Any] = field(default_factory=dict)
+    curve: str | None = None
+    rounds_per_step: float | None = None
+    schema: int = SCHEMA
+
+
+def from_spec(
+    spec: RunSpec,
+    *,
+    status: str = "completed",
+    reason: str | None = None,
+    data: dict[str, Any] | None = None,
+    timing: dict[str, Any] | None = None,
+    bytes_per_step: dict[str, Any] | None = None,
+    collectives_per_step: float | None = None,
+    rounds_per_step: float | None = None,
+    state_bytes_per_rank: int | None = None,
+    metric: dict[str, Any] | None = None,
+    curve: str | None = None,
+    link: dict[str, Any] | None = None,
+    device: str | None = None,
+    wire: str | None = None,
+) -> ResultRecord:
+    """The record of a run of `spec`.
+
+    device: "cpu" or "cuda", what the run used; default: cuda where there is a GPU.
+    wire:   what was sent, when the caller knows better than the configuration tells.
+    link:   default: the launcher's file in the run directory and `cluster.link` of the configuration, else what the
+            kind of cluster tells, without a rate.
+    """
+    config = spec.config
+    base = Path.cwd()
+    return ResultRecord(
+        id=spec.id,
+        group=spec.group,
+        time=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        status=status,
+        reason=reason if reason is None else privacy.clean_text(" ".join(reason.split()), base),
+        command=privacy.clean_text(spec.command, base),
+        overrides=[privacy.clean_text(o, base) for o in spec.overrides],
+        config=privacy.clean(config, base),
+        git=git_state(),
+        exp=spec.exp,
+        workload=labels.workload(config),
+        optimizer=labels.class_name(config["optimizer"]),
+        method=labels.method(config),
+        wire=wire or labels.wire(config),
+        cluster=labels.cluster(config),
+        scale=config["scale"]["name"],
+        nodes=spec.nodes,
+        ranks_per_node=spec.ranks_per_node,
+        seed=spec.seed,
+        data=data or {"name": None, "synthetic": None},
+        hardware=hardware(device),
+        software=software(),
+        link={**LINK, "kind": _link_kind(config), **(link or _link_of(spec))},
+        timing=timing or {},
+        bytes_per_step={**BYTES, **(bytes_per_step or {})},
+        collectives_per_step=collectives_per_step,
+        state_bytes_per_rank=state_bytes_per_rank,
+        metric=metric or {},
+        curve=curve,
+        rounds_per_step=rounds_per_step,
+    )
+
+
+def failed(spec: RunSpec, reason: str, **known: Any) -> ResultRecord:
+    """The record of a run that did not end well. `reason` becomes one line; `known` as in `from_spec`."""
+    return from_spec(spec, status="failed", reason=reason, **known)
+
+
+def write(record: ResultRecord, results_dir: str | Path) -> Path:
+    """Writes `<results_dir>/records/<id>.json` whole or not at all, and returns its path. Raises UserError."""
+    # One key per line, so that a difference between two records reads well; NaN is not JSON, hence null.
+    content = {"schema": record.schema, **dataclasses.asdict(record)}
+    text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
+    path = Path(results_dir) / "records" / f"{record.id}.json"
+    write_file(path, (text + "\n").encode(), "record")
+    return path
+
+
+def write_failed(spec: RunSpec, reason: str) -> None:
+    """Records that `spec` failed. A record that cannot be written is told in one line and hides nothing."""
+    try:
+        write(failed(spec, reason), spec.config["results_dir"])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def save_curve(source: str | Path, results_dir: str | Path, run_id: str) -> str | None:
+    """Copies a run's curve.csv to `<results_dir>/curves/<id>.csv`, whole or not at all. Raises UserError.
+
+    Returns the path for `ResultRecord.curve`, or None when the run has written no curve.
+    """
+    if not Path(source).is_file():
+        return None
+    relative = f"curves/{run_id}.csv"
+    write_file(Path(results_dir) / relative, Path(source).read_bytes(), "curve")
+    return relative
+
+
+def write_file(path: Path, content: bytes, what: str) -> None:
+    """Writes a file whole or not at all. `what` names it in the UserError that a full disk raises."""
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:60]}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            raise UserError(f"could not write the {what} {path}: {why}; free space or set results_dir=...") from error
+        raise
+
+
+def read(path: str | Path) -> ResultRecord:
+    """The record in a file that `write` made. Raises UserError for anything else."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no record at {path}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable record: {' '.join(str(error).split())}") from None
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"{path} has record schema {schema!r}, this version reads {SCHEMA}")
+    known = {f.name for f in dataclasses.fields(ResultRecord)}
+    if set(content) | LATER != known:
+        raise UserError(f"{path} is not a record of schema {SCHEMA}: check {', '.join(sorted(set(content) ^ known))}")
+    return ResultRecord(**content)
+
+
+def read_all(results_dir: str | Path) -> list[ResultRecord]:
+    """All records below `<results_dir>/records`, ordered by time and then id. Empty when there are none."""
+    records = [read(path) for path in sorted((Path(results_dir) / "records").glob("[!.]*.json"))]
+    return sorted(records, key=lambda r: (r.time, r.id))
+
+
+def git_state(root: Path = ROOT) -> dict[str, Any]:
+    """{sha, dirty} of the checkout at `root`; both None outside of one. Dirty: a tracked file differs.
+
+    Generated results are left out: a comparison that rewrites its tables does not change the code it measures.
+    """
+    nothing: dict[str, Any] = {"sha": None, "dirty": None}
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        # A copy without .git inside some other repository must not pass for that repository's commit.
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return nothing
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return nothing
+
+
+def hardware(device: str | None = None) -> dict[str, Any]:
+    """{device, cpu, cores, memory_gb, gpus} of this machine, without its name."""
+    gpus = _gpus()
+    return {
+        "device": device or ("cuda" if gpus else "cpu"),
+        "cpu": _proc_value("/proc/cpuinfo", "model name") or platform.machine() or None,
+        "cores": os.cpu_count(),
+        "memory_gb": _memory_gb(),
+        "gpus": gpus,
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of Python and of the packages that decide what a run does; only those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _link_of(spec: RunSpec) -> dict[str, Any]:
+    """What the launcher wrote of the link, and over it what the user says of it (`cluster.link`)."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = dict(json.loads((spec.path / LINK_FILE).read_text()))
+    return {**found, **(spec.config["cluster"].get("link") or {})}
+
+
+def _link_kind(config: dict[str, Any]) -> str:
+    return "loopback" if labels.cluster(config) in ("local", "emulated") else "network"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _proc_value(path: str, key: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return None
+
+
+def _memory_gb() -> int | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (OSError, ValueError):
+        return None
+
+
+def _gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -1,0 +1,182 @@
+"""Accuracy tables: mean ± sample standard deviation over seeds, for every learning rate that was tried."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.records.record import ResultRecord
+from experiments.report.differences import order, variants
+from experiments.report.formats import DASH, markdown_table, mean_sd
+
+# Shown in columns or headings of their own.
+SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps")
+HELD_OUT = "held_out"
+"""The metric's value on a part of the training set that was not trained on, where the workload kept one back."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs of one method at one learning rate that differ in their seed only: the latest run of each seed."""
+
+    label: str
+    lr: float | None
+    records: tuple[ResultRecord, ...]
+
+    @property
+    def valid(self) -> list[ResultRecord]:
+        """Runs that ended with a finite metric."""
+        return [r for r in self.records if r.status == "completed" and _finite(r.metric.get("value"))]
+
+    @property
+    def mean(self) -> float | None:
+        return self.summary(None)[0]
+
+    def held_out(self, seed: int) -> float | None:
+        """The metric on the held-out part, of the run with this seed."""
+        found = [r.metric.get("all", {}).get(HELD_OUT) for r in self.valid if r.seed == seed]
+        return float(found[0]) if found and _finite(found[0]) else None
+
+    def summary(self, name: str | None) -> tuple[float | None, float | None]:
+        """Mean and sample standard deviation over seeds of the metric (None) or of another one by its name."""
+        found = [r.metric["value"] if name is None else r.metric.get("all", {}).get(name) for r in self.valid]
+        values = [float(v) for v in found if _finite(v)]
+        if not values or len(values) < len(self.valid):
+            return None, None
+        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class AccuracyTable:
+    """All methods and learning rates tried in one setting. `slug` names its plot."""
+
+    slug: str
+    title: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def metric(self) -> dict[str, Any]:
+        """The metric's description: that of the latest run that has one."""
+        runs = [r for cell in self.cells for r in cell.valid]
+        return max(runs, key=lambda r: (r.time, r.id)).metric
+
+    @property
+    def tuned(self) -> bool:
+        """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
+        return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
+
+    def best(self, label: str) -> Cell | None:
+        """The learning rate with the best mean metric; one with a failed seed is no candidate.
+
+        With a held-out part it is the one whose run with the method's first seed is best there. It stays the choice
+        whatever became of its other seeds.
+        """
+        sign = 1 if self.metric.get("higher_is_better", True) else -1
+        mine = [c for c in self.cells if c.label == label]
+        if self.tuned:
+            first = min((r.seed for c in mine for r in c.records), default=0)
+            scored = [(sign * score, -i, c) for i, c in enumerate(mine) if (score := c.held_out(first)) is not None]
+            return max(scored, default=(0.0, 0, None))[2]
+        sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
+        return max(sound, key=lambda c: sign * (c.mean or 0.0), default=None)
+
+
+def build(records: list[ResultRecord]) -> list[AccuracyTable]:
+    """One table for each experiment, scale, shape, data and length of training. Synthetic data has no accuracy."""
+    settings: dict[tuple[Any, ...], list[ResultRecord]] = {}
+    failures: list[ResultRecord] = []
+    for r in records:
+        if r.data.get("synthetic"):
+            continue
+        if r.status != "completed":
+            failures.append(r)
+        elif r.metric.get("name") and r.wire != "none":
+            settings.setdefault((*_setting(r), str(r.data["name"])), []).append(r)
+    for r in failures:  # a run that failed early does not know its data
+        for key, members in settings.items():
+            if key[:-1] == _setting(r) and r.data.get("name") in (None, key[-1]):
+                members.append(r)
+    tables = []
+    counts: dict[str, int] = {}
+    for key, members in sorted(settings.items()):
+        cells = _cells(members)
+        if not any(cell.valid for cell in cells):
+            continue
+        exp, scale, nodes, per_node, length, data = key
+        slug = f"{exp}_{scale}_{nodes}x{per_node}"
+        counts[slug] = counts.get(slug, 0) + 1
+        slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
+        title = f"{exp}: {data}, {length}, {nodes * per_node} ranks ({nodes} x {per_node}), scale {scale}"
+        tables.append(AccuracyTable(slug, title, tuple(cells)))
+    return tables
+
+
+def markdown(table: AccuracyTable, plot: bool) -> str:
+    """The table as a section of a Markdown page that lies in results/tables. plot: whether its curves were drawn."""
+    metric = table.metric
+    others = sorted({k for c in table.cells for r in c.valid for k in r.metric.get("all", {})} - {metric["name"]})
+    head = ["method", "lr", metric["name"], *others, "n", "target", "best lr", "records"]
+    rows = []
+    for cell in table.cells:
+        best = table.best(cell.label) is cell
+        value = mean_sd(*cell.summary(None))
+        if not cell.valid:
+            value = next((f"failed: {r.reason}" for r in cell.records if r.status != "completed"), "not finite")
+        n = f"{len(cell.valid)}" + (f" of {len(cell.records)}" if len(cell.valid) < len(cell.records) else "")
+        target = metric.get("target")
+        rows.append(
+            [
+                cell.label,
+                DASH if cell.lr is None else f"{cell.lr:g}",
+                f"**{value}**" if best else value,
+                *[mean_sd(*cell.summary(name)) for name in others],
+                n,
+                DASH if target is None else f"{target:g}",
+                "best" if best else "",
+                " ".join(f"[{r.seed}](../records/{r.id}.json)" for r in cell.records),
+            ]
+        )
+    better = "higher" if metric.get("higher_is_better", True) else "lower"
+    chosen = f"{HELD_OUT} of its first seed, on images held out of training" if table.tuned else "this same metric"
+    notes = (
+        f"Mean ± sample standard deviation over n seeds, {better} is better. Every learning rate tried is listed; "
+        f"the best of a method is chosen by {chosen}. Records are named by their seed."
+    )
+    lines = [f"### {table.title}", "", notes, "", markdown_table(head, rows)]
+    if plot:
+        lines += [f"![{metric['name']}](../plots/{table.slug}_curve.png)", ""]
+    return "\n".join(lines)
+
+
+def curves(table: AccuracyTable) -> list[ResultRecord]:
+    """The runs to draw: those of the best learning rate of each method, in the order of the table."""
+    labels = dict.fromkeys(cell.label for cell in table.cells)
+    chosen = [cell for label in labels if (cell := table.best(label)) is not None]
+    return [r for cell in chosen for r in cell.valid]
+
+
+def _setting(r: ResultRecord) -> tuple[Any, ...]:
+    train = r.config.get("train", {})
+    steps, epochs = train.get("max_steps"), train.get("epochs")
+    length = f"{steps} steps" if steps is not None else f"{epochs} epochs" if epochs is not None else "length unknown"
+    return r.exp, r.scale, r.nodes, r.ranks_per_node, length
+
+
+def _cells(records: list[ResultRecord]) -> list[Cell]:
+    suffix = variants(records, SHOWN)
+    found: dict[tuple[Any, ...], dict[int, ResultRecord]] = {}
+    for r in sorted(records, key=lambda r: (r.time, r.id)):
+        lr = r.config.get("optimizer", {}).get("lr")
+        key = (*order(r), suffix[r.id], float(lr) if lr is not None else -math.inf)
+        found.setdefault(key, {})[r.seed] = r  # the same seed again: the latest counts
+    cells = []
+    for (_, method, variant, lr), seeds in sorted(found.items()):
+        runs = tuple(seeds[s] for s in sorted(seeds))
+        cells.append(Cell(method + variant, None if lr == -math.inf else lr, runs))
+    return cells
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

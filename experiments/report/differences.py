@@ -1,0 +1,56 @@
+"""What tells two runs of one method apart: the configuration keys in which they differ, for labels of table rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from experiments.records.record import ResultRecord
+
+# Bookkeeping, and what tables show in columns or titles of their own.
+NOT_A_VARIANT = (
+    *("seed", "run_name", "output_dir", "results_dir", "resume", "wandb", "checkpoint", "compare", "hydra", "method"),
+    *("exp", "scale", "scales", "cluster", "data", "workload.data_path"),
+)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys. Lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:
+    """For each record id, "" or " (key=value, ...)": the keys in which runs of the same method and wire differ.
+
+    ignore: further keys, or whole sections, that do not count.
+    """
+    skip = (*NOT_A_VARIANT, *ignore)
+    methods: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for r in records:
+        flat = {
+            key: json.dumps(value, sort_keys=True).strip('"')
+            for key, value in flatten(r.config).items()
+            if not any(key == s or key.startswith(s + ".") for s in skip)
+        }
+        methods.setdefault((r.method, r.wire), {})[r.id] = flat
+    labels: dict[str, str] = {}
+    for flats in methods.values():
+        keys = sorted({key for flat in flats.values() for key in flat})
+        differing = [key for key in keys if len({flat.get(key) for flat in flats.values()}) > 1]
+        for run, flat in flats.items():
+            shown = ", ".join(f"{key}={flat[key]}" for key in differing if key in flat)
+            labels[run] = f" ({shown})" if shown else ""
+    return labels
+
+
+def order(r: ResultRecord) -> tuple[int, str]:
+    """Sort key of rows: dense methods first, then compressed ones, the bound without communication last."""
+    rank = {"fp32": 0, "bf16": 1, "fp16": 2, "none": 9}
+    return rank.get(r.wire, 5), r.method

@@ -1,0 +1,339 @@
+"""Speedup tables: step times of runs that were made one after the other on the same machine.
+
+Speedup = t_baseline / t_method: medians of the step time, or the mean where a method's steps differ in what they send
+(local steps: the median step would be one without communication). Baselines are the fp32 and the bf16 all-reduce of the
+same table; where there are several, the fastest. The run without communication is the bound.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from experiments.records.labels import is_compressed
+from experiments.records.record import ResultRecord
+from experiments.report.differences import order, variants
+from experiments.report.formats import DASH, fraction, markdown_table, number, percent, size, times
+
+# Hyper-parameters that do not change what a step costs.
+COSTLESS = (
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "train.lr_schedule",
+    "train.epochs",
+    "train.max_steps",
+    "train.eval_every",
+)
+# Kinds of link that connect nodes emulated on one machine.
+EMULATED = {"loopback", "emulated", "netns", "veth"}
+
+OFF = 0.1
+"""A link whose measured rate is further than this share from what its setting should give is marked."""
+OFF_MARK = " ‡"
+UNEVEN_NOTE = (
+    "Mean: the method's steps differ in what they send, so that its speedups go by the mean step time. Rounds per step: "
+    "the share of steps in which anything is sent."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a run, standing for `runs` runs that differ in seed and learning rate only."""
+
+    label: str
+    record: ResultRecord
+    runs: int = 1
+
+    @property
+    def seconds(self) -> float | None:
+        """Step time, the median or the mean (`uneven`); None for a failed run."""
+        ms = self.record.timing.get("mean_ms" if self.uneven else "median_ms")
+        return ms / 1000 if ms and self.record.status == "completed" else None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the method's steps differ in what they send, so that the mean step time is the one that counts."""
+        return bool(self.record.timing.get("typical") == "mean")
+
+    @property
+    def payload(self) -> float | None:
+        """Bytes that a node sends per step over the link that counts: between nodes when there are several."""
+        return self.record.bytes_per_step.get("payload_inter" if self.record.nodes > 1 else "payload_intra")
+
+
+@dataclass(frozen=True)
+class SpeedupTable:
+    """The runs of one group on one machine with one setting. `slug` names its plot."""
+
+    slug: str
+    group: str
+    records: tuple[ResultRecord, ...]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        suffix = variants(self.records, COSTLESS)
+        cells: dict[tuple[Any, ...], list[ResultRecord]] = {}
+        for r in sorted(self.records, key=lambda r: (*order(r), suffix[r.id], r.status, r.time, r.id)):
+            # A failure is shown by itself, never averaged away.
+            alone = "" if r.status == "completed" else r.id
+            cells.setdefault((r.method + suffix[r.id], r.wire, alone), []).append(r)
+        rows = []
+        for (label, _, _), same in cells.items():
+            same.sort(key=lambda r: (Row(label, r).seconds or 0.0, r.id))
+            rows.append(Row(label, same[(len(same) - 1) // 2], len(same)))
+        return rows
+
+    def baseline(self, wire: str) -> Row | None:
+        """The fastest completed run whose collectives carry `wire` ("none": the bound)."""
+        timed = [row for row in self.rows if row.record.wire == wire and row.seconds is not None]
+        return min(timed, key=lambda row: row.seconds or 0.0, default=None)
+
+    def speedup(self, row: Row, wire: str) -> float | None:
+        """t_baseline / t_row, None when either is missing."""
+        base = self.baseline(wire)
+        return base.seconds / row.seconds if base and base.seconds and row.seconds else None
+
+    @property
+    def skips(self) -> bool:
+        """Whether any method of the table has steps in which nothing is sent."""
+        found = [row.record.rounds_per_step for row in self.rows if row.record.wire != "none"]
+        return any(rounds is not None and rounds < 1 for rounds in found)
+
+    def of_bound(self, row: Row) -> float | None:
+        """Share of the rate without communication that `row` reaches."""
+        return self.speedup(row, "none")
+
+    def payload_ratio(self, row: Row) -> float | None:
+        """Payload of `row` as a share of the fp32 baseline's."""
+        base = self.baseline("fp32")
+        return row.payload / base.payload if base and base.payload and row.payload is not None else None
+
+
+def build(records: list[ResultRecord], group: str | None = None) -> list[SpeedupTable]:
+    """The table of the latest group of each setting, or every table of `group`. Runs without a group are in none."""
+    groups: dict[tuple[str, str], list[ResultRecord]] = {}
+    for r in records:
+        if r.group is not None and group in (None, r.group):
+            groups.setdefault((_setting(r), r.group), []).append(r)
+    found: dict[tuple[str, str], list[ResultRecord]] = {}
+    for (setting, _), members in groups.items():
+        failed = [r for r in members if r.status != "completed"]
+        machines: dict[str, list[ResultRecord]] = {}
+        for r in members:
+            if r.status == "completed":
+                machines.setdefault(json.dumps([r.hardware, _intended(r.link)], sort_keys=True), []).append(r)
+        # The launcher writes the record of a failed run and may know less of link and device than the workers.
+        for machine, completed in (machines or {"": []}).items():
+            key = (setting, machine)
+            if key not in found or _age(completed + failed) > _age(found[key]):
+                found[key] = completed + failed
+    # A group in which everything failed is shown only where there is nothing better.
+    measured = {setting for setting, machine in found if machine}
+    kept = {key: rs for key, rs in found.items() if key[1] or key[0] not in measured}
+    tables: list[SpeedupTable] = []
+    counts: dict[str, int] = {}
+    for _, members in sorted(kept.items()):
+        r = members[0]
+        slug = f"{r.exp}_{r.scale}_{r.cluster}_{r.nodes}x{r.ranks_per_node}"
+        counts[slug] = counts.get(slug, 0) + 1
+        slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
+        tables.append(SpeedupTable(slug, r.group or "", tuple(members)))
+    return tables
+
+
+def honesty(records: tuple[ResultRecord, ...] | list[ResultRecord]) -> str:
+    """In plain words, what these runs are not: emulated nodes, unshaped links, synthetic data, a quick scale."""
+    done = [r for r in records if r.status == "completed"] or list(records)
+    r = done[0]
+    words = []
+    if r.nodes == 1:
+        words.append("one node, nothing crosses a network")
+    elif r.link["kind"] in EMULATED:
+        words.append(f"{r.nodes} nodes emulated on one machine")
+    if r.nodes > 1 and r.link["shaped"]:
+        words.append(_shaped(done))
+    elif r.nodes > 1 and r.link["kind"] in EMULATED:
+        words.append("loopback network, not shaped: no real link behaves like this")
+    elif r.nodes > 1:
+        rate = f", {number(r.link['mbit_per_s'])} Mbit/s" if r.link["mbit_per_s"] else ", rate not recorded"
+        words.append(f"{r.link['kind']}{rate}" + (" measured" if r.link["measured"] else ""))
+    if r.link["dilation"] not in (None, 1):
+        words.append(_dilated(r.link))
+    if any(r.data["synthetic"] for r in done):
+        words.append("synthetic data")
+    if r.scale == "quick":
+        words.append("quick scale, not the paper's setting")
+    return "; ".join(words)
+
+
+def _shaped(records: list[ResultRecord]) -> str:
+    link = records[0].link
+    rates = [r.link["mbit_per_s"] for r in records if r.link["mbit_per_s"]]
+    set_rate = link.get("set_mbit_per_s")
+    if not rates and not set_rate:
+        return "links shaped to an unrecorded rate"
+    low, high = (number(min(rates)), number(max(rates))) if rates else ("", "")
+    measured = low if low == high else f"{low}–{high}"
+    if set_rate is None:
+        return f"links shaped to {measured} Mbit/s per node" + (" (measured)" if link["measured"] else "")
+    text = f"links shaped to {number(set_rate)} Mbit/s per node and direction"
+    return text + (f" (measured: {measured} Mbit/s of TCP)" if link["measured"] else "")
+
+
+def _dilated(link: dict[str, Any]) -> str:
+    text = f"time dilation {number(link['dilation'])}"
+    if link.get("link_gbps"):
+        text += f", so that the link stands for {number(link['link_gbps'])} Gbit/s; step times are wall-clock here"
+    return text
+
+
+def _intended(link: dict[str, Any]) -> dict[str, Any]:
+    """A link without what differs between two measurements of it."""
+    varying = ("measured", "off_by", "note", *(["mbit_per_s"] if link.get("set_mbit_per_s") else []))
+    return {key: value for key, value in link.items() if key not in varying}
+
+
+def conclusion(table: SpeedupTable) -> str | None:
+    """Whether compression pays in this table, in one or two sentences; None without an fp32 row or a compressed one."""
+    base = table.baseline("fp32")
+    compressed = [row for row in table.rows if is_compressed(row.record.wire) and row.seconds]
+    if base is None or not compressed:
+        return None
+    compressed.sort(key=lambda row: row.seconds or 0.0)
+    bound = table.baseline("none")
+    limit = f"the bound, without communication, is {times(table.speedup(bound, 'fp32'))}" if bound else None
+    faster = [row for row in compressed if (table.speedup(row, "fp32") or 0) > 1]
+    if not faster:
+        best = compressed[0]
+        text = f"On this link, do not compress: the fastest compressed method, {best.label}, reaches "
+        text += f"{times(table.speedup(best, 'fp32'))} of the speed of fp32 DDP"
+        return f"{text}; {limit}." if limit else f"{text}."
+    each = [
+        f"{row.label} {times(table.speedup(row, 'fp32'))}" + (" (within the spread)" if _overlap(row, base) else "")
+        for row in faster
+    ]
+    text = f"Faster than fp32 DDP: {', '.join(each)}"
+    text = f"{text}; {limit}." if limit else f"{text}."
+    half = table.baseline("bf16")
+    if half is not None:
+        ratio = times(table.speedup(faster[0], "bf16"))
+        verdict = "beats" if (table.speedup(faster[0], "bf16") or 0) > 1 else "does not beat"
+        text += f" The fastest, {faster[0].label}, {verdict} bf16 DDP ({ratio})."
+    return text
+
+
+def markdown(table: SpeedupTable) -> str:
+    """The table as a section of a Markdown page that lies in results/tables."""
+    r = table.records[0]
+    splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
+    head = ["method", "wire", "step time, median (p10–p90), ms", "samples/s", "speedup vs fp32", "speedup vs bf16"]
+    head += ["% of no-communication bound", "payload per node and step", "payload vs fp32", "NIC tx per node and step"]
+    rounds = ["rounds per step"] if table.skips else []
+    head += [
+        "collectives per step",
+        *rounds,
+        "state per rank",
+        *[f"{s.removesuffix('_ms')}, ms" for s in splits],
+        "record",
+    ]
+    rows = []
+    for row in table.rows:
+        link = f"[{row.record.id}](../records/{row.record.id}.json)"
+        if row.record.status != "completed":
+            reason = f"failed: {row.record.reason or 'no reason recorded'}"
+            rows.append([row.label, row.record.wire, reason, *[DASH] * (len(head) - 4), link])
+            continue
+        link += f" (median of {row.runs} runs)" if row.runs > 1 else ""
+        split = row.record.timing.get("split", {})
+        rows.append(
+            [
+                row.label + (OFF_MARK if (row.record.link.get("off_by") or 0.0) > OFF else ""),
+                row.record.wire,
+                step_time(row),
+                number(row.record.timing.get("samples_per_s")),
+                times(table.speedup(row, "fp32")),
+                times(table.speedup(row, "bf16")),
+                percent(table.of_bound(row)),
+                payload(row),
+                fraction(table.payload_ratio(row)),
+                size(row.record.bytes_per_step["nic_tx"]),
+                number(row.record.collectives_per_step),
+                *[number(row.record.rounds_per_step) for _ in rounds],
+                size(row.record.state_bytes_per_rank),
+                *[number(split.get(s)) for s in splits],
+                link,
+            ]
+        )
+    lines = [
+        f"### {title(r)}",
+        "",
+        f"**{honesty(table.records)}.**" if honesty(table.records) else "",
+        f"{hardware(r)}. Group `{table.group}`.",
+        "",
+        markdown_table(head, rows),
+    ]
+    if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
+        lines += [f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.", ""]
+    if any(row.uneven for row in table.rows):
+        lines += [UNEVEN_NOTE, ""]
+    if said := conclusion(table):
+        lines += [f"**{said}**", ""]
+    if any(row.seconds for row in table.rows):
+        lines += [f"![step time](../plots/{table.slug}_step_time.png)", ""]
+    return "\n".join(lines)
+
+
+def title(r: ResultRecord) -> str:
+    """Experiment, shape and batch of the runs of a table."""
+    ranks = f"{_count(r.nodes, 'node')} x {_count(r.ranks_per_node, 'rank')}"
+    train = r.config.get("train", {})
+    batch = f", batch {train['batch_per_rank']} per rank" if train.get("batch_per_rank") else ""
+    batch += f" x {train['accumulate']} micro-batches" if train.get("accumulate", 1) > 1 else ""
+    precision = "" if train.get("precision", "fp32") == "fp32" else f", {train['precision']} autocast"
+    return f"{r.exp}: {ranks}, cluster {r.cluster}{batch}{precision}, scale {r.scale}"
+
+
+def hardware(r: ResultRecord) -> str:
+    """The machine in words."""
+    h = r.hardware
+    gpus = h.get("gpus") or []
+    kinds = [f"{gpus.count(g)} x {g}" for g in dict.fromkeys(gpus)] if h.get("device") != "cpu" else []
+    return ", ".join([*kinds, f"{h.get('cores')} cores ({h.get('cpu') or 'unknown CPU'})", f"{h.get('memory_gb')} GiB"])
+
+
+def step_time(row: Row) -> str:
+    """Median (or mean, and that it is one) and spread in milliseconds."""
+    t = row.record.timing
+    typical = f"mean {number(t.get('mean_ms'))}" if row.uneven else number(t.get("median_ms"))
+    return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
+
+
+def payload(row: Row) -> str:
+    """What a node sends per step: between nodes, and within the node where that was counted too."""
+    intra = row.record.bytes_per_step["payload_intra"]
+    if row.record.nodes > 1 and intra:
+        return f"{size(row.payload)} + {size(intra)} within the node"
+    return size(row.payload)
+
+
+def _setting(r: ResultRecord) -> str:
+    train = r.config.get("train", {})
+    batch = [train.get(key) for key in ("batch_per_rank", "accumulate", "precision")]
+    return json.dumps([r.exp, r.scale, r.cluster, r.nodes, r.ranks_per_node, batch])
+
+
+def _age(records: list[ResultRecord]) -> tuple[str, str]:
+    return max((r.time, r.group or "") for r in records)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
+def _overlap(row: Row, base: Row) -> bool:
+    if row.uneven:  # its spread is that of different kinds of step
+        return False
+    high, low = row.record.timing.get("p90_ms"), base.record.timing.get("p10_ms")
+    return high is not None and low is not None and high >= low

@@ -1,0 +1,202 @@
+"""Tables and plots from records alone: `python -m experiments.report.tables [--results DIR] [--exp E] [--group G] [--check]`.
+
+The same records give the same bytes. Writes `<results>/tables/<exp>.md` and `<results>/plots/<exp>*.png`, and removes
+those it wrote before whose records are gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.records.record import ResultRecord, read_all, write_file
+from experiments.report import accuracy, methods_table, plots, published, speedup
+from experiments.report.formats import DASH, number, percent, size, times
+from launch.errors import UserError
+
+NOTES = """\
+Speedup = t_baseline / t_method, medians of the step time, for runs made one after the other on the same machine; the
+baselines are the fp32 and the bf16 all-reduce of the same table. The run without communication is the bound for any
+method. Payload is counted where it is sent, NIC traffic is read from the interface. {dash} means that no record holds
+the number. Sizes are decimal (1 MB = 10^6 bytes).
+"""
+
+
+def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, bytes]:
+    """All tables and plots of `records`: path below `results_dir` -> content. Reads curves, writes nothing."""
+    files: dict[str, bytes] = {}
+    pages: dict[str, list[str]] = {}
+    for table in speedup.build(list(records)):
+        pages.setdefault(table.records[0].exp, []).append(speedup.markdown(table))
+        if (png := plots.step_times(table)) is not None:
+            files[f"plots/{table.slug}_step_time.png"] = png
+    timed = set(pages)
+    scores: dict[str, list[str]] = {}
+    for scored in accuracy.build(list(records)):
+        png = plots.metric_curves(scored, results_dir)
+        if png is not None:
+            files[f"plots/{scored.slug}_curve.png"] = png
+        section = accuracy.markdown(scored, plot=png is not None)
+        scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
+    for exp in sorted(timed | set(scores)):
+        text = [f"<!-- {plots.MARK} from results/records; do not edit. -->", f"# {exp}", ""]
+        if exp == methods_table.EXP:
+            for methods in methods_table.build(records):
+                text += ["## All methods", "", methods_table.markdown(methods)]
+                if (png := methods_table.plot(methods)) is not None:
+                    files[methods.plot_name] = png
+        if exp in timed:
+            text += ["## Time and bytes", "", NOTES.format(dash=DASH)]
+            text += [
+                *_paragraphs(published.beside(exp, "speedup")),
+                *published.tables_beside(exp, "speedup"),
+                *pages[exp],
+            ]
+        if exp in scores:
+            text += ["## Accuracy", "", *_paragraphs(published.beside(exp, "accuracy"))]
+            text += [*published.tables_beside(exp, "accuracy"), *scores[exp]]
+        files[f"tables/{exp}.md"] = ("\n".join(text).rstrip() + "\n").encode()
+    return files
+
+
+def write(results_dir: str | Path, exp: str | None = None) -> list[Path]:
+    """Brings tables and plots up to date with the records, of one experiment or of all. Returns what it wrote."""
+    results = Path(results_dir)
+    files = render(_records(results, exp), results)
+    for name, content in files.items():
+        write_file(results / name, content, "table" if name.endswith(".md") else "plot")
+    if exp is None:
+        for stale in _stale(results, files):
+            stale.unlink()
+    return [results / name for name in sorted(files)]
+
+
+def check(results_dir: str | Path, exp: str | None = None) -> list[str]:
+    """Names of the tables and plots on disk that differ from what the records say: changed, missing or left over."""
+    results = Path(results_dir)
+    files = render(_records(results, exp), results)
+    wrong = [name for name, content in sorted(files.items()) if not _same(results / name, content)]
+    return wrong + ([p.relative_to(results).as_posix() for p in _stale(results, files)] if exp is None else [])
+
+
+def print_group(results_dir: str | Path, group: str, console: Console | None = None) -> None:
+    """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError."""
+    results = Path(results_dir)
+    # A pipe has no width: rich would squeeze the table into 80 columns.
+    console = console or Console(width=min(118, max(100, shutil.get_terminal_size((118, 24)).columns)))
+    records = [r for r in read_all(results) if r.group == group]
+    if not records:
+        raise UserError(f"no record of group {group!r} in {results / 'records'}")
+    for table in speedup.build(records, group):
+        _print_table(console, table)
+    for exp in sorted({r.exp for r in records}):
+        for sentence in published.beside(exp, "speedup"):
+            console.print(sentence, style="dim", markup=False, highlight=False)
+    print_places(console, results, group)
+
+
+def print_places(console: Console, results: Path, group: str) -> None:
+    """Says where the records, the table and the plots of a group of runs lie."""
+    everything = read_all(results)
+    records = [r for r in everything if r.group == group]
+    drawn = [f"{t.slug}_step_time.png" for t in speedup.build(everything) if t.group == group]
+    drawn += [
+        f"{t.slug}_curve.png"
+        for t in accuracy.build(everything)
+        if any(r.group == group for cell in t.cells for r in cell.records)
+    ]
+    places = [("record", results / "records" / f"{r.id}.json") for r in records]
+    places += [("table", results / "tables" / f"{exp}.md") for exp in sorted({r.exp for r in records})]
+    places += [("plot", results / "plots" / name) for name in drawn]
+    for what, path in places:
+        if path.is_file():
+            console.print(f"{what + ':':<8}{path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Exit codes: 0 done; 1 `--check` found a difference; 2 bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.report.tables", description="Tables and plots from records."
+    )
+    parser.add_argument("--results", default="results", help="results folder (default: results)")
+    parser.add_argument("--exp", help="this experiment only")
+    parser.add_argument("--group", help="also print the table of this group of runs")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
+    args = parser.parse_args(argv)
+    try:
+        if args.check:
+            if wrong := check(args.results, args.exp):
+                print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
+            return int(bool(wrong))
+        written = write(args.results, args.exp)
+        if args.group:
+            print_group(args.results, args.group)
+        else:
+            print("\n".join(str(p) for p in written) or f"no tables: no records in {args.results}/records")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _records(results: Path, exp: str | None) -> list[ResultRecord]:
+    if not results.is_dir():
+        raise UserError(f"no results folder at {results}: give --results DIR")
+    records = [r for r in read_all(results) if exp in (None, r.exp)]
+    if exp is not None and not records:
+        raise UserError(f"no record of experiment {exp!r} in {results / 'records'}")
+    return records
+
+
+def _print_table(console: Console, table: speedup.SpeedupTable) -> None:
+    console.print(speedup.title(table.records[0]), style="bold", markup=False, highlight=False)
+    console.print(speedup.honesty(table.records), style="yellow", markup=False, highlight=False)
+    shown = Table()
+    shown.add_column("method", overflow="fold")
+    rounds = ["rounds"] if table.skips else []
+    names = ("step ms (p10–p90)", "samples/s", "vs fp32", "vs bf16", "of bound", "payload/node/step", *rounds, "NIC tx")
+    for name in names:
+        shown.add_column(name, justify="right", overflow="fold")
+    for row in table.rows:
+        if row.seconds is None:
+            shown.add_row(row.label, row.record.status, *[DASH] * (len(names) - 1))
+            continue
+        cells = [speedup.step_time(row), number(row.record.timing.get("samples_per_s"))]
+        cells += [times(table.speedup(row, "fp32")), times(table.speedup(row, "bf16")), percent(table.of_bound(row))]
+        cells += [size(row.payload), *[number(row.record.rounds_per_step) for _ in rounds]]
+        shown.add_row(row.label, *cells, size(row.record.bytes_per_step["nic_tx"]))
+    console.print(shown)
+    if any(row.uneven for row in table.rows):
+        console.print(speedup.UNEVEN_NOTE, style="dim", markup=False, highlight=False)
+    for row in table.rows:
+        if row.record.status != "completed":
+            console.print(f"{row.label} failed: {row.record.reason}", style="red", markup=False, highlight=False)
+    if said := speedup.conclusion(table):
+        console.print(said, style="bold", markup=False, highlight=False)
+
+
+def _paragraphs(sentences: Sequence[str]) -> list[str]:
+    return [line for sentence in sentences for line in (sentence, "")]
+
+
+def _same(path: Path, content: bytes) -> bool:
+    if not path.is_file():
+        return False
+    found = path.read_bytes()
+    return plots.digest(found) == plots.digest(content) if path.suffix == ".png" else found == content
+
+
+def _stale(results: Path, files: dict[str, bytes]) -> list[Path]:
+    ours = [*(results / "tables").glob("*.md"), *(results / "plots").glob("*.png")]
+    gone = [p for p in ours if p.relative_to(results).as_posix() not in files]
+    return sorted(p for p in gone if plots.MARK.encode() in p.read_bytes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

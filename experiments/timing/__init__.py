@@ -1,0 +1,1 @@
+"""How fast this machine is beside the cluster that it stands for."""

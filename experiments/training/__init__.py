@@ -1,0 +1,1 @@
+"""One run: the worker, the training loop, and what it measures and writes."""

@@ -1,0 +1,118 @@
+"""What a checkpoint of a run holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import Attachment, BucketOptimizer, checkpoint
+from experiments.training.torch_hooks import HookAttachment
+from experiments.workloads.base import Workload
+from launch.errors import UserError
+
+
+class Checkpoints:
+    """Saves and restores model, optimizer, workload, loss scale and random states below `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        ddp: DistributedDataParallel,
+        optimizer: BucketOptimizer,
+        workload: Workload,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.ddp = ddp
+        self.optimizer = optimizer
+        self.workload = workload
+        self.scaler = scaler
+
+    def save(self, step: int) -> None:
+        """Every rank calls it after step `step`. Raises UserError when the disk is full."""
+        local: dict[str, Any] = {
+            "optimizer": self.optimizer.state_dict(),
+            "workload": self.workload.state_dict(),
+            "rng": torch.get_rng_state(),
+            # Batch statistics differ between ranks until DDP's next forward; rank 0's are what it broadcasts.
+            "buffers": dict(self.ddp.module.named_buffers()),
+        }
+        if torch.cuda.is_available():
+            local["cuda_rng"] = torch.cuda.get_rng_state()
+        if self.scaler is not None:
+            local["scaler"] = self.scaler.state_dict()
+        shared: dict[str, Any] = {}
+        parameters = {name: p.detach() for name, p in self.ddp.module.named_parameters()}
+        try:
+            # Models that differ between ranks are kept by each rank for itself.
+            (local if self.optimizer.local_models else shared)["parameters"] = parameters
+            checkpoint.save(self.folder, step, shared, local, self.keep)
+        except OSError as e:
+            raise UserError(f"{e}; free space or set output_dir=FOLDER on another disk") from e
+
+    def any(self) -> bool:
+        """Whether there is a complete checkpoint. `folder` must be one that all ranks see."""
+        return checkpoint.latest(self.folder) is not None
+
+    def restore(self) -> int:
+        """Loads the newest complete checkpoint and returns its step. Raises UserError."""
+        found = checkpoint.latest(self.folder)
+        if found is None:
+            raise UserError(f"no complete checkpoint in {self.folder}")
+        step, folder = found
+        try:
+            shared, local = checkpoint.load(folder)
+            with torch.no_grad():
+                saved = (local if "parameters" in local else shared)["parameters"]
+                _copy(dict(self.ddp.module.named_parameters()), saved, "parameter")
+                _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
+            self.optimizer.load_state_dict(local["optimizer"])
+        except ValueError as e:
+            raise UserError(f"cannot resume from {folder}: {e}") from e
+        self.workload.load_state_dict(local["workload"])
+        if self.scaler is not None and "scaler" in local:
+            self.scaler.load_state_dict(local["scaler"])
+        torch.set_rng_state(local["rng"])
+        if "cuda_rng" in local and torch.cuda.is_available():
+            torch.cuda.set_rng_state(local["cuda_rng"])
+        return step
+
+
+def _copy(mine: dict[str, Any], saved: dict[str, Any], what: str) -> None:
+    if set(mine) != set(saved):
+        odd = ", ".join(sorted(set(mine) ^ set(saved))[:3])
+        raise ValueError(f"the checkpoint is of another model: {what} {odd}")
+    for name, tensor in mine.items():
+        if tensor.shape != saved[name].shape:
+            raise ValueError(f"{what} {name} has shape {tuple(saved[name].shape)}, here {tuple(tensor.shape)}")
+        tensor.copy_(saved[name])
+
+
+def prime_buckets(
+    ddp: DistributedDataParallel, attachment: Attachment | HookAttachment, workload: Workload, batch: Any
+) -> None:
+    """One backward pass without effect, after which DDP rebuilds its buckets as it did in the interrupted run.
+
+    The sums of a ring all-reduce depend, in their last bit, on where in a bucket an element lies. Call before `restore`,
+    which puts back what the pass changed (batch statistics, random state).
+    """
+    saved = workload.state_dict()
+    with attachment.paused():
+        workload.loss(ddp, batch).backward()
+    ddp.zero_grad(set_to_none=True)
+    workload.load_state_dict(saved)
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Gives every rank rank 0's buffers (batch statistics), so that ranks evaluate the same model."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)

@@ -1,0 +1,129 @@
+"""`Tracker`: what a run tells while it runs: progress on the terminal, curve.csv, and Weights & Biases. Rank 0 only."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from experiments.records.curve import Curve
+from experiments.training import wandb_run
+from launch.spec import RunSpec
+
+CURVE_ROWS = 2000  # at most about as many rows of losses, however long the run; every metric is kept
+LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+DRAW_EVERY = 0.2  # seconds between changes of the progress bar
+
+
+class Tracker:
+    """Progress, curve and W&B of one run. On ranks other than 0 (`is_main` false) every method does nothing.
+
+    total:  optimizer steps of the whole run.
+    start:  the step that a resumed run goes on from, 0 for a new one; make the tracker after loading the checkpoint.
+    sample: what a sample is called in rates.
+
+    Raises UserError when the curve cannot be written or `wandb.mode` is unknown. W&B itself never raises.
+    """
+
+    def __init__(self, spec: RunSpec, is_main: bool, *, total: int, start: int = 0, sample: str = "samples") -> None:
+        self.total, self.sample = total, sample
+        self._main = is_main
+        self._closed = not is_main
+        wandb_run.check(spec.config)
+        if not is_main:
+            return
+        self._start = start
+        self._stride = max(1, -(-total // CURVE_ROWS))
+        self._curve = Curve(self.curve_path(spec), start)
+        self._begin = self._printed = time.monotonic()
+        self._drawn = 0.0
+        self._shown: dict[str, Any] = {}
+        self._wandb = wandb_run.WandbRun(spec)
+        self._bar = self._make_bar() if sys.stdout.isatty() else None
+
+    @staticmethod
+    def curve_path(spec: RunSpec) -> Path:
+        """Where the run's curve is written."""
+        return spec.path / "curve.csv"
+
+    def log(self, step: int, **values: Any) -> None:
+        """What is known after optimizer step `step`, counted from 1.
+
+        values: scalars, floats or tensors with one element. Those with a meaning here: `loss`, `metric`, `samples_per_s`
+        (over all ranks), `seconds` (training clock; default: time since the tracker was made, resumed runs go on). The
+        rest goes to W&B by its name. Tensors are read only when they are shown or written, so that a loss on a GPU is
+        not waited for at every step.
+        """
+        if self._closed:
+            return
+        now = time.monotonic()
+        known = {k: v for k, v in values.items() if v is not None}
+        self._shown.update(known)
+        if "metric" in known or step % self._stride == 0 or step >= self.total:
+            known = {k: float(v) for k, v in known.items()}
+            seconds = known.pop("seconds", self._curve.seconds + now - self._begin)
+            if "loss" in known or "metric" in known:
+                self._curve.add(step, seconds, known.get("loss"), known.get("metric"))
+            self._wandb.log(step, {**known, "seconds": seconds})
+        self._show(step, now)
+
+    def close(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
+        """Ends progress, curve and W&B run. `summary`: last words for W&B. Once only; later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bar is not None:
+            self._bar.stop()
+        self._curve.close()
+        self._wandb.finish(summary or {}, exit_code)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self.close(exit_code=int(kind is not None))
+
+    def _show(self, step: int, now: float) -> None:
+        last = step >= self.total
+        if self._bar is not None:
+            if last or now - self._drawn >= DRAW_EVERY:
+                self._drawn = now
+                self._bar.update(self._task, completed=step, shown=self._words())
+        elif last or step == self._start + 1 or now - self._printed >= LINE_EVERY:
+            self._printed = now
+            left = (now - self._begin) / max(1, step - self._start) * (self.total - step)
+            parts = [
+                f"step {step}/{self.total}",
+                self._words(),
+                f"time left {datetime.timedelta(seconds=round(left))}",
+            ]
+            # The first step of a run takes longer than those that follow: no forecast from it.
+            print("  ".join(parts if step > self._start + 1 and not last else parts[:2]), flush=True)
+
+    def _words(self) -> str:
+        words = []
+        if "loss" in self._shown:
+            words.append(f"loss {float(self._shown['loss']):.4g}")
+        if "metric" in self._shown:
+            words.append(f"metric {float(self._shown['metric']):.4g}")
+        if "samples_per_s" in self._shown:
+            words.append(f"{float(self._shown['samples_per_s']):.4g} {self.sample}/s")
+        return "  ".join(words)
+
+    def _make_bar(self) -> Progress:
+        bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._task = bar.add_task("", total=self.total, completed=self._start, shown="")
+        bar.start()
+        return bar

@@ -1,0 +1,180 @@
+"""One rank. torchrun starts `python experiments/training/worker.py SPEC` on every rank of every node.
+
+Says what becomes of it in files of the run directory (format: launch/failure.py), which the launcher reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from experiments.training import presence
+from launch import failure, process
+from launch.errors import UserError
+from launch.spec import RunSpec
+
+Train = Callable[[RunSpec], None]
+
+
+def run_rank(
+    spec: RunSpec, train: Train | None = None, last_words: Callable[[BaseException], None] | None = None
+) -> None:
+    """Trains as the rank that the environment names. `train` defaults to `experiments.training.loop.train`.
+
+    last_words: called with what ends this rank too early, before it ends.
+
+    Whatever it raises is also left in `<run_dir>/errors/rank<r>.json`. A rank that finds another one lost does not wait
+    for its collectives to notice: it ends at once, with status 1.
+    """
+    me = _Rank(spec, last_words)
+    me.begin()
+    presence.on_lost = me.end_alone
+    try:
+        if train is None:
+            from experiments.training.loop import train as full_train
+
+            train = full_train
+        train(spec)
+    except BaseException as error:
+        me.save_error(error)
+        if failure.is_consequence(type(error).__name__, str(error)):
+            me.save_error(error, presence.look_around())
+        me.end(error)
+        raise
+    me.save("done")
+
+
+def main(spec_path: str, train: Train | None = None) -> None:
+    """The whole life of a rank's process; never returns. Exit status: 0, 1, or 2 for bad input."""
+    process.die_with_parent(os.getppid())  # before the slow imports: a dead agent leaves no rank behind
+    spec = RunSpec.load(spec_path)
+    me = _Rank(spec)
+    # Restarted by torchrun, or by a scheduler that may start the same job again: go on, don't begin again. torchrun's
+    # count of restarts differs between nodes, so all ranks look for a checkpoint whenever there may have been one.
+    if spec.config["cluster"].get("max_restarts", 0) or os.environ.get("BIRDER_RESUME") == "auto":
+        spec = dataclasses.replace(spec, config={**spec.config, "resume": "auto"})
+    _redirect_output(me)
+    _end_on_sigterm(me)
+    try:
+        run_rank(spec, train)
+    except BaseException as error:
+        _flush()
+        # Threads of a broken process group could keep an ordinary exit waiting for ever.
+        os._exit(2 if isinstance(error, UserError) else 1)
+    sys.exit(0)
+
+
+class _Rank:
+    """This process's place in the world, and its files in the run directory."""
+
+    def __init__(self, spec: RunSpec, last_words: Callable[[BaseException], None] | None = None) -> None:
+        self.dir = spec.path
+        self.last_words = last_words
+        self.rank = int(os.environ["RANK"])
+        self.facts = {"rank": self.rank, "node": presence.own_node()}
+
+    def begin(self) -> None:
+        """Takes the place of this rank's earlier life, if there was one."""
+        with contextlib.suppress(OSError):
+            self._file("errors").unlink()
+        self.save("running")
+
+    def save(self, state: str) -> None:
+        self._write("ranks", {**self.facts, "pid": os.getpid(), "pid_space": process.pid_space(), "state": state})
+
+    def save_error(self, error: BaseException, peers: Sequence[dict[str, Any]] = ()) -> None:
+        shown = "".join(traceback.format_exception(error))
+        what = {"type": type(error).__name__, "message": str(error), "traceback": shown, "peers": list(peers)}
+        self._write("errors", {**self.facts, "time": time.time(), **what, "user_error": isinstance(error, UserError)})
+
+    def end(self, error: BaseException) -> None:
+        self.save("failed")
+        if self.last_words is not None:
+            self.last_words(error)
+
+    def end_alone(self, error: BaseException, peers: list[dict[str, Any]]) -> None:
+        """Ends this process from a thread, whatever the main thread waits for."""
+        self.save_error(error, peers)
+        self.end(error)
+        print(f"error: {error}", file=sys.stderr)
+        _flush()
+        os._exit(1)
+
+    def _file(self, folder: str) -> Path:
+        return self.dir / folder / f"rank{self.rank}.json"
+
+    def _write(self, folder: str, content: dict[str, Any]) -> None:
+        target = self._file(folder)
+        partial = target.with_suffix(f".{threading.get_ident()}.tmp")  # threads end this process too
+        with contextlib.suppress(OSError):  # a full disk: the exit status must tell
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content))
+            os.replace(partial, target)
+
+
+def _redirect_output(me: _Rank) -> None:
+    """Sends this rank's output to its log, except rank 0's standard output, which goes to the user's terminal."""
+    terminal_on_stdin = os.environ.get("BIRDER_TERMINAL") == "stdin"
+    log = me.dir / "logs" / f"rank{me.rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    _flush()
+    os.dup2(out, 2)
+    if me.rank != 0:
+        os.dup2(out, 1)
+    elif terminal_on_stdin:
+        os.dup2(0, 1)
+    os.close(out)
+    if terminal_on_stdin:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+
+def _end_on_sigterm(me: _Rank) -> None:
+    """Ends this process within moments of SIGTERM, also while its main thread waits inside a collective.
+
+    A Python handler would run only when that wait is over. The wake-up pipe is written by the C handler at once.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:
+        while True:
+            if signal.SIGTERM in os.read(read, 64):
+                me.save("terminated")
+                _flush()
+                os._exit(128 + signal.SIGTERM)
+
+    def in_child() -> None:
+        # Children (data loaders) share neither the thread nor, therefore, this way to end.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=in_child)
+    threading.Thread(target=watch, daemon=True, name="sigterm").start()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

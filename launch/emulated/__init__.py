@@ -1,0 +1,1 @@
+"""Nodes as network namespaces of this machine, joined by links of a set rate."""

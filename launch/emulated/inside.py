@@ -1,0 +1,115 @@
+"""The first process of the sandbox of an emulated run: `python launch/emulated/inside.py PLAN`.
+
+PLAN is JSON: {run_dir, nodes, mbit_per_s, link, agents: [{command, environment}]}; `environment` of an agent is added to
+this process's own. Builds and measures the network, writes <run_dir>/link.json, runs the agents, one on each node, and
+leaves <run_dir>/outcome.json: {cause}, null or the fields of `launch.failure.Cause`.
+
+While it runs, lines "cut K" and "mend K" appended to <run_dir>/control pull the cable of node K and put it back; each is
+repeated in <run_dir>/control.done, followed by ": why not" where it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from launch import process
+from launch.emulated import measure, network, sandbox
+from launch.failure import Cause
+from launch.process import Stopped
+from launch.supervise import Agent, supervise
+
+CONTROL, CONTROL_DONE, OUTCOME, LINK = "control", "control.done", "outcome.json", "link.json"
+
+
+class Control:
+    """Obeys the lines of a run's control file."""
+
+    def __init__(self, run_dir: Path, nodes: int) -> None:
+        self.run_dir = run_dir
+        self.nodes = nodes
+        self.read = 0  # characters
+
+    def poll(self) -> None:
+        """Does what has been asked for since the last call."""
+        try:
+            new = (self.run_dir / CONTROL).read_text()[self.read :]
+        except OSError:
+            return
+        whole = new[: new.rfind("\n") + 1]
+        self.read += len(whole)
+        for line in whole.splitlines():
+            with open(self.run_dir / CONTROL_DONE, "a") as done:
+                done.write(line + self._obey(line) + "\n")
+
+    def _obey(self, line: str) -> str:
+        word, _, number = line.partition(" ")
+        action = {"cut": network.cut, "mend": network.mend}.get(word)
+        if action is None or not number.isdigit() or int(number) >= self.nodes:
+            return ": unknown"
+        try:
+            action(int(number))
+        except network.NetworkError as error:
+            return f": {error}"
+        return ""
+
+
+def run(plan: dict[str, Any]) -> Cause | None:
+    """Runs a plan to its end. None when all ranks ended well."""
+    run_dir, nodes, rate = Path(plan["run_dir"]), plan["nodes"], plan["mbit_per_s"]
+    try:
+        network.build(nodes, rate)
+        link = {**plan["link"], **measure.check(nodes, rate)}
+    except network.NetworkError as error:
+        return Cause(f"the emulated network could not be built: {error}")
+    write_json(run_dir / LINK, link)
+    if link["note"]:
+        with contextlib.suppress(OSError):
+            os.write(0, f"{link['note']}\n".encode())
+    agents = [
+        Agent([*network.enter(k), *agent["command"]], {**os.environ, **agent["environment"]})
+        for k, agent in enumerate(plan["agents"])
+    ]
+    control = Control(run_dir, nodes)
+
+    def each_poll(running: Sequence[subprocess.Popen]) -> None:
+        sandbox.collect_orphans([p.pid for p in running])
+        control.poll()
+
+    return supervise(agents, run_dir, terminal=0, each_poll=each_poll)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def main(plan_path: str) -> int:
+    """The command line."""
+    plan = json.loads(Path(plan_path).read_text())
+    try:
+        with process.stop_signals():
+            cause = run(plan)
+            outcome = {"cause": None if cause is None else dataclasses.asdict(cause)}
+            write_json(Path(plan["run_dir"]) / OUTCOME, outcome)
+    except Stopped as error:
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    return 0 if cause is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,230 @@
+"""Nodes on this machine as network namespaces, joined by links with the rate of a real network, or a dilated one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch import failure, process
+from launch.emulated import inside, network, sandbox
+from launch.errors import UserError
+from launch.failure import Cause
+from launch.local import LocalLauncher, cores, terminal_fd
+from launch.spec import RunSpec
+
+
+class EmulatedLauncher(LocalLauncher):
+    """N nodes, each a network namespace with one torchrun agent, on a bridge with links that are shaped both ways.
+
+    link_gbps: rate of the network that is emulated, Gbit/s per node and direction.
+    dilation:  time here runs so many times slower than on the machines that are emulated: links are set to
+               link_gbps / dilation, so that computing and communicating keep their proportion.
+    max_total_gbps: what this machine can carry, over all nodes; None: `capacity_gbps` says.
+
+    Where the system allows no such network the nodes talk over plain loopback: one line says so and why, and so does
+    `<run_dir>/link.json`. A single node needs no network.
+    """
+
+    def __init__(
+        self,
+        *,
+        link_gbps: float = 10.0,
+        dilation: float | str = "auto",
+        max_total_gbps: float | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        self.link_gbps = link_gbps
+        self.dilation = dilation
+        self.max_total_gbps = max_total_gbps
+
+    @property
+    def shapes(self) -> bool:
+        """Whether the nodes of this run will have links of a set rate."""
+        return self.nodes > 1 and why_not() is None
+
+    @property
+    def mbit_per_s(self) -> float:
+        """The rate of the token buckets."""
+        assert not isinstance(self.dilation, str)
+        return self.link_gbps * 1000 / self.dilation
+
+    def check(self, spec: RunSpec) -> None:
+        if not _is_number(self.link_gbps) or self.link_gbps <= 0:
+            raise UserError(f"cluster.link_gbps={self.link_gbps}: a rate in Gbit/s above 0 is needed, such as 10")
+        if self.max_total_gbps is not None and (not _is_number(self.max_total_gbps) or self.max_total_gbps <= 0):
+            raise UserError(
+                f"cluster.max_total_gbps={self.max_total_gbps}: a rate in Gbit/s above 0, or null, is needed"
+            )
+        if self.dilation != "auto" and (not _is_number(self.dilation) or float(self.dilation) < 1):
+            raise UserError(f"cluster.dilation={self.dilation}: a number of at least 1 is needed, or auto")
+        super().check(spec)
+        if self.shapes:
+            self._check_rate()
+        elif self.nodes > 1:
+            say_once(
+                f"No emulated network here ({why_not()}): nodes talk over plain loopback, their link is not shaped."
+            )
+
+    def _check_rate(self) -> None:
+        if self.dilation == "auto":
+            raise UserError("cluster.dilation=auto needs a measurement, which was not made: set cluster.dilation=20")
+        if self.nodes > network.MAX_NODES:
+            raise UserError(f"cluster.nodes={self.nodes}: one machine emulates at most {network.MAX_NODES}")
+        each = capacity_gbps(self.nodes, cores())
+        if self.max_total_gbps is not None:
+            each = self.max_total_gbps / self.nodes
+        if self.mbit_per_s > each * 1000 * (1 + 1e-9):
+            least = math.ceil(self.link_gbps / each)
+            machine = f"{cores()} core{'s' * (cores() != 1)}"
+            raise UserError(
+                f"links of {self.mbit_per_s / 1000:.3g} Gbit/s are more than this machine ({machine}) can carry for "
+                f"{self.nodes} nodes at once, {each:.3g} Gbit/s each: set cluster.dilation={least} or more"
+            )
+
+    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+        agent = self._agent(spec_path, spec, node_rank)
+        return [*network.enter(node_rank), *agent] if self.shapes else agent
+
+    def _agent(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+        """One node's agent, without the command that takes it to its node."""
+        if not self.shapes:
+            return super().command(spec_path, spec, node_rank)
+        return self.torchrun(
+            spec_path,
+            spec,
+            endpoint=f"{network.address(0)}:{self.port}",
+            is_host=node_rank == 0,
+            local_addr=network.address(node_rank),
+        )
+
+    def environment(self, node_rank: int) -> dict[str, str]:
+        env = super().environment(node_rank)
+        if self.shapes:
+            env |= {"GLOO_SOCKET_IFNAME": network.NIC, "NCCL_SOCKET_IFNAME": network.NIC, "BIRDER_NIC": network.NIC}
+            # NCCL knows GPUs of one machine when it sees them and would send around the link. With more than one rank
+            # per node that costs speed within the node as well; within and between cannot be told apart here.
+            env |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_HOSTID": f"node{node_rank}"}
+            if env.get("WANDB_MODE") != "disabled":
+                env["WANDB_MODE"] = "offline"  # no way leads out of the emulated network
+        return env
+
+    def preview(self, spec: RunSpec) -> str:
+        if not self.shapes:
+            return super().preview(spec)
+        commands = [
+            self._sandbox(spec),
+            *network.commands(self.nodes, self.mbit_per_s),
+            *(self.command(spec.path / "spec.yaml", spec, k) for k in range(self.nodes)),
+        ]
+        return "\n".join(map(shlex.join, commands))
+
+    def _sandbox(self, spec: RunSpec) -> list[str]:
+        return [*sandbox.prefix(), self.python, str(Path(inside.__file__).resolve()), str(spec.path / "plan.json")]
+
+    def run(self, spec_path: Path, spec: RunSpec) -> None:
+        if not self.shapes:
+            note = "one node: no link" if self.nodes == 1 else f"not shaped: {why_not()}"
+            inside.write_json(spec.path / inside.LINK, link(note=note))
+            return super().run(spec_path, spec)
+        for left in (inside.CONTROL, inside.CONTROL_DONE, inside.OUTCOME, inside.LINK):
+            (spec.path / left).unlink(missing_ok=True)  # of an earlier run that is resumed
+        environments = [self.environment(k) for k in range(self.nodes)]
+        common = dict(set.intersection(*(set(env.items()) for env in environments)))
+        own = [{name: value for name, value in env.items() if name not in common} for env in environments]
+        plan = {
+            "run_dir": str(spec.path.resolve()),
+            "nodes": self.nodes,
+            "mbit_per_s": self.mbit_per_s,
+            "link": link(
+                kind="emulated",
+                shaped=True,
+                set_mbit_per_s=self.mbit_per_s,
+                link_gbps=self.link_gbps,
+                dilation=float(self.dilation),
+            ),
+            # The rest of the environment, keys among it, is inherited and never written to a file.
+            "agents": [{"command": self._agent(spec_path, spec, k), "environment": own[k]} for k in range(self.nodes)],
+        }
+        inside.write_json(spec.path / "plan.json", plan)
+        if cause := self._supervise(spec, common):
+            failure.report(cause)
+        return None
+
+    def _supervise(self, spec: RunSpec, environment: dict[str, str]) -> Cause | None:
+        """Runs the sandbox to its end: None, or why it failed. Nothing of it is left when this returns or raises."""
+        running: list[subprocess.Popen] = []
+        log = spec.path / "logs" / "sandbox.log"
+        first: list[int] = []
+        try:
+            with process.stop_signals():
+                running.append(process.start(self._sandbox(spec), environment, log, stdin=terminal_fd()))
+                process.wait_for_first_failure(running)
+        finally:
+            with process.undisturbed():
+                # The kernel ends everything inside with the first process, whose own end is the end of it all.
+                first += sandbox.processes(running[0].pid).values() if running else []
+                process.end(running, others=lambda: first)
+        try:
+            found = json.loads((spec.path / inside.OUTCOME).read_text())["cause"]
+        except (OSError, ValueError):
+            code = running[0].returncode
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+            said = log.read_text(errors="replace")[-4000:]
+            return Cause(f"the sandbox of the emulated nodes {how} before it could say why; see {log}", said)
+        return None if found is None else Cause(**found)
+
+
+def capacity_gbps(nodes: int, cores: int) -> float:
+    """What each of `nodes` emulated nodes can send and receive at once on so many cores, Gbit/s.
+
+    Measured on 2 cores: 5, 2.5 and 1 for 2, 4 and 8 nodes. A core moves 5 Gbit/s from one node to another, 4 where more than
+    two nodes share it; one node's traffic cannot use more than two cores.
+    """
+    per_core = 5.0 if nodes <= 2 * cores else 4.0
+    return per_core * min(2.0, cores / nodes)
+
+
+def link(
+    *,
+    kind: str = "loopback",
+    shaped: bool = False,
+    set_mbit_per_s: float | None = None,
+    link_gbps: float | None = None,
+    dilation: float | None = None,
+    note: str | None = None,
+) -> dict[str, Any]:
+    """`<run_dir>/link.json` before anything is measured."""
+    return {
+        "kind": kind,
+        "shaped": shaped,
+        "measured": False,
+        "mbit_per_s": None,
+        "set_mbit_per_s": set_mbit_per_s,
+        "link_gbps": link_gbps,
+        "dilation": dilation,
+        "off_by": None,
+        "note": note,
+    }
+
+
+def why_not() -> str | None:
+    """Why this machine can have no emulated network, in one line; None where it can."""
+    command, reason = sandbox.probe()
+    return reason if command is None else None
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Prints a line that a comparison of many runs need not repeat."""
+    print(line, file=sys.stdout, flush=True)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,255 @@
+"""A cluster that SLURM manages: one job through sbatch, one torchrun agent per node through srun.
+
+submitit is not used: it pickles a Python function and writes the sbatch script itself, and this needs a torchrun per node
+and a script (<run_dir>/job.sh) that a user can read, change and submit again.
+
+The repository, the Python environment, the run directory and the data must lie at the same paths on all nodes (a shared
+file system). A job outlives the launcher's death, and `cluster.wait=false`: `scancel` ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launch import failure, process
+from launch.base import Launcher
+from launch.errors import UserError
+from launch.slurm import job as slurm_job
+from launch.slurm.job import NoController, State, Tail
+from launch.spec import RunSpec
+
+NODE_PROGRAM = Path(__file__).resolve().with_name("node.py")
+_LINK = {"kind": "network", "shaped": False, "measured": False, "mbit_per_s": None, "set_mbit_per_s": None}
+_LINK |= {"link_gbps": None, "dilation": None, "off_by": None, "note": None}
+_REMIND_S = 300.0  # between two words about a job that waits for the same reason
+
+_BODY = """\
+cd {cwd}
+# SLURM may start this job again (preemption, a failed node, scontrol requeue), and so may you (sbatch {script}):
+# the ranks go on from the last complete checkpoint of this run, if there is one.
+{exports}
+rm -rf {ranks} {errors}
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+address() {{  # how SLURM itself reaches a node
+  local found=$(scontrol --oneliner show node "$1" | grep -o ' NodeAddr=[^ ]*')
+  found=${{found#*=}}
+  echo "${{found:-$1}}"
+}}
+first=$(address "${{nodes[0]}}")
+second=$(address "${{nodes[1]:-${{nodes[0]}}}}")
+port=$((16000 + SLURM_JOB_ID % 16000))  # of the rendezvous, on the first node
+
+# One torchrun per node. srun takes --cpus-per-task from its own command line alone.
+srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
+  --open-mode=append --error={log} \\
+  {node} \\
+  {torchrun}
+"""
+
+
+class SlurmLauncher(Launcher):
+    """N nodes of one SLURM job.
+
+    partition, account, time, constraint: as sbatch knows them; null: the site's defaults. A time is "HH:MM:SS".
+    gpus_per_node: as sbatch knows it (4, "a100:4"); null: as many as ranks where backend is nccl, else none.
+    cpus_per_node: cores for the ranks of a node; null: one for each rank.
+    sbatch:        any other option of sbatch, {key: value} for --key=value; {key: null} for --key.
+    interface:     network interface of gloo and NCCL on every node; null: the one that routes to the first node.
+    wait:          wait for the job, showing what rank 0 prints; false: return once it is submitted.
+    poll_s:        seconds between two questions to the controller about the job.
+    """
+
+    def __init__(
+        self,
+        *,
+        partition: str | None = None,
+        account: str | None = None,
+        time: str | int | None = None,
+        constraint: str | None = None,
+        gpus_per_node: str | int | None = None,
+        cpus_per_node: int | None = None,
+        sbatch: Mapping[str, Any] | None = None,
+        interface: str | None = None,
+        wait: bool = True,
+        poll_s: float = 5.0,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        self.partition = partition
+        self.interface = interface
+        self.wait = wait
+        self.poll_s = poll_s
+        if gpus_per_node is None and self.backend == "nccl":
+            gpus_per_node = self.ranks_per_node
+        number = re.search(r"(\d+)$", str(gpus_per_node or 0))
+        gpus = int(number[1]) if number else 0
+        if gpus < self.ranks_per_node and (gpus_per_node or self.backend == "nccl"):
+            raise UserError(
+                f"cluster.gpus_per_node={gpus_per_node} is fewer than the {self.ranks_per_node} ranks of a node: "
+                "set cluster.gpus_per_node or cluster.ranks_per_node"
+            )
+        self.options: dict[str, Any] = {
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": cpus_per_node or self.ranks_per_node,
+            "requeue": None,
+            "open-mode": "append",
+        }
+        chosen = {"partition": partition, "account": account, "time": time, "constraint": constraint}
+        chosen["gpus-per-node"] = gpus_per_node or None
+        self.options |= {key: value for key, value in chosen.items() if value is not None}
+        reserved = {*self.options, *chosen, "job-name", "output", "error", "chdir"}
+        for key, value in (sbatch or {}).items():
+            _check_option(str(key), value, reserved)
+        self.options |= dict(sbatch or {})
+
+    def check(self, spec: RunSpec) -> None:
+        if self.dry_run:
+            return  # shows what it would do where there is no SLURM, too
+        missing = [c for c in ("sbatch", "srun", "scontrol", "sinfo", "scancel") if shutil.which(c) is None]
+        if missing:
+            raise UserError(
+                f"cluster=slurm needs {missing[0]}, which is not here: start it on a SLURM cluster's login node"
+            )
+        try:
+            said = slurm_job.ask(["sinfo", "--all", "--noheader", "--format=%P|%D"])
+            running = slurm_job.ask(["squeue", "--noheader", "--format=%i", f"--name={spec.id}"]).split()
+        except NoController as error:
+            raise UserError(f"SLURM does not answer: {error}") from error
+        if running:
+            raise UserError(
+                f"job {running[0]} of this run has not ended: wait for it, or end it with scancel {running[0]}"
+            )
+        sizes = dict(line.rsplit("|", 1) for line in said.split())
+        default = next((name for name in sizes if name.endswith("*")), None)
+        wanted = self.partition or os.environ.get("SBATCH_PARTITION") or default
+        if wanted is None:
+            raise UserError(
+                f"this cluster has no default partition: set cluster.partition to one of {', '.join(sizes)}"
+            )
+        nodes = {name.rstrip("*"): int(count) for name, count in sizes.items()}
+        for name in wanted.rstrip("*").split(","):
+            if name not in nodes:
+                raise UserError(f"no partition '{name}'; there are: {', '.join(sorted(nodes)) or 'none'}")
+        most = max(nodes[name] for name in wanted.rstrip("*").split(","))
+        if self.nodes > most:
+            raise UserError(
+                f"{self.nodes} nodes asked for, and partition {wanted.rstrip('*')} has {most}: set cluster.nodes"
+            )
+
+    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+        """torchrun's command line, the same for all nodes: launch/slurm/node.py fills in what stands in braces."""
+        command = self.torchrun(
+            spec_path.absolute(), spec, endpoint="{endpoint}", is_host=False, local_addr="{address}"
+        )
+        return [a.replace("is_host=0", "is_host={is_host}") if a.startswith("is_host=") else a for a in command]
+
+    def script(self, spec: RunSpec) -> str:
+        """The job's script: complete and the same for every start of the job."""
+        folder = spec.path.absolute()
+        logs = str(folder / "logs").replace("%", "%%")  # sbatch and srun fill in %n and others
+        options = {
+            "job-name": spec.id,
+            "chdir": Path.cwd(),
+            "output": f"{logs}/output.log",
+            "error": f"{logs}/slurm.log",
+            **self.options,
+        }
+        lines = ["#!/bin/bash", f"# {spec.id}: {' '.join(spec.command.split())}"]
+        lines += [f"#SBATCH {_option(key, value)}" for key, value in options.items() if value is not False]
+        node = [self.python, str(NODE_PROGRAM), "--ranks", str(self.ranks_per_node), "--backend", self.backend]
+        node += ["--interface", self.interface] if self.interface else []
+        exports = {"BIRDER_RESUME": "auto", **self.torchrun_environment()}
+        body = _BODY.format(
+            cwd=shlex.quote(str(Path.cwd())),
+            script=shlex.quote(str(folder / "job.sh")),
+            ranks=shlex.quote(str(folder / "ranks")),
+            errors=shlex.quote(str(folder / "errors")),
+            exports="\n".join(f"export {k}={shlex.quote(v)}" for k, v in exports.items()),
+            log=shlex.quote(f"{logs}/node%n.log"),
+            node=shlex.join(node) + ' --first "$first" --second "$second" --port "$port" --',
+            torchrun=shlex.join(self.command(spec.path / "spec.yaml", spec, 0)),
+        )
+        return "\n".join(lines) + "\n\n" + body
+
+    def preview(self, spec: RunSpec) -> str:
+        return f"{self.script(spec)}\n{shlex.join(_submission(spec))}"
+
+    def run(self, spec_path: Path, spec: RunSpec) -> None:
+        logs = spec.path / "logs"
+        logs.mkdir(exist_ok=True)
+        (spec.path / "link.json").write_text(json.dumps(_LINK))
+        (spec.path / "job.sh").write_text(self.script(spec))
+        output, log = Tail(logs / "output.log"), Tail(logs / "slurm.log")
+        with process.stop_signals():
+            job = slurm_job.submit(_submission(spec))
+            try:
+                print(f"SLURM job {job}: submitted", flush=True)
+                if not self.wait:
+                    print(f"it goes on by itself; see it: tail -f {output.path}; end it: scancel {job}", flush=True)
+                    return
+                ended = self._follow(job, output)
+            except BaseException:
+                with process.undisturbed():
+                    if not slurm_job.cancel(job):
+                        print(f"SLURM job {job}: cancelled, but not ended yet; see squeue", file=sys.stderr, flush=True)
+                raise
+        if ended != "COMPLETED" and not (ended == "" and self._all_done(spec)):
+            failure.report(slurm_job.explain(spec.path, job, ended, log.rest()))
+
+    def _follow(self, job: str, output: Tail) -> str:
+        """Shows what rank 0 prints until the job has ended; the name of its last state."""
+        told, when = "", 0.0
+        while True:
+            try:
+                now = slurm_job.state(job)
+            except NoController as error:
+                now = State("UNKNOWN", " ".join(str(error).split()))  # the controller will answer again
+            waits = now.name in ("PENDING", "UNKNOWN")
+            news = now.name.lower() + f" ({now.reason})" * waits + f", restart {now.restarts}" * (now.restarts > 0)
+            known = now.ended or (waits and now.reason == "None")
+            if not known and (news != told or (waits and time.monotonic() - when > _REMIND_S)):
+                print(f"SLURM job {job}: {news}", flush=True)
+                told, when = news, time.monotonic()
+            until = time.monotonic() + (0 if now.ended else self.poll_s)
+            while True:
+                sys.stdout.write(output.rest())
+                sys.stdout.flush()
+                if time.monotonic() >= until:
+                    break
+                time.sleep(0.2)
+            if now.ended:
+                return now.name
+
+    def _all_done(self, spec: RunSpec) -> bool:
+        """Whether every rank said that it has finished."""
+        files = [spec.path / "ranks" / f"rank{r}.json" for r in range(self.nodes * self.ranks_per_node)]
+        return all(f.exists() and json.loads(f.read_text())["state"] == "done" for f in files)
+
+
+def _submission(spec: RunSpec) -> list[str]:
+    return ["sbatch", "--parsable", str(spec.path.absolute() / "job.sh")]
+
+
+def _option(key: str, value: Any) -> str:
+    if value is None or value is True:
+        return f"--{key}"
+    return f"--{key}={shlex.quote(str(value))}"
+
+
+def _check_option(key: str, value: Any, reserved: set[str]) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+        raise UserError(f"cluster.sbatch.{key}: write sbatch's long options, without the leading dashes")
+    if key in reserved:
+        raise UserError(f"cluster.sbatch.{key} is set by other keys: see conf/cluster/slurm.yaml")
+    if isinstance(value, Mapping | list) or not str(value).isprintable():
+        raise UserError(f"cluster.sbatch.{key} must be one line of text, a number, true, false or null")

@@ -1,0 +1,1 @@
+"""Nodes that are reached over ssh."""

@@ -1,0 +1,126 @@
+"""The host's side of cluster=ssh, in a process that ssh starts.
+
+`python -m launch.ssh.remote run NODE RUN_DIR COMMAND...`     runs COMMAND (torchrun) as long as standard input is open
+`python -m launch.ssh.remote gather RUN_DIR RESULTS_DIR ID`   writes a tar of what a run has left to standard output
+
+`run` first reads one line of JSON, {"files": {name: text}, "environment": {...}}: files for a run directory that is not
+the launcher's own, and variables that no command line should show. Standard input ends when the launcher wants the
+ranks to end, and also when it, its ssh or the connection is no more.
+
+Leaves <run_dir>/agents/node<k>.json: {code, vanished}. code: exit status of COMMAND, null when it was ended from here;
+vanished: rank files of this node's processes that were gone without a word before anything was ended on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch import failure, process
+from launch.local import _STALE, _STALE_PREFIXES, cores
+
+KEPT = ("logs", "ranks", "errors", "agents", "curve.csv")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def run(node: int, run_dir: Path, command: list[str]) -> int:
+    """Runs `command` until it or standard input ends; returns the exit status. Leaves no process behind."""
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 1  # the launcher is gone already
+    request = json.loads(line)
+    # Ranks whose torchrun dies become children of this process, which can then find and end them.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if request["files"]:
+        failure.forget_earlier(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in request["files"].items():
+        (run_dir / name).write_text(text)
+    env = {k: v for k, v in os.environ.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
+    env |= request["environment"]
+    ranks = int(command[command.index("--nproc-per-node") + 1])
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    started: list[subprocess.Popen] = []
+    try:
+        with process.stop_signals():
+            # Rank 0 finds the user's terminal as its standard input (experiments/training/worker.py).
+            started.append(process.start(command, env, run_dir / "logs" / f"node{node}.log", stdin=1))
+            _wait(started[0])
+    except process.Stopped:
+        pass  # ended by a signal: as if standard input had ended
+    finally:
+        with process.undisturbed():
+            code = started[0].poll() if started else None
+            try:
+                _report(node, run_dir, code)
+            finally:
+                torchrun = {p.pid for p in started}
+                process.end(started, others=lambda: [p for p in descendants(os.getpid()) if p not in torchrun])
+    return 1 if code is None else code if code >= 0 else 128 - code
+
+
+def gather(run_dir: Path, results_dir: Path, run_id: str) -> None:
+    """Writes a tar of a run's small files: run/... and, where this host has them, results/records and results/curves."""
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
+        for name in KEPT:
+            if (run_dir / name).exists():
+                tar.add(run_dir / name, f"run/{name}")
+        for name in (f"curves/{run_id}.csv", f"records/{run_id}.json"):
+            if (results_dir / name).is_file():
+                tar.add(results_dir / name, f"results/{name}")
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all descendants of process `pid`, parents first."""
+    children: dict[int, list[int]] = {}
+    for child, parent in _parents():
+        children.setdefault(parent, []).append(child)
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(0), [])
+        found += below
+        todo += below
+    return found
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                # The command name in parentheses may itself hold spaces and parentheses.
+                yield int(entry.name), int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+
+
+def _wait(child: subprocess.Popen, poll_s: float = 0.1) -> None:
+    """Waits until `child` or standard input ends."""
+    while child.poll() is None:
+        if select.select([0], [], [], poll_s)[0] and not os.read(0, 4096):
+            return
+
+
+def _report(node: int, run_dir: Path, code: int | None) -> None:
+    # The other nodes' processes, whose files a shared folder holds too, have nothing to do with ids on this host.
+    vanished = [r for r in failure.vanished(run_dir) if int(r["node"]) == node] if code != 0 else []
+    target = run_dir / "agents" / f"node{node}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".tmp")
+    partial.write_text(json.dumps({"code": code, "vanished": vanished}))
+    os.replace(partial, target)
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what == "gather":
+        gather(Path(rest[0]), Path(rest[1]), rest[2])
+    else:
+        sys.exit(run(int(rest[0]), Path(rest[1]), rest[2:]))
