@@ -1,23 +1,179 @@
-"""Checkpoints that hold every rank's own state, and of which a torn one is never taken.
+"""Checkpoints that hold every rank's own state. None that is torn or changed is ever taken, and none can run code.
 
-Written with torch.distributed.checkpoint into `step-NNNNNNNN.tmp`, completed by a list of files and sizes, then renamed.
+Written into `step-NNNNNNNN.tmp`, completed by a manifest with the size and SHA-256 of every file, then renamed. Format:
+birder/checkpoint_files.py. `root` is a folder that all ranks see.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-COMPLETE = "complete.json"
+from birder.checkpoint_files import (
+    MANIFEST,
+    SHARED,
+    Broken,
+    Manifest,
+    Seal,
+    check,
+    name_of,
+    rank_file,
+    read_manifest,
+    read_tree,
+    write_manifest,
+    write_tree,
+)
+
+__all__ = ["MANIFEST", "SHARED", "Broken", "Restored", "latest", "load", "rank_file", "read", "restore", "save"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` found. passed_over: one line for each newer checkpoint that is broken."""
+
+    step: int
+    folder: Path
+    shared: dict[str, Any]
+    local: dict[str, Any]
+    passed_over: list[str]
+
+
+def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
+    """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
+
+    shared: nested dicts and lists of tensors and scalars that are the same on all ranks (the model); stored once.
+            Scalars are what JSON knows: numbers, strings, booleans, None.
+    local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
+    Checkpoints of later steps are removed too: they are those of a future that this run has left.
+
+    Returns the checkpoint's folder. When one rank fails, all raise alike: OSError for what the system says (a full disk),
+    RuntimeError for the rest. Nothing of the checkpoint is left then.
+    """
+    root, rank = Path(root), _rank()
+    final, draft = root / name_of(step), root / f"{name_of(step)}.tmp"
+
+    def begin() -> None:
+        for old in root.glob("step-*.tmp"):
+            shutil.rmtree(old, ignore_errors=True)
+        draft.mkdir(parents=True)
+
+    def write() -> dict[str, Seal]:
+        written = {rank_file(rank): write_tree(draft / rank_file(rank), local)}
+        if rank == 0:
+            written[SHARED] = write_tree(draft / SHARED, shared)
+        return written
+
+    def finish() -> None:
+        for name, seal in files.items():
+            if not (draft / name).is_file() or (draft / name).stat().st_size != seal.size:
+                raise RuntimeError(f"rank 0 does not see {name}: all ranks must write to one shared folder")
+        write_manifest(draft, Manifest(step, _world(), files))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(draft, final)
+        _sync(root)
+        folders = _folders(root)
+        for old in [*folders[: folders.index(final)], *folders[folders.index(final) + keep :]]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    doing = f"checkpoint {final.name} was not written"
+    try:
+        _together(doing, begin if rank == 0 else None)
+        files = {name: seal for part in _together(doing, write) for name, seal in (part or {}).items()}
+        _together(doing, finish if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return final
+
+
+def latest(root: str | Path) -> tuple[int, Path] | None:
+    """(step, folder) of the newest whole checkpoint under `root`, or None. Reads every file of it; one process calls it."""
+    for folder in _folders(Path(root)):
+        with suppress(Broken):
+            manifest = read_manifest(folder)
+            for name, seal in manifest.files.items():
+                check(folder / name, seal)
+            return manifest.step, folder
+    return None
+
+
+def restore(root: str | Path) -> Restored | None:
+    """Loads the newest checkpoint under `root` that is whole for every rank; None where there is none. Every rank calls it.
+
+    A broken one is passed over. Raises Broken, a ValueError, when there are only broken ones, and ValueError when that one
+    was saved by another number of ranks.
+    """
+    root = Path(root)
+    names = _together("no checkpoint was read", lambda: [f.name for f in _folders(root)])[0] or []
+    passed_over: list[str] = []
+    for name in names:
+        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+        def attempt(folder: Path = root / name, found: list[Any] = found) -> tuple[bool, str]:
+            try:
+                found.append(load(folder))
+            except Broken as e:
+                return True, str(e)
+            except ValueError as e:
+                return False, str(e)
+            return True, ""
+
+        said = [part for part in _together("no checkpoint was read", attempt) if part and part[1]]
+        if not said:
+            return Restored(int(name.removeprefix("step-")), root / name, *found[0], passed_over)
+        if not all(broken for broken, _ in said):
+            raise ValueError(next(line for broken, line in said if not broken))
+        passed_over.append(said[0][1])
+    if passed_over:
+        more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
+        raise Broken(f"{passed_over[0]}{more}, and there is no whole one in {root}: remove it to begin again")
+    return None
+
+
+def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(shared, local) as saved by this rank. Tensors come on CPU; dictionaries and lists as they were, tuples as lists.
+
+    Raises Broken, a ValueError, when a file is not what was written, and ValueError when this run has another number of
+    ranks than the one that saved.
+    """
+    return read(folder, _rank(), _world())
+
+
+def read(folder: str | Path, rank: int, world: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(shared, local) as rank `rank` saved them. world: how many ranks there must have been. Raises as `load` does."""
+    folder = Path(folder)
+    try:
+        manifest = read_manifest(folder)
+        if world not in (None, manifest.world_size):
+            raise ValueError(
+                f"checkpoint {folder.name} was saved by {manifest.world_size} ranks, this run has {world}: "
+                f"use {manifest.world_size} ranks"
+            )
+        if rank_file(rank) not in manifest.files:
+            raise ValueError(f"checkpoint {folder.name} has no rank {rank}")
+        shared, local = (read_tree(folder / n, manifest.files[n]) for n in (SHARED, rank_file(rank)))
+        if not isinstance(shared, dict) or not isinstance(local, dict):
+            raise Broken("the trees of a checkpoint are dictionaries")
+    except Broken as e:
+        raise Broken(f"checkpoint {folder.name} is broken: {e}") from e
+    return shared, local
+
+
+def _folders(root: Path) -> list[Path]:
+    """Folders that claim to be checkpoints, newest first."""
+    return sorted(
+        (f for f in root.glob("step-*") if f.name[5:].isdecimal()), key=lambda f: int(f.name[5:]), reverse=True
+    )
 
 
 def _rank() -> int:
@@ -28,120 +184,39 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON, its tensors moved to `tensors` under names that begin with `name`."""
-    if isinstance(tree, Tensor):
-        tensors[name] = tree
-        return {"tensor": name}
-    if isinstance(tree, dict):
-        return {"dict": [[k, _pack(v, f"{name}/{k}", tensors)] for k, v in tree.items()]}
-    if isinstance(tree, (list, tuple)):
-        return {"list": [_pack(v, f"{name}/{i}", tensors) for i, v in enumerate(tree)]}
-    return {"value": tree}
-
-
-def _unpack(shape: Any, tensors: dict[str, Any]) -> Any:
-    ((kind, content),) = shape.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {k: _unpack(v, tensors) for k, v in content}
-    if kind == "list":
-        return [_unpack(v, tensors) for v in content]
-    return content
-
-
-def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
-    """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
-
-    shared: nested dicts and lists of tensors and scalars that are the same on all ranks (the model); stored once.
-            Scalars are what JSON knows: numbers, strings, booleans, None.
-    local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
-    Returns the checkpoint's folder. Raises OSError when the disk is full; nothing that looks complete is left then.
-    """
-    root = Path(root)
-    final, draft = root / f"step-{step:08d}", root / f"step-{step:08d}.tmp"
-    if _rank() == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    _barrier()
-    flat: dict[str, Any] = {}
-    for name, tree in (("shared", shared), (f"rank{_rank()}", local)):
-        flat[name] = json.dumps(_pack(tree, name, flat))
+def _sync(folder: Path) -> None:
+    """Waits until a renaming in `folder` is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        dcp.save(flat, checkpoint_id=str(draft), no_dist=not dist.is_initialized())
-    except Exception as e:
-        if _rank() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-        cause = _os_error(e)
-        if cause is None:  # a lost peer, say: not the disk's fault
-            raise
-        raise OSError(f"checkpoint {final.name} was not written: {cause}") from e
-    if _rank() == 0:
-        sizes = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
-        with open(draft / COMPLETE, "w") as f:
-            json.dump({"step": step, "world_size": _world(), "files": sizes}, f)
-            f.flush()
-            os.fsync(f.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(draft, final)
-        for old in sorted(root.glob("step-????????"))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
-    _barrier()
-    return final
+        with suppress(OSError):  # some file systems cannot
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def _os_error(e: BaseException) -> str | None:
-    """The operating system's words, from wherever torch.distributed.checkpoint wrapped them."""
-    failures = getattr(e, "failures", None) or {}
-    for inner in [e, e.__cause__, *(f[0] for f in failures.values() if isinstance(f, tuple))]:
-        if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
-    return None
-
-
-def _barrier() -> None:
+def _together(doing: str, what: Callable[[], T] | None) -> list[T | None]:
+    """What every rank's `what` returned. Whatever one of them raises, all raise: none is left waiting for it."""
+    value: T | None = None
+    error: BaseException | None = None
+    try:
+        value = what() if what is not None else None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # torch has errors that are no Exception
+        error = e
+    own = None if error is None else (isinstance(error, OSError), _line(error))
+    said: list[Any] = [(value, own)]
     if dist.is_initialized():
-        dist.barrier()
+        said = [None] * _world()
+        dist.all_gather_object(said, (value, own))
+    for rank, (_, failure) in enumerate(said):
+        if failure is not None:
+            where = f" (rank {rank})" if len(said) > 1 else ""
+            raise (OSError if failure[0] else RuntimeError)(f"{doing}: {failure[1]}{where}") from error
+    return [part for part, _ in said]
 
 
-def latest(root: str | Path) -> tuple[int, Path] | None:
-    """(step, folder) of the newest complete checkpoint under `root`, or None. Torn ones are passed over."""
-    for folder in sorted(Path(root).glob("step-????????"), reverse=True):
-        try:
-            manifest = json.loads((folder / COMPLETE).read_text())
-            whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-        except (OSError, ValueError, KeyError):
-            continue
-        if whole:
-            return int(manifest["step"]), folder
-    return None
-
-
-def world_size(folder: str | Path) -> int:
-    """The number of ranks that wrote a complete checkpoint."""
-    return int(json.loads((Path(folder) / COMPLETE).read_text())["world_size"])
-
-
-def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(shared, local) as saved by this rank. Tensors come on CPU; dictionaries and lists as they were, tuples as lists.
-
-    Every rank calls it. Raises ValueError when this run has another number of ranks than the one that saved.
-    """
-    ranks = _world()
-    saved = world_size(folder)
-    if saved != ranks:
-        raise ValueError(
-            f"checkpoint {Path(folder).name} was saved by {saved} ranks, this run has {ranks}: use {saved} ranks"
-        )
-    reader = dcp.FileSystemReader(str(folder))
-    mine = f"rank{_rank()}"
-    flat: dict[str, Any] = {}
-    for name, meta in reader.read_metadata().state_dict_metadata.items():
-        if name.partition("/")[0] in ("shared", mine):
-            if isinstance(meta, TensorStorageMetadata):
-                flat[name] = torch.empty(meta.size, dtype=meta.properties.dtype)
-            else:
-                flat[name] = None
-    dcp.load(flat, storage_reader=reader, no_dist=not dist.is_initialized())
-    return _unpack(json.loads(flat["shared"]), flat), _unpack(json.loads(flat[mine]), flat)
+def _line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

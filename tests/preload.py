@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in (
     "torch._dynamo",
     "torch.nn.parallel.distributed",
-    "torch.distributed.checkpoint",
+    "safetensors.torch",
     "hypothesis",
     "pytest",
     "sklearn.datasets",

@@ -209,7 +209,9 @@ def test_training_that_is_requeued_ends_with_a_record(
     options += [f"output_dir={tmp_path / 'out'}", f"results_dir={tmp_path / 'results'}"]
     launcher = start("experiments/run.py", "+exp=digits", *options)
     run_dir = tmp_path / "out/digits/one"
-    until(lambda: launcher.poll() is not None or list((run_dir / "checkpoints").glob("*/.metadata")), 400)
+    until(
+        lambda: launcher.poll() is not None or list((run_dir / "checkpoints").glob("step-????????/manifest.json")), 400
+    )
     assert launcher.poll() is None, launcher.communicate()
     (job,) = running(site)
     site.call("scontrol", "requeue", job)

@@ -60,11 +60,10 @@ def train(rank: int, world: int, spec: RunSpec, stop: int) -> str:
         training.train(spec)
     except Interrupted:
         return "interrupted"
-    checkpoint._rank, checkpoint._world = lambda: rank, lambda: world
     step, folder = checkpoint.latest(spec.path / "checkpoints") or (0, Path())
     assert step == STEPS
     digest = hashlib.sha256()
-    _add(digest, checkpoint.load(folder))
+    _add(digest, checkpoint.read(folder, rank, world))
     return digest.hexdigest()
 
 

@@ -204,10 +204,17 @@ class _Run:
     def _resume(self) -> int:
         if self.config["resume"] != "auto":
             return 0
-        if not self.checkpoints.any():
+        found = self.checkpoints.find()
+        if found is None:
             return 0
+        if self.main:
+            for line in found.passed_over:
+                print(f"{line}; going on from {found.folder.name}", flush=True)
+        if found.step > self.total_steps:
+            raise UserError(f"this run ends at step {self.total_steps}, and {found.folder} is of step {found.step}")
         prime_buckets(self.ddp, self.attachment, self.workload, next(self._batches(0)))
-        return self.checkpoints.restore()
+        self.checkpoints.apply(found)
+        return found.step
 
     def _batches(self, start: int) -> Iterator[Batch]:
         """Batches from number `start` on, over epochs; the incomplete accumulation at an epoch's end is dropped."""

@@ -56,32 +56,34 @@ class Checkpoints:
         except OSError as e:
             raise UserError(f"{e}; free space or set output_dir=FOLDER on another disk") from e
 
-    def any(self) -> bool:
-        """Whether there is a complete checkpoint. `folder` must be one that all ranks see."""
-        return checkpoint.latest(self.folder) is not None
-
-    def restore(self) -> int:
-        """Loads the newest complete checkpoint and returns its step. Raises UserError."""
-        found = checkpoint.latest(self.folder)
-        if found is None:
-            raise UserError(f"no complete checkpoint in {self.folder}")
-        step, folder = found
+    def find(self) -> checkpoint.Restored | None:
+        """The newest whole checkpoint, read; None where there is none. Every rank calls it. Raises UserError."""
         try:
-            shared, local = checkpoint.load(folder)
+            return checkpoint.restore(self.folder)
+        except (ValueError, OSError) as e:
+            raise UserError(f"cannot resume: {e}") from e
+
+    def apply(self, found: checkpoint.Restored) -> None:
+        """Puts a checkpoint into effect. Raises UserError when it is of another model or optimizer."""
+        shared, local = found.shared, found.local
+        try:
             with torch.no_grad():
                 saved = (local if "parameters" in local else shared)["parameters"]
                 _copy(dict(self.ddp.module.named_parameters()), saved, "parameter")
                 _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
             self.optimizer.load_state_dict(local["optimizer"])
+            self.workload.load_state_dict(local["workload"])
+            if self.scaler is not None and "scaler" in local:
+                self.scaler.load_state_dict(local["scaler"])
+            torch.set_rng_state(local["rng"])
+            if "cuda_rng" in local and torch.cuda.is_available():
+                torch.cuda.set_rng_state(local["cuda_rng"])
         except ValueError as e:
-            raise UserError(f"cannot resume from {folder}: {e}") from e
-        self.workload.load_state_dict(local["workload"])
-        if self.scaler is not None and "scaler" in local:
-            self.scaler.load_state_dict(local["scaler"])
-        torch.set_rng_state(local["rng"])
-        if "cuda_rng" in local and torch.cuda.is_available():
-            torch.cuda.set_rng_state(local["cuda_rng"])
-        return step
+            raise UserError(f"cannot resume from {found.folder}: {e}") from e
+        except (KeyError, TypeError, IndexError, AttributeError, RuntimeError, StopIteration) as e:
+            # Whole, but not what this program writes: whoever can write a checkpoint can write its checksums.
+            what = " ".join(str(e).split())[:100]
+            raise UserError(f"cannot resume from {found.folder}: it is no checkpoint of this run ({what})") from e
 
 
 def _copy(mine: dict[str, Any], saved: dict[str, Any], what: str) -> None:
@@ -99,7 +101,7 @@ def prime_buckets(
 ) -> None:
     """One backward pass without effect, after which DDP rebuilds its buckets as it did in the interrupted run.
 
-    The sums of a ring all-reduce depend, in their last bit, on where in a bucket an element lies. Call before `restore`,
+    The sums of a ring all-reduce depend, in their last bit, on where in a bucket an element lies. Call before `apply`,
     which puts back what the pass changed (batch statistics, random state).
     """
     saved = workload.state_dict()
