@@ -15,7 +15,6 @@ from torch import Tensor
 from birder.comm.counter import ByteCounter
 from birder.comm.link import Link, new_group
 from birder.comm.topology import Topology
-from birder.room import Empty
 
 
 class Communicator(ABC):
@@ -28,7 +27,7 @@ class Communicator(ABC):
         bits = gather(what the server makes)     uint8[c]            -> uint8[D/8]
 
     with c = D/(8 shards workers). The server on a rank owns row `worker` of its shard. D is a multiple of `multiple`.
-    `empty` makes what is received (birder/room.py).
+    `out`: where what is received goes, contiguous; a new tensor where it is not given. A single rank returns its own message.
     """
 
     counter: ByteCounter
@@ -57,22 +56,22 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Begins phase 1, and returns what waits for its result: [c*workers] -> [workers, c]."""
 
-    def scatter(self, packed: Tensor) -> Tensor:
+    def scatter(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
         """Phase 1: every worker's bytes for the chunk that this rank serves. [c*workers] -> [workers, c]."""
-        return self.start_scatter(packed)()
+        return self.start_scatter(packed, out)()
 
     @abstractmethod
-    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """`values` of each worker, for this rank's shard. [k] -> [workers, k]."""
 
     @abstractmethod
-    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
         """Phase 2: the served chunks of all shards and workers, in element order. [k] -> [shards*workers*k]."""
 
-    def gather_shards(self, part: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather_shards(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """The parts of all shards, in element order. [k] -> [shards*k]. This one is right for a single shard."""
         return part
 
@@ -98,13 +97,13 @@ class Alone(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return flat
 
-    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         return lambda: packed.unsqueeze(0)
 
-    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         return values.unsqueeze(0)
 
-    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
         return chunk
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
@@ -130,14 +129,14 @@ class TwoPhase(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return flat
 
-    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
-        return self.all.start_all_to_all(packed.view(self.workers, -1), empty)
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return self.all.start_all_to_all(packed.view(self.workers, -1), out)
 
-    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self.all.all_gather(values, empty)
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.all.all_gather(values, out)
 
-    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self.all.all_gather(chunk, empty).view(-1)
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.all.all_gather(chunk, out).view(-1)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         return self.all.mean(flat, wire)
@@ -179,17 +178,21 @@ class Hierarchical(Communicator):
     def shard_mean(self, flat: Tensor) -> Tensor:
         return self.intra.reduce_scatter_mean(flat)
 
-    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
-        return self.inter.start_all_to_all(packed.view(self.workers, -1), empty)
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return self.inter.start_all_to_all(packed.view(self.workers, -1), out)
 
-    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self.inter.all_gather(values, empty)
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.inter.all_gather(values, out)
 
-    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self.gather_shards(self.inter.all_gather(chunk, empty).view(-1), empty)
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = chunk.new_empty(self.shards * self.workers * chunk.numel())
+        # Received where it belongs in the whole, from where the other local ranks take it.
+        part = self.inter.all_gather(chunk, out.view(self.shards, -1)[self.shard])
+        return self.gather_shards(part.view(-1), out)
 
-    def gather_shards(self, part: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self.intra.all_gather(part, empty).view(-1)
+    def gather_shards(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.intra.all_gather(part, out).view(-1)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         part = self.shard_mean(torch.nn.functional.pad(flat, (0, -flat.numel() % self.shards)))

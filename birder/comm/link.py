@@ -14,7 +14,6 @@ from torch import Tensor
 from birder.comm.counter import ByteCounter
 from birder.comm.topology import Topology
 from birder.comm.trace import note_wait, note_wire
-from birder.room import Empty, Room
 
 ALL_TO_ALL, ALL_GATHER = 1, 2
 """Tags of messages on gloo: two threads may each have a collective of one kind under way (birder/comm/pipeline.py)."""
@@ -47,8 +46,8 @@ class Link:
     leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. On other back ends they are the
     back end's collectives. Sums are taken in rank order, so that they do not depend on timing.
 
-    Every method blocks until its result is there; on CUDA, until it is queued on the current stream. `empty` makes what
-    is received (birder/room.py).
+    Every method blocks until its result is there; on CUDA, until it is queued on the current stream. `out`: where what is
+    received goes, contiguous; a new tensor where it is not given.
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology, counter: ByteCounter) -> None:
@@ -60,7 +59,7 @@ class Link:
         me = self.ranks[self.rank]
         self.near = [topology.same_node(me, peer) for peer in self.ranks]
         self.backend = dist.get_backend(group)
-        self._room = Room()
+        self._received: Tensor | None = None
 
     def _count_pairwise(self, nbytes: int) -> None:
         """One collective in which this rank sends `nbytes` to every peer."""
@@ -83,7 +82,7 @@ class Link:
         work += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
         return [w for w in work if w is not None]
 
-    def start_all_to_all(self, rows: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+    def start_all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Row j goes to peer j. Returns what waits for the result, whose row i came from peer i.
 
         [size, c] -> [size, c], contiguous. Other collectives, and the next all-to-all, may begin before the result is taken.
@@ -91,7 +90,7 @@ class Link:
         if self.size == 1:
             return lambda: rows
         self._count_pairwise(rows[0].numel() * rows.element_size())
-        received = empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        received = torch.empty_like(rows) if out is None else out.view(rows.shape)
         if self.backend != "gloo":
             dist.all_to_all_single(received, rows, group=self.group)
             return lambda: received
@@ -109,18 +108,20 @@ class Link:
 
         return result
 
-    def all_to_all(self, rows: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`start_all_to_all`, and its result."""
-        return self.start_all_to_all(rows, empty)()
+        return self.start_all_to_all(rows, out)()
 
-    def all_gather(self, part: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """Every rank's `part`, in rank order. [c] -> [size, c]."""
         if self.size == 1:
             return part.unsqueeze(0)
         self._count_pairwise(part.numel() * part.element_size())
-        gathered = empty((self.size, part.numel()), dtype=part.dtype, device=part.device)
+        shape = self.size, part.numel()
+        gathered = part.new_empty(shape) if out is None else out.view(shape)
         if self.backend == "gloo":
-            gathered[self.rank].copy_(part)
+            if gathered[self.rank].data_ptr() != part.data_ptr():
+                gathered[self.rank].copy_(part)
             began = time.perf_counter()
             for w in self._exchange([part] * self.size, list(gathered), ALL_GATHER):
                 w.wait()
@@ -134,13 +135,18 @@ class Link:
         if self.size == 1:
             return flat
         rows = flat.view(self.size, -1)
-        self._room.rewind()
         if self.backend == "nccl":
             self._count_pairwise(rows[0].numel() * rows.element_size())
-            part = self._room.empty(rows[0].shape, dtype=flat.dtype, device=flat.device)
+            part = self._buffer(flat)[: rows.shape[1]]
             dist.reduce_scatter_tensor(part, flat, group=self.group)
             return part.div_(self.size)
-        return self._sum_of_rows(self.all_to_all(rows, self._room.empty)).div_(self.size)
+        return self._sum_of_rows(self.all_to_all(rows, self._buffer(flat))).div_(self.size)
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        """As large as `like`, the same in all calls: units take turns with it."""
+        if self._received is None or self._received.numel() < like.numel():
+            self._received = torch.empty_like(like)
+        return self._received[: like.numel()]
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         """The mean over ranks, summed in fp32 in rank order, sent as `wire`. fp32[k], any k -> fp32[k], the same everywhere.

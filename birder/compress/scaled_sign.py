@@ -6,25 +6,23 @@ once: it does not depend on device, back end or number of threads.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.room import Empty
 
 
 def split(
-    error: Tensor, squares: Tensor, mask: Tensor | None, count: int, empty: Empty = torch.empty
+    error: Tensor, squares: Tensor, mask: Tensor | None, count: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """C(z) in one pass. 1 bit for each element, and one scale.
 
     error:   fp32[d]: z, 0 outside of the mask; becomes z - C(z).
     squares: the sum of the squares of z, fp64[].
     mask:    bool[d] or None; coordinates outside count as absent: `count` is the number of coordinates inside.
-    Returns the packed bits, uint8[d/8], and the scale, fp32[].
+    Returns the packed bits, uint8[d/8], in `out` where it is given, and the scale, fp32[].
     """
     scale = (squares / max(count, 1)).sqrt().float()
-    return kernels.split_signs(error, scale, mask, empty=empty), scale
+    return kernels.split_signs(error, scale, mask, out=out), scale
 
 
 def scaled_sign(z: Tensor, error: Tensor, mask: Tensor | None, part: slice, count: int) -> tuple[Tensor, Tensor]:

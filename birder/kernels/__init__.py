@@ -7,7 +7,8 @@
 | cuda | GPU tensors | triton, and a C compiler at run time |
 | one_phase | any device; index work, fused in cpu | torch |
 
-`empty` makes what a kernel returns or needs: `torch.empty`, or room that is used again (birder/room.py).
+A kernel writes its result into `out` and its intermediate sums into `sums` (`partial_sums`) where the caller gives them,
+otherwise into new tensors.
 
 The same bits come from all of them. Without numba or Triton the reference runs there too, after one warning. Which kernel
 moves how many bytes, and what it does with NaN: docs/kernels.md.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from birder.kernels import reference
 from birder.kernels.reference import binarize, ratio, unpack
-from birder.room import Empty
+from birder.kernels.reference_feedback import partial_sums
 
 __all__ = [
     "add_average",
@@ -39,6 +40,7 @@ __all__ = [
     "move_adam",
     "owned",
     "pack_signs",
+    "partial_sums",
     "ratio",
     "reduce_bits",
     "split_signs",
@@ -131,9 +133,9 @@ def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     return backend(z.device).sum_squares(z, mask)
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """See `reference_feedback.add_message`."""
-    return backend(error.device).add_message(error, z, mask, empty=empty)
+    return backend(error.device).add_message(error, z, mask, sums=sums)
 
 
 def add_momentum(error: Tensor, g: Tensor, m: Tensor, **options: Any) -> Tensor:
@@ -142,16 +144,16 @@ def add_momentum(error: Tensor, g: Tensor, m: Tensor, **options: Any) -> Tensor:
 
 
 def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
 ) -> Tensor:
     """See `reference_feedback.add_average`."""
-    return backend(error.device).add_average(error, rows, scales, mask, empty=empty)
+    return backend(error.device).add_average(error, rows, scales, mask, sums=sums)
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """See `reference_feedback.split_signs`."""
     _whole_bytes(error)
-    return backend(error.device).split_signs(error, scale, mask, empty=empty)
+    return backend(error.device).split_signs(error, scale, mask, out=out)
 
 
 def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:

@@ -16,3 +16,8 @@ def unpack(bits: Tensor) -> Tensor:
     """uint8[..., c] -> uint8[..., 8c] of zeros and ones."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)
+
+
+def into(out: Tensor | None, value: Tensor) -> Tensor:
+    """`value`, copied into `out` where that is given."""
+    return value if out is None else out.copy_(value)

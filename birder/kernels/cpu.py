@@ -25,7 +25,6 @@ from birder.kernels.cpu_feedback import (
     write_signs,
 )
 from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
-from birder.room import Empty
 
 __all__ = [
     "add_average",
@@ -238,10 +237,10 @@ def encode(
     step: int,
     worker: int,
     start: int,
-    empty: Empty = torch.empty,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.encode`."""
-    out = empty(g.numel() // LANES, dtype=torch.uint8)
+    out = torch.empty(g.numel() // LANES, dtype=torch.uint8) if out is None else out
     k0, k1 = _keys(seed)
     state = m.numpy(), b.numpy(), out.numpy()
     law = np.float32(beta), np.float32(1.0 - beta), np.float32(eps), hold
@@ -254,9 +253,9 @@ def encode(
     return out
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """See `reference.reduce_bits`."""
-    out = empty(rows.shape[1], dtype=torch.uint8)
+    out = torch.empty(rows.shape[1], dtype=torch.uint8) if out is None else out
     key, step_word, n = _keys(seed), np.uint64(step & 0xFFFFFFFF), len(rows)
     if n == 1:
         return out.copy_(rows[0])
@@ -267,17 +266,17 @@ def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty 
     return out
 
 
-def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """See `one_phase.owned`."""
-    out = empty(bits.numel() // n, dtype=torch.uint8)
+    out = torch.empty(bits.numel() // n, dtype=torch.uint8) if out is None else out
     groups, words = bits.numpy().view(np.int32).reshape(-1, n), out.numpy().view(np.int32)
     _owned(groups, worker, words, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
     return out
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """See `one_phase.assemble`."""
-    out = empty(rows.numel(), dtype=torch.uint8)
+    out = torch.empty(rows.numel(), dtype=torch.uint8) if out is None else out
     groups = out.numpy().view(np.int32).reshape(-1, len(rows))
     _assemble(rows.numpy().view(np.int32), groups, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
     return out

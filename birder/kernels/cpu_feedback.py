@@ -14,8 +14,7 @@ from torch import Tensor
 from birder.kernels import reference_feedback
 from birder.kernels.cpu_bits import TILE, expand, pack
 from birder.kernels.philox import LANES
-from birder.kernels.reference_feedback import BLOCK
-from birder.room import Empty
+from birder.kernels.reference_feedback import BLOCK, partial_sums
 
 assert TILE == BLOCK  # a tile's sum is a block's sum
 
@@ -181,9 +180,10 @@ def _array(mask: Tensor | None) -> np.ndarray:
     return NO_MASK if mask is None else mask.view(torch.uint8).numpy()
 
 
-def _sums(z: Tensor, empty: Empty = torch.empty) -> np.ndarray:
-    """Room for the sums of the tiles of `z`."""
-    return empty(-(-z.numel() // TILE), dtype=torch.float64).numpy()
+def _sums(z: Tensor, sums: Tensor | None = None) -> np.ndarray:
+    """Where the sums of the tiles of `z` go."""
+    sums = partial_sums(z.numel()) if sums is None else sums
+    return sums[: -(-z.numel() // TILE)].numpy()
 
 
 def _scalar(total: float) -> Tensor:
@@ -195,30 +195,30 @@ def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     return _scalar(_sum_squares(z.numpy(), _array(mask), _sums(z)))
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """See `reference_feedback.add_message`."""
-    return _scalar(_add_message(error.numpy(), z.numpy(), _array(mask), _sums(z, empty)))
+    return _scalar(_add_message(error.numpy(), z.numpy(), _array(mask), _sums(z, sums)))
 
 
 def add_momentum(
-    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, empty: Empty = torch.empty
+    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, sums: Tensor | None = None
 ) -> Tensor:
     """See `reference_feedback.add_momentum`."""
     law = np.float32(beta), np.float32(1.0 - beta)
-    return _scalar(_add_momentum(error.numpy(), g.numpy(), m.numpy(), *law, _array(mask), _sums(g, empty)))
+    return _scalar(_add_momentum(error.numpy(), g.numpy(), m.numpy(), *law, _array(mask), _sums(g, sums)))
 
 
 def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
 ) -> Tensor:
     """See `reference_feedback.add_average`."""
     weights = (scales / rows.shape[0]).numpy()
-    return _scalar(_add_average(error.numpy(), rows.numpy(), weights, _array(mask), _sums(error, empty)))
+    return _scalar(_add_average(error.numpy(), rows.numpy(), weights, _array(mask), _sums(error, sums)))
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """See `reference_feedback.split_signs`."""
-    out = empty(error.numel() // LANES, dtype=torch.uint8)
+    out = torch.empty(error.numel() // LANES, dtype=torch.uint8) if out is None else out
     _split_signs(error.numpy(), np.float32(scale.item()), _array(mask), out.numpy())
     return out
 

@@ -29,7 +29,6 @@ from birder.kernels.cuda_feedback import (
 from birder.kernels.one_phase import assemble, owned  # index work on few words
 from birder.kernels.philox import LANES, SELECT_STREAM, SERVER_STREAM
 from birder.kernels.reference_feedback import move_adam  # few launches for all parameters together
-from birder.room import Empty
 
 __all__ = [
     "add_average",
@@ -148,10 +147,10 @@ def encode(
     step: int,
     worker: int,
     start: int,
-    empty: Empty = torch.empty,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.encode`."""
-    out = empty(g.numel() // LANES, dtype=torch.uint8, device=g.device)
+    out = torch.empty(g.numel() // LANES, dtype=torch.uint8, device=g.device) if out is None else out
     law = beta, 1.0 - beta, eps
     counter = word(seed), word(seed >> 32), word(step), worker, start // LANES
     programs = triton.cdiv(out.numel(), BYTES)
@@ -159,10 +158,10 @@ def encode(
     return out
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """See `reference.reduce_bits`."""
     n, count = rows.shape
-    out = empty(count, dtype=torch.uint8, device=rows.device)
+    out = torch.empty(count, dtype=torch.uint8, device=rows.device) if out is None else out
     key = word(seed), word(seed >> 32), word(step)
     if n & (n - 1) == 0:
         if count == 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 from birder.kernels.cuda_bits import BYTES, elements, first_byte, launch, pack, unpack
 from birder.kernels.philox import LANES
 from birder.kernels.reference_feedback import BLOCK as TREE_BLOCK
-from birder.room import Empty
+from birder.kernels.reference_feedback import partial_sums
 
 BLOCK = tl.constexpr(TREE_BLOCK)
 WARPS = 1
@@ -147,14 +147,16 @@ def _mask(mask: Tensor | None, stand_in: Tensor) -> tuple[Tensor, dict[str, bool
     return (stand_in, {"MASKED": False}) if mask is None else (mask.view(torch.uint8), {"MASKED": True})
 
 
-def _blocks(error: Tensor, empty: Empty) -> Tensor:
-    """Room for the sums of the blocks of `error`."""
-    return empty(triton.cdiv(error.numel(), TREE_BLOCK), dtype=torch.float64, device=error.device)
+def _blocks(error: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Where the sums of the blocks of `error` go, and what is left for the levels above."""
+    sums = partial_sums(error.numel(), error.device) if sums is None else sums
+    count = triton.cdiv(error.numel(), TREE_BLOCK)
+    return sums[:count], sums[count:]
 
 
-def _total(sums: Tensor, empty: Empty = torch.empty) -> Tensor:
+def _total(sums: Tensor, rest: Tensor) -> Tensor:
     while sums.numel() > 1:
-        above = _blocks(sums, empty)
+        above, rest = _blocks(sums, rest)
         launch(_tree, above.numel(), sums, above, sums.numel(), num_warps=WARPS)
         sums = above
     return sums[0] if sums.numel() else sums.new_zeros(())
@@ -162,23 +164,23 @@ def _total(sums: Tensor, empty: Empty = torch.empty) -> Tensor:
 
 def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     """See `reference_feedback.sum_squares`."""
-    sums, (flags, masked) = _blocks(z, torch.empty), _mask(mask, z)
+    (sums, rest), (flags, masked) = _blocks(z), _mask(mask, z)
     launch(_sum_squares, sums.numel(), z, flags, sums, z.numel(), **masked, num_warps=WARPS)
-    return _total(sums)
+    return _total(sums, rest)
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """See `reference_feedback.add_message`."""
-    sums, (flags, masked) = _blocks(error, empty), _mask(mask, error)
+    (sums, rest), (flags, masked) = _blocks(error, sums), _mask(mask, error)
     launch(_add_message, sums.numel(), error, z, flags, sums, error.numel(), **masked, num_warps=WARPS)
-    return _total(sums, empty)
+    return _total(sums, rest)
 
 
 def add_momentum(
-    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, empty: Empty = torch.empty
+    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, sums: Tensor | None = None
 ) -> Tensor:
     """See `reference_feedback.add_momentum`."""
-    sums, (flags, masked) = _blocks(error, empty), _mask(mask, error)
+    (sums, rest), (flags, masked) = _blocks(error, sums), _mask(mask, error)
     launch(
         _add_momentum,
         sums.numel(),
@@ -193,18 +195,18 @@ def add_momentum(
         **masked,
         num_warps=WARPS,
     )
-    return _total(sums, empty)
+    return _total(sums, rest)
 
 
 def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
 ) -> Tensor:
     """See `reference_feedback.add_average`."""
-    sums, (flags, masked), n = _blocks(error, empty), _mask(mask, error), len(rows)
+    (sums, rest), (flags, masked), n = _blocks(error, sums), _mask(mask, error), len(rows)
     launch(
         _add_average, sums.numel(), error, rows, scales / n, flags, sums, error.numel(), n, **masked, num_warps=WARPS
     )
-    return _total(sums, empty)
+    return _total(sums, rest)
 
 
 def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
@@ -221,9 +223,9 @@ def pack_signs(z: Tensor) -> Tensor:
     return out
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """See `reference_feedback.split_signs`."""
-    out = empty(error.numel() // LANES, dtype=torch.uint8, device=error.device)
+    out = torch.empty(error.numel() // LANES, dtype=torch.uint8, device=error.device) if out is None else out
     flags, masked = _mask(mask, error)
     launch(_split_signs, triton.cdiv(out.numel(), BYTES), error, scale, flags, out, out.numel(), **masked, BYTES=BYTES)
     return out

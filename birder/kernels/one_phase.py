@@ -12,21 +12,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from birder.kernels.bits import into
 from birder.kernels.philox import shifts
-from birder.room import Empty
 
 
-def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """What this worker sends: uint8[c] -> uint8[c/n]. c is a multiple of 4n."""
     words = bits.view(torch.int32).view(-1, n)
     shift = shifts(len(words), n, seed=seed, step=step, start=start, device=bits.device)
-    return words.gather(1, ((worker - shift) % n).unsqueeze(1)).view(-1).view(torch.uint8)
+    return into(out, words.gather(1, ((worker - shift) % n).unsqueeze(1)).view(-1).view(torch.uint8))
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """The result from what all workers have sent: uint8[n, c/n] -> uint8[c]."""
     n = rows.shape[0]
     words = rows.view(torch.int32)
     shift = shifts(words.shape[1], n, seed=seed, step=step, start=start, device=rows.device)
     worker = (torch.arange(n, device=rows.device) + shift.unsqueeze(1)) % n
-    return words.t().gather(1, worker).view(-1).view(torch.uint8)
+    return into(out, words.t().gather(1, worker).view(-1).view(torch.uint8))

@@ -2,7 +2,7 @@
 
 All tensors are flat and contiguous; states are fp32. Bits are packed 8 to a byte (birder/kernels/bits.py).
 Products and sums are written as separate operations, because a fused multiply-add would round differently.
-`empty` makes the results of the fused kernels; what is written here in torch makes its own.
+Where `out` is given, the result is copied there: torch's operations in between make tensors of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from birder.kernels.bits import pack, unpack
+from birder.kernels.bits import into, pack, unpack
 from birder.kernels.one_phase import assemble, owned
 from birder.kernels.philox import SELECT_STREAM, SERVER_STREAM, random_bytes, uniform16
 from birder.kernels.reference_feedback import (
@@ -24,7 +24,6 @@ from birder.kernels.reference_feedback import (
     sum_squares,
     write_signs,
 )
-from birder.room import Empty
 
 __all__ = [
     "add_average",
@@ -86,14 +85,14 @@ def encode(
     step: int,
     worker: int,
     start: int,
-    empty: Empty = torch.empty,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Birder's worker side, `ratio` and `binarize` in one: returns the packed bits uint8[numel/8]."""
     u = ratio(g, m, b, beta=beta, eps=eps, hold=hold)
-    return binarize(u, seed=seed, step=step, worker=worker, start=start)
+    return into(out, binarize(u, seed=seed, step=step, worker=worker, start=start))
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty = torch.empty) -> Tensor:
+def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
     """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c], n < 32768.
 
     With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n. That is as often as the
@@ -102,11 +101,11 @@ def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, empty: Empty 
     """
     n, c = rows.shape
     if n & (n - 1) == 0:
-        return _copied(rows, seed=seed, step=step, first=start // 8)
+        return into(out, _copied(rows, seed=seed, step=step, first=start // 8))
     ones = unpack(rows).sum(0, dtype=torch.int64)
     threshold = (ones * 65536 + n // 2) // n
     draw = uniform16(8 * c, seed=seed, step=step, stream=SERVER_STREAM, start=start, device=rows.device)
-    return pack(draw < threshold)
+    return into(out, pack(draw < threshold))
 
 
 def _copied(rows: Tensor, *, seed: int, step: int, first: int) -> Tensor:

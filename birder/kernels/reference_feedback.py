@@ -19,11 +19,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from birder.kernels.bits import pack, unpack
-from birder.room import Empty
+from birder.kernels.bits import into, pack, unpack
 
 BLOCK = 1024
 """Numbers that `tree_sum` adds up to one, level by level."""
+
+
+def partial_sums(numel: int, device: torch.device | str = "cpu") -> Tensor:
+    """What `sums` of the kernels wants for `numel` elements: fp64, a number for each block of each level of `tree_sum`."""
+    size = 0
+    while True:
+        numel = -(-numel // BLOCK)
+        size += numel
+        if numel <= 1:
+            return torch.empty(size, dtype=torch.float64, device=device)
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -50,14 +59,14 @@ def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
     return tree_sum(z.double().square_())
 
 
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """e = z + e; returns S(e). All fp32[d]."""
     error.add_(z)
     return sum_squares(error, mask)
 
 
 def add_momentum(
-    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, empty: Empty = torch.empty
+    error: Tensor, g: Tensor, m: Tensor, *, beta: float, mask: Tensor | None, sums: Tensor | None = None
 ) -> Tensor:
     """e = ((1-beta) g + beta m) + e; returns S(e). All fp32[d]; g and m stay as they are."""
     error.copy_(g * (1.0 - beta) + m * beta + error)
@@ -65,7 +74,7 @@ def add_momentum(
 
 
 def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty
+    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
 ) -> Tensor:
     """e = (1/n) sum_i scales[i] * (+-1) + e, in the order of the workers; returns S(e).
 
@@ -75,12 +84,12 @@ def add_average(
     return sum_squares(error, mask)
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, empty: Empty = torch.empty) -> Tensor:
+def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """e = e - scale sgn(e) with sgn(0) = +1, 0 outside of the mask; returns the packed bits of e >= 0, uint8[d/8].
 
     error: fp32[8c], 0 outside of the mask already; scale: fp32[].
     """
-    bits = pack(error >= 0)
+    bits = into(out, pack(error >= 0))
     error.copy_(torch.where(error >= 0, error - scale, error + scale))
     if mask is not None:
         error.masked_fill_(~mask, 0.0)

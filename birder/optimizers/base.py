@@ -217,7 +217,6 @@ class BucketOptimizer(torch.optim.Optimizer):
         self.adjust_gradient(unit, i, slot)
         unit.waiting.discard(i)
         if not unit.waiting:
-            unit.room.rewind()
             self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
 
     def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:

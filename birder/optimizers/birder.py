@@ -90,9 +90,17 @@ class Birder(BucketOptimizer):
         return Plan.COMPRESSED
 
     def init_unit(self, unit: Unit) -> None:
-        kept = unit.padded // (self.comm.shards if self.intra == "gradient" else 1)
+        comm = self.comm
+        kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)
         unit.state["m"] = unit.zeros(kept)
         unit.state["b"] = unit.zeros(kept)
+        bits = unit.padded // comm.shards // 8
+        unit.buffers = {
+            "bits": unit.bytes(bits),  # of this rank's shard
+            "rows": unit.bytes(bits),  # what the workers have sent: [workers, c]
+            "chunk": unit.bytes(bits // comm.workers),  # of the server
+            "result": unit.bytes(unit.padded // 8),
+        }
         # Present until every coordinate has been seen. Padding is never seen.
         unit.state["active"] = unit.zeros(dtype=torch.bool)
 
@@ -101,29 +109,31 @@ class Birder(BucketOptimizer):
             slot.add_(unit.params[i], alpha=unit.group["weight_decay"])
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
-        comm, empty = self.comm, unit.room.empty
+        comm, buffers = self.comm, unit.buffers
         size = unit.padded // comm.shards
         start = unit.start + comm.shard * size
         law = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
         draw: dict[str, Any] = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
         m, b = unit.state["m"], unit.state["b"]
         if self.intra == "gradient" or comm.shards == 1:
-            bits = kernels.encode(comm.shard_mean(grad), m, b, **law, **draw, empty=empty)  # (1)-(4)
+            bits = kernels.encode(comm.shard_mean(grad), m, b, **law, **draw, out=buffers["bits"])  # (1)-(4)
         else:
             u = comm.shard_mean(kernels.ratio(grad, m, b, **law))  # (1)-(3), mean over the node
             bits = kernels.binarize(u.clamp_(-1.0, 1.0), **draw)  # (4)
-        draw = {"seed": self.seed, "step": step, "empty": empty}
+        draw = {"seed": self.seed, "step": step}
         if self.reduce == "one_phase":
-            sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **draw)
+            sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **draw, out=buffers["chunk"])
             yield
-            rows = comm.gather_workers(sent, empty)
-            unit.result = comm.gather_shards(kernels.assemble(rows, start=start, **draw), empty)  # (5)
+            rows = comm.gather_workers(sent, buffers["rows"])
+            part = kernels.assemble(rows, start=start, **draw, out=bits)
+            unit.result = comm.gather_shards(part, buffers["result"])  # (5)
             return
-        received = comm.start_scatter(bits, empty)
+        received = comm.start_scatter(bits, buffers["rows"])
         yield
         rows = received()
-        chunk = size // comm.workers
-        unit.result = comm.gather(kernels.reduce_bits(rows, start=start + comm.worker * chunk, **draw), empty)  # (5)
+        first = start + comm.worker * (size // comm.workers)
+        chunk = kernels.reduce_bits(rows, start=first, **draw, out=buffers["chunk"])
+        unit.result = comm.gather(chunk, buffers["result"])  # (5)
 
     def after_units(self, step: int) -> None:
         """Unites the ranks' knowledge of which coordinates have ever had a gradient."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.room import Room
-
 ALIGN = 32
 """Every parameter starts at a multiple of this many elements, a 32-bit word of packed bits."""
 
@@ -33,7 +31,8 @@ class Unit:
     state:   the method's flat tensors for this unit, rank-local.
     grad:    fp32[padded], the local gradient on its way to `encode` (allocated at the first compressed step).
     result:  what the exchange left for `apply`.
-    room:    what the exchange allocates, once; its buffers are valid until the unit's next exchange.
+    buffers: what the exchange sends and receives, by name, so that a step allocates nothing. Made in `init_unit`; their
+             content is valid until the unit's next exchange, and is not saved.
     """
 
     index: int
@@ -46,7 +45,7 @@ class Unit:
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
     result: Any = None
-    room: Room = field(default_factory=Room)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     """Parameters, by position, whose gradient has not arrived in this step."""
 
@@ -66,6 +65,10 @@ class Unit:
     def zeros(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""
         return torch.zeros(self.padded if numel is None else numel, dtype=dtype, device=self.device)
+
+    def bytes(self, count: int) -> Tensor:
+        """An uninitialised buffer for a message of `count` bytes, on the unit's device."""
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
 
 
 def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int) -> list[Unit]:

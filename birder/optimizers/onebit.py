@@ -17,7 +17,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from birder import kernels
@@ -25,9 +24,10 @@ from birder.comm import Communicator
 from birder.compress.scaled_sign import split
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit
-from birder.room import Empty
 
-Exchange = Generator[None, None, tuple[Tensor, Tensor]]
+SignedScales = tuple[Tensor, Tensor]
+"""A unit in 1 bit per element: bits, uint8[padded/8], and the scale of each chunk, fp32[shards workers]."""
+Exchange = Generator[None, None, SignedScales]
 
 
 @dataclass
@@ -65,73 +65,8 @@ class Support:
         return cls(None if mask.all() else mask, shard_part, chunk_part, *counts)
 
 
-def onebit_mean(
-    z: Tensor,
-    worker_error: Tensor,
-    server_error: Tensor,
-    support: Support,
-    comm: Communicator,
-    empty: Empty = torch.empty,
-) -> tuple[Tensor, Tensor]:
-    """The mean over workers of `z`, in one bit per element each way.
-
-    z:            fp32[padded/shards], the worker's message for its shard.
-    worker_error: fp32[padded/shards], e above; server_error: fp32[padded/(shards workers)], s above. Both updated.
-    empty:        makes what is sent and received (birder/room.py).
-    Returns what `take_signs` takes: bits, uint8[padded/8], and the scale of each chunk, fp32[shards workers].
-    """
-    squares = kernels.add_message(worker_error, z, support.in_shard, empty=empty)  # (1)
-    rest = _exchange(squares, worker_error, server_error, support, comm, empty)
-    while True:
-        try:
-            next(rest)
-        except StopIteration as end:
-            return end.value
-
-
-def onebit_momentum_mean(
-    g: Tensor,
-    m: Tensor,
-    beta: float,
-    worker_error: Tensor,
-    server_error: Tensor,
-    support: Support,
-    comm: Communicator,
-    empty: Empty = torch.empty,
-) -> Exchange:
-    """`onebit_mean` of the message (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards].
-
-    A generator for `yield from`: it yields once, when the worker's bits are on their way.
-    """
-    squares = kernels.add_momentum(worker_error, g, m, beta=beta, mask=support.in_shard, empty=empty)  # (1)
-    return (yield from _exchange(squares, worker_error, server_error, support, comm, empty))
-
-
-def _exchange(
-    squares: Tensor,
-    worker_error: Tensor,
-    server_error: Tensor,
-    support: Support,
-    comm: Communicator,
-    empty: Empty,
-) -> Exchange:
-    """(2) to (4). worker_error holds z, `squares` is the sum of its squares, fp64[]."""
-    bits, scale = split(worker_error, squares, support.in_shard, support.shard_count, empty)  # (2)
-    received = comm.start_scatter(bits, empty)
-    yield
-    rows, scales = received(), comm.gather_workers(scale.view(1), empty)
-    squares = kernels.add_average(server_error, rows, scales.view(-1), support.in_chunk, empty=empty)  # (3)
-    bits, scale = split(server_error, squares, support.in_chunk, support.chunk_count, empty)  # (4)
-    return comm.gather(bits, empty), comm.gather(scale.view(1), empty)
-
-
-def take_signs(out: Tensor, result: tuple[Tensor, Tensor], mask: Tensor | None) -> None:
-    """Writes what `onebit_mean` returned into `out`, fp32[padded]; 0 outside of `mask`."""
-    kernels.write_signs(out, *result, mask)
-
-
 class OneBitMethod(BucketOptimizer):
-    """Base of the methods that send `onebit_mean`: the two errors, and which coordinates take part."""
+    """Base of the methods that send the 1-bit mean: the two errors, and which coordinates take part."""
 
     compressed: ClassVar[bool] = True
 
@@ -140,10 +75,55 @@ class OneBitMethod(BucketOptimizer):
         super().__init__(*args, **kwargs)
 
     def init_errors(self, unit: Unit) -> None:
-        """The worker's error, fp32[padded/shards], and the server's, fp32[padded/(shards workers)]."""
+        """The worker's error, fp32[padded/shards], the server's, fp32[padded/(shards workers)], and the messages' buffers."""
         shard = unit.padded // self.comm.shards
+        chunk = shard // self.comm.workers
         unit.state["worker_error"] = unit.zeros(shard)
-        unit.state["server_error"] = unit.zeros(shard // self.comm.workers)
+        unit.state["server_error"] = unit.zeros(chunk)
+        unit.buffers = {
+            "bits": unit.bytes(shard // 8),  # of this rank's shard
+            "rows": unit.bytes(shard // 8),  # what the workers have sent: [workers, c]
+            "chunk": unit.bytes(chunk // 8),  # of the server
+            "result": unit.bytes(unit.padded // 8),
+            "sums": kernels.partial_sums(shard, unit.device),  # of squares, for either scale
+        }
+
+    def onebit_mean(self, unit: Unit, z: Tensor) -> SignedScales:
+        """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message."""
+        error, mask = unit.state["worker_error"], self.support(unit).in_shard
+        squares = kernels.add_message(error, z, mask, sums=unit.buffers["sums"])  # (1)
+        rest = self._exchange_signs(unit, squares)
+        while True:
+            try:
+                next(rest)
+            except StopIteration as end:
+                return end.value
+
+    def onebit_momentum_mean(self, unit: Unit, g: Tensor, m: Tensor, beta: float) -> Exchange:
+        """`onebit_mean` of (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards].
+
+        A generator for `yield from`: it yields once, when the worker's bits are on their way.
+        """
+        error, mask = unit.state["worker_error"], self.support(unit).in_shard
+        squares = kernels.add_momentum(error, g, m, beta=beta, mask=mask, sums=unit.buffers["sums"])  # (1)
+        return (yield from self._exchange_signs(unit, squares))
+
+    def _exchange_signs(self, unit: Unit, squares: Tensor) -> Exchange:
+        """(2) to (4). The worker's error holds z, `squares` is the sum of its squares, fp64[]."""
+        comm, support, buffers = self.comm, self.support(unit), unit.buffers
+        worker_error, server_error = unit.state["worker_error"], unit.state["server_error"]
+        bits, scale = split(worker_error, squares, support.in_shard, support.shard_count, buffers["bits"])  # (2)
+        received = comm.start_scatter(bits, buffers["rows"])
+        yield
+        rows, scales = received(), comm.gather_workers(scale.view(1))
+        mask, sums = support.in_chunk, buffers["sums"]
+        squares = kernels.add_average(server_error, rows, scales.view(-1), mask, sums=sums)  # (3)
+        bits, scale = split(server_error, squares, mask, support.chunk_count, buffers["chunk"])  # (4)
+        return comm.gather(bits, buffers["result"]), comm.gather(scale.view(1))
+
+    def write_mean(self, unit: Unit, out: Tensor, mean: SignedScales) -> None:
+        """Writes what `onebit_mean` returned into `out`, fp32[padded]; 0 where nothing takes part."""
+        kernels.write_signs(out, *mean, self.support(unit).mask)
 
     def taking_part(self, unit: Unit) -> Tensor:
         """bool[padded], the same on all ranks: where the variance is not 0."""

@@ -23,7 +23,7 @@ from birder import kernels
 from birder.optimizers.base import Plan, require_whole
 from birder.optimizers.dense import adam_moments, check_adam, with_gradient
 from birder.optimizers.layout import Unit
-from birder.optimizers.onebit import OneBitMethod, onebit_momentum_mean, take_signs
+from birder.optimizers.onebit import OneBitMethod
 
 
 class OneBitAdam(OneBitMethod):
@@ -71,17 +71,13 @@ class OneBitAdam(OneBitMethod):
         self.init_errors(unit)
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
-        state, support = unit.state, self.support(unit)
-        beta1, errors = unit.group["betas"][0], (state["worker_error"], state["server_error"])
-        g, m = self.comm.shard_mean(grad), state["m"][support.shard]
-        unit.result = yield from onebit_momentum_mean(
-            g, m, beta1, *errors, support, self.comm, unit.room.empty
-        )  # (1)-(4)
+        beta1, m = unit.group["betas"][0], unit.state["m"][self.support(unit).shard]
+        unit.result = yield from self.onebit_momentum_mean(unit, self.comm.shard_mean(grad), m, beta1)  # (1)-(4)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
             if plan is Plan.COMPRESSED:
-                take_signs(unit.state["m"], unit.result, self.support(unit).mask)
+                self.write_mean(unit, unit.state["m"], unit.result)
                 params, m, v = unit.params, unit.views(unit.state["m"]), unit.views(unit.state["v"])
             else:
                 params, grads, m, v = with_gradient(unit, "m", "v")

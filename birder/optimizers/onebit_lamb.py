@@ -33,7 +33,7 @@ from birder.optimizers.base import WIRES, Plan, require, require_whole
 from birder.optimizers.dense import adam_moments
 from birder.optimizers.lamb import check_lamb, trust_ratios
 from birder.optimizers.layout import Unit
-from birder.optimizers.onebit import OneBitMethod, onebit_mean, take_signs
+from birder.optimizers.onebit import OneBitMethod
 
 VANISHED = 1e-9
 """A tensor whose momentum at the freeze is less than this share of the largest counts as one without momentum."""
@@ -129,7 +129,7 @@ class OneBitLAMB(OneBitMethod):
         for p, offset, scale in zip(unit.params, unit.offsets, state["scale"], strict=True):
             # (5); a tensor may lie in several shards, and part of it in this one
             z[max(offset - first, 0) : max(min(offset + p.numel(), last) - first, 0)].mul_(scale)
-        unit.result = onebit_mean(z, state["worker_error"], state["server_error"], support, self.comm, unit.room.empty)
+        unit.result = self.onebit_mean(unit, z)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
@@ -170,7 +170,7 @@ class OneBitLAMB(OneBitMethod):
         beta1, beta2 = group["betas"]
         assert unit.grad is not None
         m, fresh, new = state["m"], state["fresh"], unit.grad  # the gradient has been sent: its buffer is free
-        take_signs(new, unit.result, self.support(unit).mask)
+        self.write_mean(unit, new, unit.result)
         for part, scale in zip(unit.views(new), torch.where(state["scale"] > 0, state["scale"], 1.0), strict=True):
             part.div_(scale)  # (6)
         g = (new - m * beta1).div_(1 - beta1)

@@ -37,7 +37,7 @@ from birder.optimizers import zero_one_schedule as schedule
 from birder.optimizers.base import WIRES, Plan, require, require_whole
 from birder.optimizers.dense import check_adam
 from birder.optimizers.layout import Unit
-from birder.optimizers.onebit import OneBitMethod, onebit_mean, take_signs
+from birder.optimizers.onebit import OneBitMethod, SignedScales
 
 
 class ZeroOneAdam(OneBitMethod):
@@ -131,17 +131,12 @@ class ZeroOneAdam(OneBitMethod):
             mean = self.comm.mean(grad, WIRES[self.wire])
         if self.sends_gradient(step):
             if mean is None:
-                signs = self._onebit_mean(unit, grad)  # (9)
+                signs = self.onebit_mean(unit, self.comm.shard_mean(grad))  # (9)
         else:
             self._accumulate(unit, grad, step)
             if self.synced(step):
-                signs = self._onebit_mean(unit, unit.state["u"])  # (4)
+                signs = self.onebit_mean(unit, self.comm.shard_mean(unit.state["u"]))  # (4)
         unit.result = mean, signs
-
-    def _onebit_mean(self, unit: Unit, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean of `message`, which is overwritten."""
-        errors = unit.state["worker_error"], unit.state["server_error"]
-        return onebit_mean(self.comm.shard_mean(message), *errors, self.support(unit), self.comm, unit.room.empty)
 
     def _accumulate(self, unit: Unit, grad: Tensor, step: int) -> None:
         """(1), (2) and (2')."""
@@ -178,7 +173,7 @@ class ZeroOneAdam(OneBitMethod):
         """(9) and (10). All ranks do the same."""
         if mean is None:
             mean = unit.zeros()
-            take_signs(mean, signs, self.support(unit).mask)
+            self.write_mean(unit, mean, signs)
         else:
             self._update_variance(unit, mean)
         unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
@@ -196,11 +191,11 @@ class ZeroOneAdam(OneBitMethod):
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
 
-    def _sync(self, unit: Unit, signs: tuple[Tensor, Tensor], step: int) -> None:
+    def _sync(self, unit: Unit, signs: SignedScales, step: int) -> None:
         """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
         u = unit.state["u"]
         rate, kept = unit.state["sums"].tolist()
-        take_signs(u, signs, self.support(unit).mask)
+        self.write_mean(unit, u, signs)
         if not self.synced(step - 1):
             torch._foreach_copy_(unit.params, unit.views(unit.state["last"]))
         if kept != 1.0:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birder.comm import Hierarchical, Topology, TwoPhase
-from birder.room import Empty
 from experiments.cells.timelines import Timeline
 
 BUCKET_MB = 25.0
@@ -145,14 +144,16 @@ class FlatNode(_Timed, TwoPhase):
         self.gpus = gpus
         others = max(1, self.workers - 1)
         n = gpus * self.workers
+        self._buffers: dict[tuple[int, int], Tensor] = {}
         self.gather_copies = (n - 1) / (gpus * others) if ring else float(gpus)
         self.value_copies = (n - 1) / others if ring else float(gpus * gpus)
 
-    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         rows = packed.view(self.workers, -1)
         if self.workers == 1:
             return lambda: rows
-        finish = self.all.start_all_to_all(_copies(rows, self.gpus), empty)
+        sent = _copies(rows, self.gpus)
+        finish = self.all.start_all_to_all(sent, self._received(sent.numel(), sent, out))
 
         def result() -> Tensor:
             with self.waiting():
@@ -161,17 +162,28 @@ class FlatNode(_Timed, TwoPhase):
 
         return result
 
-    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self._gather(values, self.value_copies, empty)
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._gather(values, self.value_copies, out)
 
-    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
-        return self._gather(chunk, self.gather_copies, empty).reshape(-1)
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._gather(chunk, self.gather_copies, out).reshape(-1)
 
-    def _gather(self, part: Tensor, copies: float, empty: Empty) -> Tensor:
+    def _gather(self, part: Tensor, copies: float, out: Tensor | None) -> Tensor:
         if self.workers == 1:
             return part.unsqueeze(0)
         with self.waiting():
-            return self.all.all_gather(_copies(part.unsqueeze(0), copies)[0], empty)[:, : part.numel()]
+            sent = _copies(part.unsqueeze(0), copies)[0]
+            received = self._received(self.workers * sent.numel(), sent, out)
+            return self.all.all_gather(sent, received)[:, : part.numel()]
+
+    def _received(self, numel: int, like: Tensor, out: Tensor | None) -> Tensor | None:
+        """Where the copies of what belongs into `out` go: the same buffer in every step. None where there is no `out`."""
+        if out is None:
+            return None
+        key = out.data_ptr(), numel
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty(numel)
+        return self._buffers[key]
 
 
 class HierarchicalNode(_Timed, Hierarchical):
@@ -188,8 +200,8 @@ class HierarchicalNode(_Timed, Hierarchical):
         self._inside(self.model.timeline.intra_node.reduce_scatter_ms * flat.numel())
         return flat
 
-    def start_scatter(self, packed: Tensor, empty: Empty = torch.empty) -> Callable[[], Tensor]:
-        finish = super().start_scatter(packed, empty)
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        finish = super().start_scatter(packed, out)
 
         def result() -> Tensor:
             with self.waiting():
@@ -197,13 +209,13 @@ class HierarchicalNode(_Timed, Hierarchical):
 
         return result
 
-    def gather_workers(self, values: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         with self.waiting():
-            return super().gather_workers(values, empty)
+            return super().gather_workers(values, out)
 
-    def gather(self, chunk: Tensor, empty: Empty = torch.empty) -> Tensor:
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
         with self.waiting():
-            bits = super().gather(chunk, empty)
+            bits = super().gather(chunk, out)
         self._inside(self.model.timeline.intra_node.all_gather_ms * 8 * bits.numel())
         return bits
 

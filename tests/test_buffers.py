@@ -1,4 +1,4 @@
-"""Room that is used again: what it hands out, and that a step of the 1-bit methods allocates nothing but trifles."""
+"""The buffers of an exchange: the same ones in every step, so that a step of 1-bit methods allocates nothing."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Pipeline
-from birder.room import Room
 from tests.ranks import run_ranks
 
 WIDTH = 1024  # a unit of 2^20 elements: 128 KiB of bits
 TRIFLE = 4096  # bytes: scales, scalars, the sums of a few tiles
 
 
-def test_requests_find_the_same_buffers_after_a_rewind() -> None:
-    room = Room()
-    first = [room.empty(32, dtype=torch.uint8), room.empty((4, 3), dtype=torch.float32)]
-    assert [(t.dtype, t.shape) for t in first] == [(torch.uint8, (32,)), (torch.float32, (4, 3))]
-    assert first[0].data_ptr() != first[1].data_ptr()
-    room.rewind()
-    again = [room.empty((2, 4), dtype=torch.float32), room.empty(0, dtype=torch.float64)]
-    assert again[0].data_ptr() == first[0].data_ptr()
-    assert again[1].numel() == 0
-    assert room.nbytes == 32 + 48
-    room.rewind()
-    assert room.empty(33, dtype=torch.uint8).shape == (33,)  # too large for what is kept: replaced
-    assert room.nbytes == 33 + 48
+def places(rank: int, world: int, name: str, options: dict, how: dict) -> list[dict[str, tuple]]:
+    """Where each unit's buffers lie, with type and size, after each of four steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    ddp = DistributedDataParallel(model)
+    optimizer = getattr(birder, name)(model.parameters(), lr=1e-3, **options)
+    birder.attach(ddp, optimizer, **how)
+    after = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, 64)).square().sum().backward()
+        optimizer.step()
+        buffers = {f"{u.index} {n}": t for u in optimizer.units for n, t in u.buffers.items()}
+        after.append({n: (t.data_ptr(), t.dtype, t.numel()) for n, t in buffers.items()})
+        result = optimizer.units[0].result
+        bits = result[0] if isinstance(result, tuple) else result
+        if bits is not None and bits.dtype == torch.uint8:  # what the exchange left lies in one of them
+            assert bits.data_ptr() in {t.data_ptr() for t in optimizer.units[0].buffers.values()}
+    return after
 
 
 def allocations(rank: int, world: int, name: str, options: dict, how: dict) -> list[int]:
@@ -60,6 +65,20 @@ CASES = [
     ("Birder", {"reduce": "one_phase"}, {"hierarchical": True}),
     ("OneBitAdam", {"warmup_steps": 2}, {"hierarchical": True}),
 ]
+
+
+@pytest.mark.parametrize(("name", "options", "how"), CASES)
+def test_every_step_finds_the_same_buffers(name: str, options: dict, how: dict) -> None:
+    world, local = (4, 2) if how else (3, 1)
+    elements = 64 * 64 + 64
+    for after in run_ranks(places, world, name, options, how, ranks_per_node=local):
+        assert after[0] == after[1] == after[2] == after[3]
+        sizes = {n.split()[1]: (dtype, numel) for n, (_, dtype, numel) in after[0].items()}
+        shards, workers = (2, 2) if how else (1, 3)
+        padded = -(-elements // (32 * shards * workers)) * 32 * shards * workers
+        assert sizes["result"] == (torch.uint8, padded // 8)
+        assert sizes["bits"] == sizes["rows"] == (torch.uint8, padded // 8 // shards)
+        assert sizes["chunk"] == (torch.uint8, padded // 8 // shards // workers)
 
 
 @pytest.mark.parametrize(("name", "options", "how"), CASES)
