@@ -151,7 +151,7 @@ def test_reading_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys; from experiments import timelines as t; t.load(t.names()[0]); sys.exit('torch' in sys.modules)"
+    code = "import sys; from experiments.cells import timelines as t; t.load(t.names()[0]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], timeout=60).returncode == 0
 
 

@@ -61,11 +61,11 @@ def workload(config: dict[str, Any]) -> str:
 
 
 def cluster(config: dict[str, Any]) -> str:
-    """Name of the cluster: its `name`, or else the module of its launcher ("launch.local.Local" -> "local")."""
+    """Name of the cluster: its `name`, or else the room of its launcher ("launch.ssh.launcher.SshLauncher" -> "ssh")."""
     section = config["cluster"]
     if section.get("name"):
         return str(section["name"])
     launcher = section.get("launcher") or section
     target = launcher if isinstance(launcher, str) else str(launcher.get("_target_", "unnamed"))
-    parts = target.split(".")
+    parts = [part for part in target.split(".") if part != "launcher"]
     return parts[-2] if len(parts) > 1 else parts[0]

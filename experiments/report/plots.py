@@ -19,7 +19,7 @@ from experiments.report.accuracy import AccuracyTable
 from experiments.report.speedup import SpeedupTable
 from launch.errors import UserError
 
-MARK = "Made by python -m experiments.report.tables"
+MARK = "Made by python -m experiments.tables"
 DPI = 110
 # A method has the same colour in every plot.
 COLOURS = {
