@@ -24,6 +24,9 @@ from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
 
 from omegaconf import OmegaConf
 
@@ -241,4 +244,7 @@ def _told(r: ResultRecord) -> str:
 
 
 if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
     sys.exit(main())

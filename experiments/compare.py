@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
 
 from omegaconf import OmegaConf
 
@@ -149,4 +152,7 @@ def _slug(variant: list[Any]) -> str:
 
 
 if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
     sys.exit(main())

@@ -15,6 +15,9 @@ from pathlib import Path
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -182,4 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
     sys.exit(main())

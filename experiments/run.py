@@ -6,6 +6,7 @@ and trains in that world. `-m` runs one job after the other. Exit status: 0; 1 a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +26,7 @@ from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import record
 from experiments.timing import calibrate
+from launch import lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
@@ -46,8 +51,6 @@ def under_torchrun() -> bool:
 
 def join(composed: Composed, *, command: str) -> RunSpec:
     """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
-    from experiments.training import worker
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
@@ -56,9 +59,17 @@ def join(composed: Composed, *, command: str) -> RunSpec:
     cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"
     compose.check(composed, rank_zero=rank == 0)
     command = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {per_node} {command.removeprefix('python ')}"
-    spec = share(compose.make_spec(composed, command=command) if rank == 0 else None)
-    if rank == 0:
-        spec.save()
+    spec = compose.make_spec(composed, command=command) if rank == 0 else None
+    with contextlib.ExitStack() as until_the_end:
+        if spec is not None:
+            spec.path.mkdir(parents=True, exist_ok=True)
+            until_the_end.enter_context(lock.held(spec.path))
+            spec.save()
+        return _train(share(spec), rank)
+
+
+def _train(spec: RunSpec, rank: int) -> RunSpec:
+    from experiments.training import worker
 
     def last_words(error: BaseException) -> None:
         if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
@@ -148,4 +159,7 @@ def _is_override(argument: str) -> bool:
 
 
 if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
     sys.exit(main())

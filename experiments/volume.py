@@ -15,6 +15,9 @@ from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
 
 from birder.optimizers import zero_one_schedule as schedule
 from experiments.records.record import write_file
@@ -251,4 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
     sys.exit(main())

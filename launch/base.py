@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from launch import failure
+from launch import failure, lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.spec import RunSpec
@@ -37,6 +38,8 @@ class Launcher(ABC):
 
     worker: Path
     """The program of one rank, started as `python WORKER SPEC`. Whoever makes a launcher sets it."""
+    wait: bool = True
+    """Whether `run` returns only when nothing of the run is under way any more."""
     on_failure: FailureHandler = staticmethod(lambda spec, reason: None)
     """Told of every run that started and did not end well, before `launch` raises. Must not raise."""
     python: str = sys.executable
@@ -93,28 +96,39 @@ class Launcher(ABC):
             print(self.preview(spec))
             return
         fresh = not spec.path.exists()
-        try:
-            failure.forget_earlier(spec.path)
-            spec_path = spec.save()
-        except OSError as error:
-            raise UserError(f"cannot write to {spec.run_dir}: {error.strerror}; set output_dir=FOLDER") from error
-        shape = (
-            f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} rank{'s' * (self.ranks_per_node > 1)}"
-        )
-        print(f"{spec.id}: {shape}, files in {spec.run_dir}", flush=True)
-        try:
-            self.run(spec_path, spec)
-        except UserError:
-            if fresh:
-                failure.remove_unused(spec.path)
-            raise
-        except RunFailed as error:
-            self.on_failure(spec, str(error))
-            raise
-        except BaseException as error:
-            why = "interrupted by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
-            self.on_failure(spec, why)
-            raise
+        with contextlib.ExitStack() as until_the_end:
+            try:
+                spec.path.mkdir(parents=True, exist_ok=True)
+                until_the_end.enter_context(lock.held(spec.path))
+                failure.forget_earlier(spec.path)
+                spec_path = spec.save()
+            except OSError as error:
+                if fresh:
+                    failure.remove_unused(spec.path)
+                raise UserError(
+                    f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
+                ) from error
+            print(f"{spec.id}: {self.shape()}, files in {spec.run_dir}", flush=True)
+            try:
+                self.run(spec_path, spec)
+            except UserError:
+                if fresh:
+                    failure.remove_unused(spec.path)
+                raise
+            except RunFailed as error:
+                self.on_failure(spec, str(error))
+                raise
+            except BaseException as error:
+                why = "interrupted by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
+                self.on_failure(spec, why)
+                raise
+            finally:
+                if self.wait:
+                    failure.remove_left(spec.path)
+
+    def shape(self) -> str:
+        """ "2 nodes x 1 rank": for the user's eyes."""
+        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
 
     def torchrun(
         self, spec_path: Path, spec: RunSpec, *, endpoint: str, is_host: bool, local_addr: str | None = None
@@ -126,6 +140,8 @@ class Launcher(ABC):
         command += ["--rdzv-conf", f"is_host={int(is_host)},join_timeout={JOIN_S}"]
         if local_addr is not None:
             command += ["--local-addr", local_addr]
+        # Else torchrun makes a folder of its own in the temporary folder of each node, and leaves it there.
+        command += ["--log-dir", str(spec_path.parent / failure.TORCHRUN)]
         command += ["--max-restarts", str(self.max_restarts)]
         return [*command, str(self.worker), str(spec_path)]
 

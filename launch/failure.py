@@ -40,6 +40,10 @@ _CONNECTION_TYPES = {
 }
 
 
+TORCHRUN = "logs/torchrun"
+"""Where in a run directory torchrun keeps files of its own."""
+
+
 class RunFailed(Exception):
     """A run that started did not end well. The message is one line that names the rank and the node."""
 
@@ -57,6 +61,13 @@ def forget_earlier(run_dir: Path) -> None:
     """Removes the rank and error files of an earlier run in the same directory (a resumed one)."""
     for folder in ("ranks", "errors"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
+    remove_left(run_dir)
+
+
+def remove_left(run_dir: Path) -> None:
+    """Removes what only processes of a run use, once none is left: torchrun's folders, unfinished checkpoints."""
+    for left in (run_dir / TORCHRUN, *run_dir.glob("checkpoints/step-*.tmp")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def remove_unused(run_dir: Path) -> None:
@@ -113,6 +124,8 @@ def explain(run_dir: Path, killed: list[dict[str, Any]], agent: int, code: int, 
         message = message if len(message) <= 300 else message[:299] + "…"
         return Cause(f"rank {first['rank']} on node {first['node']}: {first['type']}: {message}", first["traceback"])
     log = run_dir / "logs" / f"node{agent}.log"
+    if unheard := _ended_unheard(log, agent):
+        return Cause(f"{unheard} before it could say why; see {log}", _tail(log))
     return Cause(
         f"node {agent}: torchrun ended with status {code} before its ranks could say why; see {log}", _tail(log)
     )
@@ -200,6 +213,21 @@ def _signal_in_log(run_dir: Path, rank: dict[str, Any]) -> str | None:
         if match := re.search(rf"Signal (\d+) \(SIG\w+\) received by PID {rank['pid']}\b", text):
             return _signal_name(int(match[1]))
     return None
+
+
+def _ended_unheard(log: Path, node: int) -> str:
+    """Who of a node ended first and how, as its torchrun reports it; "" where it does not."""
+    with contextlib.suppress(OSError):
+        # Of several reports the last: torchrun may have restarted its ranks.
+        found = re.findall(
+            r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)", log.read_text(errors="replace")
+        )
+        if found:
+            rank, code = found[-1][0], int(found[-1][1])
+            how = "killed, for example for lack of memory," if code == -signal.SIGKILL else ""
+            how = how or (f"ended by {_signal_name(-code)}" if code < 0 else f"ended with status {code}")
+            return f"rank {rank} on node {node} {'was ' * (code < 0)}{how}"
+    return ""
 
 
 def _signal_name(number: int) -> str:

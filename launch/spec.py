@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from launch.files import write_whole
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -48,10 +50,10 @@ class RunSpec:
         return Path(self.run_dir)
 
     def save(self) -> Path:
-        """Writes `<run_dir>/spec.yaml` and returns its path."""
+        """Writes `<run_dir>/spec.yaml`, whole or not at all, and returns its path."""
         self.path.mkdir(parents=True, exist_ok=True)
         out = self.path / "spec.yaml"
-        out.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
+        write_whole(out, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
         return out
 
     @staticmethod

@@ -151,6 +151,7 @@ def test_command(tmp_path: Path) -> None:
             "--rdzv-endpoint": f"127.0.0.1:{launcher.port}",
             "--rdzv-conf": f"is_host={int(node == 0)},join_timeout=120",
             "--local-addr": "127.0.0.1",
+            "--log-dir": f"{tmp_path}/logs/torchrun",
             "--max-restarts": "1",
         }
         assert command[-2].endswith("experiments/training/worker.py")

@@ -291,7 +291,7 @@ def test_script(tmp_path: Path) -> None:
     assert directives(script).items() >= wanted.items()
     assert "srun --kill-on-bad-exit=1" in script
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in script
-    torchrun = shlex.split(script[script.index("srun --kill") :].replace("\\\n", ""))
+    torchrun = shlex.split(script[script.index("srun --kill") : script.index("\nstatus=")].replace("\\\n", ""))
     assert torchrun[torchrun.index("--nnodes") + 1] == "2"
     assert torchrun[torchrun.index("--nproc-per-node") + 1] == "4"
     assert "is_host={is_host}" in torchrun[torchrun.index("--rdzv-conf") + 1]

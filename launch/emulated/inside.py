@@ -26,6 +26,7 @@ if not __package__:  # run as a script: import from the repository, not from thi
 from launch import process
 from launch.emulated import measure, network, sandbox
 from launch.failure import Cause
+from launch.files import write_whole
 from launch.process import Stopped
 from launch.supervise import Agent, supervise
 
@@ -91,9 +92,7 @@ def run(plan: dict[str, Any]) -> Cause | None:
 
 def write_json(path: Path, content: object) -> None:
     """Writes a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def main(plan_path: str) -> int:

@@ -37,7 +37,7 @@ cd {cwd}
 # SLURM may start this job again (preemption, a failed node, scontrol requeue), and so may you (sbatch {script}):
 # the ranks go on from the last complete checkpoint of this run, if there is one.
 {exports}
-rm -rf {ranks} {errors}
+rm -rf {ranks} {errors} {left}
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 address() {{  # how SLURM itself reaches a node
   local found=$(scontrol --oneliner show node "$1" | grep -o ' NodeAddr=[^ ]*')
@@ -53,7 +53,19 @@ srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PE
   --open-mode=append --error={log} \\
   {node} \\
   {torchrun}
+status=$?
+rm -rf {left}
+exit $status
 """
+
+
+_KEYS = {
+    "chdir": "the folder that this is started from",
+    "output": "output_dir",
+    "error": "output_dir",
+    "gpus-per-node": "cluster.gpus_per_node",
+}
+"""What the user knows an option of sbatch by, where it is not cluster.<option>."""
 
 
 class SlurmLauncher(Launcher):
@@ -111,8 +123,11 @@ class SlurmLauncher(Launcher):
         for key, value in (sbatch or {}).items():
             _check_option(str(key), value, reserved)
         self.options |= dict(sbatch or {})
+        for key, value in self.options.items():
+            directive(key, value)
 
     def check(self, spec: RunSpec) -> None:
+        self.script(spec)  # a path that cannot stand in it is found before anything is written
         if self.dry_run:
             return  # shows what it would do where there is no SLURM, too
         missing = [c for c in ("sbatch", "srun", "scontrol", "sinfo", "scancel") if shutil.which(c) is None]
@@ -165,7 +180,7 @@ class SlurmLauncher(Launcher):
             **self.options,
         }
         lines = ["#!/bin/bash", f"# {spec.id}: {' '.join(spec.command.split())}"]
-        lines += [f"#SBATCH {_option(key, value)}" for key, value in options.items() if value is not False]
+        lines += [directive(key, value) for key, value in options.items() if value is not False]
         node = [self.python, str(NODE_PROGRAM), "--ranks", str(self.ranks_per_node), "--backend", self.backend]
         node += ["--interface", self.interface] if self.interface else []
         exports = {"BIRDER_RESUME": "auto", **self.torchrun_environment()}
@@ -174,6 +189,7 @@ class SlurmLauncher(Launcher):
             script=shlex.quote(str(folder / "job.sh")),
             ranks=shlex.quote(str(folder / "ranks")),
             errors=shlex.quote(str(folder / "errors")),
+            left=shlex.quote(str(folder / failure.TORCHRUN)),
             exports="\n".join(f"export {k}={shlex.quote(v)}" for k, v in exports.items()),
             log=shlex.quote(f"{logs}/node%n.log"),
             node=shlex.join(node) + ' --first "$first" --second "$second" --port "$port" --',
@@ -240,10 +256,21 @@ def _submission(spec: RunSpec) -> list[str]:
     return ["sbatch", "--parsable", str(spec.path.absolute() / "job.sh")]
 
 
-def _option(key: str, value: Any) -> str:
+def directive(key: str, value: Any) -> str:
+    """An option of sbatch as a line of its script. Raises UserError for a value that is more than one line of text.
+
+    sbatch reads these lines by rules of its own: a backslash escapes also within quotes of either kind, an unquoted #
+    begins a comment.
+    """
     if value is None or value is True:
-        return f"--{key}"
-    return f"--{key}={shlex.quote(str(value))}"
+        return f"#SBATCH --{key}"
+    text = str(value)
+    if not text.isprintable():
+        shown = text.encode("unicode_escape").decode()[:60]
+        raise UserError(f"{_KEYS.get(key, f'cluster.{key}')} must be one line of printable text, not '{shown}'")
+    if not re.fullmatch(r"[\w@%+=:,./-]*", text, re.ASCII):
+        text = '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+    return f"#SBATCH --{key}={text}"
 
 
 def _check_option(key: str, value: Any, reserved: set[str]) -> None:

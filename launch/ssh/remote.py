@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -64,6 +65,7 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
             finally:
                 torchrun = {p.pid for p in started}
                 process.end(started, others=lambda: [p for p in descendants(os.getpid()) if p not in torchrun])
+                shutil.rmtree(run_dir / failure.TORCHRUN, ignore_errors=True)
     return 1 if code is None else code if code >= 0 else 128 - code
 
 

@@ -1,0 +1,68 @@
+"""One run in a run directory at a time: two that train into it would both think that they had completed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from launch.errors import UserError
+from launch.files import write_whole
+
+LOCK, OWNER = "run.lock", "run.owner"
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Holds `run_dir`, which exists, as long as it is open. Raises UserError when another process holds it.
+
+    The system lets go of the lock with the process, however that ends. Ranks that a launcher leaves behind by its own
+    death do not live on (launch/process.py); a SLURM job does, and is found by its name (launch/slurm/launcher.py).
+    """
+    lock, owner = FileLock(run_dir / LOCK), run_dir / OWNER
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{run_dir}: this run is still running ({_who(owner)}): wait for it, end it or choose another run_name"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and not os.access(run_dir, os.W_OK):
+            raise
+        print(f"{run_dir}: no lock can be had here ({error}); see to it that no other run uses it", flush=True)
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without
+            write_whole(owner, json.dumps({"pid": os.getpid(), "host": platform.node()}))
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a process holds `run_dir`."""
+    if not (run_dir / LOCK).exists():
+        return False
+    lock = FileLock(run_dir / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError, NotImplementedError):
+        return True
+    lock.release()
+    return False
+
+
+def _who(owner: Path) -> str:
+    """The holder, for the terminal: no record names a host."""
+    try:
+        content = json.loads(owner.read_text())
+        return f"pid {int(content['pid'])} on host {str(content['host'])[:100]!r}".replace("'", "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it has just begun"
