@@ -21,14 +21,14 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from experiments import compare, run, volume
 from experiments.config import compose
-from experiments.records.record import ResultRecord, read_all
-from experiments.report import published, speedup, tables
+from experiments.records.record import ResultRecord
+from experiments.report import speedup, tables
 from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
 from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.table import WIDTH, Column, Note, Table
 from launch.errors import UserError
 from launch.process import Stopped
 
@@ -112,46 +112,27 @@ def family(name: str, given: list[str], methods: list[str] | None) -> int:
 
 def show(results_dir: str | Path, group: str, console: Console | None = None) -> None:
     """Prints a group of runs as the papers compare methods, with the published numbers. Raises UserError."""
-    records = [r for r in read_all(results_dir) if r.group == group]
-    if not records:
-        raise UserError(f"no record of group {group!r} in {Path(results_dir) / 'records'}")
-    console = console or Console(width=118)
-
-    def say(text: str, mark: str = "") -> None:
-        console.print(text, style=mark or None, markup=False, highlight=False, soft_wrap=True)
-
-    for table in speedup.build(records, group):
-        say(speedup.title(table.records[0]), "bold")
-        say(speedup.honesty(table.records), "yellow")
-        console.print(comparison(table))
-        say(NOTE, "dim")
-        for row in table.rows:
-            if row.record.status != "completed":
-                say(f"{row.label} failed: {row.record.reason}", "red")
-        if any(row.uneven for row in table.rows):
-            say(speedup.UNEVEN_NOTE, "dim")
-    for exp in sorted({r.exp for r in records}):
-        for kind in ("speedup", "accuracy"):
-            for sentence in published.beside(exp, kind):
-                say(sentence, "dim")
-    tables.print_places(console, Path(results_dir), group)
+    tables.print_group(results_dir, group, console or Console(width=WIDTH), comparison, ("speedup", "accuracy"))
 
 
 def comparison(table: SpeedupTable) -> Table:
     """Bytes, rounds, state, time and metric of each method."""
-    shown = Table()
-    names = ["method", "payload", "vs fp32", "rounds", "collectives", "state", "step ms", "speed vs fp32"]
-    for place, name in enumerate([*names, _metric_name(table.records)]):
-        shown.add_column(name, justify="right" if place else "left", overflow="fold")
-    for row in table.rows:
-        r = row.record
-        if r.status != "completed":
-            shown.add_row(row.label, r.status, *[DASH] * (len(names) - 1))
-            continue
-        cells = [size(row.payload), fraction(table.payload_ratio(row)), number(r.rounds_per_step)]
-        cells += [number(r.collectives_per_step), size(r.state_bytes_per_rank), _milliseconds(row)]
-        shown.add_row(row.label, *cells, times(table.speedup(row, "fp32")), _metric(r))
-    return shown
+    measured, shown = speedup.measured, speedup.as_table(table)
+    columns = [
+        Column("method", "left", value=lambda row: row.label),
+        Column(
+            "payload", value=lambda row: size(row.payload) if row.record.status == "completed" else row.record.status
+        ),
+        measured("vs fp32", lambda row: fraction(table.payload_ratio(row))),
+        measured("rounds", lambda row: number(row.record.rounds_per_step)),
+        measured("collectives", lambda row: number(row.record.collectives_per_step)),
+        measured("state", lambda row: size(row.record.state_bytes_per_rank)),
+        measured("step ms", _milliseconds),
+        measured("speed vs fp32", lambda row: times(table.speedup(row, "fp32"))),
+        measured(_metric_name(table.records), lambda row: _metric(row.record)),
+    ]
+    footnotes = (Note(NOTE), *shown.footnotes)
+    return Table.of(columns, table.rows, title=shown.title, notes=shown.notes, footnotes=footnotes)
 
 
 def _milliseconds(row: Row) -> str:

@@ -19,13 +19,16 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
     interrupt.ends_silently()
 
+from rich.console import Console
+
 from birder.optimizers import zero_one_schedule as schedule
 from experiments.records.record import write_file
 from experiments.report import published
-from experiments.report.formats import markdown_table
+from experiments.report.table import WIDTH, Note, Table
 from launch.errors import UserError
 
 TABLE = "tables/zero_one_adam_volume.md"
+TITLE = "0/1 Adam: rounds and volume of a whole run"
 RULES = {"as published": False, "reference implementation": True}
 SEARCH = range(20_000, 400_001, 100)
 """Run lengths among which those are looked for that give a published number."""
@@ -171,42 +174,53 @@ def claim_rows(setting: Setting, lengths: Sequence[int]) -> tuple[list[str], lis
     return head, rows, sentences
 
 
-def markdown(setting: Setting, lengths: Sequence[int]) -> str:
-    """The whole table."""
+def tables(setting: Setting, lengths: Sequence[int]) -> list[Table]:
+    """Rounds, volume, and both beside the published numbers."""
     head, rows, sentences = claim_rows(setting, lengths)
-    s = setting
-    return "\n".join(
-        [
-            "<!-- Made by experiments/volume.py from the schedule; do not edit. -->",
-            "# 0/1 Adam: rounds and volume of a whole run",
-            "",
-            f"**Computed from the schedule, nothing was run.** kappa {s.kappa}, variance frozen after {s.warmup_steps:,} "
-            f"steps, interval between syncs doubled every {s.local_doubling:,} steps, {s.local_limit} at most. "
-            "One direction; scales and padding are left out.",
-            "",
-            "## Rounds",
-            "",
-            "By the rule as published a step with a variance round has a 1-bit round too; in the reference implementation it "
-            "has the first alone. *fewer*: the share of steps without any round; 1-bit Adam has one in every step.",
-            "",
-            markdown_table(ROUNDS, rounds_rows(s, lengths)),
-            "## Volume",
-            "",
-            "Adam sends floats in every step, 1-bit Adam in its dense steps, 0/1 Adam in variance rounds: the same floats "
-            "within a row.",
-            "",
-            markdown_table(volume_head(s), volume_rows(s, lengths)),
-            "## Beside the published numbers",
-            "",
-            "The sources at hand do not say for which run and which floats. Each reading has its own row (rule as "
-            f"published); the last column has the run lengths from {SEARCH[0]:,} to {SEARCH[-1]:,} steps at which it "
-            "passes the published number.",
-            "",
-            markdown_table(head, rows),
-            *(f"- {sentence}" for sentence in sentences),
-            "",
-        ]
+    rounds = Note(
+        "By the rule as published a step with a variance round has a 1-bit round too; in the reference implementation it "
+        "has the first alone. *fewer*: the share of steps without any round; 1-bit Adam has one in every step."
     )
+    floats = Note(
+        "Adam sends floats in every step, 1-bit Adam in its dense steps, 0/1 Adam in variance rounds: the same floats "
+        "within a row."
+    )
+    readings_ = Note(
+        "The sources at hand do not say for which run and which floats. Each reading has its own row (rule as "
+        f"published); the last column has the run lengths from {SEARCH[0]:,} to {SEARCH[-1]:,} steps at which it "
+        "passes the published number."
+    )
+    nearest = Note("\n".join(f"- {sentence}" for sentence in sentences))
+    return [
+        Table.text(ROUNDS, rounds_rows(setting, lengths), title="Rounds", notes=(rounds,)),
+        Table.text(volume_head(setting), volume_rows(setting, lengths), title="Volume", notes=(floats,)),
+        Table.text(head, rows, title="Beside the published numbers", notes=(readings_,), footnotes=(nearest,)),
+    ]
+
+
+def caution(s: Setting) -> Note:
+    """What the numbers are not."""
+    return Note(
+        f"**Computed from the schedule, nothing was run.** kappa {s.kappa}, variance frozen after {s.warmup_steps:,} "
+        f"steps, interval between syncs doubled every {s.local_doubling:,} steps, {s.local_limit} at most. "
+        "One direction; scales and padding are left out."
+    )
+
+
+def markdown(setting: Setting, lengths: Sequence[int]) -> str:
+    """The whole page."""
+    head = ["<!-- Made by experiments/volume.py from the schedule; do not edit. -->", f"# {TITLE}", ""]
+    made = [table.markdown(2) for table in tables(setting, lengths)]
+    return "\n".join([*head, caution(setting).text, "", *made])
+
+
+def show(setting: Setting, lengths: Sequence[int], console: Console | None = None) -> None:
+    """Prints the page's tables."""
+    console = console or Console(width=WIDTH)
+    Note(TITLE, "strong").show(console)
+    caution(setting).show(console)
+    for table in tables(setting, lengths):
+        table.show(console)
 
 
 def _percent(value: float) -> str:
@@ -241,11 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     try:
         setting, lengths, options = parse(arguments)
-        text = markdown(setting, lengths)
-        print(text)
+        show(setting, lengths)
         if not options.print_only:
             path = Path(options.results) / TABLE
-            write_file(path, text.encode(), "table")
+            write_file(path, markdown(setting, lengths).encode(), "table")
             print(f"table: {path}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

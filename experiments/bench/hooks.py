@@ -19,7 +19,6 @@ import birder
 from birder.comm import Topology
 from experiments.cells import timelines
 from experiments.cells.replay import ReplayModel
-from experiments.report.formats import markdown_table, number
 
 METHODS: dict[str, dict[str, Any]] = {
     "DDP without a hook, SGDM": {},
@@ -71,9 +70,3 @@ def _measure(label: str, options: dict[str, Any], device: torch.device, timeline
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    cells = [[r["method"], number(r["step_ms"]), number(r["overhead_ms"])] for r in rows]
-    return markdown_table(["method", "step, ms", "more than without a hook, ms"], cells)

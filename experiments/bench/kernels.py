@@ -19,7 +19,6 @@ from torch import Tensor
 
 from birder import kernels
 from birder.kernels import reference
-from experiments.report.formats import markdown_table, number
 
 WORKERS = 4
 """Workers whose bits the server's kernels take."""
@@ -126,27 +125,3 @@ def _seconds(task: Callable[[], object], device: torch.device) -> float:
 def backend_name(device: torch.device) -> str:
     """The module that serves the device: reference where the fused ones cannot run."""
     return kernels.backend(device).__name__.rpartition(".")[2]
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    head = [
-        "kernel",
-        "bytes per element",
-        "ns per element",
-        "GB/s",
-        "eager reference / kernel",
-        "of a copy's bandwidth",
-    ]
-    cells = [
-        [
-            f"`{r['kernel']}`",
-            f"{r['bytes_per_element']:g}",
-            number(r["ns_per_element"]),
-            number(r["gb_per_s"]),
-            f"{number(r['against_reference'])}x",
-            f"{100 * r['of_copy']:.0f} %",
-        ]
-        for r in rows
-    ]
-    return markdown_table(head, cells)

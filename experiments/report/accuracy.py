@@ -9,7 +9,8 @@ from typing import Any
 
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
-from experiments.report.formats import DASH, markdown_table, mean_sd
+from experiments.report.formats import DASH, mean_sd
+from experiments.report.table import Column, Note, Table
 
 # Shown in columns or headings of their own.
 SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps")
@@ -46,6 +47,10 @@ class Cell:
         if not values or len(values) < len(self.valid):
             return None, None
         return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    def count(self) -> str:
+        """How many runs have a metric, and of how many where some do not."""
+        return f"{len(self.valid)}" + (f" of {len(self.records)}" if len(self.valid) < len(self.records) else "")
 
 
 @dataclass(frozen=True)
@@ -113,41 +118,52 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
     return tables
 
 
-def markdown(table: AccuracyTable, plot: bool) -> str:
-    """The table as a section of a Markdown page that lies in results/tables. plot: whether its curves were drawn."""
-    metric = table.metric
-    others = sorted({k for c in table.cells for r in c.valid for k in r.metric.get("all", {})} - {metric["name"]})
-    head = ["method", "lr", metric["name"], *others, "n", "target", "best lr", "records"]
-    rows = []
-    for cell in table.cells:
-        best = table.best(cell.label) is cell
-        value = mean_sd(*cell.summary(None))
-        if not cell.valid:
-            value = next((f"failed: {r.reason}" for r in cell.records if r.status != "completed"), "not finite")
-        n = f"{len(cell.valid)}" + (f" of {len(cell.records)}" if len(cell.valid) < len(cell.records) else "")
-        target = metric.get("target")
-        rows.append(
-            [
-                cell.label,
-                DASH if cell.lr is None else f"{cell.lr:g}",
-                f"**{value}**" if best else value,
-                *[mean_sd(*cell.summary(name)) for name in others],
-                n,
-                DASH if target is None else f"{target:g}",
-                "best" if best else "",
-                " ".join(f"[{r.seed}](../records/{r.id}.json)" for r in cell.records),
-            ]
-        )
-    better = "higher" if metric.get("higher_is_better", True) else "lower"
+def columns(table: AccuracyTable) -> list[Column]:
+    """The columns, each with what makes its cells from a `Cell`; to add one see experiments/report/table.py."""
+    name, target = table.metric["name"], table.metric.get("target")
+    others = sorted({k for c in table.cells for r in c.valid for k in r.metric.get("all", {})} - {name})
+    return [
+        Column("method", "left", value=lambda cell: cell.label),
+        Column("lr", value=lambda cell: DASH if cell.lr is None else f"{cell.lr:g}"),
+        Column(name, value=lambda cell: _value(table, cell)),
+        *map(_other, others),
+        Column("n", value=Cell.count),
+        Column("target", value=lambda _: DASH if target is None else f"{target:g}"),
+        Column("best lr", value=lambda cell: "best" if table.best(cell.label) is cell else ""),
+        Column("records", terminal=False, value=_links),
+    ]
+
+
+def as_table(table: AccuracyTable) -> Table:
+    """The table, and above it how it is to be read."""
+    better = "higher" if table.metric.get("higher_is_better", True) else "lower"
     chosen = f"{HELD_OUT} of its first seed, on images held out of training" if table.tuned else "this same metric"
     notes = (
         f"Mean ± sample standard deviation over n seeds, {better} is better. Every learning rate tried is listed; "
         f"the best of a method is chosen by {chosen}. Records are named by their seed."
     )
-    lines = [f"### {table.title}", "", notes, "", markdown_table(head, rows)]
-    if plot:
-        lines += [f"![{metric['name']}](../plots/{table.slug}_curve.png)", ""]
-    return "\n".join(lines)
+    return Table.of(columns(table), table.cells, title=table.title, notes=(Note(notes),))
+
+
+def markdown(table: AccuracyTable, plot: bool) -> str:
+    """The table as a section of a page in the tables folder. plot: whether its curves were drawn."""
+    drawn = f"![{table.metric['name']}](../plots/{table.slug}_curve.png)\n" if plot else ""
+    return as_table(table).markdown() + drawn
+
+
+def _other(name: str) -> Column:
+    return Column(name, value=lambda cell: mean_sd(*cell.summary(name)))
+
+
+def _value(table: AccuracyTable, cell: Cell) -> str:
+    if not cell.valid:
+        return next((f"failed: {r.reason}" for r in cell.records if r.status != "completed"), "not finite")
+    value = mean_sd(*cell.summary(None))
+    return f"**{value}**" if table.best(cell.label) is cell else value
+
+
+def _links(cell: Cell) -> str:
+    return " ".join(f"[{r.seed}](../records/{r.id}.json)" for r in cell.records)
 
 
 def curves(table: AccuracyTable) -> list[ResultRecord]:

@@ -14,7 +14,7 @@ from experiments.cells.bench_plan import LINKS, METHODS
 from experiments.report.bench_results import OURS, Results
 from experiments.report.formats import number
 
-MARK = "Made by experiments/bench_suite.py"
+MARK = "Made by make bench"
 COLOURS = {"fp32": "#4477aa", "16": "#66ccee", "lowrank": "#228833", "1bit": "#ccbb44", "none": "#bbbbbb"}
 
 

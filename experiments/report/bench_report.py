@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
 from experiments.cells.bench_plan import LINKS, METHODS, TITLES, Cell
 from experiments.records.record import ResultRecord, write_file
 from experiments.report.bench_plot import MARK, plot
 from experiments.report.bench_results import Results, load, verdicts
-from experiments.report.formats import DASH, markdown_table, number, percent, size, times
+from experiments.report.formats import DASH, number, percent, size, times
 from experiments.report.speedup import hardware
+from experiments.report.table import WIDTH, Column, Table
 
 TABLE, PLOT = "tables/bench.md", "plots/bench.png"
 ADAM_BYTES = 8
@@ -35,32 +35,23 @@ def write(results_dir: str | Path) -> list[Path]:
 
 def show(results_dir: str | Path, *, device: str = "cpu", cells: bool = True, console: Console | None = None) -> None:
     """Prints what the page says: step times, verdicts, the kernels of `device`, and where the files are."""
-    console = console or Console(width=118)
+    console = console or Console(width=WIDTH)
     results = load(results_dir)
     if cells:
         for model, link in dict.fromkeys((m, at) for m, at, _ in results.places()):
             console.print(f"{TITLES[model]}; {LINKS[link]}", style="bold", markup=False, highlight=False)
-            _print(console, *_times(results, model, link))
+            _times(results, model, link).show(console)
         for sentence in verdicts(results):
             console.print(sentence, markup=False, highlight=False)
     if device in results.kernels:
         bench = results.kernels[device].config["bench"]
         console.print(_kernels_title(results.kernels[device]), style="bold", markup=False, highlight=False)
-        print(bench_kernels.markdown(bench["kernels"]))
+        kernel_table(bench["kernels"]).show(console)
         if "hooks" in bench:
-            print(bench_hooks.markdown(bench["hooks"]))
+            hook_table(bench["hooks"]).show(console)
     for name in (TABLE, PLOT):
         if (Path(results_dir) / name).is_file():
             console.print(str(Path(results_dir) / name), soft_wrap=True, markup=False, highlight=False)
-
-
-def _print(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table()
-    for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def honesty(results: Results) -> str:
@@ -85,7 +76,7 @@ def honesty(results: Results) -> str:
 
 def markdown(results: Results) -> str:
     """The page."""
-    lines = [f"<!-- {MARK} from results/records; do not edit. -->", "# Benchmark against peers", ""]
+    lines = [f"<!-- {MARK} from the records; do not edit. -->", "# Benchmark against peers", ""]
     if results.records:
         first = next(iter(results.records.values()))
         lines += [
@@ -96,24 +87,24 @@ def markdown(results: Results) -> str:
         for model in dict.fromkeys(m for m, _, _ in results.places()):
             lines += [f"## {TITLES[model]}", ""]
             for link in dict.fromkeys(at for m, at, _ in results.places() if m == model):
-                lines += [f"### {LINKS[link]}", "", markdown_table(*_times(results, model, link))]
-        lines += ["## Memory", "", _memory_note(), "", markdown_table(*_memory(results))]
+                lines += [f"### {LINKS[link]}", "", _times(results, model, link).grid()]
+        lines += ["## Memory", "", _memory_note(), "", _memory(results).grid()]
         lines += ["## What a step consists of", "", _details_note(), ""]
         for place in results.places():
             lines += [f"### {place[0]}, {LINKS[place[1]]}, {place[2]} nodes", ""]
-            lines += [markdown_table(*_details(results, place))]
+            lines += [_details(results, place).grid()]
     for device, r in sorted(results.kernels.items()):
         bench = r.config["bench"]
         lines += [f"## {_kernels_title(r)}", "", f"{hardware(r)}. {_kernels_note(device)}", ""]
-        lines += [bench_kernels.markdown(bench["kernels"])]
+        lines += [kernel_table(bench["kernels"]).grid()]
         if "hooks" in bench:
-            lines += ["What a hook costs where nothing is sent:", "", bench_hooks.markdown(bench["hooks"])]
+            lines += ["What a hook costs where nothing is sent:", "", hook_table(bench["hooks"]).grid()]
     if results.kernels and "cuda" not in results.kernels:
         lines += ["No GPU was at hand: `make bench-gpu` measures the same on one.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _times(results: Results, model: str, link: str) -> tuple[list[str], list[list[str]]]:
+def _times(results: Results, model: str, link: str) -> Table:
     nodes = [n for m, at, n in results.places() if (m, at) == (model, link)]
     head = ["method", *(f"ms, {n} nodes" for n in nodes), *(f"vs fp32, {n}" for n in nodes)]
     head += [f"of bound, {n}" for n in nodes]
@@ -124,7 +115,7 @@ def _times(results: Results, model: str, link: str) -> tuple[list[str], list[lis
             row = [method.label, *(number(results.ms(*p, name)) for p in places)]
             row += [times(results.ratio(p, name, "fp32")) for p in places]
             rows.append([*row, *(percent(results.ratio(p, name, "none")) for p in places)])
-    return head, rows
+    return Table.text(head, rows)
 
 
 def _memory_note() -> str:
@@ -135,7 +126,7 @@ def _memory_note() -> str:
     )
 
 
-def _memory(results: Results) -> tuple[list[str], list[list[str]]]:
+def _memory(results: Results) -> Table:
     models = list(dict.fromkeys(m for m, _, _ in results.places()))
     head = ["method", *(f"{m}, state vs Adam's" for m in models), *(f"{m}, peak over fp32's" for m in models)]
     rows = []
@@ -155,13 +146,40 @@ def _memory(results: Results) -> tuple[list[str], list[list[str]]]:
             known = r and b and r.config["bench"]["peak"] is not None and b.config["bench"]["peak"] is not None
             peaks.append(_more(r.config["bench"]["peak"] - b.config["bench"]["peak"]) if r and b and known else DASH)
         rows.append([method.label, *states, *peaks])
-    return head, rows
+    return Table.text(head, rows)
 
 
 def _whole(results: Results, model: str, method: str) -> ResultRecord | None:
     """The record of a cell with the whole model."""
     r = results.records.get(Cell(model, "loopback", 2, method))
     return r if r is not None and r.config["bench"]["fraction"] == 1 else None
+
+
+def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Rows of `experiments.bench.kernels.measure`."""
+    return Table.of(
+        [
+            Column("kernel", "left", value=lambda r: f"`{r['kernel']}`"),
+            Column("bytes per element", value=lambda r: f"{r['bytes_per_element']:g}"),
+            Column("ns per element", value=lambda r: number(r["ns_per_element"])),
+            Column("GB/s", value=lambda r: number(r["gb_per_s"])),
+            Column("eager reference / kernel", value=lambda r: f"{number(r['against_reference'])}x"),
+            Column("of a copy's bandwidth", value=lambda r: percent(r["of_copy"])),
+        ],
+        rows,
+    )
+
+
+def hook_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Rows of `experiments.bench.hooks.measure`."""
+    return Table.of(
+        [
+            Column("method", "left", value=lambda r: r["method"]),
+            Column("step, ms", value=lambda r: number(r["step_ms"])),
+            Column("more than without a hook, ms", value=lambda r: number(r["overhead_ms"])),
+        ],
+        rows,
+    )
 
 
 def _more(difference: float) -> str:
@@ -178,7 +196,7 @@ def _details_note() -> str:
     )
 
 
-def _details(results: Results, place: tuple[str, str, int]) -> tuple[list[str], list[list[str]]]:
+def _details(results: Results, place: tuple[str, str, int]) -> Table:
     head = [
         "method",
         "step",
@@ -214,7 +232,7 @@ def _details(results: Results, place: tuple[str, str, int]) -> tuple[list[str], 
                 f"[record](../records/{r.id}.json)",
             ]
         )
-    return head, rows
+    return Table.text(head, rows)
 
 
 def _share(fraction: float) -> str:

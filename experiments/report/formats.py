@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 DASH = "—"
 
@@ -55,9 +54,3 @@ def mean_sd(mean: float | None, sd: float | None) -> str:
         return DASH
     digits = 4 if abs(mean) < 1.5 else 2  # fractions; percentages and perplexities
     return f"{mean:.{digits}f}" if sd is None or math.isnan(sd) else f"{mean:.{digits}f} ± {sd:.{digits}f}"
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is aligned left, the others right."""
-    lines = [head, [":--"] + ["--:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import accuracy, plots, speedup
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import NOT_A_VARIANT, flatten
-from experiments.report.formats import DASH, fraction, markdown_table, mean_sd, number, size, times
+from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
 from experiments.report.speedup import Row
+from experiments.report.table import WIDTH, Column, Note, Table
 from launch.errors import UserError
 
 EXP = "methods"
@@ -49,6 +49,10 @@ class Line:
     @property
     def payload(self) -> float | None:
         return Row(self.label, self.record).payload if self.record else None
+
+    @property
+    def first_seed(self) -> int:
+        return min(r.seed for cell in self.tried for r in cell.records)
 
     @property
     def at_edge(self) -> bool:
@@ -129,17 +133,40 @@ def is_timing(r: ResultRecord) -> bool:
     return r.status == "completed" and r.config.get("evaluate") is False and bool(r.timing.get("median_ms"))
 
 
-def markdown(table: MethodsTable) -> str:
-    """The table as a section of a page that lies in results/tables."""
-    head = ["method", table.metric, "n", accuracy.HELD_OUT, "lr", "tried", "payload per node and step", "vs fp32"]
-    head += ["rounds per step", "collectives per step", "state per rank", "step time, ms", "speed vs fp32", "records"]
-    rows = [_cells(table, line) for line in table.lines]
+def columns(table: MethodsTable) -> list[Column]:
+    """The columns, each with what makes its cells from a `Line`; to add one see experiments/report/table.py."""
+    return [
+        Column("method", "left", value=lambda line: line.label),
+        Column(table.metric, value=_score),
+        _trained("n", lambda line: line.best.count()),
+        _trained(accuracy.HELD_OUT, lambda line: mean_sd(line.best.held_out(line.first_seed), None), terminal=False),
+        _trained("lr", _rate),
+        Column("tried", terminal=False, value=_rates),
+        _trained("payload per node and step", lambda line: size(line.payload), short="payload"),
+        _trained("vs fp32", lambda line: fraction(table.payload_ratio(line))),
+        _trained("rounds per step", lambda line: number(line.record.rounds_per_step), short="rounds"),
+        _trained("collectives per step", lambda line: number(line.record.collectives_per_step), terminal=False),
+        _trained("state per rank", lambda line: size(line.record.state_bytes_per_rank), short="state"),
+        Column(
+            "step time, ms", short="step ms", value=lambda line: speedup.step_time(line.timed) if line.timed else DASH
+        ),
+        Column("speed vs fp32", short="vs fp32", value=lambda line: times(table.speedup(line))),
+        Column("records", terminal=False, value=_links),
+    ]
+
+
+def as_table(table: MethodsTable) -> Table:
+    """The table, how it was made and where its step times come from above it, failed runs below it."""
     chosen = "the accuracy on a held-out part of the training set" if table.scores.tuned else "the test metric itself"
     intro = INTRO.format(chosen=chosen, metric=table.metric, edge=EDGE.strip())
-    lines = [f"### {table.scores.title}", "", intro, "", f"**{clock_note(table)}**", "", markdown_table(head, rows)]
-    failures = [text for line in table.lines for text in line.failures]
-    lines += [f"- {text}" for text in failures] + [""] * bool(failures)
-    return "\n".join([*lines, f"![{table.metric} against bytes](../{table.plot_name})", ""])
+    failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
+    notes = (Note(intro), Note(clock_note(table), "caution"))
+    return Table.of(columns(table), table.lines, title=table.scores.title, notes=notes, footnotes=failed)
+
+
+def markdown(table: MethodsTable) -> str:
+    """The table as a section of a page in the tables folder."""
+    return as_table(table).markdown() + f"![{table.metric} against bytes](../{table.plot_name})\n"
 
 
 def clock_note(table: MethodsTable) -> str:
@@ -166,45 +193,32 @@ def show(results_dir: str | Path, console: Console | None = None) -> None:
     tables = build(read_all(results_dir))
     if not tables:
         raise UserError(f"no finished run of experiment {EXP!r} in {Path(results_dir) / 'records'}")
-    console = console or Console(width=118)
     for table in tables:
-        console.print(table.scores.title, style="bold", markup=False, highlight=False)
-        console.print(clock_note(table), style="yellow", markup=False, highlight=False)
-        shown = Table()
-        names = ["method", table.metric, "n", "lr", "payload", "vs fp32", "rounds", "state", "step ms", "vs fp32"]
-        for place, name in enumerate(names):
-            shown.add_column(name, justify="right" if place else "left", overflow="fold")
-        for line in table.lines:
-            cells = _cells(table, line)
-            shown.add_row(*[cells[i] for i in (0, 1, 2, 4, 6, 7, 8, 10, 11, 12)])
-        console.print(shown)
-        for line in table.lines:
-            for text in line.failures:
-                console.print(text, style="red", markup=False, highlight=False)
+        as_table(table).show(console or Console(width=WIDTH))
 
 
-def _cells(table: MethodsTable, line: Line) -> list[str]:
-    best, r = line.best, line.record
+def _trained(name: str, value: Callable[[Any], str], *, short: str = "", terminal: bool = True) -> Column:
+    """A column of something that training measured: a dash for a method without a run that ended well."""
+    return Column(name, "right", short, terminal, lambda line: value(line) if line.record else DASH)
+
+
+def _score(line: Line) -> str:
+    if line.best is None or line.record is None:
+        return "failed" if line.tried else DASH
+    return mean_sd(*line.best.summary(None))
+
+
+def _rate(line: Line) -> str:
+    lr = line.best.lr if line.best else None
+    return DASH if lr is None else f"{lr:g}" + (EDGE if line.at_edge else "")
+
+
+def _rates(line: Line) -> str:
     rates = [f"{c.lr:g}" + ("" if c.valid else " (failed)") for c in line.tried if c.lr is not None]
-    if best is None or r is None:
-        value = "failed" if line.tried else DASH
-        scored = [line.label, value, DASH, DASH, DASH, ", ".join(rates) or DASH, *[DASH] * 5]
-    else:
-        first = min(x.seed for c in line.tried for x in c.records)
-        n = f"{len(best.valid)}" + (f" of {len(best.records)}" if len(best.valid) < len(best.records) else "")
-        lr = DASH if best.lr is None else f"{best.lr:g}" + (EDGE if line.at_edge else "")
-        scored = [
-            line.label,
-            mean_sd(*best.summary(None)),
-            n,
-            mean_sd(best.held_out(first), None),
-            lr,
-            ", ".join(rates),
-        ]
-        scored += [size(line.payload), fraction(table.payload_ratio(line)), number(r.rounds_per_step)]
-        scored += [number(r.collectives_per_step), size(r.state_bytes_per_rank)]
-    clock = [speedup.step_time(line.timed), times(table.speedup(line))] if line.timed else [DASH, DASH]
-    runs = [*(best.records if best else ()), *([line.timed.record] if line.timed else ())]
+    return ", ".join(rates) or DASH
+
+
+def _links(line: Line) -> str:
+    runs = [*(line.best.records if line.best else ()), *([line.timed.record] if line.timed else ())]
     names = [str(x.seed) if x.config.get("evaluate", True) else "time" for x in runs]
-    links = " ".join(f"[{name}](../records/{x.id}.json)" for name, x in zip(names, runs, strict=True))
-    return [*scored, *clock, links]
+    return " ".join(f"[{name}](../records/{x.id}.json)" for name, x in zip(names, runs, strict=True))

@@ -8,6 +8,7 @@ from experiments.cells import paper, timelines
 from experiments.cells.replay import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.cells.timelines import Timeline
 from experiments.report.formats import number
+from experiments.report.table import Table
 
 if TYPE_CHECKING:
     from experiments.report.paper_report import Results
@@ -61,9 +62,12 @@ def rows(results: Results) -> list[tuple[str, float, float]]:
 HEAD = ("fp32 DDP", "replayed, ms", "arithmetic, ms", "difference")
 
 
-def cells(results: Results) -> list[list[str]]:
-    """The check, one line for each cell. Columns: HEAD."""
-    return [[name, number(ours), number(theirs), f"{ours / theirs - 1:+.1%}"] for name, ours, theirs in rows(results)]
+def table(results: Results) -> Table:
+    """The check, one line for each cell."""
+    found = rows(results)
+    return Table.text(
+        HEAD, [[n, number(ours), number(theirs), f"{ours / theirs - 1:+.1%}"] for n, ours, theirs in found]
+    )
 
 
 def sentence(results: Results) -> str:

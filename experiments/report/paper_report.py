@@ -14,17 +14,17 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from experiments.cells import paper, timelines
 from experiments.cells.paper import Cell
 from experiments.cells.replay import nic_bytes
 from experiments.records.record import ResultRecord, read_all, write_file
 from experiments.report import paper_check, published
-from experiments.report.formats import DASH, markdown_table, number, percent, size, times
+from experiments.report.formats import DASH, number, percent, size, times
+from experiments.report.table import WIDTH, Table
 from launch.errors import UserError
 
-MARK = "Made by experiments/paper_table.py"
+MARK = "Made by make paper-table"
 TABLE, PLOT = "tables/paper.md", "plots/paper_speedup.png"
 NEAR = 0.15
 """An assumption reproduces a published factor when its best speedup is this close to it."""
@@ -110,29 +110,20 @@ def write(results_dir: str | Path) -> list[Path]:
 def show(results_dir: str | Path, console: Console | None = None) -> None:
     """Prints what the table says: honesty first, then the summary, the sentences and the check."""
     results = load(results_dir)
-    console = console or Console(width=118)
+    console = console or Console(width=WIDTH)
 
     def say(text: str, mark: str = "") -> None:
         console.print(text, style=mark or None, markup=False, highlight=False)
 
     say(honesty(results), "yellow")
     say(SUMMARY_NOTE, "dim")
-    _print(console, SUMMARY, summary(results))
+    summary(results).show(console)
     for line in verdicts(results):
         say(line, "bold")
-    _print(console, paper_check.HEAD, paper_check.cells(results))
+    paper_check.table(results).show(console)
     say(paper_check.sentence(results), "bold")
     for what, path in (("table:", TABLE), ("plot:", PLOT)):
         console.print(f"{what:<8}{Path(results_dir) / path}", soft_wrap=True, markup=False, highlight=False)
-
-
-def _print(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    shown = Table()
-    for place, name in enumerate(head):
-        shown.add_column(name, justify="right" if place else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
 
 
 def honesty(results: Results) -> str:
@@ -160,8 +151,8 @@ SUMMARY_NOTE = (
 )
 
 
-def summary(results: Results) -> list[list[str]]:
-    """One row for each assumption: Birder against fp32 and bf16, beside the paper. Columns: SUMMARY."""
+def summary(results: Results) -> Table:
+    """One row for each assumption: Birder against fp32 and bf16, beside the paper."""
     rows = []
     for model, rate, link in results.settings():
         factor = headline(model)[1]
@@ -174,7 +165,7 @@ def summary(results: Results) -> list[list[str]]:
         for base in ("fp32", "bf16"):
             row += [times(results.speedup(*at, ours, base)), times(results.best(model, rate, link, ours, base))]
         rows.append([*row, times(results.speedup(*at, "none")), times(factor)])
-    return rows
+    return Table.text(SUMMARY, rows)
 
 
 def headline(model: str) -> tuple[str, float | None]:
@@ -229,18 +220,18 @@ def _verdict(quoted: str, factor: float, found: list[tuple[float, str]]) -> str:
 
 def markdown(results: Results) -> str:
     """The page results/tables/paper.md."""
-    lines = [f"<!-- {MARK} from results/records; do not edit. -->", "# The paper's cluster, replayed", ""]
+    lines = [f"<!-- {MARK} from the records; do not edit. -->", "# The paper's cluster, replayed", ""]
     lines += [
         f"**{honesty(results)}.**",
         "",
         "How it is made, and what it leaves out: [replay](../../docs/replay.md).",
         "",
     ]
-    lines += ["## In short", "", SUMMARY_NOTE, "", markdown_table(SUMMARY, summary(results))]
+    lines += ["## In short", "", SUMMARY_NOTE, "", summary(results).grid()]
     lines += [paragraph for said in verdicts(results) for paragraph in (said, "")]
     lines += [f"![speedup over nodes](../{PLOT})", ""]
     lines += ["## Check: fp32 DDP against arithmetic", "", paper_check.EXPLANATION, ""]
-    lines += [markdown_table(paper_check.HEAD, paper_check.cells(results))]
+    lines += [paper_check.table(results).grid()]
     lines += [f"**{paper_check.sentence(results)}**", ""]
     for model in results.models:
         lines += [f"## {paper.MODELS[model]}", "", *_timelines(model)]
@@ -273,7 +264,7 @@ def _times_table(results: Results, model: str, rate: str, link: str) -> str:
         for base in ("fp32", "bf16"):
             row += [times(results.speedup(model, rate, n, link, method, base)) for n in paper.NODES[1:]]
         rows.append(row)
-    return markdown_table(head, rows)
+    return Table.text(head, rows).grid()
 
 
 def _details_note() -> str:
@@ -311,7 +302,7 @@ def _details(results: Results) -> str:
                 f"[record](../records/{r.id}.json)",
             ]
         )
-    return markdown_table(head, rows)
+    return Table.text(head, rows).grid()
 
 
 def gpu_ms(cell: Cell) -> float:

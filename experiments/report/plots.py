@@ -19,7 +19,7 @@ from experiments.report.accuracy import AccuracyTable
 from experiments.report.speedup import SpeedupTable
 from launch.errors import UserError
 
-MARK = "Made by python -m experiments.tables"
+MARK = "Made by make tables"
 DPI = 110
 # A method has the same colour in every plot.
 COLOURS = {

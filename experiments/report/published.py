@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records.record import ROOT
-from experiments.report.formats import DASH, markdown_table
+from experiments.report.formats import DASH
+from experiments.report.table import Note, Table
 from launch.errors import UserError
 
 FOLDER = ROOT / "results" / "paper"
@@ -65,7 +66,6 @@ def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
     for e in load_tables(folder):
         if _belongs(e, exp, kind):
             rows = [[DASH if cell is None else str(cell) for cell in row] for row in e["rows"]]
-            found.append(
-                f"Published: {e['title']} ({e['source']}; {e['status']}).\n\n{markdown_table(e['columns'], rows)}"
-            )
+            said = Note(f"Published: {e['title']} ({e['source']}; {e['status']}).")
+            found.append(Table.text(e["columns"], rows, notes=(said,)).markdown())
     return found

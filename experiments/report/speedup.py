@@ -8,6 +8,7 @@ same table; where there are several, the fastest. The run without communication 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
-from experiments.report.formats import DASH, fraction, markdown_table, number, percent, size, times
+from experiments.report.formats import DASH, fraction, number, percent, size, times
+from experiments.report.table import Column, Note, Table
 
 # Hyper-parameters that do not change what a step costs.
 COSTLESS = (
@@ -224,65 +226,76 @@ def conclusion(table: SpeedupTable) -> str | None:
     return text
 
 
-def markdown(table: SpeedupTable) -> str:
-    """The table as a section of a Markdown page that lies in results/tables."""
-    r = table.records[0]
+def columns(table: SpeedupTable) -> list[Column]:
+    """The columns, each with what makes its cells from a `Row`; to add one see experiments/report/table.py."""
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
-    head = ["method", "wire", "step time, median (p10–p90), ms", "samples/s", "speedup vs fp32", "speedup vs bf16"]
-    head += ["% of no-communication bound", "payload per node and step", "payload vs fp32", "NIC tx per node and step"]
-    rounds = ["rounds per step"] if table.skips else []
-    head += [
-        "collectives per step",
-        *rounds,
-        "state per rank",
-        *[f"{s.removesuffix('_ms')}, ms" for s in splits],
-        "record",
+    rounds = measured("rounds per step", lambda row: number(row.record.rounds_per_step), short="rounds")
+    return [
+        Column("method", "left", value=_label),
+        Column("wire", terminal=False, value=lambda row: row.record.wire),
+        Column("step time, median (p10–p90), ms", short="step ms (p10–p90)", value=step_time),
+        measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s"))),
+        measured("speedup vs fp32", lambda row: times(table.speedup(row, "fp32")), short="vs fp32"),
+        measured("speedup vs bf16", lambda row: times(table.speedup(row, "bf16")), short="vs bf16"),
+        measured("% of no-communication bound", lambda row: percent(table.of_bound(row)), short="of bound"),
+        measured("payload per node and step", payload, short="payload/node/step"),
+        measured("payload vs fp32", lambda row: fraction(table.payload_ratio(row)), terminal=False),
+        measured("NIC tx per node and step", lambda row: size(row.record.bytes_per_step["nic_tx"]), short="NIC tx"),
+        measured("collectives per step", lambda row: number(row.record.collectives_per_step), terminal=False),
+        *([rounds] if table.skips else []),
+        measured("state per rank", lambda row: size(row.record.state_bytes_per_rank), terminal=False),
+        *map(_split, splits),
+        Column("record", terminal=False, value=_link),
     ]
-    rows = []
-    for row in table.rows:
-        link = f"[{row.record.id}](../records/{row.record.id}.json)"
-        if row.record.status != "completed":
-            reason = f"failed: {row.record.reason or 'no reason recorded'}"
-            rows.append([row.label, row.record.wire, reason, *[DASH] * (len(head) - 4), link])
-            continue
-        link += f" (median of {row.runs} runs)" if row.runs > 1 else ""
-        split = row.record.timing.get("split", {})
-        rows.append(
-            [
-                row.label + (OFF_MARK if (row.record.link.get("off_by") or 0.0) > OFF else ""),
-                row.record.wire,
-                step_time(row),
-                number(row.record.timing.get("samples_per_s")),
-                times(table.speedup(row, "fp32")),
-                times(table.speedup(row, "bf16")),
-                percent(table.of_bound(row)),
-                payload(row),
-                fraction(table.payload_ratio(row)),
-                size(row.record.bytes_per_step["nic_tx"]),
-                number(row.record.collectives_per_step),
-                *[number(row.record.rounds_per_step) for _ in rounds],
-                size(row.record.state_bytes_per_rank),
-                *[number(split.get(s)) for s in splits],
-                link,
-            ]
-        )
-    lines = [
-        f"### {title(r)}",
-        "",
-        f"**{honesty(table.records)}.**" if honesty(table.records) else "",
-        f"{hardware(r)}. Group `{table.group}`.",
-        "",
-        markdown_table(head, rows),
-    ]
+
+
+def measured(name: str, value: Callable[[Row], str], *, short: str = "", terminal: bool = True) -> Column:
+    """A column of something that a run measured: a dash for one that failed."""
+    return Column(name, "right", short, terminal, lambda row: value(row) if row.record.status == "completed" else DASH)
+
+
+def _split(key: str) -> Column:
+    name = f"{key.removesuffix('_ms')}, ms"
+    return measured(name, lambda row: number(row.record.timing.get("split", {}).get(key)), terminal=False)
+
+
+def as_table(table: SpeedupTable) -> Table:
+    """The table, its machine and link above it, what it shows below it."""
+    r = table.records[0]
+    said = honesty(table.records)
+    notes = [Note(f"{said}.", "caution")] if said else []
+    notes.append(Note(f"{hardware(r)}. Group `{table.group}`."))
+    footnotes = failures(table)
     if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
-        lines += [f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.", ""]
+        footnotes.append(
+            Note(f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.")
+        )
     if any(row.uneven for row in table.rows):
-        lines += [UNEVEN_NOTE, ""]
-    if said := conclusion(table):
-        lines += [f"**{said}**", ""]
-    if any(row.seconds for row in table.rows):
-        lines += [f"![step time](../plots/{table.slug}_step_time.png)", ""]
-    return "\n".join(lines)
+        footnotes.append(Note(UNEVEN_NOTE))
+    if summary := conclusion(table):
+        footnotes.append(Note(summary, "strong"))
+    return Table.of(columns(table), table.rows, title=title(r), notes=tuple(notes), footnotes=tuple(footnotes))
+
+
+def failures(table: SpeedupTable) -> list[Note]:
+    """One note for each failed run of the table, with its reason."""
+    failed = [row for row in table.rows if row.record.status != "completed"]
+    return [Note(f"{row.label} failed: {row.record.reason or 'no reason recorded'}", "failure") for row in failed]
+
+
+def markdown(table: SpeedupTable) -> str:
+    """The table and its plot as a section of a page in the tables folder."""
+    plot = f"![step time](../plots/{table.slug}_step_time.png)\n" if any(row.seconds for row in table.rows) else ""
+    return as_table(table).markdown() + plot
+
+
+def _label(row: Row) -> str:
+    return row.label + (OFF_MARK if (row.record.link.get("off_by") or 0.0) > OFF else "")
+
+
+def _link(row: Row) -> str:
+    link = f"[{row.record.id}](../records/{row.record.id}.json)"
+    return f"{link} (median of {row.runs} runs)" if row.runs > 1 else link
 
 
 def title(r: ResultRecord) -> str:
@@ -304,8 +317,10 @@ def hardware(r: ResultRecord) -> str:
 
 
 def step_time(row: Row) -> str:
-    """Median (or mean, and that it is one) and spread in milliseconds."""
+    """Median (or mean, and that it is one) and spread in milliseconds; for a failed run its status."""
     t = row.record.timing
+    if row.record.status != "completed":
+        return row.record.status
     typical = f"mean {number(t.get('mean_ms'))}" if row.uneven else number(t.get("median_ms"))
     return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.records.record import ResultRecord, read_all, write_file
 from experiments.report import accuracy, methods_table, plots, published, speedup
-from experiments.report.formats import DASH, number, percent, size, times
+from experiments.report.formats import DASH
+from experiments.report.table import WIDTH, Table
 from launch.errors import UserError
 
 NOTES = """\
@@ -45,7 +45,7 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
         section = accuracy.markdown(scored, plot=png is not None)
         scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
     for exp in sorted(timed | set(scores)):
-        text = [f"<!-- {plots.MARK} from results/records; do not edit. -->", f"# {exp}", ""]
+        text = [f"<!-- {plots.MARK} from the records; do not edit. -->", f"# {exp}", ""]
         if exp == methods_table.EXP:
             for methods in methods_table.build(records):
                 text += ["## All methods", "", methods_table.markdown(methods)]
@@ -85,19 +85,28 @@ def check(results_dir: str | Path, exp: str | None = None) -> list[str]:
     return wrong + ([p.relative_to(results).as_posix() for p in _stale(results, files)] if exp is None else [])
 
 
-def print_group(results_dir: str | Path, group: str, console: Console | None = None) -> None:
-    """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError."""
+def print_group(
+    results_dir: str | Path,
+    group: str,
+    console: Console | None = None,
+    view: Callable[[speedup.SpeedupTable], Table] = speedup.as_table,
+    kinds: Sequence[str] = ("speedup",),
+) -> None:
+    """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError.
+
+    view: what is shown of the measured table; kinds: of the published numbers beside it, "speedup" and "accuracy".
+    """
     results = Path(results_dir)
     # A pipe has no width: rich would squeeze the table into 80 columns.
-    console = console or Console(width=min(118, max(100, shutil.get_terminal_size((118, 24)).columns)))
+    console = console or Console(width=min(WIDTH, max(100, shutil.get_terminal_size((WIDTH, 24)).columns)))
     records = [r for r in read_all(results) if r.group == group]
     if not records:
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
     for table in speedup.build(records, group):
-        _print_table(console, table)
+        view(table).show(console)
     for exp in sorted({r.exp for r in records}):
-        for sentence in published.beside(exp, "speedup"):
-            console.print(sentence, style="dim", markup=False, highlight=False)
+        for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
+            console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
     print_places(console, results, group)
 
 
@@ -152,33 +161,6 @@ def _records(results: Path, exp: str | None) -> list[ResultRecord]:
     if exp is not None and not records:
         raise UserError(f"no record of experiment {exp!r} in {results / 'records'}")
     return records
-
-
-def _print_table(console: Console, table: speedup.SpeedupTable) -> None:
-    console.print(speedup.title(table.records[0]), style="bold", markup=False, highlight=False)
-    console.print(speedup.honesty(table.records), style="yellow", markup=False, highlight=False)
-    shown = Table()
-    shown.add_column("method", overflow="fold")
-    rounds = ["rounds"] if table.skips else []
-    names = ("step ms (p10–p90)", "samples/s", "vs fp32", "vs bf16", "of bound", "payload/node/step", *rounds, "NIC tx")
-    for name in names:
-        shown.add_column(name, justify="right", overflow="fold")
-    for row in table.rows:
-        if row.seconds is None:
-            shown.add_row(row.label, row.record.status, *[DASH] * (len(names) - 1))
-            continue
-        cells = [speedup.step_time(row), number(row.record.timing.get("samples_per_s"))]
-        cells += [times(table.speedup(row, "fp32")), times(table.speedup(row, "bf16")), percent(table.of_bound(row))]
-        cells += [size(row.payload), *[number(row.record.rounds_per_step) for _ in rounds]]
-        shown.add_row(row.label, *cells, size(row.record.bytes_per_step["nic_tx"]))
-    console.print(shown)
-    if any(row.uneven for row in table.rows):
-        console.print(speedup.UNEVEN_NOTE, style="dim", markup=False, highlight=False)
-    for row in table.rows:
-        if row.record.status != "completed":
-            console.print(f"{row.label} failed: {row.record.reason}", style="red", markup=False, highlight=False)
-    if said := speedup.conclusion(table):
-        console.print(said, style="bold", markup=False, highlight=False)
 
 
 def _paragraphs(sentences: Sequence[str]) -> list[str]:

@@ -1,0 +1,128 @@
+"""One table, two renderers: `Table.markdown` and `Table.grid` for pages, `Table.show` for a terminal. No torch.
+
+A column is added in one place, the list of columns of its table (`speedup.columns`, `accuracy.columns`, ...):
+
+    Column("95 % interval", short="± ms", value=lambda row: number(row.record.timing.get("interval_ms")))
+
+`value` makes the text of a cell from an entry (a row of results) and gives `DASH` for what no record holds. `short` is the
+heading on a terminal; `terminal=False` leaves the column to the page, which has room. `Table.of` fills the rows; a table
+whose rows are text already is made with `Table.text(names, rows)`. A sentence about the table goes to `notes` (above
+it) or `footnotes` (below it); both renderers show it.
+
+Cells and notes are inline Markdown: **bold**, `code`, [text](target). A terminal shows their text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+Kind = Literal["plain", "caution", "strong", "failure"]
+STYLES: dict[Kind, str] = {"plain": "dim", "caution": "yellow", "strong": "bold", "failure": "red"}
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+WIDTH = 118
+"""Characters of a line where a terminal does not say."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence about a table. kind: caution (what the numbers are not), strong (what they say), failure (a failed run)."""
+
+    text: str
+    kind: Kind = "plain"
+
+    def show(self, console: Console) -> None:
+        console.print(_plain(self.text), style=STYLES[self.kind], markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. short: its heading on a terminal, default `name`; terminal: whether it is shown there at all.
+
+    value: the cell's text from an entry of `Table.of`.
+    """
+
+    name: str
+    align: Literal["left", "right"] = "right"
+    short: str = ""
+    terminal: bool = True
+    value: Callable[[Any], str] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under columns, with what is to be said of them. Raises ValueError for a row of another length."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+    notes: tuple[Note, ...] = ()
+    footnotes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table '{self.title}': {len(row)} cells under {len(self.columns)} columns: {row}")
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], entries: Iterable[Any], **said: Any) -> Table:
+        """One row for each entry, made by the columns' `value`. said: title, notes, footnotes."""
+        rows = tuple(tuple(c.value(entry) if c.value else "" for c in columns) for entry in entries)
+        return cls(tuple(columns), rows, **said)
+
+    @classmethod
+    def text(cls, names: Sequence[str], rows: Iterable[Sequence[str]], **said: Any) -> Table:
+        """A table of text under columns of these names, the first aligned left, the others right. said: as `of`."""
+        first, *others = names
+        head = (Column(first, "left"), *(Column(name) for name in others))
+        return cls(head, tuple(map(tuple, rows)), **said)
+
+    def grid(self) -> str:
+        """The columns and rows alone, as Markdown."""
+        ruler = [":--" if c.align == "left" else "--:" for c in self.columns]
+        lines = [[c.name for c in self.columns], ruler, *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+    def markdown(self, level: int = 3) -> str:
+        """A section of a page: heading, notes, grid, footnotes, with an empty line after each."""
+        lines = [f"{'#' * level} {self.title}", ""] if self.title else []
+        return "\n".join([*lines, *_paragraphs(self.notes), self.grid(), *_paragraphs(self.footnotes)])
+
+    def show(self, console: Console) -> None:
+        """Prints title, notes, grid and footnotes."""
+        if self.title:
+            Note(self.title, "strong").show(console)
+        for note in self.notes:
+            note.show(console)
+        shown = Grid()
+        kept = [place for place, c in enumerate(self.columns) if c.terminal]
+        for place in kept:
+            column = self.columns[place]
+            shown.add_column(Text(column.short or column.name), justify=column.align, overflow="fold")
+        for row in self.rows:
+            shown.add_row(*(Text(_plain(row[place])) for place in kept))
+        console.print(shown)
+        for note in self.footnotes:
+            note.show(console)
+
+
+def _paragraphs(notes: Sequence[Note]) -> list[str]:
+    """Notes as Markdown, an empty line after each; failures are one list."""
+    lines: list[str] = []
+    for place, note in enumerate(notes):
+        if note.kind == "failure":
+            last = place + 1 == len(notes) or notes[place + 1].kind != "failure"
+            lines += [f"- {note.text}", *[""] * last]
+        else:
+            lines += [note.text if note.kind == "plain" else f"**{note.text}**", ""]
+    return lines
+
+
+def _plain(text: str) -> str:
+    return LINK.sub(r"\1", text).replace("**", "").replace("`", "")
