@@ -69,14 +69,101 @@ def server(module: ModuleType, device: str, workers: int, count: int, seed: int 
     same(module.reduce_bits(rows.to(device), **draw), reference.reduce_bits(rows, **draw))
 
 
-def apply(module: ModuleType, device: str, p: Tensor, decay: float, partial: bool) -> None:
-    bits = torch.randint(0, 256, ((p.numel() + 7) // 8 + 1,), dtype=torch.uint8)
-    active = torch.rand(p.numel()) > 0.5 if partial else None
-    mine = p.to(device, copy=True)
+def shaped(shape: tuple[int, ...], gen: torch.Generator) -> list[Tensor]:
+    """A tensor of that shape in each of the orders that memory may have."""
+    x = torch.randn(shape, generator=gen)
+    orders = [x, x.flip(0)[: max(len(x) - 1, 1)]]
+    if len(shape) == 4:
+        orders.append(x.contiguous(memory_format=torch.channels_last))
+    if len(shape) == 5:
+        orders.append(x.contiguous(memory_format=torch.channels_last_3d))
+    if len(shape) > 1:
+        orders.append(x.transpose(0, 1).contiguous().transpose(0, 1))
+        orders.append(torch.randn(*shape[:-1], 2 * shape[-1], generator=gen)[..., ::2])  # with gaps
+    return orders
+
+
+SHAPES = [(0,), (1,), (7,), (8,), (33,), (3, 5), (2, 3, 4, 5), (40, 70, 3, 3), (5, 4, 2, 3, 2), (2051,), (64, 65)]
+
+
+def unit(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[int], int]:
+    """Parameters of all shapes and orders, where each begins in a flat buffer, and that buffer's elements."""
+    gen = torch.Generator().manual_seed(0)
+    params = [t.to(dtype) for shape in SHAPES for t in shaped(shape, gen)]
+    params.append(torch.randn(100, generator=gen).to(dtype)[3:])  # its address is no multiple of 16
+    offsets, end = [], 64
+    for p in params:
+        offsets.append(end)
+        end += -(-p.numel() // 32) * 32
+    return params, offsets, end
+
+
+def moved(tensors: list[Tensor], device: str) -> list[Tensor]:
+    """Copies on that device, in the same order of memory."""
+    out = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
+    for mine, t in zip(out, tensors, strict=True):
+        mine.copy_(t)
+    return out
+
+
+def apply(module: ModuleType, device: str, dtype: torch.dtype, decay: float, partial: bool) -> None:
+    params, offsets, end = unit(dtype)
+    bits = torch.randint(0, 256, (end // 8,), dtype=torch.uint8)
+    active = torch.rand(end) > 0.5 if partial else None
+    mine = moved(params, device)
     moving = None if active is None else active.to(device)
-    module.apply_bits(mine, bits.to(device), lr=0.3, decay=decay, active=moving)
-    reference.apply_bits(p, bits, lr=0.3, decay=decay, active=active)
-    same(mine, p)
+    before = [p.clone() for p in params]
+    for _ in range(2):  # the second time with a table that is there already
+        module.apply_bits(mine, offsets, bits.to(device), lr=0.3, decay=decay, active=moving)
+        reference.apply_bits(params, offsets, bits, lr=0.3, decay=decay, active=active)
+    for found, expected, old in zip(mine, params, before, strict=True):
+        same(found, expected)
+        assert partial or expected.numel() == 0 or not torch.equal(expected, old)
+
+
+def taken(module: ModuleType, device: str, dtype: torch.dtype, scaled: bool, screen: bool) -> None:
+    """Gradients come into the flat buffer at their places, and nothing else is written."""
+    grads, offsets, end = unit(dtype)
+    for i, g in enumerate(grads):
+        g[-1:] = float("nan") if i % 2 else float("-inf")
+    factor = torch.tensor(0.37) if scaled else None
+    expected, found = torch.full((end,), 5.0), torch.full((end,), 5.0, device=device)
+    there = None if factor is None else factor.to(device)
+    reference.take(expected, grads, offsets, factor=factor, screen=screen)
+    module.take(found, moved(grads, device), offsets, factor=there, screen=screen)
+    same(found, expected)
+    assert expected.isfinite().all() == screen
+
+
+def draws(module: ModuleType, device: str, numel: int, seed: int = 1) -> None:
+    """What is drawn and nothing else: signs, masks, blocks."""
+    gen = torch.Generator().manual_seed(seed % 2**31)
+    counter = {"seed": seed, "step": 2**32 - 1 - seed % 100, "start": 8 * (seed % 2**45)}
+    u = torch.rand(numel, generator=gen) * 2 - 1
+    u[::3], u[1::7] = 1.0, -1.0
+    same(
+        module.binarize(u.to(device), worker=seed % 999, **counter), reference.binarize(u, worker=seed % 999, **counter)
+    )
+    for odd, limit in ((0, 6554), (3, 0), (5, 65536)):
+        found = module.random_mask(numel + odd, limit, device=torch.device(device), **counter)
+        same(found, reference.random_mask(numel + odd, limit, device=torch.device("cpu"), **counter))
+    for ratio in (1, 3, 1000):
+        options = {"seed": seed, "step": 7, "stream": 2}
+        first, count = seed % 2**40, numel // 8
+        found = module.chosen_blocks(first, count, ratio, device=torch.device(device), **options)
+        same(found, reference.chosen_blocks(first, count, ratio, device=torch.device("cpu"), **options))
+
+
+def one_phase(module: ModuleType, device: str, workers: int, groups: int, seed: int = 1) -> None:
+    """What each worker sends, and what all of them make of it."""
+    gen = torch.Generator().manual_seed(seed % 2**31)
+    rows = torch.randint(0, 256, (workers, 4 * workers * groups), generator=gen, dtype=torch.uint8)
+    draw = {"seed": seed, "step": 2, "start": 32 * (seed % 2**40)}
+    sent = [reference.owned(row, n=workers, worker=i, **draw) for i, row in enumerate(rows)]
+    for i, row in enumerate(rows):
+        same(module.owned(row.to(device), n=workers, worker=i, **draw), sent[i])
+    every = torch.stack(sent)
+    same(module.assemble(every.to(device), **draw), reference.assemble(every, **draw))
 
 
 def unseen(module: ModuleType, device: str, numel: int, block: int) -> None:
@@ -139,15 +226,15 @@ def feedback(
 
 def moved_adam(module: ModuleType, device: str, dtype: torch.dtype, keep: float) -> None:
     gen = torch.Generator().manual_seed(0)
-    shapes = [(0,), (1,), (7,), (1030,), (2, 3, 4, 5)]
-    params = [torch.randn(shape, generator=gen).to(dtype) for shape in shapes]
-    params.append(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).to(dtype))
+    params, _, _ = unit(dtype)
     m = [torch.randn(p.shape, generator=gen) for p in params]
     v = [torch.rand(p.shape, generator=gen) * 10.0 ** -(9 * torch.rand(p.shape, generator=gen)) for p in params]
-    v[3][::5] = m[3][::5] = 0.0
-    mine = [[t.to(device, copy=True) for t in tensors] for tensors in (params, m, v)]
+    for x, y in zip(m, v, strict=True):
+        x.view(-1)[::5] = y.view(-1)[::5] = 0.0
+    mine = [moved(tensors, device) for tensors in (params, m, v)]
     law = {"rate": 1.3e-3, "correction": 0.77, "eps": 1e-8, "keep": keep}
-    reference.move_adam(params, m, v, **law)
-    module.move_adam(*mine, **law)
+    for _ in range(2):
+        reference.move_adam(params, m, v, **law)
+        module.move_adam(*mine, **law)
     for found, expected in zip(mine[0], params, strict=True):
         same(found, expected)

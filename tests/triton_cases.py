@@ -44,14 +44,35 @@ def test_server_of_whole_words(workers):
     )  # from a word in the middle of a Philox block on
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (3, 5), (2, 3, 4, 5), (2051,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_apply(shape, partial, decay):
-    p = torch.randn(shape)
-    kernel_checks.apply(cuda, DEVICE, p, decay, partial)
-    if len(shape) == 4:
-        kernel_checks.apply(cuda, DEVICE, p.contiguous(memory_format=torch.channels_last), decay, partial)
+def test_apply(dtype, partial, decay):
+    kernel_checks.apply(cuda, DEVICE, dtype, decay, partial)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [1.0, 0.99])
+def test_adam(dtype, keep):
+    kernel_checks.moved_adam(cuda, DEVICE, dtype, keep)
+
+
+@pytest.mark.parametrize("dtype", kernel_checks.DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("screen", [False, True])
+def test_take(dtype, scaled, screen):
+    kernel_checks.taken(cuda, DEVICE, dtype, scaled, screen)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_draws(numel):
+    kernel_checks.draws(cuda, DEVICE, numel, seed=2**63 + 999 + numel)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("groups", [1, 300])
+def test_one_phase(workers, groups):
+    kernel_checks.one_phase(cuda, DEVICE, workers, groups, seed=2**62 + 17)
 
 
 @pytest.mark.parametrize("numel", [0, 8, 1024, 1025, 5000])

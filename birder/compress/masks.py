@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from birder.kernels.philox import LANES, MASK_STREAM, ORDER_STREAM, uniform16
+from birder import kernels
+from birder.kernels.philox import LANES, ORDER_STREAM, uniform16
 
 RESOLUTION = 1 << 16
 """A share of the elements is rounded to a multiple of 1/RESOLUTION."""
@@ -25,8 +26,8 @@ def random_mask(numel: int, fraction: float, *, seed: int, step: int, start: int
 
     start: number of the first element, a multiple of 8.
     """
-    drawn = _uniform16(numel, seed=seed, step=step, stream=MASK_STREAM, start=start, device=device)
-    return drawn < round(fraction * RESOLUTION)
+    limit = round(fraction * RESOLUTION)
+    return kernels.random_mask(numel, limit, seed=seed, step=step, start=start, device=device)
 
 
 def cyclic_chunks(numel: int, chunks: int, *, seed: int, start: int, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.reference import binarize, ratio, unpack
+from birder.kernels.reference import ratio, unpack
 from birder.kernels.reference_feedback import partial_sums
 
 __all__ = [
@@ -36,15 +37,18 @@ __all__ = [
     "assemble",
     "average_signs",
     "binarize",
+    "chosen_blocks",
     "encode",
     "move_adam",
     "owned",
     "pack_signs",
     "partial_sums",
+    "random_mask",
     "ratio",
     "reduce_bits",
     "split_signs",
     "sum_squares",
+    "take",
     "unpack",
     "unseen_blocks",
     "write_signs",
@@ -92,6 +96,21 @@ def encode(g: Tensor, m: Tensor, b: Tensor, **options: Any) -> Tensor:
     return backend(g.device).encode(g, m, b, **options)
 
 
+def binarize(u: Tensor, **options: Any) -> Tensor:
+    """See `reference.binarize`."""
+    return backend(u.device).binarize(u, **options)
+
+
+def random_mask(numel: int, limit: int, *, device: torch.device, **options: int) -> Tensor:
+    """See `draw.random_mask`."""
+    return backend(device).random_mask(numel, limit, device=device, **options)
+
+
+def chosen_blocks(first: int, count: int, ratio: int, *, device: torch.device, **options: int) -> Tensor:
+    """See `draw.chosen_blocks`."""
+    return backend(device).chosen_blocks(first, count, ratio, device=device, **options)
+
+
 def reduce_bits(rows: Tensor, **options: Any) -> Tensor:
     """See `reference.reduce_bits`."""
     return backend(rows.device).reduce_bits(rows, **options)
@@ -107,9 +126,16 @@ def assemble(rows: Tensor, **options: Any) -> Tensor:
     return backend(rows.device).assemble(rows, **options)
 
 
-def apply_bits(p: Tensor, bits: Tensor, **options: Any) -> None:
-    """See `reference.apply_bits`."""
-    backend(p.device).apply_bits(p, bits, **options)
+def apply_bits(params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, **options: Any) -> None:
+    """See `reference_many.apply_bits`."""
+    if params:
+        backend(bits.device).apply_bits(params, offsets, bits, **options)
+
+
+def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], **options: Any) -> None:
+    """See `reference_many.take`. All gradients on the device of `flat`."""
+    if grads:
+        backend(flat.device).take(flat, grads, offsets, **options)
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:

@@ -5,6 +5,8 @@ Same results as `birder.kernels.reference`, bit for bit: numba contracts no mult
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numba import njit
@@ -25,6 +27,8 @@ from birder.kernels.cpu_feedback import (
     write_signs,
 )
 from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
+from birder.kernels.reference import binarize, chosen_blocks, random_mask  # rarely needed on CPU
+from birder.kernels.reference_many import take  # one pass for each gradient as it is
 
 __all__ = [
     "add_average",
@@ -33,13 +37,17 @@ __all__ = [
     "apply_bits",
     "assemble",
     "average_signs",
+    "binarize",
+    "chosen_blocks",
     "encode",
     "move_adam",
     "owned",
     "pack_signs",
+    "random_mask",
     "reduce_bits",
     "split_signs",
     "sum_squares",
+    "take",
     "unseen_blocks",
     "write_signs",
 ]
@@ -282,14 +290,18 @@ def assemble(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | No
     return out
 
 
-def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tensor | None) -> None:
-    """See `reference.apply_bits`; parameters that are not fp32 and contiguous take the reference."""
-    if p.dtype != torch.float32 or not p.is_contiguous():
-        reference.apply_bits(p, bits, lr=lr, decay=decay, active=active)
-        return
-    flat = p.detach().view(-1).numpy()
-    moves = NO_MASK if active is None else active.view(torch.uint8).numpy()
-    _apply(flat, bits.numpy(), np.float32(lr), np.float32(1.0 - decay), bool(decay), moves)
+def apply_bits(
+    params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, *, lr: float, decay: float, active: Tensor | None
+) -> None:
+    """See `reference_many.apply_bits`; parameters that are not fp32 and contiguous take it."""
+    packed, moves = bits.numpy(), NO_MASK if active is None else active.view(torch.uint8).numpy()
+    for p, offset in zip(params, offsets, strict=True):
+        if p.dtype != torch.float32 or not p.is_contiguous():
+            reference.apply_bits([p], [offset], bits, lr=lr, decay=decay, active=active)
+            continue
+        flat, mine = p.detach().view(-1).numpy(), packed[offset // LANES : (offset + p.numel() + LANES - 1) // LANES]
+        where = moves[offset : offset + p.numel()]
+        _apply(flat, mine, np.float32(lr), np.float32(1.0 - decay), bool(decay), where)
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.cuda_bits import BYTES, draw, elements, first_byte, launch, pack, philox, unpack, word
+from birder.kernels.cuda_bits import BYTES, draw, elements, first_byte, launch, pack, philox, threshold, unpack, word
+from birder.kernels.cuda_draw import assemble, binarize, chosen_blocks, owned, random_mask
 from birder.kernels.cuda_feedback import (
     add_average,
     add_message,
@@ -26,9 +27,8 @@ from birder.kernels.cuda_feedback import (
     sum_squares,
     write_signs,
 )
-from birder.kernels.one_phase import assemble, owned  # index work on few words
+from birder.kernels.cuda_many import apply_bits, move_adam, take
 from birder.kernels.philox import LANES, SELECT_STREAM, SERVER_STREAM
-from birder.kernels.reference_feedback import move_adam  # few launches for all parameters together
 
 __all__ = [
     "add_average",
@@ -37,13 +37,17 @@ __all__ = [
     "apply_bits",
     "assemble",
     "average_signs",
+    "binarize",
+    "chosen_blocks",
     "encode",
     "move_adam",
     "owned",
     "pack_signs",
+    "random_mask",
     "reduce_bits",
     "split_signs",
     "sum_squares",
+    "take",
     "unseen_blocks",
     "write_signs",
 ]
@@ -66,8 +70,7 @@ def _encode(g, m, b, out, count, beta, rest, eps, k0, k1, step, stream, block, H
     tl.store(b + e, new_b, mask=live)
     u = tl.div_rn(new_m, tl.where(new_b > 0.0, new_b + eps, 1.0))
     u = tl.where(new_b > 0.0, u, 0.0)
-    threshold = (u * 32768.0 + 32768.5).to(tl.int32)
-    plus = draw(block.to(tl.int64) + byte, k0, k1, step, stream) < threshold
+    plus = draw(block.to(tl.int64) + byte, k0, k1, step, stream) < threshold(u)
     tl.store(out + byte, pack(plus), mask=byte < count)
 
 
@@ -108,21 +111,6 @@ def _copied(rows, out, count, n, k0, k1, step, stream, first, LEVELS: tl.constex
         bits = tl.load(rows + tl.cast(r, tl.int64) * count + i, mask=live, other=0)
         result |= bits & tl.reduce(mine, 0, _both)
     tl.store(out + i, result, mask=live)
-
-
-@triton.jit
-def _apply(p, bits, active, numel, lr, keep, DECAYS: tl.constexpr, PARTIAL: tl.constexpr, BYTES: tl.constexpr):
-    byte = first_byte(BYTES)
-    e = elements(byte)
-    live = e < numel
-    x = tl.load(p + e, mask=live, other=0.0)
-    if DECAYS:
-        x = x * keep
-    plus = unpack(tl.load(bits + byte, mask=byte * 8 < numel, other=0)) != 0
-    moved = tl.where(plus, x - lr, x + lr)
-    if PARTIAL:
-        moved = tl.where(tl.load(active + e, mask=live, other=0) != 0, moved, x)
-    tl.store(p + e, moved, mask=live)
 
 
 @triton.jit
@@ -175,17 +163,6 @@ def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor |
     counter = *key, SERVER_STREAM, start // LANES
     launch(_reduce, triton.cdiv(count, BYTES), rows, out, count, n, *counter, BYTES=BYTES)
     return out
-
-
-def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tensor | None) -> None:
-    """See `reference.apply_bits`; parameters that are not fp32 and contiguous take the reference."""
-    if p.dtype != torch.float32 or not p.is_contiguous():
-        reference.apply_bits(p, bits, lr=lr, decay=decay, active=active)
-        return
-    moves = bits if active is None else active.view(torch.uint8)
-    constants = {"DECAYS": bool(decay), "PARTIAL": active is not None, "BYTES": BYTES}
-    programs = triton.cdiv(p.numel(), BYTES * LANES)
-    launch(_apply, programs, p.detach(), bits, moves, p.numel(), lr, 1.0 - decay, **constants)
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:

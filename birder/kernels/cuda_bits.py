@@ -60,6 +60,12 @@ def draw(number, k0, k1, step, stream):
 
 
 @triton.jit
+def threshold(u):
+    """Of u in [-1, 1], fp32: int32. A draw below it makes +1."""
+    return (u * 32768.0 + 32768.5).to(tl.int32)
+
+
+@triton.jit
 def pack(flags):
     """bool[c, 8] -> uint8[c]."""
     return tl.sum(flags.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from birder.kernels.bits import into, pack, unpack
+from birder.kernels.draw import chosen_blocks, random_mask
 from birder.kernels.one_phase import assemble, owned
 from birder.kernels.philox import SELECT_STREAM, SERVER_STREAM, random_bytes, uniform16
 from birder.kernels.reference_feedback import (
@@ -24,6 +25,7 @@ from birder.kernels.reference_feedback import (
     sum_squares,
     write_signs,
 )
+from birder.kernels.reference_many import apply_bits, take
 
 __all__ = [
     "add_average",
@@ -33,15 +35,18 @@ __all__ = [
     "assemble",
     "average_signs",
     "binarize",
+    "chosen_blocks",
     "encode",
     "move_adam",
     "owned",
     "pack",
     "pack_signs",
+    "random_mask",
     "ratio",
     "reduce_bits",
     "split_signs",
     "sum_squares",
+    "take",
     "unpack",
     "unseen_blocks",
     "write_signs",
@@ -66,11 +71,11 @@ def ratio(g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: boo
     return torch.where(b > 0, m / (b + eps), 0.0)
 
 
-def binarize(u: Tensor, *, seed: int, step: int, worker: int, start: int) -> Tensor:
+def binarize(u: Tensor, *, seed: int, step: int, worker: int, start: int, out: Tensor | None = None) -> Tensor:
     """Stochastic sign: +1 with probability (1+u)/2. fp32[8c] in [-1, 1] -> uint8[c]. +1 and -1 never flip."""
     threshold = torch.floor(u * HALF_RANGE + (HALF_RANGE + 0.5)).to(torch.int64)
     draw = uniform16(u.numel(), seed=seed, step=step, stream=worker, start=start, device=u.device)
-    return pack(draw < threshold)
+    return into(out, pack(draw < threshold))
 
 
 def encode(
@@ -117,19 +122,6 @@ def _copied(rows: Tensor, *, seed: int, step: int, first: int) -> Tensor:
         even, odd = rows[0::2], rows[1::2]
         rows = even ^ (chosen & (even ^ odd))
     return rows[0].clone()
-
-
-def apply_bits(p: Tensor, bits: Tensor, *, lr: float, decay: float, active: Tensor | None) -> None:
-    """p = (1-decay) p - lr * (+-1), in place; nothing moves where `active` (bool[numel]) is False.
-
-    p: parameter of any shape; bits: uint8[>= numel/8].
-    """
-    signs = unpack(bits)[: p.numel()].to(p.dtype).mul_(2).sub_(1)
-    if active is not None:
-        signs.mul_(active)
-    if decay:
-        p.mul_(1.0 - decay)
-    p.add_(signs.view(p.shape), alpha=-lr)
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:

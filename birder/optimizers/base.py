@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder import kernels
 from birder.comm import Alone, Communicator, Pipeline
 from birder.optimizers.layout import Unit, make_units, round_up
 
@@ -184,9 +185,13 @@ class BucketOptimizer(torch.optim.Optimizer):
         """
         if not self._feeding:
             self._open_units()
+        arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
             if p in self._where:
-                self._put(*self._where[p], g, None)
+                unit, i = self._where[p]
+                arrived.setdefault(unit.index, []).append((i, g))
+        for index, pairs in arrived.items():
+            self._put(self.units[index], pairs, None)
 
     def _open_units(self) -> None:
         self._feeding = True
@@ -196,8 +201,9 @@ class BucketOptimizer(torch.optim.Optimizer):
             if unit.grad is None:
                 unit.grad = unit.zeros()
 
-    def _put(self, unit: Unit, i: int, g: Tensor | None, factor: Tensor | None) -> None:
-        if i not in unit.waiting:
+    def _put(self, unit: Unit, pairs: list[tuple[int, Tensor | None]], factor: Tensor | None) -> None:
+        """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
+        if not unit.waiting.issuperset(i for i, _ in pairs):
             self._feeding = False
             raise RuntimeError(
                 "backward ran twice before step(): with a 1-bit method accumulate gradients under ddp.no_sync(), "
@@ -205,22 +211,19 @@ class BucketOptimizer(torch.optim.Optimizer):
             )
         assert unit.grad is not None
         grad, step = unit.grad, self.steps + 1
-        slot = unit.view(grad, i)
-        if g is None:
-            slot.zero_()
-        else:
-            slot.copy_(g)
-            if factor is not None:
-                slot.mul_(factor)
-            if not self.screens:
-                torch.nan_to_num_(slot, nan=0.0, posinf=0.0, neginf=0.0)
-        self.adjust_gradient(unit, i, slot)
-        unit.waiting.discard(i)
+        there = [(g, unit.offsets[i]) for i, g in pairs if g is not None]
+        missing = [unit.view(grad, i) for i, g in pairs if g is None]
+        if there:
+            kernels.take(grad, *map(list, zip(*there, strict=True)), factor=factor, screen=not self.screens)
+        if missing:
+            torch._foreach_zero_(missing)
+        self.adjust_gradients([unit.params[i] for i, _ in pairs], [unit.view(grad, i) for i, _ in pairs], unit.group)
+        unit.waiting.difference_update(i for i, _ in pairs)
         if not unit.waiting:
             self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
 
-    def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
-        """Chance to change the copied gradient of parameter i in place, e.g. for coupled weight decay."""
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        """Chance to change the copied gradients in place, e.g. for coupled weight decay."""
 
     def _exchange_all(self, step: int) -> None:
         """Sees to it that every unit of this step has been exchanged."""
@@ -232,8 +235,9 @@ class BucketOptimizer(torch.optim.Optimizer):
                 alone = self.plan(step) is Plan.SKIP
                 factor = self._clip_factor() if alone else self._common_clip_factor(self.max_grad_norm)
         for unit in self.units:
-            for i in sorted(unit.waiting):  # after feeding: what DDP does not reduce, the same on every rank
-                self._put(unit, i, None if fed else unit.params[i].grad, factor)
+            if unit.waiting:  # after feeding: what DDP does not reduce, the same on every rank
+                left = [(i, None if fed else unit.params[i].grad) for i in sorted(unit.waiting)]
+                self._put(unit, left, factor)
         self.pipeline.submit(functools.partial(self.after_units, step))
         self._feeding = False
         self.pipeline.wait()

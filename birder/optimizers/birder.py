@@ -104,9 +104,9 @@ class Birder(BucketOptimizer):
         # Present until every coordinate has been seen. Padding is never seen.
         unit.state["active"] = unit.zeros(dtype=torch.bool)
 
-    def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
-        if not self.decoupled and unit.group["weight_decay"]:
-            slot.add_(unit.params[i], alpha=unit.group["weight_decay"])
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        if not self.decoupled and group["weight_decay"]:
+            torch._foreach_add_(slots, params, alpha=group["weight_decay"])
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
         comm, buffers = self.comm, unit.buffers
@@ -186,10 +186,7 @@ class Birder(BucketOptimizer):
         for unit in self.units:
             lr, active = unit.group["lr"], unit.state.get("active")
             decay = lr * unit.group["weight_decay"] if self.decoupled else 0.0
-            for p, offset in zip(unit.params, unit.offsets, strict=True):
-                bits = unit.result[offset // 8 : (offset + p.numel() + 7) // 8]
-                moving = None if active is None else active[offset : offset + p.numel()]
-                kernels.apply_bits(p, bits, lr=lr, decay=decay, active=moving)  # (6)
+            kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (6)
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
         if "active" in tensors:

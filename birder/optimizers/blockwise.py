@@ -77,9 +77,9 @@ class BlockwiseSGD(BucketOptimizer):
         """Whether weight decay enters m, but not g."""
         return self.variant == "released"
 
-    def adjust_gradient(self, unit: Unit, i: int, slot: Tensor) -> None:
-        if self.decay_in_gradient() and unit.group["weight_decay"]:
-            slot.add_(unit.params[i] * unit.group["weight_decay"])
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        if self.decay_in_gradient() and group["weight_decay"]:
+            torch._foreach_add_(slots, torch._foreach_mul(params, group["weight_decay"]))
 
     def local_step(self, unit: Unit, grad: Tensor) -> Tensor:
         """p of this rank's own step, in `grad`; updates m."""

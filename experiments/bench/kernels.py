@@ -43,7 +43,7 @@ KERNELS = (
         lambda k, t: k.encode(t["g"], t["m"], t["b"], beta=0.95, eps=0.0, hold=False, worker=1, **DRAW),
     ),
     Kernel("reduce_bits", (WORKERS + 1) / 8, lambda k, t: k.reduce_bits(t["rows"], **DRAW)),
-    Kernel("apply_bits", 8.125, lambda k, t: k.apply_bits(t["p"], t["bits"], lr=1e-3, decay=0.0, active=None)),
+    Kernel("apply_bits", 8.125, lambda k, t: k.apply_bits([t["p"]], [0], t["bits"], lr=1e-3, decay=0.0, active=None)),
     Kernel("add_momentum", 16.0, lambda k, t: k.add_momentum(t["e"], t["g"], t["m"], beta=0.9, mask=None)),
     Kernel("add_message", 12.0, lambda k, t: k.add_message(t["e"], t["g"], None)),
     Kernel("split_signs", 8.125, lambda k, t: k.split_signs(t["e"], t["scale"], None)),
