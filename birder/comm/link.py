@@ -92,8 +92,14 @@ class Link:
         self._count_pairwise(rows[0].numel() * rows.element_size())
         received = torch.empty_like(rows) if out is None else out.view(rows.shape)
         if self.backend != "gloo":
-            dist.all_to_all_single(received, rows, group=self.group)
-            return lambda: received
+            sent = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
+
+            def arrived() -> Tensor:
+                assert sent is not None
+                sent.wait()  # the stream that is current now, which need not be the one that sent
+                return received
+
+            return arrived
         received[self.rank].copy_(rows[self.rank])
         began = time.perf_counter()
         work = self._exchange(list(rows), list(received), ALL_TO_ALL)

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from birder.comm.trace import Trace
 
 Task = Callable[[], Iterator[None] | None]
 """What a pipeline runs. A generator yields once, when what it sends first is on its way and it would begin to wait."""
+HIGH = -1
+"""Priority of a CUDA stream whose kernels go before those of ordinary ones."""
 
 
 def _finish(work: Task | Iterator[None]) -> None:
@@ -132,17 +135,50 @@ class ThreadPipeline(Pipeline):
 
 
 class StreamPipeline(Pipeline):
-    """A side stream, for CUDA tensors: tasks are queued from the caller's thread, nothing waits on the host."""
+    """Two side streams, for CUDA tensors, beside backward's: while unit k is on the wire, unit k+1 is encoded.
 
-    def __init__(self, device: torch.device) -> None:
+    What a task does until its `yield` is queued on the first stream, the rest, and a task that never yields, on the second.
+    Everything is queued from the caller's thread, in the order of submission; nothing waits on the host. Both streams have
+    high priority: their kernels are short, and what they delay is a collective that all ranks wait for.
+
+    The caller's stream comes before what is submitted, the first stream before the second, and `wait` brings the second
+    before the caller's. A tensor that a task makes before its `yield` belongs, for torch's allocator, to the first stream,
+    which could give its memory to the next unit before the second stream has read it. Instead of `record_stream`, whose
+    events the allocator has to ask for, such tensors are held until `wait`: after it the first stream begins behind them.
+
+    cuda: what streams are made with, `torch.cuda` or a model of it.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__()
         self.trace.on = False
-        self._stream = torch.cuda.Stream(device)
+        self._cuda, self._device = cuda, device
+        self._first, self._second = (cuda.Stream(device, priority=HIGH) for _ in range(2))
+        self._held: list[dict[str, Any]] = []
 
     def submit(self, task: Task, unit: int | None = None) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            super().submit(task, unit)
+        began = time.perf_counter()
+        caller = self._cuda.current_stream(self._device)
+        with torch.no_grad():
+            rest: Task | Iterator[None] = task
+            if inspect.isgeneratorfunction(task):
+                self._first.wait_stream(caller)
+                with self._cuda.stream(self._first):
+                    rest = task()
+                    next(rest, None)
+                self._hold(rest)
+            self._second.wait_stream(caller)
+            self._second.wait_stream(self._first)
+            with self._cuda.stream(self._second):
+                _finish(rest)
+        self._busy_s += time.perf_counter() - began
+
+    def _hold(self, started: Any) -> None:
+        """Keeps what the generator, and those from which it yields, know at their `yield`."""
+        while started is not None and (frame := getattr(started, "gi_frame", None)) is not None:
+            self._held.append(dict(frame.f_locals))
+            started = started.gi_yieldfrom
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._cuda.current_stream(self._device).wait_stream(self._second)
+        self._held.clear()
