@@ -87,6 +87,30 @@ def test_cfg_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_cfg_job_shows_the_hyper_parameters_of_the_pair(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, "+exp=cifar100", "--cfg", "job", "--package", "optimizer", "optimizer=birder") == 0
+    assert "lr: 0.0005\n" in (shown := capsys.readouterr().out)
+    assert "beta: 0.95\n" in shown
+    assert typed(monkeypatch, "+exp=cifar100", "--cfg", "job", "--package", "optimizer", "optimizer.lr=0.5") == 0
+    assert "lr: 0.5\n" in capsys.readouterr().out
+
+
+def test_sweep_takes_the_hyper_parameters_of_each_pair(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def note(self: LocalLauncher, spec: object) -> None:
+        o = spec.config["optimizer"]  # type: ignore[attr-defined]
+        launched.append((o["_target_"], o["lr"], o["weight_decay"]))
+
+    launched: list[tuple[str, float, float]] = []
+    monkeypatch.setattr(LocalLauncher, "launch", note)
+    assert typed(monkeypatch, "-m", "+exp=digits", "optimizer=sgdm,birder", "optimizer.weight_decay=0,0.5") == 0
+    assert launched == [
+        ("birder.SGDM", 0.05, 0),
+        ("birder.SGDM", 0.05, 0.5),
+        ("birder.Birder", 2e-3, 0),
+        ("birder.Birder", 2e-3, 0.5),
+    ]
+
+
 @pytest.mark.parametrize("flag", ["cluster.dry_run=true", "--dry-run"])
 def test_dry_run(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert typed(monkeypatch, "+exp=digits", "cluster.nodes=3", flag) == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from experiments.config import compose
+from experiments.config import compose, hparams
 from launch.errors import UserError
 
 CONF = compose.CONF
@@ -50,14 +51,76 @@ def test_scales_hold_the_same_keys(workload: str) -> None:
     assert set(scales.quick) == set(scales.paper)
 
 
-@pytest.mark.parametrize("file", sorted(p.stem for p in (CONF / "hparams").glob("*.yaml")))
-def test_hyper_parameters_belong_to_a_workload_and_an_optimizer(file: str) -> None:
+ENTRIES = [
+    (workload, optimizer)
+    for workload in sorted(p.stem for p in (CONF / "hparams").glob("*.yaml"))
+    for optimizer in hparams.table(workload, CONF)
+]
+
+
+@pytest.mark.parametrize(("workload", "optimizer"), ENTRIES)
+def test_hyper_parameters_belong_to_a_workload_and_an_optimizer(workload: str, optimizer: str) -> None:
     """A misspelt name would be skipped without a word: the group is optional."""
-    pairs = {f"{w}_{p.stem}": (w, p.stem) for w in WORKLOADS for p in (CONF / "optimizer").glob("*.yaml")}
-    workload, optimizer = pairs[file]
-    lr = compose.resolve(compose.compose([f"workload={workload}", f"optimizer={optimizer}", "scale=quick"]))
-    assert lr["optimizer"]["lr"] > 0
-    assert compose.compose([f"workload={workload}", f"optimizer={optimizer}"]).choices["hparams"] == file
+    assert workload in WORKLOADS
+    composed = compose.compose([f"workload={workload}", f"optimizer={optimizer}", "scale=quick"])
+    assert composed.choices["hparams"] == f"{workload}/{optimizer}"
+    assert compose.resolve(composed)["optimizer"]["lr"] > 0
+
+
+@pytest.mark.parametrize("workload", sorted({workload for workload, _ in ENTRIES}))
+def test_hyper_parameters_are_those_that_differ_from_the_default(workload: str) -> None:
+    for optimizer, entry in hparams.table(workload, CONF).items():
+        default = OmegaConf.load(CONF / "optimizer" / f"{optimizer}.yaml").optimizer
+        for key in set(entry) - set(hparams.SECTIONS):
+            assert OmegaConf.is_missing(default, key) or entry[key] != default[key], f"{optimizer}.{key}"
+
+
+def test_hyper_parameters_give_way_to_experiment_and_command_line() -> None:
+    """Default < hparams < experiment < command line, key by key."""
+
+    def decay(*overrides: str) -> float:
+        return float(compose.compose(["optimizer=birder", *overrides]).config.optimizer.weight_decay)
+
+    assert OmegaConf.load(CONF / "optimizer" / "birder.yaml").optimizer.weight_decay == 0.0
+    assert decay("workload=cifar100") == decay("workload=image_folder") == 5e-4
+    assert decay("workload=bert_squad") == 0.01
+    assert decay("workload=resnet18") == 0.0  # has no entry
+    assert decay("+exp=methods") == 1e-4  # the experiment's, over 1e-4 of fashion_mnist's entry as well
+    assert decay("workload=cifar100", "optimizer.weight_decay=0.25") == 0.25
+    assert decay("workload=cifar100", "++optimizer.weight_decay=0.25") == 0.25
+    taken = compose.compose(["workload=digits", "optimizer=birder", "hparams=cifar100/birder"])
+    assert taken.config.optimizer.weight_decay == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("birder: {beta1: 0.9}", "birder has no 'beta1'; it takes beta, decoupled, "),
+        ("bider: {lr: 0.1}", "has an entry for 'bider'"),
+        ("birder: {train: {lr_bach: total}}", "birder sets train.lr_bach, which is no key of"),
+        ("birder: 0.1", "birder must hold arguments"),
+        ("birder: {train: 5}", "birder: train must hold keys"),
+        ("defaults: [mnist]", "takes its defaults from 'mnist'"),
+        ("defaults: 5", "defaults must be a list"),
+        ("birder: [", "is not readable as YAML"),
+        ("- birder", "must hold keys with values"),
+    ],
+)
+def test_mistakes_in_hyper_parameters(text: str, words: str, tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    (conf / "hparams").mkdir(parents=True)
+    (conf / "optimizer").symlink_to(CONF / "optimizer")
+    (conf / "config.yaml").symlink_to(CONF / "config.yaml")
+    (conf / "hparams" / "digits.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        hparams.check("digits", conf)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("workload", sorted({workload for workload, _ in ENTRIES}))
+def test_files_of_hyper_parameters_hold_no_mistake(workload: str) -> None:
+    hparams.check(workload, CONF)
 
 
 def test_the_papers_learning_rates_of_resnet50() -> None:

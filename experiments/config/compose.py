@@ -1,6 +1,6 @@
 """From the command line to a checked `RunSpec`: the only place that knows Hydra's composed configuration.
 
-Importing this module registers the resolvers that conf/ uses:
+Importing this module registers the source of conf/hparams (hparams.py) and the resolvers that conf/ uses:
 
 ${scaled:key}    the value of `key` in `scales.<scale.name>` of the workload's file
 ${lr_rule:0.1}   0.1 * batch / 256, the batch being that of one GPU or of all, as `train.lr_batch` says
@@ -27,7 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config import schedules, validate
+from experiments.config import hparams, schedules, validate
 from experiments.records import record
 from launch import hosts
 from launch.errors import UserError
@@ -326,6 +326,7 @@ def _register() -> None:
     resolvers: dict[str, Callable[..., Any]] = {"scaled": _scaled, "lr_rule": _lr_rule, "auto_scale": _auto_scale}
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
+    hparams.register()
 
 
 _register()
