@@ -3,27 +3,37 @@
 optimizer = Birder(model.parameters(), lr=1e-3)
 ddp = DistributedDataParallel(model)
 attach(ddp, optimizer)
+
+Names are loaded when they are first used, so that what needs no torch (`birder.predict` with a timeline's file) does not
+wait for it.
 """
 
-from birder.comm import Topology
-from birder.ddp import Attachment, attach
-from birder.optimizers import (
-    CSER,
-    EFSGD,
-    LAMB,
-    SGDM,
-    SLAMB,
-    AdamW,
-    BertAdam,
-    Birder,
-    BucketOptimizer,
-    OneBitAdam,
-    OneBitLAMB,
-    Plan,
-    QSparseLocalSGD,
-    ZeroOneAdam,
-    overall_ratio,
-)
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from birder.comm import Topology
+    from birder.ddp import Attachment, attach
+    from birder.optimizers import (
+        CSER,
+        EFSGD,
+        LAMB,
+        SGDM,
+        SLAMB,
+        AdamW,
+        BertAdam,
+        Birder,
+        BucketOptimizer,
+        OneBitAdam,
+        OneBitLAMB,
+        Plan,
+        QSparseLocalSGD,
+        ZeroOneAdam,
+        overall_ratio,
+    )
 
 __version__ = "0.1.0"
 
@@ -47,3 +57,19 @@ __all__ = [
     "attach",
     "overall_ratio",
 ]
+_ROOMS = {"Attachment": "birder.ddp", "attach": "birder.ddp", "Topology": "birder.comm"}
+"""Where a name stands that is not one of the optimizers'."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        if name.startswith("_") or importlib.util.find_spec(f"birder.{name}") is None:
+            raise AttributeError(f"module 'birder' has no attribute {name!r}")
+        return importlib.import_module(f"birder.{name}")
+    value = getattr(importlib.import_module(_ROOMS.get(name, "birder.optimizers")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

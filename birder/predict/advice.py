@@ -1,0 +1,106 @@
+"""`advise`: will it pay? Three lines in a user's own script.
+
+advice = birder.predict.advise(ddp, step)
+print(advice)
+advice.at(link_gbps=10, nodes=16, ranks_per_node=8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from birder.comm import Topology
+from birder.predict.cluster import NVLINK, Cluster, Link
+from birder.predict.costs import Costs
+from birder.predict.measuring import Links, measure_kernels, measure_link
+from birder.predict.recording import record
+from birder.predict.simulation import FIRST_BUCKET_MB, Layout
+from birder.predict.table import Prediction, crossover, predict
+from birder.predict.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was measured here, and what follows from it. Printed: the prediction for this very cluster."""
+
+    timeline: Timeline
+    links: Links
+    costs: Costs
+    cluster: Cluster
+    layout: Layout
+
+    @property
+    def here(self) -> Prediction:
+        """The prediction for the cluster that it was measured on."""
+        return predict(self.timeline, self.cluster, None, self.costs, self.layout)
+
+    def at(
+        self,
+        link_gbps: float | None = None,
+        nodes: int | None = None,
+        ranks_per_node: int | None = None,
+        methods: Sequence[str] | None = None,
+        *,
+        latency_us: float | None = None,
+    ) -> Prediction:
+        """The same model on another cluster; what is not given stays. Raises ValueError for numbers that are not positive."""
+        return predict(
+            self.timeline, self._cluster(link_gbps, nodes, ranks_per_node, latency_us), methods, self.costs, self.layout
+        )
+
+    def crossover(
+        self, nodes: int, ranks_per_node: int | None = None, baseline: str = "bf16"
+    ) -> dict[str, float | None]:
+        """Gbit/s between `nodes` nodes below which each method starts to pay; see `birder.predict.crossover`."""
+        there = self._cluster(None, nodes, ranks_per_node, None)
+        return crossover(self.timeline, there, None, self.costs, self.layout, baseline=baseline)
+
+    def _cluster(self, gbps: float | None, nodes: int | None, ranks: int | None, latency_us: float | None) -> Cluster:
+        link = self.cluster.between
+        if gbps is not None:
+            link = replace(link, gbps=gbps, spread=0.0, source="stated")
+        if latency_us is not None:
+            link = replace(link, latency_us=latency_us)
+        return replace(
+            self.cluster,
+            nodes=self.cluster.nodes if nodes is None else nodes,
+            ranks_per_node=self.cluster.ranks_per_node if ranks is None else ranks,
+            between=link,
+        )
+
+    def __str__(self) -> str:
+        wall = self.timeline.wall_ms
+        now = f"\nmeasured now, with the communication there is: {wall:.4g} ms a step" if wall else ""
+        return f"{self.here}{now}"
+
+
+def advise(
+    ddp_model: DistributedDataParallel, step: Callable[[], Any], steps: int = 20, *, bucket_mb: float | None = None
+) -> Advice:
+    """Records the timeline of `step`, measures links and kernels, and predicts. Every rank calls it; all get the same.
+
+    ddp_model, step, steps: as in `record`. bucket_mb: `bucket_cap_mb` where DDP was given one.
+    """
+    timeline = record(ddp_model, step, steps)
+    links = measure_link(ddp_model.process_group)
+    device = next(ddp_model.parameters()).device
+    found: list[Any] = [measure_kernels(device)]
+    group = ddp_model.process_group
+    dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
+    topology = Topology.from_env(dist.get_world_size(group))
+    inside = links.inside or NVLINK
+    cluster = Cluster(
+        topology.nodes,
+        topology.ranks_per_node,
+        between=links.between or Link(10.0, 20.0, source="10 Gbit/s, assumed: there is one node here"),
+        inside=inside,
+        ring=device.type == "cuda",
+    )
+    mb = bucket_mb or 25.0
+    layout = Layout(mb, mb if bucket_mb else FIRST_BUCKET_MB, gpu=device.type == "cuda")
+    return Advice(timeline, links, found[0], cluster, layout)

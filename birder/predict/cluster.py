@@ -1,0 +1,160 @@
+"""`Link` and `Cluster`: what the collectives of a cluster cost. Imports no torch.
+
+N nodes of g ranks, n = N g. A node's NIC is shared by its ranks and carries R Gbit/s each way. B: bytes of the tensor on one
+rank. What crosses one NIC, and how often a message has to be waited for:
+
+    all-reduce, ring      (1)  2 (n-1)/n B                              2 (n-1) hops
+    all-reduce, by nodes  (2)  2 (N-1)/N B                              2 (N-1) hops
+    all-to-all, flat      (3)  g (N-1)/N B                              n-1 messages of each rank
+    all-gather, flat      (4)  pairwise g (N-1)/N B, ring (n-1)/n B     n-1
+    the two, by nodes     (5)  (N-1)/N B each                           N-1
+
+B of (4) is what everybody has in the end. With one node the same formulas hold for the link inside it, with n = g "nodes" of
+one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective, seen from one NIC.
+
+    ms: how long the NIC is busy. late_ms: from then until everything has arrived; the NIC is free for others meanwhile.
+    nbytes: what it sends.
+    """
+
+    ms: float
+    late_ms: float
+    nbytes: float
+
+    def __add__(self, other: Transfer) -> Transfer:
+        return Transfer(self.ms + other.ms, self.late_ms + other.late_ms, self.nbytes + other.nbytes)
+
+
+NOTHING = Transfer(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way of one NIC (or of one GPU's port inside a node).
+
+    gbps:       Gbit/s of payload in large messages. latency_us: of one message.
+    message_us: what each message of a pairwise exchange costs its sender besides.
+    congestion: flows of a pairwise exchange that meet on one NIC are not served alike: the last one ends this share of the
+                exchange's time later for each peer but the first; of long exchanges, the share of `stall_ms`.
+    burst_bytes: what a token bucket lets pass at once after a pause; 0 for a real link.
+    spread:     relative half-width of the rate where it was measured.
+    """
+
+    gbps: float
+    latency_us: float = 0.0
+    message_us: float = 0.0
+    congestion: float = 0.0
+    stall_ms: float = 1000.0
+    burst_bytes: float = 0.0
+    spread: float = 0.0
+    source: str = "stated"
+
+    def __post_init__(self) -> None:
+        if not self.gbps > 0:
+            raise ValueError(f"a link's rate must be positive, got {self.gbps:g} Gbit/s")
+        if min(self.latency_us, self.message_us, self.congestion, self.burst_bytes, self.spread) < 0:
+            raise ValueError("latency_us, message_us, congestion, burst_bytes and spread must not be negative")
+
+    def ring(self, sent: float, hops: int) -> Transfer:
+        """`sent` bytes in a ring of `hops` messages after one another."""
+        return Transfer(self._wire(sent) + hops * self.latency_us / 1e3, 0.0, sent) if sent and hops else NOTHING
+
+    def exchange(self, sent: float, messages: int, peers: int) -> Transfer:
+        """`sent` bytes in `messages` beside each other, to `peers` other NICs."""
+        if not sent or not peers:
+            return NOTHING
+        wire = self._wire(sent)
+        late = (
+            self.congestion * (peers - 1) * wire / (1 + wire / self.stall_ms)
+            + (self.latency_us + messages * self.message_us) / 1e3
+        )
+        return Transfer(wire, late, sent)
+
+    def _wire(self, nbytes: float) -> float:
+        return nbytes * 8 / (self.gbps * 1e6)
+
+    @property
+    def burst_ms(self) -> float:
+        """`burst_bytes` in ms of the link's rate."""
+        return self.burst_bytes * 8 / (self.gbps * 1e6)
+
+
+NVLINK = Link(1840.0, 5.0, source="230 GB/s of bus bandwidth, 8 A100 on NVSwitch: an assumption")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes x ranks_per_node, with a link between nodes and one inside.
+
+    ring: whether flat dense all-reduces and all-gathers are rings through all ranks, as NCCL's, or go by nodes (dense) and
+    pairwise (1-bit), as on gloo.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    between: Link
+    inside: Link = NVLINK
+    ring: bool = True
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks_per_node < 1:
+            raise ValueError(
+                f"a cluster needs at least 1 node and 1 rank per node, got {self.nodes} x {self.ranks_per_node}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def at(self, gbps: float) -> Cluster:
+        """The same with another rate between nodes."""
+        return replace(self, between=replace(self.between, gbps=gbps))
+
+    @property
+    def _shape(self) -> tuple[int, int, Link]:
+        """(N, g, the link that ranks share): on one node every rank has a port of its own."""
+        if self.nodes == 1:
+            return self.ranks_per_node, 1, self.inside
+        return self.nodes, self.ranks_per_node, self.between
+
+    def all_reduce(self, nbytes: float) -> Transfer:
+        """(1), (2)"""
+        nodes, ranks, link = self._shape
+        around = nodes * ranks if self.ring else nodes
+        return link.ring(2 * (around - 1) / around * nbytes, 2 * (around - 1))
+
+    def all_to_all(self, nbytes: float) -> Transfer:
+        """(3)"""
+        nodes, ranks, link = self._shape
+        return link.exchange(ranks * (nodes - 1) / nodes * nbytes, (nodes * ranks - 1) * ranks, nodes - 1)
+
+    def all_gather(self, nbytes: float) -> Transfer:
+        """(4)"""
+        nodes, ranks, link = self._shape
+        n = nodes * ranks
+        if self.ring:
+            return link.ring((n - 1) / n * nbytes, n - 1)
+        return link.exchange(ranks * (nodes - 1) / nodes * nbytes, (n - 1) * ranks, nodes - 1)
+
+    def mean(self, nbytes: float) -> Transfer:
+        """A mean of floats over all ranks outside of DDP: an all-reduce, or (3) and (4) where it is pairwise."""
+        return self.all_reduce(nbytes) if self.ring else self.all_to_all(nbytes) + self.all_gather(nbytes)
+
+    def by_nodes(self, nbytes: float) -> Transfer:
+        """(5), one of the two."""
+        peers = self.nodes - 1
+        return self.between.exchange(peers / self.nodes * nbytes, peers * self.ranks_per_node, peers)
+
+    def inside_ms(self, nbytes: float, times: int = 1) -> float:
+        """A reduce-scatter or an all-gather (times=2: both) over the ranks of a node."""
+        g = self.ranks_per_node
+        return self.inside.ring(times * (g - 1) / g * nbytes, times * (g - 1)).ms

@@ -1,0 +1,89 @@
+"""`Costs`: what encoding, serving and applying cost on a device. Imports no torch.
+
+A kernel that moves B bytes for each of n elements takes
+
+    (1) t = call + k tensor + n B s
+
+with `call` for starting it, `tensor` for each of k tensors where it goes through tensors one by one, and s in ns per
+byte, the inverse of the bandwidth that it reaches. B is that of docs/kernels.md. Where s is not measured
+(`measure_kernels`), it is that of the device's memory: `Costs.of_bandwidth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+BYTES: dict[str, Callable[[int], float]] = {
+    # 1-bit kernels of birder/kernels; n is the number of workers
+    "encode": lambda n: 20.125,
+    "reduce_bits": lambda n: (n + 1) / 8,
+    "owned": lambda n: (1 + 1 / n) / 8,
+    "assemble": lambda n: (1 + 1 / n) / 8,
+    "apply_bits": lambda n: 8.125,
+    "add_momentum": lambda n: 16.0,
+    "add_message": lambda n: 12.0,
+    "split_signs": lambda n: 8.125,
+    "add_average": lambda n: n / 8 + 8,
+    "write_signs": lambda n: 4.125,
+    "move_adam": lambda n: 16.0,
+    # plain passes over fp32 tensors
+    "copy": lambda n: 8.0,
+    "cast": lambda n: 6.0,
+    "scale": lambda n: 8.0,
+    "sgdm": lambda n: 32.0,  # m = beta m;  m = m + g;  x = x - lr m
+    "adam": lambda n: 72.0,  # torch's five passes over m, v and x
+    "lamb": lambda n: 100.0,  # the same, two norms and one more pass
+    "eager": lambda n: 12.0,  # one pass a = f(a, b)
+    "unpack_rows": lambda n: 60.0 * n,  # five eager passes over the bits of all workers
+    # PowerSGD: two products with the gradient, the error and its subtraction; the selection of uncompressed tensors
+    "low_rank": lambda n: 40.0,
+}
+"""Bytes moved per element."""
+
+GPUS = {"v100": 900.0, "a100": 1555.0, "a100-80gb": 2039.0, "h100": 3350.0, "h200": 4800.0, "a10": 600.0, "l4": 300.0}
+"""Memory bandwidth in GB/s, from the makers' data sheets."""
+REACHED = 0.7
+"""Share of it that element-wise kernels are assumed to reach."""
+LAUNCH_US = 8.0
+"""Assumed time to start a kernel on a GPU, Python included."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """ns_per_byte: by kernel; "" is for kernels that are not named. call_us: to start one. tensor_us: for each tensor, by
+    kernel likewise. source: where it is from."""
+
+    ns_per_byte: Mapping[str, float] = field(default_factory=lambda: {"": 0.0})
+    call_us: float = 0.0
+    tensor_us: Mapping[str, float] = field(default_factory=dict)
+    source: str = "free"
+
+    def ms(self, kernel: str, elements: float, workers: int = 1, tensors: int = 0) -> float:
+        """(1), in ms. Raises KeyError for a kernel that is not in `BYTES`."""
+        rate = self.ns_per_byte.get(kernel, self.ns_per_byte.get("", 0.0))
+        each = self.tensor_us.get(kernel, self.tensor_us.get("", 0.0))
+        return (self.call_us + tensors * each) / 1e3 + elements * BYTES[kernel](workers) * rate / 1e6
+
+    def times(self, factor: float) -> Costs:
+        """`factor` times as much."""
+        rates, tensors = ({k: v * factor for k, v in part.items()} for part in (self.ns_per_byte, self.tensor_us))
+        return Costs(rates, self.call_us * factor, tensors, self.source)
+
+    @staticmethod
+    def of_bandwidth(gb_per_s: float, call_us: float = LAUNCH_US, source: str | None = None) -> Costs:
+        """Every kernel at this rate. Raises ValueError for a rate <= 0."""
+        if not gb_per_s > 0:
+            raise ValueError(f"a bandwidth must be positive, got {gb_per_s:g} GB/s")
+        return Costs({"": 1 / gb_per_s}, call_us, source=source or f"{gb_per_s:g} GB/s, an assumption")
+
+    @staticmethod
+    def of_gpu(name: str) -> Costs:
+        """Of a GPU in `GPUS`: `REACHED` of its memory's bandwidth. Raises ValueError for another name."""
+        key = name.lower().replace("nvidia ", "").replace("_", "-")
+        found = [k for k in GPUS if key == k] or sorted((k for k in GPUS if key.startswith(k)), key=len, reverse=True)
+        if not found:
+            raise ValueError(f"no memory bandwidth known of {name!r}; there are: {', '.join(GPUS)}")
+        rate = REACHED * GPUS[found[0]]
+        text = f"{found[0]}: {REACHED:.0%} of {GPUS[found[0]]:g} GB/s, {LAUNCH_US:g} us to start a kernel; assumed"
+        return Costs.of_bandwidth(rate, source=text)

@@ -1,0 +1,196 @@
+"""`measure_link` and `measure_kernels`: what this cluster's collectives and this device's kernels cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from birder import kernels
+from birder.comm import ByteCounter, Topology
+from birder.comm import Link as Collectives
+from birder.comm.link import new_group
+from birder.predict.cluster import Link
+from birder.predict.costs import BYTES, Costs
+from birder.predict.recording import clock_of
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
+"""Bytes of the tensors that `measure_link` sends."""
+ROUNDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What `measure_link` found: between nodes (None with one node) and inside (None with one rank per node)."""
+
+    between: Link | None
+    inside: Link | None
+    times: tuple[tuple[str, str, int, float], ...] = ()
+    """(where, collective, bytes of the tensor, ms): what was measured."""
+
+
+def measure_link(
+    group: dist.ProcessGroup | None = None, topology: Topology | None = None, sizes: tuple[int, ...] = SIZES
+) -> Links:
+    """Latency and rate of all-reduce, all-to-all and all-gather over `sizes`, inside and between nodes apart.
+
+    Every rank of `group` (the whole world where it is None) calls it, and gets the same. All ranks of a node send at once, so
+    the rate between nodes is that of the NIC. The rate is that of the largest all-reduce, its spread that of the rounds;
+    latency is that of the smallest size.
+    """
+    world = group or dist.group.WORLD
+    assert world is not None
+    ranks = dist.get_process_group_ranks(world)
+    topology = topology or Topology.from_env(len(ranks))
+    local, mine = topology.ranks_per_node, dist.get_rank(world)
+    device = _device(world)
+    found: dict[str, Link | None] = {"between": None, "inside": None}
+    times: list[tuple[str, str, int, float]] = []
+    parts = {
+        "inside": [[ranks[n * local + i] for i in range(local)] for n in range(topology.nodes)],
+        "between": [[ranks[n * local + i] for n in range(topology.nodes)] for i in range(local)],
+    }
+    for where, members in parts.items():
+        if len(members[0]) == 1:
+            continue
+        made = [new_group(m) for m in members]
+        own = made[mine // local if where == "inside" else mine % local]
+        sharing = local if where == "between" else 1
+        found[where] = _measure(Collectives(own, topology, ByteCounter()), device, sizes, where, sharing, world, times)
+    return Links(found["between"], found["inside"], tuple(times))
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
+
+
+def _measure(
+    link: Collectives,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    where: str,
+    sharing: int,
+    world: dist.ProcessGroup,
+    times: list[tuple[str, str, int, float]],
+) -> Link:
+    n = link.size
+    medians: dict[tuple[str, int], float] = {}
+    rates: list[float] = []
+    for nbytes in sizes:
+        floats = torch.zeros(nbytes // 4, device=device)
+        rows = torch.zeros(n, nbytes // n, dtype=torch.uint8, device=device)
+        tasks: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda t=floats: dist.all_reduce(t, group=link.group),  # type: ignore[misc]
+            "all_to_all": lambda t=rows: link.all_to_all(t),  # type: ignore[misc]
+            "all_gather": lambda t=rows: link.all_gather(t[0]),  # type: ignore[misc]
+        }
+        for name, task in tasks.items():
+            spent = _agreed([_ms(task, device) for _ in range(ROUNDS + 1)][1:], world, device)
+            medians[name, nbytes] = statistics.median(spent)
+            times.append((where, name, nbytes, medians[name, nbytes]))
+            if name == "all_reduce" and nbytes == max(sizes):
+                sent = sharing * 2 * (n - 1) / n * nbytes
+                rates = sorted(sent * 8 / (ms * 1e6) for ms in spent)
+    rate = statistics.median(rates)
+    small = min(sizes)
+    hop = 1e3 * medians["all_reduce", small] / (2 * (n - 1))
+    message = 1e3 * medians["all_gather", small] / (n - 1)
+    return Link(
+        gbps=rate,
+        latency_us=min(hop, message),
+        message_us=max(0.0, message - hop) / sharing,
+        spread=min(0.5, (rates[-1] - rates[0]) / 2 / rate),
+        source=f"measured: {n} ranks, {dist.get_backend(link.group)}",
+    )
+
+
+def _agreed(spent: list[float], world: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The slowest rank's time of each round."""
+    slowest = torch.tensor(spent, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
+    return [float(x) for x in slowest]
+
+
+def _ms(task: Callable[[], Any], device: torch.device) -> float:
+    clock = clock_of(device)
+    began = clock.mark()
+    task()
+    return clock.ms(began, clock.mark())
+
+
+def measure_kernels(device: torch.device | str = "cpu", elements: int = 2**21, rounds: int = 5) -> Costs:
+    """ns per byte of every kernel on `device`, and what it takes to start one. Takes a second.
+
+    elements: of the tensors, rounded to what kernels want. Medians over `rounds`. Passes that are not kernels of this package
+    (casts, the update of SGD and Adam) are measured as torch does them.
+    """
+    where = torch.device(device)
+    elements -= elements % 1024
+    tasks = _tasks(elements, where)
+    rates = {name: _median(task, where, rounds) * 1e6 / (elements * BYTES[name](4)) for name, task in tasks.items()}
+    tiny = _tasks(1024, where)
+    call = statistics.median(_median(task, where, rounds) * 1e3 for task in tiny.values())
+    rates[""] = rates["low_rank"] = rates["eager"]
+    rates["unpack_rows"] = rates["eager"]
+    return Costs(rates, call, source=f"measured on this {where.type}")
+
+
+def _median(task: Callable[[], Any], device: torch.device, rounds: int) -> float:
+    task()  # compiled and warm
+    return statistics.median(_ms(task, device) for _ in range(rounds))
+
+
+def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(elements, generator=random, device=device)
+
+    def bits(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, generator=random, device=device, dtype=torch.uint8)
+
+    g, m, p, e = normal(), normal().mul_(0.1), normal(), normal()
+    b, v = m.abs() + 0.1, normal().square_()
+    rows, packed = bits(4, elements // 8), bits(elements // 8)
+    scale, scales = torch.ones((), device=device), torch.ones(4, device=device)
+    draw: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
+    k = kernels
+
+    def sgdm() -> None:
+        torch._foreach_mul_([m], 0.9)
+        torch._foreach_add_([m], [g])
+        torch._foreach_add_([p], [m], alpha=-1e-9)
+
+    def adam() -> None:
+        torch._foreach_lerp_([m], [g], 0.1)
+        torch._foreach_mul_([v], 0.999)
+        torch._foreach_addcmul_([v], [g], [g], value=1e-3)
+        root = torch._foreach_sqrt([v])
+        torch._foreach_add_(root, 1e-8)
+        torch._foreach_addcdiv_([p], [m], root, value=-1e-9)
+
+    return {
+        "encode": lambda: k.encode(g, m, b, beta=0.95, eps=0.0, hold=False, worker=1, **draw),
+        "reduce_bits": lambda: k.reduce_bits(rows, **draw),
+        "owned": lambda: k.owned(packed, n=4, worker=1, **draw),
+        "apply_bits": lambda: k.apply_bits(p, packed, lr=1e-9, decay=0.0, active=None),
+        "add_momentum": lambda: k.add_momentum(e, g, m, beta=0.9, mask=None),
+        "add_message": lambda: k.add_message(e, g, None),
+        "split_signs": lambda: k.split_signs(e, scale, None),
+        "add_average": lambda: k.add_average(e, rows, scales, None),
+        "write_signs": lambda: k.write_signs(e, packed, scales, None),
+        "move_adam": lambda: k.move_adam([p], [m], [v], rate=1e-9, correction=1.0, eps=1e-8, keep=1.0),
+        "copy": lambda: e.copy_(g),
+        "cast": lambda: g.to(torch.bfloat16),
+        "scale": lambda: e.mul_(1.0),
+        "sgdm": sgdm,
+        "adam": adam,
+        "eager": lambda: torch.add(g, m, out=e),
+    }

@@ -1,0 +1,263 @@
+"""What each method does in a step, as data: rounds, kernels, bytes of state. Imports no torch.
+
+Names: those of the optimizers and of torch's hooks. A method with `_hierarchical` treats a node as one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+LOW_RANK_RATE = 2
+"""PowerSGD compresses a matrix where this saves more than this factor: torch's default."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one kind of step sends.
+
+    share:    of all steps.
+    wire:     none | dense | onebit | lowrank.
+    nbytes:   per element on the wire (dense). density: share of the elements that is sent.
+    encode:   kernels that make a message, serve: those of the server, decode: those that read the result.
+    phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, for scales.
+    layout:   bucket (DDP's) | unit (the optimizer's) | fused (one of everything, after backward).
+    split:    whether encoding has a thread of its own (a generator, birder/comm/pipeline.py); False: one thread does it all.
+    rank:     of PowerSGD.
+    """
+
+    share: float = 1.0
+    wire: str = "dense"
+    nbytes: float = 4.0
+    density: float = 1.0
+    encode: tuple[str, ...] = ()
+    serve: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    phases: int = 2
+    small: int = 0
+    layout: str = "bucket"
+    split: bool = False
+    rank: int = 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the tables.
+
+    update:  kernels over all parameters after the last message.
+    state:   bytes per parameter that optimizer and hook keep, given (workers, shards).
+    about:   what was assumed beside the method's own rules; "" for nothing.
+    dense:   sends as many numbers as there are parameters, for an optimizer of the user's.
+    local:   models differ between ranks: more of training changes than what is sent.
+    """
+
+    name: str
+    label: str
+    rounds: tuple[Round, ...]
+    update: tuple[str, ...]
+    state: Callable[[int, int], float]
+    hierarchical: bool = False
+    about: str = ""
+    dense: bool = False
+    local: bool = False
+
+    def by_nodes(self) -> Method:
+        """The same with nodes as workers."""
+        return replace(self, name=f"{self.name}_hierarchical", label=f"{self.label}, hierarchical", hierarchical=True)
+
+
+def _dense(
+    name: str, label: str, nbytes: float, encode: tuple[str, ...], decode: tuple[str, ...], **more: str
+) -> Method:
+    round_ = Round(nbytes=nbytes, encode=encode, decode=decode)
+    return Method(name, label, (round_,), ("sgdm",), lambda n, s: 4.0, dense=True, **more)  # type: ignore[arg-type]
+
+
+_BIRDER = Round(wire="onebit", encode=("encode",), serve=("reduce_bits",), layout="unit", split=True)
+_FEEDBACK = Round(
+    wire="onebit",
+    encode=("add_momentum", "split_signs"),
+    serve=("add_average", "split_signs"),
+    small=2,
+    layout="unit",
+    split=True,
+)
+_MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"), split=False)
+SYNCS_OF_ZERO_ONE_ADAM = 0.598
+"""Share of steps with a 1-bit round under the coded schedule of a run of 118,000 steps (see tests)."""
+
+
+def _blocks(share: float, density: float) -> Round:
+    """A mean of chosen elements, in fp32."""
+    return Round(share, density=density, encode=("eager", "eager", "copy"), decode=("copy",), layout="unit")
+
+
+def _low_rank(rank: int) -> Method:
+    round_ = Round(wire="lowrank", rank=rank, encode=("low_rank",))
+    about = "P, Q and the error are in the state; compressing steps only"
+    return Method(f"powersgd{rank}", f"PowerSGD rank {rank}", (round_,), ("sgdm",), lambda n, s: 8.0, about=about)
+
+
+_FLAT = (
+    Method("birder", "Birder", (_BIRDER,), ("apply_bits",), lambda n, s: 8.0 / s),
+    Method(
+        "birder_one_phase",
+        "Birder one-phase",
+        (replace(_BIRDER, encode=("encode", "owned"), serve=(), decode=("assemble",), phases=1),),
+        ("apply_bits",),
+        lambda n, s: 8.0 / s,
+        about="this project's variant of the reduction",
+    ),
+    Method(
+        "onebit_adam",
+        "1-bit Adam",
+        (_FEEDBACK,),
+        ("write_signs", "move_adam"),
+        lambda n, s: 8.0 + 4.0 / s + 4.0 / (n * s),
+        about="compression stage",
+    ),
+    Method(
+        "onebit_lamb",
+        "1-bit LAMB",
+        (_MESSAGE,),
+        ("write_signs", "lamb"),
+        lambda n, s: 12.0 + 4.0 / s + 4.0 / (n * s),
+        about="compression stage",
+    ),
+    Method(
+        "zero_one_adam",
+        "0/1 Adam",
+        (
+            replace(_MESSAGE, share=SYNCS_OF_ZERO_ONE_ADAM),
+            Round(1 - SYNCS_OF_ZERO_ONE_ADAM, "none", encode=("eager", "eager"), layout="unit"),
+        ),
+        ("write_signs", "eager", "eager", "eager"),
+        lambda n, s: 16.0 + 4.0 / s + 4.0 / (n * s),
+        about="mean over the published schedule of 118,000 steps, variance rounds not counted",
+        local=True,
+    ),
+)
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        _dense("fp32", "DDP fp32", 4.0, ("scale",), ()),
+        _dense("bf16", "DDP bf16", 2.0, ("cast",), ("cast",)),
+        _dense("fp16", "DDP fp16", 2.0, ("cast",), ("cast",)),
+        _low_rank(1),
+        _low_rank(4),
+        *_FLAT,
+        Method(
+            "onebit_adam_fused",
+            "1-bit Adam, fused after backward",
+            (replace(_FEEDBACK, layout="fused"),),
+            ("write_signs", "move_adam"),
+            lambda n, s: 8.0 + 4.0 / s + 4.0 / (n * s),
+            about="compression stage, as its reference implementation orders it",
+        ),
+        Method(
+            "deepspeed",
+            "1-bit Adam as DeepSpeed's (re-created)",
+            (
+                replace(
+                    _FEEDBACK,
+                    encode=("eager",) * 12,
+                    serve=("unpack_rows", *("eager",) * 7),
+                    decode=("eager",) * 6,
+                    layout="fused",
+                ),
+            ),
+            ("eager",) * 4,
+            lambda n, s: 12.0 + 4.0 / n,
+            about="compression stage, eager passes over one fused buffer",
+        ),
+        *(m.by_nodes() for m in _FLAT),
+        Method(
+            "cser",
+            "CSER",
+            (_blocks(15 / 16, 1 / 64), _blocks(1 / 16, 1 / 64 + 1 / 4)),
+            ("eager",),
+            lambda n, s: 8.0,
+            about="R_C2 = 64, R_C1 = 4, H = 16",
+            local=True,
+        ),
+        Method(
+            "cser_pl",
+            "CSER-PL",
+            (Round(3 / 4, "none", encode=("eager",), layout="unit"), _blocks(1 / 4, 1 / 8)),
+            ("eager",),
+            lambda n, s: 4.0,
+            about="R_C1 = 8, H = 4",
+            local=True,
+        ),
+        Method("csea", "CSEA", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 4.0, about="R_C1 = 32", local=True),
+        Method("ef_sgd", "EF-SGD", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 8.0, about="R = 32"),
+        Method(
+            "qsparse",
+            "QSparse-local-SGD",
+            (Round(7 / 8, "none", encode=("eager",), layout="unit"), _blocks(1 / 8, 1 / 4)),
+            ("eager",),
+            lambda n, s: 12.0,
+            about="R = 4, H = 8",
+            local=True,
+        ),
+        Method(
+            "local_sgd",
+            "local SGD",
+            (Round(7 / 8, "none", encode=("eager",), layout="unit"), _blocks(1 / 8, 1.0)),
+            ("eager",),
+            lambda n, s: 4.0,
+            about="H = 8",
+            local=True,
+        ),
+        Method(
+            "slamb",
+            "SLAMB",
+            (_blocks(0.99, 0.1), replace(_blocks(0.01, 1.1), layout="fused")),
+            ("lamb",),
+            lambda n, s: 9.0,
+            about="k = 0.1, H = 100; tensors that are always sent whole not counted",
+            local=True,
+        ),
+        Method("none", "no communication", (Round(wire="none"),), ("sgdm",), lambda n, s: 4.0, dense=True),
+    )
+}
+DEFAULT = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "powersgd1",
+    "powersgd4",
+    "birder",
+    "birder_one_phase",
+    "onebit_adam",
+    "birder_hierarchical",
+    "birder_one_phase_hierarchical",
+    "onebit_adam_hierarchical",
+    "onebit_lamb",
+    "zero_one_adam",
+    "cser",
+    "slamb",
+    "local_sgd",
+    "none",
+)
+"""Methods of a table when none are named; hierarchical ones where a node has several ranks."""
+
+
+def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[Method]:
+    """The methods of these names, or the default ones. Raises ValueError for a name that is unknown."""
+    if names is None:
+        names = [n for n in DEFAULT if min(nodes, ranks_per_node) > 1 or not METHODS[n].hierarchical]
+    if unknown := [n for n in names if n not in METHODS]:
+        raise ValueError(f"no method {unknown[0]!r}; there are: {', '.join(METHODS)}")
+    return [METHODS[n] for n in names]
+
+
+def low_rank_numbers(shape: tuple[int, ...], rank: int) -> tuple[int, int, int]:
+    """How many numbers PowerSGD all-reduces for a tensor: uncompressed, P, Q."""
+    rows, columns = (shape[0] if shape else 1), 1
+    for size in shape[1:]:
+        columns *= size
+    r = min(rows, columns, rank)
+    if (rows + columns) * r * LOW_RANK_RATE < rows * columns:
+        return 0, rows * r, columns * r
+    return rows * columns, 0, 0

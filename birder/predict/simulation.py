@@ -1,0 +1,283 @@
+"""An event simulation of one step: gradients, buckets, units, the threads that encode and wait, the NIC. Imports no torch.
+
+    gradient ready --> DDP's bucket full --> hook --> message --> NIC --> result --> update
+                       (in order)            |
+                                             `--> unit full --> encode thread --> NIC --> serve --> NIC --> update
+
+A *lane* does one thing at a time, in the order in which it is asked: `hook` (the thread of backward), `encode`, `nic`,
+`inside` (the link inside a node), `read`, `comm` (the thread that waits, which keeps to one unit until it is done). A
+step lasts
+
+    (1) T = max(end of backward, end of the last lane) + update
+
+A cluster's sums are in cluster.py, a kernel's in costs.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from birder.predict.cluster import NOTHING, Cluster, Transfer
+from birder.predict.costs import Costs
+from birder.predict.methods import Method, Round, low_rank_numbers
+from birder.predict.timeline import Gradient, Timeline
+
+ALIGN = 32
+FIRST_BUCKET_MB = 1.0
+"""DDP's first bucket where its size is not given: a small one, so that communication begins early."""
+
+Stage = tuple[str, float]
+"""(lane, ms); without a lane it is a delay. From its first stage on `comm` an item keeps that lane to its end."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How gradients are cut. bucket_mb: DDP's; first_mb: of its first bucket; unit_mb: of the optimizer's units. MiB of fp32.
+
+    gpu: encoding shares the device with backward, so that one may delay the other; on a CPU cores are assumed to be free.
+    """
+
+    bucket_mb: float = 25.0
+    first_mb: float = FIRST_BUCKET_MB
+    unit_mb: float = 25.0
+    gpu: bool = True
+
+
+@dataclass
+class Item:
+    """Gradients that travel together."""
+
+    ready: float
+    gradients: list[Gradient]
+    stages: list[Stage] = field(default_factory=list)
+    end: float = 0.0
+    nic_bytes: float = 0.0
+
+    @property
+    def elements(self) -> int:
+        return sum(g.numel for g in self.gradients)
+
+    @property
+    def tensor(self) -> str:
+        """The last of its gradients to be ready, of those the largest."""
+        return max(self.gradients, key=lambda g: (g.ready_ms, g.numel)).name
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step takes, in ms. waits_for: the tensor whose message comes last; None where backward is the last to end.
+
+    exposed: after the last gradient is ready. encode: what lanes but NIC and inside were busy. wire: the NIC was busy.
+    """
+
+    ms: float
+    exposed_ms: float
+    encode_ms: float
+    wire_ms: float
+    update_ms: float
+    nic_bytes: float
+    waits_for: str | None
+
+
+def buckets(timeline: Timeline, layout: Layout) -> list[Item]:
+    """DDP's buckets after it has rebuilt them: in the order in which gradients are ready, closed when they are full."""
+    order = [i for layer in timeline.layers for i in reversed(layer)]
+    found: list[Item] = []
+    part: list[Gradient] = []
+    for place, i in enumerate(order):
+        part.append(timeline.gradients[i])
+        cap = (layout.bucket_mb if found else layout.first_mb) * 2**20
+        if 4 * sum(g.numel for g in part) >= cap or place == len(order) - 1:
+            ready = max(g.ready_ms for g in part)
+            found.append(Item(max(ready, found[-1].ready) if found else ready, part))
+            part = []
+    return found
+
+
+def units(timeline: Timeline, layout: Layout) -> list[Item]:
+    """The optimizer's units, last parameter first; a gradient arrives with its bucket."""
+    arrives = {g.name: b.ready for b in buckets(timeline, layout) for g in b.gradients}
+    parts: list[list[Gradient]] = []
+    size = 0
+    for g in reversed(timeline.gradients):
+        numel = -(-g.numel // ALIGN) * ALIGN
+        if not parts or (size + numel) * 4 > layout.unit_mb * 2**20:
+            parts.append([])
+            size = 0
+        parts[-1].append(g)
+        size += numel
+    made = [Item(max(arrives[g.name] for g in part), part) for part in parts]
+    return sorted(made, key=lambda item: item.ready)
+
+
+def items_of(round_: Round, timeline: Timeline, layout: Layout) -> list[Item]:
+    """The items of one kind of step."""
+    if round_.layout == "bucket":
+        return buckets(timeline, layout)
+    if round_.layout == "unit":
+        return units(timeline, layout)
+    return [Item(max(g.ready_ms for g in timeline.gradients), list(timeline.gradients))]
+
+
+def over(sent: Transfer) -> list[Stage]:
+    """The stages of a collective."""
+    return [("nic", sent.ms), ("", sent.late_ms)]
+
+
+def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: Costs, layout: Layout) -> None:
+    """Fills in the item's stages and what it sends."""
+    d = float(item.elements)
+    if round_.wire == "none":
+        work = sum(costs.ms(k, d) for k in round_.encode)
+        item.stages = [("comm", work)] if work else []
+    elif round_.wire == "onebit":
+        _onebit(item, d, round_, method.hierarchical, cluster, costs, layout)
+    elif round_.wire == "lowrank":
+        _low_rank(item, d, round_, cluster, costs)
+    elif round_.layout == "bucket":
+        sent = cluster.all_reduce(round_.nbytes * d)
+        before = 0.0 if cluster.ring else cluster.inside_ms(4 * d, 2) if cluster.nodes > 1 else 0.0
+        work, after = (sum(costs.ms(k, d) for k in part) for part in (round_.encode, round_.decode))
+        item.stages = [("hook", work), ("inside", before), *over(sent), ("read", after)]
+        item.nic_bytes = sent.nbytes
+    else:
+        sent = cluster.mean(round_.nbytes * d * round_.density)
+        made = sum(costs.ms(k, d) for k in round_.encode)
+        read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
+        item.stages = [
+            ("hook", costs.ms("copy", d, 1, len(item.gradients))),
+            ("comm", made),
+            *over(sent),
+            ("comm", read),
+        ]
+        item.nic_bytes = sent.nbytes
+
+
+def _onebit(
+    item: Item, d: float, round_: Round, by_nodes: bool, cluster: Cluster, costs: Costs, layout: Layout
+) -> None:
+    shards = cluster.ranks_per_node if by_nodes else 1
+    workers = cluster.nodes if by_nodes else cluster.ranks
+    part, bits = d / shards, d / 8
+    chunk = part / workers
+    made = sum(costs.ms(k, part, workers) for k in round_.encode)
+    served = sum(costs.ms(k, chunk, workers) for k in round_.serve)
+    read = sum(costs.ms(k, part, workers) for k in round_.decode)
+    if by_nodes:
+        first = second = cluster.by_nodes(bits)
+        tiny = cluster.by_nodes(8.0)
+        before, after = cluster.inside_ms(4 * d), cluster.inside_ms(bits)
+    else:
+        first, second, tiny = cluster.all_to_all(bits), cluster.all_gather(bits), cluster.all_gather(8.0)
+        before = after = 0.0
+    scales = over(tiny) * (round_.small // 2)
+    lane = "encode" if round_.split else "comm"
+    stages: list[Stage] = [("hook", costs.ms("copy", d, 1, len(item.gradients))), (lane, before + made)]
+    if round_.phases == 2:
+        stages += [*over(first), *scales, ("comm", served)]
+    else:
+        first = NOTHING
+    item.stages = [*stages, ("comm", 0.0), *over(second), *scales, ("comm", after + read)]
+    item.nic_bytes = first.nbytes + second.nbytes
+
+
+def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Costs) -> None:
+    numbers = [low_rank_numbers(g.shape, round_.rank) for g in item.gradients]
+    item.stages = [("hook", costs.ms("copy", d, 1, len(item.gradients)))]
+    work = sum(costs.ms(k, d, 1, len(item.gradients)) for k in round_.encode)
+    for position in range(3):  # uncompressed, P, Q: one after the other
+        sent = cluster.all_reduce(4.0 * sum(n[position] for n in numbers))
+        item.stages += [("comm", work / 3), *over(sent)]
+        item.nic_bytes += sent.nbytes
+    item.stages.append(("comm", 0.0))
+
+
+def run(items: Sequence[Item], burst_ms: float = 0.0) -> dict[str, float]:
+    """Runs all items to their ends, sets `end`, and returns how long each lane was busy.
+
+    burst_ms: of the link's token bucket.
+    """
+    free: dict[str, float] = {}
+    busy: dict[str, float] = {}
+    heap = [(item.ready, number, 0) for number, item in enumerate(items)]
+    heapq.heapify(heap)
+    holder: int | None = None
+    tokens = burst_ms
+    parked: list[tuple[int, int]] = []  # (item, stage) that want the comm lane
+    while heap:
+        now, number, stage = heapq.heappop(heap)
+        item = items[number]
+        if stage == len(item.stages):
+            item.end = now
+            if holder == number:
+                holder = None
+                if parked:
+                    parked.sort()
+                    holder, at = parked.pop(0)
+                    heapq.heappush(heap, (now, holder, at))
+            continue
+        lane, ms = item.stages[stage]
+        if lane == "comm" and holder != number:
+            if holder is not None:
+                parked.append((number, stage))
+                continue
+            holder = number
+        if not lane:  # nothing is busy meanwhile
+            heapq.heappush(heap, (now + ms, number, stage + 1))
+            continue
+        start = max(now, free.get(lane, 0.0))
+        if lane == "nic" and burst_ms:
+            tokens = min(burst_ms, tokens + start - free.get(lane, 0.0))
+            saved = min(tokens, ms)
+            tokens, ms = tokens - saved, ms - saved
+        free[lane] = start + ms
+        busy[lane] = busy.get(lane, 0.0) + ms
+        heapq.heappush(heap, (free[lane], number, stage + 1))
+    return busy
+
+
+def simulate(timeline: Timeline, cluster: Cluster, method: Method, costs: Costs, layout: Layout | None = None) -> Step:
+    """One step, the mean over the kinds of step that the method has."""
+    layout = layout or Layout(gpu=timeline.gpu != "cpu")
+    workers = cluster.nodes if method.hierarchical else cluster.ranks
+    update = sum(costs.ms(k, timeline.elements, workers, len(timeline.gradients)) for k in method.update)
+    if method.dense and timeline.update_ms is not None:
+        update = timeline.update_ms  # the user's own optimizer
+    steps = [(r.share, _step(timeline, cluster, method, r, costs, layout, update)) for r in method.rounds]
+
+    def mean(name: str) -> float:
+        return float(sum(share * getattr(step, name) for share, step in steps))
+
+    return Step(
+        ms=mean("ms"),
+        exposed_ms=mean("exposed_ms"),
+        encode_ms=mean("encode_ms"),
+        wire_ms=mean("wire_ms"),
+        update_ms=mean("update_ms"),
+        nic_bytes=mean("nic_bytes"),
+        waits_for=max(steps, key=lambda s: s[0] * s[1].exposed_ms)[1].waits_for,
+    )
+
+
+def _step(
+    timeline: Timeline, cluster: Cluster, method: Method, round_: Round, costs: Costs, layout: Layout, update: float
+) -> Step:
+    found = items_of(round_, timeline, layout)
+    for item in found:
+        program(item, round_, method, cluster, costs, layout)
+    busy = run(found, cluster.between.burst_ms)
+    ready = max(g.ready_ms for g in timeline.gradients)
+    last = max(found, key=lambda item: item.end)
+    compute = max(timeline.step_ms, ready)
+    end = max(compute, last.end)
+    return Step(
+        ms=end + update,
+        exposed_ms=end - compute,
+        encode_ms=sum(ms for lane, ms in busy.items() if lane not in ("nic", "inside")),
+        wire_ms=busy.get("nic", 0.0),
+        update_ms=update,
+        nic_bytes=sum(item.nic_bytes for item in found),
+        waits_for=last.tensor if last.end > compute else None,
+    )

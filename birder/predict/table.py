@@ -1,0 +1,269 @@
+"""`predict`: every method's step on a cluster, as a table that ends with one plain sentence; `crossover`. Imports no torch.
+
+The interval of a step time has three causes, all in the same direction at each end:
+
+    the link        its rate times 1 + spread and 1 - spread (`Link.spread`, where it was measured)
+    interference    encoding on a GPU either takes nothing from backward, or all of its own time (`Layout.gpu`)
+    the model       +-`MODEL_ERROR`, the 95th percentile of its error against replayed steps (docs/predict.md)
+
+A speedup's interval divides the far ends of the two rows by each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from birder.predict.cluster import Cluster
+from birder.predict.costs import Costs
+from birder.predict.methods import METHODS, Method, find
+from birder.predict.simulation import Layout, Step, simulate
+from birder.predict.timeline import Timeline
+
+MODEL_ERROR = 0.10
+"""Relative. The bound, which communication does not touch, is the timeline's and has none of it."""
+NEAR = 0.05
+"""Where bf16 is that near to the bound, and where a method gains less than that over bf16, nothing is worth a change."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method. ms with its interval low..high; state_bytes: of optimizer and hook, on one rank."""
+
+    method: Method
+    step: Step
+    low: float
+    high: float
+    state_bytes: float
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    @property
+    def ms(self) -> float:
+        return self.step.ms
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `predict` returns; printed, a table with its sentence."""
+
+    timeline: Timeline
+    cluster: Cluster
+    costs: Costs
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of a method. Raises KeyError for one that was not asked for."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"{name} was not predicted; there are: {', '.join(r.name for r in self.rows)}")
+
+    def has(self, name: str) -> bool:
+        return any(r.name == name for r in self.rows)
+
+    def speedup(self, name: str, baseline: str = "fp32") -> tuple[float, float, float]:
+        """(speedup, low, high) of a method over a baseline."""
+        own, base = self[name], self[baseline]
+        return base.ms / own.ms, base.low / own.high, base.high / own.low
+
+    @property
+    def sentence(self) -> str:
+        """Which method, how much it wins; or that nothing should be changed."""
+        return advice(self)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def predict(
+    timeline: Timeline,
+    cluster: Cluster,
+    methods: Sequence[str] | None = None,
+    costs: Costs | None = None,
+    layout: Layout | None = None,
+) -> Prediction:
+    """Every method's step. methods: names in `METHODS`; None: `DEFAULT`. costs: of the timeline's GPU where it is known.
+
+    Raises ValueError for an unknown method, and for a device whose costs are not known.
+    """
+    costs = costs or Costs.of_gpu(timeline.gpu)
+    layout = layout or Layout(gpu=timeline.gpu != "cpu")
+    bound = simulate(timeline, cluster, METHODS["none"], costs, layout).ms
+    rows = []
+    for method in find(methods, cluster.nodes, cluster.ranks_per_node):
+        step = simulate(timeline, cluster, method, costs, layout)
+        low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
+        shards = cluster.ranks_per_node if method.hierarchical else 1
+        workers = cluster.nodes if method.hierarchical else cluster.ranks
+        rows.append(Row(method, step, low, high, method.state(workers, shards) * timeline.elements))
+    return Prediction(timeline, cluster, costs, tuple(rows))
+
+
+def _interval(
+    t: Timeline, cluster: Cluster, method: Method, costs: Costs, layout: Layout, step: Step, bound: float
+) -> tuple[float, float]:
+    spread = cluster.between.spread
+    ends = [step.ms]
+    if spread:
+        ends += [
+            simulate(t, cluster.at(cluster.between.gbps * (1 + s)), method, costs, layout).ms for s in (spread, -spread)
+        ]
+    low, high = min(ends), max(ends)
+    if layout.gpu and method.name != "none":
+        high += step.encode_ms
+    # Near the bound the timeline decides: no more can be wrong than what communication adds.
+    unsure = min(MODEL_ERROR * step.ms, abs(step.ms - bound))
+    return low - unsure, high + unsure
+
+
+def advice(p: Prediction) -> str:
+    """One sentence. Methods whose models differ between ranks are not advised: their accuracy is not in the table."""
+    if not (p.has("bf16") and p.has("none")):
+        best = min((r for r in p.rows if r.name != "none"), key=lambda r: r.ms, default=None)
+        return (
+            "nothing was predicted."
+            if best is None
+            else f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
+        )
+    bf16, bound = p["bf16"], p["none"]
+    if bf16.ms <= (1 + NEAR) * bound.ms:
+        return f"do not compress: bf16 is within {NEAR:.0%} of the bound ({bf16.ms:.4g} against {bound.ms:.4g} ms)."
+    best = min((r for r in p.rows if not (r.method.dense or r.method.local)), key=lambda r: r.ms, default=None)
+    if best is None or best.ms > bf16.ms:
+        return f"do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
+    ratio, low, high = p.speedup(best.name, "bf16")
+    wins = f"{best.method.label} is {ratio:.2f}x as fast as bf16 ({low:.2f} to {high:.2f})"
+    if p.has("fp32"):
+        wins += f" and {p.speedup(best.name)[0]:.2f}x as fast as fp32"
+    if ratio < 1 + NEAR or low <= 1:
+        return f"it hardly pays: {wins}, which is within what the prediction can tell."
+    return f"{wins}: {best.ms:.4g} ms a step, the bound is {bound.ms:.4g}."
+
+
+HEAD = (
+    "method",
+    "ms/step",
+    "interval",
+    "x fp32",
+    "x bf16",
+    "NIC/step",
+    "exposed ms",
+    "update ms",
+    "state/rank",
+    "waits for",
+)
+
+
+def cells(p: Prediction) -> list[list[str]]:
+    """The table's rows; columns: HEAD."""
+    return [
+        [
+            r.method.label,
+            f"{r.ms:.4g}",
+            f"{r.low:.4g} to {r.high:.4g}",
+            *(f"{p.speedup(r.name, base)[0]:.2f}" if p.has(base) else "—" for base in ("fp32", "bf16")),
+            size(r.step.nic_bytes),
+            f"{r.step.exposed_ms:.3g}",
+            f"{r.step.update_ms:.3g}",
+            size(r.state_bytes),
+            r.step.waits_for or "—",
+        ]
+        for r in p.rows
+    ]
+
+
+def render(p: Prediction) -> str:
+    """The table as text, its assumptions, its sentence."""
+    body = [list(HEAD), *cells(p)]
+    widths = [max(len(line[i]) for line in body) for i in range(len(HEAD))]
+    lines = [
+        "  ".join(text.ljust(w) if i in (0, 9) else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths)))
+        for line in body
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    c, t = p.cluster, p.timeline
+    link = (
+        f"{c.between.gbps:.3g} Gbit/s between nodes" if c.nodes > 1 else f"{c.inside.gbps:.4g} Gbit/s inside the node"
+    )
+    about = [
+        f"{t.name}: {t.elements / 1e6:.4g} M parameters, {t.step_ms:.4g} ms of forward and backward on {t.gpu}",
+        f"{c.nodes} x {c.ranks_per_node} ranks, {link}; kernels: {p.costs.source}",
+    ]
+    notes = [f"{r.method.label}: {r.method.about}" for r in p.rows if r.method.about]
+    return "\n".join([*about, "", *(line.rstrip() for line in lines), "", *notes, *([""] if notes else []), p.sentence])
+
+
+def size(nbytes: float) -> str:
+    """1.5 MB, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.3g} {unit}"
+
+
+def crossover(
+    timeline: Timeline,
+    cluster: Cluster,
+    methods: Sequence[str] | None = None,
+    costs: Costs | None = None,
+    layout: Layout | None = None,
+    *,
+    baseline: str = "bf16",
+    gain: float = NEAR,
+    lowest: float = 0.1,
+    highest: float = 1000.0,
+) -> dict[str, float | None]:
+    """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % unless told.
+
+    None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. Raises ValueError as `predict`,
+    and for one node, which has no link to others.
+    """
+    if cluster.nodes == 1:
+        raise ValueError("with one node there is no link between nodes whose rate could matter")
+    costs = costs or Costs.of_gpu(timeline.gpu)
+    chosen = [m for m in find(methods, cluster.nodes, cluster.ranks_per_node) if m.name != "none"]
+
+    def pays(method: Method) -> Callable[[float], bool]:
+        def at(gbps: float) -> bool:
+            there = cluster.at(gbps)
+            base = simulate(timeline, there, METHODS[baseline], costs, layout).ms
+            return simulate(timeline, there, method, costs, layout).ms * (1 + gain) < base
+
+        return at
+
+    return {m.name: _below(pays(m), lowest, highest) for m in chosen if m.name != baseline}
+
+
+def _below(pays: Callable[[float], bool], lowest: float, highest: float) -> float | None:
+    if not pays(lowest):
+        return None
+    if pays(highest):
+        return highest
+    low, high = lowest, highest
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
+
+
+def sweep(
+    timeline: Timeline,
+    cluster: Cluster,
+    over: str,
+    values: Sequence[float],
+    methods: Sequence[str] | None = None,
+    costs: Costs | None = None,
+    layout: Layout | None = None,
+) -> list[Prediction]:
+    """A prediction for each value of `gbps` or `nodes`. Raises ValueError for another name."""
+    if over not in ("gbps", "nodes"):
+        raise ValueError(f"a sweep goes over gbps or nodes, not {over!r}")
+
+    def there(value: float) -> Cluster:
+        return cluster.at(value) if over == "gbps" else replace(cluster, nodes=int(value))
+
+    return [predict(timeline, there(v), methods, costs, layout) for v in values]
