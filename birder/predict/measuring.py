@@ -180,7 +180,7 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
         "encode": lambda: k.encode(g, m, b, beta=0.95, eps=0.0, hold=False, worker=1, **draw),
         "reduce_bits": lambda: k.reduce_bits(rows, **draw),
         "owned": lambda: k.owned(packed, n=4, worker=1, **draw),
-        "apply_bits": lambda: k.apply_bits(p, packed, lr=1e-9, decay=0.0, active=None),
+        "apply_bits": lambda: k.apply_bits([p], [0], packed, lr=1e-9, decay=0.0, active=None),
         "add_momentum": lambda: k.add_momentum(e, g, m, beta=0.9, mask=None),
         "add_message": lambda: k.add_message(e, g, None),
         "split_signs": lambda: k.split_signs(e, scale, None),
