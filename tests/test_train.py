@@ -116,6 +116,21 @@ def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):
         make_spec(tmp_path, "r", "cluster.nodes=2")
 
 
+def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
+    """And one that is changed in a way that was asked for says so in its record."""
+    spec = make_spec(tmp_path, "r", "optimizer=sgdm")
+    spec.save()
+    run_ranks(_train_only, 3, spec, grouped=False)
+    with pytest.raises(UserError, match=r"train.max_steps was 12, now it is 4: "):
+        make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4")
+    shorter = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4", "resume_with=changed")
+    with pytest.raises(RuntimeError, match=r"UserError: this run ends at step 4, and .*step-00000012 is of step 12"):
+        run_ranks(_train_only, 3, shorter, grouped=False)
+    longer = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=15", "resume_with=changed")
+    run_ranks(_train_only, 3, longer, grouped=False)
+    assert record_of(tmp_path)["config"]["resume_changed"] == [["train.max_steps", 12, 15]]
+
+
 def record_of(folder: Path) -> dict:
     (path,) = (folder / "results" / "records").glob("*.json")
     return json.loads(path.read_text())

@@ -27,7 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config import hparams, schedules, validate
+from experiments.config import hparams, same_run, schedules, validate
 from experiments.records import record
 from launch import hosts
 from launch.errors import UserError
@@ -159,7 +159,7 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
     if (run_dir / "spec.yaml").exists():
         if resolved["resume"] != "auto":
             raise UserError(f"{run_dir} holds a run already: go on with it (resume=auto) or choose another run_name")
-        run_id = _same_run(run_dir, resolved)
+        run_id = same_run.go_on(run_dir, resolved)
     return RunSpec(
         id=run_id,
         group=group,
@@ -261,29 +261,6 @@ def _from_constructor(error: HydraException, target: str, section: str) -> UserE
     if cause is None or isinstance(cause, ImportError | AttributeError):
         return UserError(f"cannot make {section}._target_={target}: {_first_line(str(cause or error))}")
     raise cause
-
-
-def _same_run(run_dir: Path, resolved: dict[str, Any]) -> str:
-    """The id of the run in `run_dir`. Raises UserError when its checkpoints cannot fit this configuration."""
-    try:
-        earlier = RunSpec.load(run_dir / "spec.yaml")
-        then = _identity(earlier.config)
-    except Exception as error:
-        raise UserError(f"{run_dir}/spec.yaml is not readable: choose another run_name") from error
-    for key, now in _identity(resolved).items():
-        if then[key] != now:
-            raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}")
-    return earlier.id
-
-
-def _identity(config: dict[str, Any]) -> dict[str, Any]:
-    cluster = config["cluster"]
-    return {
-        "workload": config["workload"]["_target_"],
-        "optimizer": config["optimizer"]["_target_"],
-        "world size": int(cluster["nodes"]) * int(cluster["ranks_per_node"]),
-        "nodes": int(cluster["nodes"]),
-    }
 
 
 def _user_error(error: BaseException | None) -> UserError | None:

@@ -98,6 +98,7 @@ REST: dict[str, tuple[Rule, str]] = {
     "seed": whole(0),
     "tune": optional((_rates, "a list of learning rates, such as [0.01,0.1]")),
     "resume": one_of("never", "auto"),
+    "resume_with": one_of("unchanged", "changed"),
     "cluster.backend": one_of("auto", "nccl", "gloo"),
     "cluster.max_restarts": whole(0),
     "cluster.timeout_s": _POSITIVE,

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
+from experiments.config.same_run import CHANGED, flatten
 from experiments.records.record import ResultRecord
 
 # Bookkeeping, and what tables show in columns or titles of their own.
 NOT_A_VARIANT = (
     *("seed", "run_name", "output_dir", "results_dir", "resume", "wandb", "checkpoint", "compare", "hydra", "method"),
+    CHANGED,
     *("exp", "scale", "scales", "cluster", "data", "workload.data_path"),
 )
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted keys. Lists are values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:

@@ -1,0 +1,106 @@
+"""Whether a configuration goes on with the run of a directory, and in what it has been changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.config.validate import shown
+from launch.errors import UserError
+from launch.spec import RunSpec
+
+CHANGED = "resume_changed"
+"""Key of a resolved configuration, and so of its record: [[key, then, now], ...], what a resumed run was changed in."""
+
+# What changes no parameter at any step. Everything else does, or may.
+FREE: tuple[str, ...] = (
+    "run_name",
+    "output_dir",
+    "results_dir",
+    "resume",
+    "resume_with",
+    CHANGED,
+    "wandb",
+    "checkpoint",
+    "hydra",
+    "compare",
+)
+FREE += (
+    "tune",
+    "method",
+    "scale",
+    "scales",
+    "timeline",
+    "profile",
+    "evaluate",
+    "train.eval_every",
+    "train.timing_warmup",
+)
+_OF_THE_CLUSTER = ("cluster.nodes", "cluster.ranks_per_node", "cluster.backend")
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys. Lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
+    """The id of the run in `run_dir`. Notes in `resolved` what the run has been changed in since it began.
+
+    Raises UserError when its checkpoints cannot fit this configuration; also when another one would give other parameters,
+    unless it says resume_with=changed.
+    """
+    try:
+        earlier = RunSpec.load(run_dir / "spec.yaml")
+        then, before = _identity(earlier.config), list(earlier.config.get(CHANGED) or [])
+    except Exception as error:
+        raise UserError(f"{run_dir}/spec.yaml is not readable: choose another run_name") from error
+    for key, now in _identity(resolved).items():
+        if then[key] != now:
+            raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}")
+    if not any(run_dir.glob("checkpoints/step-*")):
+        return earlier.id  # nothing of it is gone on with
+    changed = differences(earlier.config, resolved)
+    if changed and resolved["resume_with"] != "changed":
+        key, old, new = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise UserError(
+            f"cannot resume {str(run_dir)[-80:]}: {key} was {_short(old)}, now it is {_short(new)}{more}: "
+            "set it as it was, or go on nevertheless with resume_with=changed"
+        )
+    if before or changed:
+        resolved |= {CHANGED: [*before, *changed], "resume_with": "changed"}
+    return earlier.id
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[list[Any]]:
+    """[key, then, now] for all keys in which two configurations differ that change the trajectory; None: not there."""
+    old, new = flatten(then), flatten(now)
+    return [[k, old.get(k), new.get(k)] for k in sorted({*old, *new}) if _counts(k) and old.get(k) != new.get(k)]
+
+
+def _counts(key: str) -> bool:
+    if key.startswith("cluster."):
+        return key in _OF_THE_CLUSTER
+    return not any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def _short(value: Any) -> str:
+    text = shown(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _identity(config: dict[str, Any]) -> dict[str, Any]:
+    cluster = config["cluster"]
+    return {
+        "workload": config["workload"]["_target_"],
+        "optimizer": config["optimizer"]["_target_"],
+        "world size": int(cluster["nodes"]) * int(cluster["ranks_per_node"]),
+        "nodes": int(cluster["nodes"]),
+    }
