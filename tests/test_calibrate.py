@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from experiments.cells.timelines import load
 from experiments.config import compose
 from experiments.records import record
 from experiments.timing import calibrate
+from launch import lock
 from launch.emulated import launcher as emulated
 from launch.errors import UserError
 from launch.local import LocalLauncher
@@ -78,3 +80,20 @@ def test_nothing_to_measure(seen: list[Any], monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_timeline_there_is_one_line() -> None:
     with pytest.raises(UserError, match=r"timeline=NAME or cluster\.dilation=20"):
         calibrate.settle([compose.compose(["+exp=digits", "cluster=emulated"])])
+
+
+def test_what_killed_calibrations_left_is_removed(tmp_path: Path) -> None:
+    old, running, new = (tmp_path / f"calibration-{name}" for name in ("old", "running", "new"))
+    for folder in (old, running, new, tmp_path / "other"):
+        (folder / "run").mkdir(parents=True)
+    (tmp_path / "calibration-link").symlink_to(tmp_path / "other")
+    with lock.held(running / "run"):
+        for folder in (old, running, tmp_path / "other"):
+            os.utime(folder, (0, 0))
+        calibrate._sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "calibration-link",
+        "calibration-new",
+        "calibration-running",
+        "other",
+    ]

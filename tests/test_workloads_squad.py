@@ -157,6 +157,44 @@ def test_broken_json(tmp_path: Path, content: str, words: str) -> None:
         read()
 
 
+def squad(**changed: object) -> str:
+    """One question, with `changed` in the place of its id, question, context, text or answer_start."""
+    is_ = {"id": "1", "question": "Who?", "context": "Ada did.", "text": "Ada", "answer_start": 0, **changed}
+    answer = {"text": is_["text"], "answer_start": is_["answer_start"]}
+    qa = {"id": is_["id"], "question": is_["question"], "answers": [answer]}
+    return json.dumps({"data": [{"paragraphs": [{"context": is_["context"], "qas": [qa]}]}]})
+
+
+ODD = [5, 2.5, None, True, [], {}, ["Ada did."], {"text": "Ada did."}]
+
+
+@pytest.mark.parametrize("key", ["id", "question", "context", "text", "answer_start"])
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_a_value_of_the_wrong_type_is_one_line(tmp_path: Path, key: str, value: object) -> None:
+    if (key, value) == ("answer_start", 5):
+        value = -1
+    file = tmp_path / "train-v1.1.json"
+    file.write_text(squad())
+    assert [q.context for q in read_json(file)] == ["Ada did."]
+    file.write_text(squad(**{key: value}))
+    with pytest.raises(UserError, match=rf"not in SQuAD 1.1 format: TypeError {key} is no ") as refused:
+        read_json(file)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content", [squad(context=""), '{"data": ' + "[" * 200_000, squad().replace('"Ada did."', "[" * 9000 + "]" * 9000)]
+)
+def test_an_empty_or_deeply_nested_context_is_one_line(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "train-v1.1.json"
+    file.write_text(content)
+    with pytest.raises(
+        UserError, match=r"no answer at the given offset|nested too deeply|context is no text"
+    ) as refused:
+        read_json(file)
+    assert "\n" not in str(refused.value)
+
+
 def test_answers_that_are_not_at_their_offset() -> None:
     good = synthetic_questions(200, "dev")
     bad = Question("bad", "?", "some text", (("other", 0),))

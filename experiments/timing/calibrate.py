@@ -6,9 +6,14 @@ emulated link is then D times slower than the real one, so that communication ke
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import os
+import shutil
+import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from experiments.cells.timelines import Timeline, load
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import record
+from launch import lock
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -27,6 +33,9 @@ LEAST = 1.0
 """A machine that is faster than the target emulates it without dilation."""
 SHOWN = 20.0
 """Stands in for the measured value where nothing is started (dry runs)."""
+_PREFIX = "calibration-"
+_NEW_S = 600.0
+"""A folder that is younger may not have come to its lock yet."""
 _LAUNCHER_KEYS = ("nodes", "ranks_per_node", "backend", "timeout_s")
 
 
@@ -82,11 +91,22 @@ def measure(resolved: dict[str, Any]) -> Calibration:
     if resolved["timeline"] is None:
         raise UserError("cluster.dilation=auto needs the target's step time: set timeline=NAME or cluster.dilation=20")
     timeline = load(resolved["timeline"])
-    with tempfile.TemporaryDirectory(prefix="calibration-") as folder:
+    _sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         spec = _spec(resolved, Path(folder))
         compose.launcher(spec.config).launch(spec)
         (done,) = record.read_all(spec.config["results_dir"])
     return Calibration(float(done.timing["median_ms"]), timeline)
+
+
+def _sweep(temporary: Path) -> None:
+    """Removes the folders of calibrations that were killed. One that runs holds its run's lock; a new one is let be."""
+    for left in temporary.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = left.stat()
+            mine = about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and not left.is_symlink()
+            if mine and time.time() - about.st_mtime > _NEW_S and not lock.is_held(left / "run"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _spec(resolved: dict[str, Any], folder: Path) -> RunSpec:

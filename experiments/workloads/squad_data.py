@@ -72,23 +72,38 @@ def read_json(file: Path) -> list[Question]:
     try:
         raw = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
         document = json.loads(raw)
+    except RecursionError as error:
+        raise UserError(f"{file} is not in SQuAD 1.1 format: it is nested too deeply") from error
     except (ValueError, lzma.LZMAError) as error:
         raise UserError(f"{file} is not valid JSON: {error}") from error
     try:
         questions = [
             Question(
-                str(qa["id"]),
-                str(qa["question"]).strip(),
-                paragraph["context"],
-                tuple((str(a["text"]), int(a["answer_start"])) for a in qa["answers"]),
+                _text(qa, "id"),
+                _text(qa, "question").strip(),
+                _text(paragraph, "context"),
+                tuple((_text(a, "text"), _offset(a)) for a in qa["answers"]),
             )
             for article in document["data"]
             for paragraph in article["paragraphs"]
             for qa in paragraph["qas"]
         ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is not in SQuAD 1.1 format: {type(error).__name__} {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is not in SQuAD 1.1 format: {type(error).__name__} {str(error)[:100]}") from error
     return checked(questions, str(file))
+
+
+def _text(holder: Any, key: str) -> str:
+    if not isinstance(holder[key], str):
+        raise TypeError(f"{key} is no text but {type(holder[key]).__name__}")
+    return str(holder[key])
+
+
+def _offset(answer: Any) -> int:
+    at = answer["answer_start"]
+    if not isinstance(at, int) or isinstance(at, bool) or at < 0:
+        raise TypeError("answer_start is no whole number of at least 0")
+    return at
 
 
 def read_hub(dataset: str, split: str) -> list[Question]:
