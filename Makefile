@@ -39,13 +39,13 @@ methods: $(READY)  ## every method on Fashion-MNIST, tuned, 3 seeds: make method
 	@$(BIN)/python experiments/all_methods.py $(OVERRIDES)
 
 paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (17 minutes)
-	@$(BIN)/python experiments/paper_table.py $(ARGS)
+	@$(BIN)/python experiments/replay.py suite=paper $(ARGS)
 
 bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (12 minutes)
-	@$(BIN)/python experiments/bench_suite.py $(ARGS)
+	@$(BIN)/python experiments/replay.py suite=bench $(ARGS)
 
 bench-gpu: $(READY)  ## the kernels and the hooks on one GPU
-	@$(BIN)/python experiments/bench_suite.py --gpu $(ARGS)
+	@$(BIN)/python experiments/replay.py suite=bench --gpu $(ARGS)
 
 tables: $(READY)  ## write results/tables and results/plots again, from the records
 	@$(BIN)/python -m experiments.report.tables
@@ -96,7 +96,7 @@ help:  ## show this text
 #= CLUSTER = how nodes are started: local, emulated, ssh, slurm (a file of conf/cluster)
 #= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
-#= ARGS = anything else for experiments/compare.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
+#= ARGS = anything else for experiments/compare.py or replay.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 

@@ -15,34 +15,40 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
-from experiments import bench_suite as bench
+from experiments import replay
 from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
 from experiments.bench.peers import FusedOneBitAdam
-from experiments.cells import bench_plan, bench_worker, timelines
-from experiments.cells.bench_plan import METHODS, Cell
+from experiments.cells import setup, suite, timelines
+from experiments.cells.suite import Cell
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import bench_report, bench_results, tables
+from experiments.report import replay_page, replay_verdicts, replayed, tables
 from experiments.training.torch_hooks import powersgd_bytes
 from launch.emulated import sandbox
 from tests.ranks import run_ranks
 from tests.records import blank
 
-EVERYTHING = (list(bench_plan.MODELS), list(METHODS))
+BENCH = suite.load("bench")
+METHODS = BENCH.methods
 MS = {"fp32": 100.0, "powersgd1": 41.0, "deepspeed": 80.0, "birder": 42.0, "birder_one_phase": 40.0, "none": 35.0}
 
 
 def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
     """A record of `cell` whose step takes `ms` of the cluster's clock."""
     method = METHODS[cell.method]
-    dilation = 4.0
-    about = {**dataclasses.asdict(cell), "fraction": cell.fraction, "elements": 1000, "peak": int(1e6 * ms)}
+    dilation, fraction = 4.0, BENCH.fraction(cell) if cell.link in BENCH.links else 1.0
+    about = {
+        **dataclasses.asdict(cell),
+        "fraction": fraction,
+        "elements": 1000,
+        "peak": int(1e6 * ms),
+    }
     wall = ms * dilation
     split = {"encode_ms": 0.1 * wall, "wire_ms": 0.2 * wall, "exposed_wire_ms": 0.05 * wall, "update_ms": 0.01 * wall}
     known: dict[str, Any] = {
         "config": {"bench": about, "optimizer": method.optimizer},
-        "exp": bench_plan.EXP,
+        "exp": "bench",
         "method": method.label,
         "wire": method.wire,
         "nodes": cell.nodes,
@@ -51,48 +57,53 @@ def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
         "bytes_per_step": {**record.BYTES, "payload_inter": 1000},
         "state_bytes_per_rank": 8000,
     }
-    return blank(**{"id": cell.id, **known, **changes})
+    return blank(**{"id": BENCH.id(cell), **known, **changes})
 
 
 def grid(link: str, nodes: int, times: dict[str, float], model: str = "resnet50") -> list[ResultRecord]:
-    return [entry(Cell(model, link, nodes, name), ms) for name, ms in times.items()]
+    return [entry(Cell(model, None, nodes, link, name), ms) for name, ms in times.items()]
+
+
+def verdicts(records: list[ResultRecord]) -> list[str]:
+    return replay_verdicts.fastest(replayed.collect(BENCH, records))
 
 
 def test_every_cell_has_a_name_of_its_own_and_a_timeline() -> None:
-    cells = [c for link in bench_plan.LINKS for n in bench_plan.NODES for c in bench_plan.cells(link, n, *EVERYTHING)]
-    assert len({c.id for c in cells}) == len(cells) == 2 * 3 * 2 * 10
+    cells = BENCH.cells(BENCH.places(), BENCH.rows)
+    assert len({BENCH.id(c) for c in cells}) == len(cells) == 2 * 3 * 2 * 10
+    assert BENCH.worlds(cells).keys() == {(shaped, n) for shaped in (True, False) for n in (2, 4, 8)}
     for c in cells:
-        assert 0 < c.fraction <= 1
-    for name in bench_plan.MODELS.values():
-        timelines.load(name)
+        assert 0 < BENCH.fraction(c) <= 1
+    for name in BENCH.models:
+        BENCH.timeline(name, None)
     # Memory over peers is measured with the whole model.
-    assert Cell("bert_base", "loopback", 2, "fp32").fraction == 1
+    assert BENCH.fraction(Cell("bert_base", None, 2, "loopback", "fp32")) == 1
 
 
 def test_dilation_is_the_wished_rate_over_the_measured_one_for_the_share_that_is_sent() -> None:
-    assert bench_plan.dilation(Cell("resnet50", "emulated", 4, "birder"), 1 / 8, 34.0, 9450) == 9450 / 34 / 8
-    assert bench_plan.dilation(Cell("resnet50", "loopback", 4, "birder"), 1 / 2, 34.0, 9450) == 1 / 2
+    assert BENCH.dilation(Cell("resnet50", None, 4, "emulated", "birder"), 1 / 8, 34.0) == 9450 / 34 / 8
+    assert BENCH.dilation(Cell("resnet50", None, 4, "loopback", "birder"), 1 / 2, 34.0) == 1 / 2
 
 
-@pytest.mark.parametrize("model", bench_plan.MODELS)
+@pytest.mark.parametrize("model", BENCH.models)
 def test_a_selection_of_tensors_stands_for_the_model(model: str) -> None:
-    fraction = Cell(model, "emulated", 4, "powersgd4").fraction
-    whole = timelines.load(bench_plan.MODELS[model])
-    part = bench_worker.select(whole, fraction)
+    fraction = BENCH.fraction(Cell(model, None, 4, "emulated", "powersgd4"))
+    whole = BENCH.timeline(model, None)
+    part = setup.select(whole, fraction)
     shapes = {g.name: g.shape for g in whole.gradients}
     cut = [g.name for g in part.gradients if g.shape != shapes[g.name]]
-    assert all(math.prod(shapes[name]) > bench_worker.LARGE * whole.elements for name in cut)
+    assert all(math.prod(shapes[name]) > setup.LARGE * whole.elements for name in cut)
     assert all(g.shape[1:] == shapes[g.name][1:] for g in part.gradients)
     assert part.elements == pytest.approx(fraction * whole.elements, rel=0.3)
     for rank in (1, 4):
         sent = [powersgd_bytes([g.shape for g in t.gradients], rank, 2) for t in (part, whole)]
-        assert bench_worker.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
+        assert setup.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
         assert sent[0] == pytest.approx(fraction * sent[1], rel=0.3)
     # Spread over the whole of backward, to its end.
     times = [g.ready_ms for g in part.gradients]
     assert min(times) < whole.step_ms / 2
     assert max(times) == max(g.ready_ms for g in whole.gradients)
-    assert bench_worker.select(whole, 1.0) is whole
+    assert setup.select(whole, 1.0) is whole
 
 
 class Two(torch.nn.Module):
@@ -140,21 +151,20 @@ def test_the_recreated_collective_computes_what_onebit_adam_does() -> None:
 
 
 def test_verdicts_say_who_is_fastest_how_far_the_bound_is_and_when_not_to_compress() -> None:
-    fast = bench_results.collect(grid("emulated", 4, MS))
-    (said,) = bench_results.verdicts(fast)
+    (said,) = verdicts(grid("emulated", 4, MS))
     assert "4 nodes: Birder one-phase is the fastest compressed method (40.0 ms, 14 % above the bound" in said
     assert "the next is PowerSGD rank 1, 41.0 ms" in said
-    (said,) = bench_results.verdicts(bench_results.collect(grid("emulated", 4, {**MS, "powersgd1": 39.5})))
+    (said,) = verdicts(grid("emulated", 4, {**MS, "powersgd1": 39.5}))
     assert "is as fast as the fastest compressed method" in said
     assert "within 3% of PowerSGD rank 1, 39.5 ms" in said
-    (said,) = bench_results.verdicts(bench_results.collect(grid("emulated", 4, {**MS, "birder": 30.0})))
+    (said,) = verdicts(grid("emulated", 4, {**MS, "birder": 30.0}))
     assert "is not the fastest compressed method" in said
     assert "Birder two-phase takes 30.0 ms" in said
     slow = {name: ms if name in ("fp32", "none") else 3 * ms for name, ms in MS.items()}
-    _, said = bench_results.verdicts(bench_results.collect(grid("loopback", 2, slow)))
+    _, said = verdicts(grid("loopback", 2, slow))
     assert "2 nodes: do not compress: Birder one-phase" in said
     assert "1.20 times as long as fp32 DDP" in said
-    assert bench_results.verdicts(bench_results.collect(grid("emulated", 4, {"fp32": 100.0}))) == []
+    assert verdicts(grid("emulated", 4, {"fp32": 100.0})) == []
 
 
 def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path) -> None:
@@ -162,10 +172,12 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
         record.write(r, tmp_path)
     kernels = bench_kernels.measure(torch.device("cpu"), 4096, rounds=1)
     plan = {"kernels": kernels, "backend": "cpu"}
-    record.write(entry(Cell("resnet50", "x", 1, "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}), tmp_path)
-    for path in bench_report.write(tmp_path):
+    record.write(
+        entry(Cell("resnet50", None, 1, "x", "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}), tmp_path
+    )
+    for path in replay_page.write(BENCH, tmp_path):
         assert path.is_file()
-    page = (tmp_path / bench_report.TABLE).read_text()
+    page = replay_page.paths(BENCH, tmp_path)[0].read_text()
     assert "Replayed, not measured on GPUs" in page
     assert "36.0 Mbit/s" in page
     row = next(line for line in page.splitlines() if line.startswith("| PowerSGD rank 1 | 41.0"))
@@ -176,7 +188,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     assert "No GPU was at hand" in page
     assert "bert_base" not in page
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    bench_report.write(tmp_path)
+    replay_page.write(BENCH, tmp_path)
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     # Other tables leave these records and this page alone.
     assert tables.check(tmp_path) == []
@@ -216,11 +228,12 @@ def test_hooks_are_timed_against_ddp_without_one(tmp_path: Path) -> None:
 
 
 def measured(folder: Path, link: str, *methods: str) -> dict[str, ResultRecord]:
-    options = bench.parse(["--models", "resnet50", "--methods", ",".join(methods), "--steps", "1"])
-    options.results, options.output = str(folder / "r"), str(folder / "o")
-    spec = bench.make_spec(options, link, 2, "a test")
-    spec.config["bench"]["timelines"] = {"resnet50": tiny(folder)}
-    bench.make_launcher(link, 2, options.mbit).launch(spec)
+    asked = ["suite=bench", "models=resnet50", f"methods={','.join(methods)}", "steps=1"]
+    _, options = replay.parse([*asked, f"results={folder}/r", f"output={folder}/o"])
+    model = BENCH.models["resnet50"].model_copy(update={"timeline": tiny(folder)})
+    made = BENCH.model_copy(update={"models": {"resnet50": model}})
+    cells = made.cells(made.places(links=[link], nodes=[2]), methods)
+    replay.launch(made, options, link == "emulated", 2, cells, "a test")
     return {r.config["bench"]["method"]: r for r in record.read_all(folder / "r")}
 
 
@@ -280,8 +293,8 @@ def test_two_emulated_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_bad_input_is_one_line(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "has_gpu", lambda: False)
-    assert bench.main(arguments) == 2
+    monkeypatch.setattr(replay, "has_gpu", lambda: False)
+    assert replay.main(["suite=bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1

@@ -12,10 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder.comm import Topology, TwoPhase
 from experiments.cells import timelines
-from experiments.cells.replay import FlatNode, HierarchicalNode, ReplayModel, nic_bytes
+from experiments.cells.model import ReplayModel
+from experiments.cells.nodes import FlatNode, HierarchicalNode
+from experiments.cells.replay import DILATION, Replay
 from experiments.cells.timelines import Timeline
+from experiments.cells.traffic import nic_bytes
 from experiments.workloads.base import Shard
-from experiments.workloads.replay import DILATION, Replay
 from launch.errors import UserError
 from tests.ranks import run_ranks
 

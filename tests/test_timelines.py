@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from experiments import timelines as commands
 from experiments.cells import timeline_tools, timelines
 from launch.errors import UserError
 
@@ -123,23 +124,23 @@ def test_make_and_record_from_the_command_line(tmp_path: Path, capsys: pytest.Ca
         "--source",
         "a book",
     ]
-    assert timelines.main(["make", *arguments]) == 0
+    assert commands.main(["make", *arguments]) == 0
     t = timelines.load(made)
     assert (t.name, t.step_ms, t.source) == ("tiny_b32_tf32", 10.0, "a book")
     assert t.forward_ms == pytest.approx(10 / 3, abs=1e-3)
 
     recorded = tmp_path / "recorded.json"
     arguments = [*common, str(recorded), "--precision", "amp", "--steps", "3", "--device", "cpu"]
-    assert timelines.main(["record", *arguments]) == 0
+    assert commands.main(["record", *arguments]) == 0
     t = timelines.load(recorded)
     assert t.gpu == "cpu"
-    assert t.command == "python -m experiments.cells.timelines record --model tiny --batch 32 --precision amp --steps 3"
+    assert t.command == "python experiments/timelines.py record --model tiny --batch 32 --precision amp --steps 3"
     ready = {g.name: g.ready_ms for g in t.gradients}
     assert 0 < t.forward_ms <= ready["4.weight"] <= ready["2.weight"] <= ready["0.weight"] <= t.step_ms
     capsys.readouterr()
 
-    assert timelines.main(["record", *common, str(recorded), "--precision", "tf32", "--device", "cpu"]) == 2
-    assert timelines.main(["make", "--model", "x", *arguments[2:4], *common[4:], str(made), "--precision", "amp",
+    assert commands.main(["record", *common, str(recorded), "--precision", "tf32", "--device", "cpu"]) == 2
+    assert commands.main(["make", "--model", "x", *arguments[2:4], *common[4:], str(made), "--precision", "amp",
                            "--samples-per-s", "1", "--gpu", "X", "--source", "s"]) == 2  # fmt: skip
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].startswith("error: tf32 is a GPU's format")

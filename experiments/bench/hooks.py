@@ -1,6 +1,6 @@
 """What a hook costs where nothing is sent: one rank alone, a model's parameters, each method's step after another.
 
-A step is a backward pass that does nothing but hand out gradients (experiments/cells/replay.py, without waiting), the hook
+A step is a backward pass that does nothing but hand out gradients (experiments/cells/model.py, without waiting), the hook
 and the update. The difference to DDP without any hook is what the method costs the device: copies, kernels, launches, Python.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder.comm import Topology
 from experiments.cells import timelines
-from experiments.cells.replay import ReplayModel
+from experiments.cells.model import ReplayModel
 
 METHODS: dict[str, dict[str, Any]] = {
     "DDP without a hook, SGDM": {},

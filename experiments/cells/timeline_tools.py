@@ -142,7 +142,7 @@ def record(options: argparse.Namespace) -> Timeline:
     )
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     slug = "".join(c if c.isalnum() else "-" for c in gpu.lower())
-    command = ["python", "-m", "experiments.cells.timelines", "record", "--model", options.model]
+    command = ["python", "experiments/timelines.py", "record", "--model", options.model]
     command += ["--batch", str(options.batch), "--precision", options.precision, "--steps", str(options.steps)]
     return Timeline(
         name=options.name or f"{options.model}_b{options.batch}_{options.precision}_{slug}",

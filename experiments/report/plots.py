@@ -56,7 +56,7 @@ def step_times(table: SpeedupTable) -> bytes | None:
         axes.set_xlabel(f"step time, ms (median, p10 to p90{mean})")
         words = textwrap.wrap(speedup.honesty(table.records), 110)
         figure.suptitle("\n".join([speedup.title(rows[0].record), *words]), fontsize=8)
-        return _png(figure, [[row.label, row.record.timing] for row in rows])
+        return png(figure, [[row.label, row.record.timing] for row in rows])
 
 
 def metric_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
@@ -87,7 +87,7 @@ def metric_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
         figure.suptitle(table.title, fontsize=8)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-        return _png(figure, drawn)
+        return png(figure, drawn)
 
 
 def metric_against_bytes(
@@ -114,7 +114,7 @@ def metric_against_bytes(
         axes.grid(alpha=0.3)
         figure.legend(fontsize=8, loc="outside right upper")
         figure.suptitle(title, fontsize=8)
-        return _png(figure, [list(point) for point in drawn])
+        return png(figure, [list(point) for point in drawn])
 
 
 def colour(method: str, place: int) -> str:
@@ -122,10 +122,10 @@ def colour(method: str, place: int) -> str:
     return COLOURS.get(method, OTHERS[place % len(OTHERS)])
 
 
-def digest(png: bytes) -> bytes:
-    """The digest of the data that a plot of this module shows; of any other file, its bytes."""
-    _, mark, rest = png.partition(f"{MARK}, data ".encode())
-    return rest[:64] if mark else png
+def digest(png: bytes, mark: str = MARK) -> bytes:
+    """The digest of the data that a plot with this mark shows; of any other file, its bytes."""
+    _, found, rest = png.partition(f"{mark}, data ".encode())
+    return rest[:64] if found else png
 
 
 def _points(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
@@ -138,10 +138,11 @@ def _points(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
     return None if points.empty else points
 
 
-def _png(figure: Figure, data: object) -> bytes:
+def png(figure: Figure, data: object, mark: str = MARK) -> bytes:
+    """The file of a figure; its description is the mark and a digest of the data that it shows."""
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     # Versions of matplotlib draw different pixels; the digest lets --check compare what is shown.
-    described = f"{MARK}, data {hashlib.sha256(repr(data).encode()).hexdigest()}"
+    described = f"{mark}, data {hashlib.sha256(repr(data).encode()).hexdigest()}"
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, "Description": described})
     return buffer.getvalue()

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from experiments.cells import paper, timelines
-from experiments.cells.replay import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.cells.timelines import Timeline
+from experiments.cells.traffic import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.report.formats import number
-from experiments.report.table import Table
-
-if TYPE_CHECKING:
-    from experiments.report.paper_report import Results
+from experiments.report.replayed import Results
+from experiments.report.table import Note, Table
 
 TOLERANCE = 0.10
-EXPLANATION = """\
-Without overlap (all gradients in one bucket) a step takes compute + bytes/rate. With overlap it cannot be shorter than
-max over k of (when bucket k is ready + what is to be sent from then on / rate), k running over DDP's buckets of 25 MB. Bytes
-are 2(N-1)/N of the fp32 gradient per NIC, the rate is that of the link; the wait for a node's own GPUs is in both. A flat
-NCCL ring over all GPUs would send 2(n-1)/n, n the number of GPUs: 1.88, 1.29 and 1.13 times as much on 2, 4 and 8 nodes of
-8, so that fp32 and bf16 DDP here are those of an all-reduce that works by nodes."""
 
 
 def without_overlap(t: Timeline, nodes: int, gbit_per_s: float) -> float:
@@ -46,28 +35,26 @@ def with_overlap(t: Timeline, nodes: int, gbit_per_s: float) -> float:
 
 def rows(results: Results) -> list[tuple[str, float, float]]:
     """(cell, replayed ms, expected ms) of every fp32 cell on more than one node."""
-    found = []
-    for cell, r in sorted(results.records.items(), key=lambda item: item[0].id):
-        if cell.method not in ("fp32", "fp32_serial") or cell.link is None:
+    found, suite = [], results.suite
+    for cell, r in sorted(results.records.items(), key=lambda item: suite.id(item[0])):
+        method = suite.methods[cell.method]
+        if cell.link is None or "fp32" not in (cell.method, method.checks):
             continue
-        expect = without_overlap if cell.method == "fp32_serial" else with_overlap
-        t = timelines.load(cell.timeline)
-        name = f"{cell.model}, {paper.RATES[cell.rate]}, {cell.nodes} nodes, {cell.link} Gbit/s"
-        name += ", without overlap" if cell.method == "fp32_serial" else ", with overlap"
-        replayed = r.timing["median_ms"] / r.link["dilation"]
-        found.append((name, replayed, expect(t, cell.nodes, float(cell.link))))
+        expect, how = (without_overlap, "without") if method.one_bucket else (with_overlap, "with")
+        gbit = suite.links[cell.link].gbit
+        if gbit is not None:
+            rate = suite.rates.get(cell.rate or "", "")
+            name = f"{cell.model}, {rate}, {cell.nodes} nodes, {gbit:g} Gbit/s, {how} overlap"
+            expected = expect(suite.timeline(cell.model, cell.rate), cell.nodes, gbit)
+            found.append((name, r.timing["median_ms"] / r.link["dilation"], expected))
     return found
 
 
-HEAD = ("fp32 DDP", "replayed, ms", "arithmetic, ms", "difference")
-
-
 def table(results: Results) -> Table:
-    """The check, one line for each cell."""
-    found = rows(results)
-    return Table.text(
-        HEAD, [[n, number(ours), number(theirs), f"{ours / theirs - 1:+.1%}"] for n, ours, theirs in found]
-    )
+    """The check, one line for each cell, and what it found."""
+    head = ("fp32 DDP", "replayed, ms", "arithmetic, ms", "difference")
+    cells = [(name, number(ours), number(theirs), f"{ours / theirs - 1:+.1%}") for name, ours, theirs in rows(results)]
+    return Table.text(head, cells, footnotes=(Note(sentence(results), "strong"),))
 
 
 def sentence(results: Results) -> str:

@@ -1,0 +1,144 @@
+"""Nodes of many GPUs that are one process. One rank stands for a node of `gpus_per_node` GPUs:
+
+dense         the all-reduce over nodes, 2(N-1)/N of the gradient through each NIC; the part inside a node delays
+              every gradient by the time of one bucket (`traffic.bucket_delay_ms`)
+hierarchical  as it is; the reduce-scatter and all-gather inside the node are waits
+flat          each of the node's GPUs would ship its own bits through the one NIC, so the rank sends them as often
+              (`FlatNode`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+
+from birder.comm import Hierarchical, Topology, TwoPhase
+from experiments.cells.model import ReplayModel, pause_until
+
+
+class _Timed:
+    """Knows how long it has waited, for peers or for the clock."""
+
+    waited_s = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def take_waited(self) -> float:
+        """Seconds waited since the last call."""
+        waited, self.waited_s = self.waited_s, 0.0
+        return waited
+
+
+class FlatNode(_Timed, TwoPhase):
+    """Flat 1-bit communication where this rank stands for a node of `gpus` GPUs: n = N gpus workers, N nodes.
+
+    All-to-all: each of n workers sends D/(8n) bytes to each worker of the other nodes. A node's NIC sends
+
+        gpus * (n - gpus) * D/(8n) = gpus (N-1)/N D/8
+
+    so every chunk for another node is sent `gpus` times. All-gather, as NCCL does it, in a ring through all workers that
+    crosses each node's border once: (n-1)/n D/8, a little more than the (N-1)/N D/8 of N ranks; with ring=False pairwise,
+    as often as in the all-to-all. The bits themselves are those of one worker per node: what is replayed is time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology, gpus: int, *, ring: bool = True) -> None:
+        super().__init__(group, topology)
+        self.gpus = gpus
+        others = max(1, self.workers - 1)
+        n = gpus * self.workers
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self.gather_copies = (n - 1) / (gpus * others) if ring else float(gpus)
+        self.value_copies = (n - 1) / others if ring else float(gpus * gpus)
+
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        rows = packed.view(self.workers, -1)
+        if self.workers == 1:
+            return lambda: rows
+        sent = _copies(rows, self.gpus)
+        finish = self.all.start_all_to_all(sent, self._received(sent.numel(), sent, out))
+
+        def result() -> Tensor:
+            with self.waiting():
+                received = finish()
+            return received[:, : rows.shape[1]].contiguous()
+
+        return result
+
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._gather(values, self.value_copies, out)
+
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._gather(chunk, self.gather_copies, out).reshape(-1)
+
+    def _gather(self, part: Tensor, copies: float, out: Tensor | None) -> Tensor:
+        if self.workers == 1:
+            return part.unsqueeze(0)
+        with self.waiting():
+            sent = _copies(part.unsqueeze(0), copies)[0]
+            received = self._received(self.workers * sent.numel(), sent, out)
+            return self.all.all_gather(sent, received)[:, : part.numel()]
+
+    def _received(self, numel: int, like: Tensor, out: Tensor | None) -> Tensor | None:
+        """Where the copies of what belongs into `out` go: the same buffer in every step. None where there is no `out`."""
+        if out is None:
+            return None
+        key = out.data_ptr(), numel
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty(numel)
+        return self._buffers[key]
+
+
+class HierarchicalNode(_Timed, Hierarchical):
+    """Hierarchical 1-bit communication where this rank does the work of all shards of a node.
+
+    What happens inside the node is a wait, the timeline's constants times the share of the elements.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology, model: ReplayModel) -> None:
+        super().__init__(group, topology)
+        self.model = model
+
+    def shard_mean(self, flat: Tensor) -> Tensor:
+        self._inside(self.model.timeline.intra_node.reduce_scatter_ms * flat.numel())
+        return flat
+
+    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        finish = super().start_scatter(packed, out)
+
+        def result() -> Tensor:
+            with self.waiting():
+                return finish()
+
+        return result
+
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        with self.waiting():
+            return super().gather_workers(values, out)
+
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
+        with self.waiting():
+            bits = super().gather(chunk, out)
+        self._inside(self.model.timeline.intra_node.all_gather_ms * 8 * bits.numel())
+        return bits
+
+    def _inside(self, ms_times_elements: float) -> None:
+        with self.waiting():
+            seconds = self.model.dilation * ms_times_elements / self.model.elements / 1000
+            pause_until(time.perf_counter() + seconds)
+
+
+def _copies(rows: Tensor, factor: float) -> Tensor:
+    """[r, c] -> [r, about factor*c], beginning with the row itself."""
+    wanted = max(rows.shape[1], round(rows.shape[1] * factor))
+    return rows.repeat(1, math.ceil(wanted / rows.shape[1]))[:, :wanted].contiguous()

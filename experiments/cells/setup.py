@@ -1,0 +1,185 @@
+"""One method behind DDP on a replay model: what a cell runs, what it took, what memory it needed."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder.comm import Communicator, Topology
+from experiments.cells.model import ReplayModel
+from experiments.cells.nodes import FlatNode, HierarchicalNode
+from experiments.cells.suite import Method
+from experiments.cells.timelines import Gradient, Timeline
+from experiments.cells.traffic import BUCKET_MB, bucket_delay_ms
+from experiments.training import step_profile
+from experiments.training.nic import NicMeter
+from experiments.training.torch_hooks import attach_hook, low_rank_numbers
+
+LARGE = 1 / 8
+"""A matrix with more than this share of the model's elements is cut by rows where whole tensors are selected."""
+
+
+def select(timeline: Timeline, fraction: float) -> Timeline:
+    """A timeline with about `fraction` of the elements in whole tensors: every k-th by size, of matrices and of vectors.
+
+    Tensors of more than `LARGE` of all elements are kept with a fraction of their rows: they have no like.
+    """
+    if fraction >= 1:
+        return timeline
+    step = round(1 / fraction)
+    kept: list[Gradient] = []
+    for vectors in (True, False):
+        kind = [g for g in timeline.gradients if (len(g.shape) < 2) is vectors]
+        large = [g for g in kind if g.numel > LARGE * timeline.elements]
+        others = sorted((g for g in kind if g not in large), key=lambda g: (g.numel, g.name))
+        kept += others[step // 2 :: step] or others[-1:]
+        kept += [dataclasses.replace(g, shape=(max(1, round(g.shape[0] * fraction)), *g.shape[1:])) for g in large]
+    # The step must not end earlier than the model's: a tensor that is ready last is there in any case.
+    last = max(timeline.gradients, key=lambda g: (g.ready_ms, -g.numel))
+    names = {g.name: g for g in (last, *kept)}
+    chosen = tuple(names[g.name] for g in timeline.gradients if g.name in names)
+    return dataclasses.replace(timeline, gradients=chosen)
+
+
+def shares(timeline: Timeline, part: Timeline, rank: int) -> float:
+    """Share of the numbers that PowerSGD sends for the whole model which it sends for a selection."""
+    sizes = [sum(low_rank_numbers((g.shape for g in t.gradients), rank)) for t in (part, timeline)]
+    return sizes[0] / sizes[1]
+
+
+class Setup:
+    """Model, DDP, optimizer and communication of one method; each of `nodes` processes is a node of `gpus` GPUs."""
+
+    def __init__(self, method: Method, model: ReplayModel, fraction: float, nodes: int, gpus: int) -> None:
+        self.method, self.model, self.gpus = method, model, gpus
+        options = {k: v for k, v in method.optimizer.items() if k != "_target_"}
+        self.optimizer: Any = hydra.utils.get_class(method.optimizer["_target_"])(model.parameters(), **options)
+        mb = 1e4 if method.one_bucket else BUCKET_MB * fraction
+        # All nodes start from zeros: DDP need not send rank 0's parameters over a link as slow as an emulated one.
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=mb, gradient_as_bucket_view=True, init_sync=False)
+        self.attachment = self._attach({"topology": Topology(nodes, 1), "unit_mb": mb})
+        self._warm_up()
+
+    def _attach(self, options: dict[str, Any]) -> Any:
+        if self.method.hook:
+            return attach_hook(self.ddp, self.optimizer, self.method.hook, rank=self.method.rank, **options)
+        if self.gpus > 1:
+            options["communicator"] = self._communicator
+        sends = self.method.wire != "none"
+        return birder.attach(self.ddp, self.optimizer, overlap=self.method.overlap, communicate=sends, **options)
+
+    def _communicator(self, group: dist.ProcessGroup, topology: Topology) -> Communicator:
+        if self.method.hierarchical:
+            return HierarchicalNode(group, topology, self.model)
+        return FlatNode(group, topology, self.gpus)
+
+    def _warm_up(self) -> None:
+        """DDP's final buckets, compiled kernels, open connections: without waiting, and mostly without sending."""
+        with self.attachment.paused():
+            for _ in range(2):
+                self._backward()
+        if isinstance(self.optimizer, birder.OneBitAdam):  # on to the compression stage, past the dense one
+            for unit in self.optimizer.units:
+                unit.state["v"].fill_(1.0)
+            self.optimizer.steps = self.optimizer.warmup_steps
+        if self.optimizer.compressed:
+            self.step()
+        if self.method.hook == "powersgd":
+            self.attachment.begin_compressing()  # buckets are final: compressed from here on
+            self.step()
+
+    def follow(self, timeline: Timeline, dilation: float) -> None:
+        """The next steps are `timeline`'s, `dilation` times as long."""
+        dense = self.gpus > 1 and self.method.traffic in ("fp32", "bf16")
+        self.model.follow(timeline, dilation, bucket_delay_ms(timeline) if dense else 0.0)
+
+    def _backward(self) -> None:
+        self.optimizer.zero_grad()
+        trace, began = self.optimizer.pipeline.trace, time.perf_counter()
+        self.ddp(torch.zeros(1)).sum().backward()
+        trace.add("compute", None, began, time.perf_counter())
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step, and what it took here in milliseconds of this machine's clock."""
+        self._take()
+        began = time.perf_counter()
+        self._backward()
+        self.optimizer.step()
+        wall = time.perf_counter() - began
+        spans = self.optimizer.pipeline.trace.last
+        parts = {"encode": 0.0, "wire": 0.0, "exposed_wire": 0.0, **step_profile.split(spans)}
+        if self.gpus > 1:  # what happens inside a node is a wait as well, and no work of this machine
+            parts["encode"] = self._take()
+        parts |= {"wall": wall, "update": sum(s.seconds for s in spans if s.kind == "apply")}
+        return {f"{name}_ms": 1000 * seconds for name, seconds in parts.items()}
+
+    def _take(self) -> float:
+        """Seconds that exchanges took since the last call, without those in which they waited."""
+        comm = self.optimizer.comm
+        waited = comm.take_waited() if isinstance(comm, FlatNode | HierarchicalNode) else 0.0
+        return max(0.0, self.optimizer.pipeline.take_busy() - waited)
+
+    def measure(self, steps: int) -> list[dict[str, Any]]:
+        """Runs `steps` steps on every node; what each node found, the same list everywhere.
+
+        steps: what `step` returns, for each; sent, collectives: of all steps; nic: (sent, received) or None.
+        """
+        nic, counter = NicMeter(), self.attachment.counter
+        dist.barrier()
+        counter.reset()
+        nic.resume()
+        taken = [self.step() for _ in range(steps)]
+        nic.pause()
+        return gathered({"steps": taken, "sent": counter.inter, "collectives": counter.collectives, "nic": nic.total})
+
+    def close(self) -> None:
+        """Ends what the setup started."""
+        self.attachment.close()
+        for p in self.model.parameters():
+            p.grad = None
+
+
+class Memory:
+    """The most memory that this process has held since the object was made, above what it held then. Linux only."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        try:
+            ctypes.CDLL(None).malloc_trim(0)  # what earlier cells have freed goes back to the system
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            self.before = _status("VmRSS")
+        except (OSError, AttributeError):
+            self.before = math.nan
+
+    def peak(self) -> int | None:
+        """Bytes; None where it cannot be measured."""
+        if math.isnan(self.before):
+            return None
+        return round(_status("VmHWM") - self.before)
+
+
+def _status(key: str) -> float:
+    """A size from /proc/self/status in bytes; NaN where there is none."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return 1024.0 * int(value.split()[0])
+    return math.nan
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every node has, in the order of ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone

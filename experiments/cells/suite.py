@@ -1,0 +1,283 @@
+"""A suite: models, methods, links, numbers of nodes to be replayed, and how they are reported. Read from conf/suite/*.yaml.
+
+A cell is one measurement: a model's timeline, a number of nodes, a link, a method. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from experiments.cells import timelines
+from experiments.cells.timelines import Timeline
+from launch.errors import UserError
+
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "suite"
+Share = Annotated[float, BeforeValidator(lambda text: float(Fraction(str(text)))), Field(gt=0, le=1)]
+"""A share of a model's elements, as a number or as 1/48."""
+
+
+Setting = tuple[str, str | None, str]
+"""Model, rate, link: places that differ in the number of nodes."""
+
+
+class Place(NamedTuple):
+    """Where methods are compared. rate: None in suites without rates."""
+
+    model: str
+    rate: str | None
+    nodes: int
+    link: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement. link: None where nothing crosses it and the suite measures that once for all links."""
+
+    model: str
+    rate: str | None
+    nodes: int
+    link: str | None
+    method: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(_Part):
+    """timeline:     its name, with {rate}, or a path; default: <model>_{rate}.
+    architecture: what models of the same parameters share; default: the model's name.
+    short:        what distinguishes it from others of its architecture.
+    fraction:     a further factor on the methods' fractions over emulated links.
+    published:    the experiment under which results/paper keeps its published speedup.
+    default:      measured where no models are asked for.
+    """
+
+    title: str
+    timeline: str = ""
+    architecture: str = ""
+    short: str = ""
+    fraction: Share = 1.0
+    published: str | None = None
+    default: bool = True
+
+
+class Link(_Part):
+    """gbit: what the real link is called.
+
+    goodput_mbit: Mbit/s of TCP of the real link, which an emulated one stands for; None: this machine's loopback as it is.
+    fractions:    model -> nodes -> share of the elements, in the place of the methods' fractions.
+    """
+
+    title: str
+    gbit: float | None = None
+    goodput_mbit: float | None = Field(None, gt=0)
+    fractions: dict[str, dict[int, Share]] = {}
+
+
+class Method(_Part):
+    """A row of the tables.
+
+    optimizer: class of `birder` (or, with two dots, of this repository), and its arguments.
+    wire:      what travels, as in records.
+    fraction:  share of every tensor's elements that is replayed over emulated links. The less a method sends, the more of it,
+               so that a step lasts about as long as others: seconds. What a message costs here does not shrink with it.
+    steps:     timed steps. Computation is a wait, so they differ little.
+    hook, rank: one of PyTorch's own hooks (experiments/training/torch_hooks.py).
+    whole:     keeps a selection of whole tensors in the place of a part of each: what a matrix costs depends on its shape.
+    checks:    no row, but measured beside that method for the check, with one link and rate.
+    gpu_bytes: memory traffic per element of encoding and update on a GPU; None: unknown, or in the timeline already.
+    """
+
+    label: str
+    optimizer: dict[str, Any]
+    wire: str
+    fraction: Share
+    steps: int = Field(3, ge=1)
+    hook: str | None = None
+    rank: int = 1
+    overlap: bool = True
+    one_bucket: bool = False
+    whole: bool = False
+    hierarchical: bool = False
+    checks: str | None = None
+    gpu_bytes: float | None = None
+    colour: str = "#888888"
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it sends fewer bits than a 16-bit all-reduce."""
+        return self.wire in ("1bit", "lowrank")
+
+    @property
+    def traffic(self) -> str:
+        """What the NIC carries, as `traffic.nic_bytes` names it."""
+        return ("hierarchical" if self.hierarchical else "flat") if self.wire == "1bit" else self.wire
+
+
+class Section(_Part):
+    """A part of the page (experiments/report/replay_page.py). terminal: shown there too. columns: heading -> quantity."""
+
+    kind: Literal["summary", "reproduced", "fastest", "plot", "check", "times", "memory", "details", "kernels"]
+    heading: str = ""
+    note: str = ""
+    terminal: bool = False
+    timelines: bool = False
+    by_place: bool = False
+    columns: dict[str, str] = {}
+
+
+class Plot(_Part):
+    kind: Literal["lines", "bars"]
+    file: str
+    alt: str
+    title: str
+
+
+class Report(_Part):
+    """honesty: what the numbers are not; a clause falls away where nothing is known of what it names in {}.
+
+    ratios:       method -> heading of the speedups over it; one that begins with "of" is a percentage.
+    node_columns: numbers of nodes that have a column even when nothing was measured there.
+    ours:         the method that verdicts are about.
+    """
+
+    title: str
+    made_by: str
+    plot: Plot
+    summary: str
+    honesty: tuple[str, ...]
+    about: str
+    ratios: dict[str, str]
+    ours: str
+    sections: tuple[Section, ...]
+    node_columns: tuple[int, ...] = ()
+
+
+class Suite(_Part):
+    """record: name of a cell's record; a new measurement replaces the old one. mbit: token-bucket rate of the emulated links.
+
+    gpus_per_node: what one process stands for. any_link: cells that send nothing are measured once, whatever the link.
+    """
+
+    name: str
+    subject: str
+    record: str
+    gpus_per_node: int = Field(ge=1)
+    nodes: tuple[int, ...]
+    mbit: float = Field(gt=0)
+    models: dict[str, Model]
+    links: dict[str, Link]
+    methods: dict[str, Method]
+    report: Report
+    rates: dict[str, str] = {}
+    any_link: bool = False
+    kernels: bool = False
+
+    def id(self, cell: Cell) -> str:
+        """Name of a cell's record. Records have no group, so no other table takes them up."""
+        return self.record.format(**{**cell.as_dict(), "link": cell.link or "any"})
+
+    def timeline(self, model: str, rate: str | None) -> Timeline:
+        """What a model's computation replays. Raises UserError."""
+        return timelines.load((self.models[model].timeline or f"{model}_{{rate}}").format(rate=rate))
+
+    def architecture(self, model: str) -> str:
+        return self.models[model].architecture or model
+
+    @property
+    def rows(self) -> dict[str, Method]:
+        """The methods that are rows of tables."""
+        return {name: m for name, m in self.methods.items() if m.checks is None}
+
+    def fraction(self, cell: Cell) -> float:
+        """Share of the elements that is to be there."""
+        if cell.link and (by_model := self.links[cell.link].fractions):
+            return by_model[cell.model][cell.nodes]
+        return self.methods[cell.method].fraction * self.models[cell.model].fraction
+
+    def dilation(self, cell: Cell, fraction: float, mbit_per_s: float | None) -> float:
+        """How much slower a cell runs than the cluster that it stands for: fraction x wished rate / measured rate.
+
+        fraction: share of the bytes that is sent. On loopback the network is what it is and only the share counts.
+        """
+        wished = self.links[cell.link or next(iter(self.links))].goodput_mbit
+        if wished is None:
+            return fraction
+        assert mbit_per_s
+        return fraction * wished / mbit_per_s
+
+    def cell(self, place: Place, method: str) -> Cell:
+        """The cell that a place of a table shows."""
+        idle = self.any_link and (place.nodes == 1 or self.methods[method].wire == "none")
+        return Cell(place.model, place.rate, place.nodes, None if idle else place.link, method)
+
+    def places(
+        self,
+        models: Collection[str] | None = None,
+        rates: Sequence[str] | None = None,
+        links: Sequence[str] | None = None,
+        nodes: Sequence[int] | None = None,
+    ) -> list[Place]:
+        """All places, or those of the names given; in the order of the tables."""
+        wanted = [m for m in self.models if models is None or m in models]
+        known: Sequence[str | None] = list(self.rates if rates is None else rates)
+        every = itertools.product(wanted, known or [None])
+        each = itertools.product(every, self.links if links is None else links, self.nodes if nodes is None else nodes)
+        return [Place(model, rate, n, link) for (model, rate), link, n in each]
+
+    def across(self, setting: Setting) -> list[Place]:
+        """A setting's places, one for each number of nodes."""
+        return [Place(setting[0], setting[1], n, setting[2]) for n in self.nodes]
+
+    def cells(self, places: Sequence[Place], methods: Collection[str]) -> list[Cell]:
+        """What is to be measured, each once. Cells that share parameters and a method stand together."""
+        return list(dict.fromkeys(self._cells(places, methods)))
+
+    def _cells(self, places: Sequence[Place], methods: Collection[str]) -> Iterator[Cell]:
+        for architecture in dict.fromkeys(self.architecture(p.model) for p in places):
+            mine = [p for p in places if self.architecture(p.model) == architecture]
+            for name, method in self.methods.items():
+                chosen = mine if name in methods else []
+                if method.checks in methods:  # needs no more than one link and one rate
+                    chosen = [p for p in mine if (p.rate, p.link) == (mine[0].rate, mine[0].link) and p.nodes > 1]
+                yield from (self.cell(p, name) for p in chosen)
+
+    def worlds(self, cells: Sequence[Cell]) -> dict[tuple[bool, int], list[Cell]]:
+        """(over emulated links, nodes) -> the cells that one run measures."""
+        found: dict[tuple[bool, int], list[Cell]] = {}
+        for c in cells:
+            emulated = c.nodes > 1 and (c.link is None or self.links[c.link].goodput_mbit is not None)
+            found.setdefault((emulated, c.nodes), []).append(c)
+        return found
+
+
+def names() -> list[str]:
+    """All suites of conf/suite."""
+    return sorted(p.stem for p in FOLDER.glob("*.yaml"))
+
+
+def load(name: str | Path) -> Suite:
+    """The suite `name` of conf/suite, or of a file when `name` is a path to a YAML file. Raises UserError."""
+    path = Path(name) if Path(name).suffix == ".yaml" else FOLDER / f"{name}.yaml"
+    try:
+        return Suite.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except OSError:
+        raise UserError(f"no suite '{name}'; there are: {', '.join(names())}, or the path of a YAML file") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+    except (yaml.YAMLError, ArithmeticError) as error:
+        raise UserError(f"{path} is not a readable suite: {' '.join(str(error).split())}") from None

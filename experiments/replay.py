@@ -1,0 +1,233 @@
+"""Replays a suite of cells: `python experiments/replay.py suite=paper|bench|FILE.yaml [nodes=2,8] [methods=A,B] [...]`.
+
+Every option is a key (`nodes=2`, `profile=true`) or a flag (`--nodes 2`, `--profile`). Computation is waited for, everything
+else is real (experiments/cells). Every cell is a record; page and picture are made from all records there are, so that a
+subset can be measured again alone. Exit status: 0; 1 a run failed; 2 bad input, or nothing to measure on; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from experiments import run
+from experiments.cells import suite as suites
+from experiments.cells.suite import Cell, Suite
+from experiments.config import compose
+from experiments.records import record
+from experiments.report import replay_page
+from launch.base import Launcher
+from launch.emulated import launcher as emulated
+from launch.errors import UserError
+from launch.failure import RunFailed
+from launch.local import LocalLauncher
+from launch.process import Stopped
+from launch.spec import RunSpec
+
+WORKER = Path(__file__).resolve().parent / "cells" / "engine.py"
+LISTS = ("models", "nodes", "methods", "links", "rates")
+"""Options that take names of the suite, separated by commas."""
+
+
+def make_spec(
+    suite: Suite,
+    options: argparse.Namespace,
+    name: str,
+    plan: dict[str, Any],
+    command: str,
+    *,
+    emulated: bool = False,
+    nodes: int = 1,
+) -> RunSpec:
+    """The run that measures a plan, which stands in the configuration under the suite's name."""
+    config: dict[str, Any] = {
+        "seed": 0,
+        "results_dir": options.results,
+        "cluster": {"name": "emulated" if emulated else "local", "nodes": nodes, "ranks_per_node": 1},
+        "scale": {"name": "paper"},
+        "workload": {"_target_": "experiments.cells.replay.Replay"},
+        "optimizer": {"_target_": "birder.SGDM"},
+        "comm": {"enabled": True},
+        suite.name: plan,
+    }
+    run_id = f"{compose.new_stamp()}-{suite.name}-{name}-{secrets.token_hex(2)}"
+    return RunSpec(run_id, None, suite.name, command, [], config, str(Path(options.output) / suite.name / run_id))
+
+
+def make_launcher(shaped: bool, nodes: int, mbit: float) -> Launcher:
+    """Nodes with links of `mbit` Mbit/s, or as many ranks on this machine.
+
+    The dilation is 1: it differs from cell to cell, over one and the same link.
+    """
+    launcher: Launcher
+    if shaped:
+        launcher = emulated.EmulatedLauncher(
+            name="emulated", link_gbps=mbit / 1000, dilation=1.0, nodes=nodes, ranks_per_node=1, backend="gloo"
+        )
+    else:
+        launcher = LocalLauncher(name="local", nodes=1, ranks_per_node=nodes, backend="gloo")
+    launcher.worker, launcher.on_failure = WORKER, record.write_failed
+    return launcher
+
+
+def measure(suite: Suite, options: argparse.Namespace, command: str) -> None:
+    """Runs every cell that the options ask for. Raises UserError and RunFailed."""
+    places = suite.places(options.models, options.rates, options.links, options.nodes)
+    worlds = suite.worlds(suite.cells(places, options.methods))
+    for model, rate in dict.fromkeys((p.model, p.rate) for p in places):
+        suite.timeline(model, rate)
+    if any(shaped for shaped, _ in worlds) and (reason := emulated.why_not()) is not None:
+        if all(suite.links[name].goodput_mbit for name in options.links):
+            raise UserError(f"the table needs links of a set rate, and this machine has none to give: {reason}")
+        print(f"No emulated links here ({reason}): loopback alone is measured.", flush=True)
+        worlds = {world: some for world, some in worlds.items() if not world[0]}
+    for (shaped, nodes), cells in worlds.items():
+        began = time.monotonic()
+        launch(suite, options, shaped, nodes, cells, command)
+        where = f"{len(cells)} cells on {nodes} node{'s' * (nodes > 1)}{', emulated' * shaped}"
+        print(f"{where}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def launch(
+    suite: Suite, options: argparse.Namespace, shaped: bool, nodes: int, cells: Sequence[Cell], command: str
+) -> None:
+    """One run: all `cells` in one world."""
+    plan = {"suite": suite.model_dump(mode="json"), "mbit": options.mbit, "steps": options.steps}
+    plan |= {"profile": options.profile, "cells": [c.as_dict() for c in cells]}
+    name = f"{'emulated' if shaped else 'local'}-{nodes}"
+    spec = make_spec(suite, options, name, plan, command, emulated=shaped, nodes=nodes)
+    make_launcher(shaped, nodes, options.mbit).launch(spec)
+
+
+def measure_kernels(suite: Suite, options: argparse.Namespace, command: str) -> None:
+    """Times the kernels, and on a GPU the hooks; one record."""
+    import torch
+
+    from experiments.bench import hooks, kernels
+
+    device = torch.device("cuda" if options.gpu else "cpu")
+    plan: dict[str, Any] = {"kernels": kernels.measure(device, options.elements)}
+    plan["backend"] = kernels.backend_name(device)
+    plan["workers"] = kernels.WORKERS
+    if options.gpu:
+        plan["hooks"] = hooks.measure(device, suite.timeline(options.models[0], None).name)
+    made = record.from_spec(make_spec(suite, options, "kernels", plan, command), device=device.type)
+    name = f"{suite.name}-kernels-{device.type}"
+    record.write(dataclasses.replace(made, id=name, method="kernels", wire="none"), options.results)
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a CUDA GPU."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
+    """The suite and what is asked of it. Raises UserError for names that do not exist."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--suite")
+    given = _as_flags(arguments)
+    name = first.parse_known_args(given)[0].suite
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", help=f"of {', '.join(suites.names())}, or the path of a YAML file")
+    if name is None and not {"-h", "--help"} & set(given):
+        raise UserError(f"which suite? suite=NAME; there are: {', '.join(suites.names())}")
+    suite = None if name is None else suites.load(name)
+    for option in LISTS if suite else ():
+        known, default = _known(suite, option)
+        parser.add_argument(f"--{option}", default=",".join(default), help=f"of {', '.join(known)}")
+    parser.add_argument("--steps", type=int, help="timed steps of every cell; default: the suite's, 2 or 3")
+    parser.add_argument("--mbit", type=float, default=suite and suite.mbit, help="rate of the emulated links, Mbit/s")
+    parser.add_argument("--tables-only", action="store_true", help="measure nothing, make the page from the records")
+    parser.add_argument("--results", default="results", help="results folder")
+    parser.add_argument("--output", default="outputs", help="folder for logs and profiles")
+    parser.add_argument("--profile", action="store_true", help="a chrome trace and a PNG of one step of every cell")
+    parser.add_argument("--kernels-only", action="store_true", help="the kernels alone")
+    parser.add_argument("--no-kernels", action="store_true", help="the methods alone")
+    parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24, on a GPU 10^8")
+    parser.add_argument("--gpu", action="store_true", help="kernels and hooks on one GPU, nothing else")
+    options = parser.parse_args(given)
+    assert suite is not None
+    for option in LISTS:
+        setattr(options, option, _chosen(option, getattr(options, option), _known(suite, option)[0]))
+    options.nodes = [int(n) for n in options.nodes]
+    for option, least in (("steps", 1), ("elements", 32)):
+        value = getattr(options, option)
+        if value is not None and value < least:
+            raise UserError(f"--{option} must be at least {least}, got {value}")
+    if options.mbit <= 0:
+        raise UserError(f"--mbit must be positive, got {options.mbit:g}")
+    if (options.gpu or options.kernels_only) and not suite.kernels:
+        raise UserError(f"suite {suite.name} has no kernels: leave out --gpu and --kernels-only")
+    if options.gpu and not options.tables_only and not has_gpu():
+        raise UserError("make bench-gpu needs a CUDA GPU and finds none: make bench measures on the CPU")
+    return suite, options
+
+
+def _as_flags(arguments: Sequence[str]) -> list[str]:
+    """key=value as --key=value; key=true as --key, key=false as nothing."""
+    given = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if argument.startswith("-") or not equals:
+            given.append(argument)
+        elif value.lower() != "false":
+            flag = "--" + key.replace("_", "-")
+            given.append(flag if value.lower() == "true" else f"{flag}={value.strip('[]').replace(' ', '')}")
+    return given
+
+
+def _known(suite: Suite | None, option: str) -> tuple[list[str], list[str]]:
+    """All names that an option takes, and those that it has by itself."""
+    assert suite is not None
+    if option == "models":
+        return list(suite.models), [name for name, model in suite.models.items() if model.default]
+    names = [str(n) for n in suite.rows] if option == "methods" else [str(n) for n in getattr(suite, option)]
+    return names, names
+
+
+def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
+    given = [name for name in text.split(",") if name]
+    if unknown := [name for name in given if name not in known]:
+        raise UserError(f"--{option} knows no '{unknown[0]}'; there are: {', '.join(known) or 'none'}")
+    if not given and known:
+        raise UserError(f"--{option} is empty; there are: {', '.join(known)}")
+    return [name for name in known if name in given]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        suite, options = parse(typed)
+        command, kernels = run.typed("replay", typed), options.gpu or options.kernels_only
+        if not options.tables_only:
+            if not kernels:
+                measure(suite, options, command)
+            if suite.kernels and not options.no_kernels:
+                measure_kernels(suite, options, command)
+        replay_page.write(suite, options.results)
+        replay_page.show(suite, options.results, device="cuda" if options.gpu else "cpu", kernels_only=kernels)
+    except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
+    sys.exit(main())

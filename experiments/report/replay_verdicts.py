@@ -1,0 +1,92 @@
+"""What step times say: which assumptions give the published factor, who is fastest, whether to compress at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from experiments.cells.suite import Place
+from experiments.report import published
+from experiments.report.formats import number, percent, times
+from experiments.report.replayed import Results
+
+NEAR = 0.15
+"""An assumption reproduces a published factor when its best speedup is this close to it."""
+TIE = 0.03
+"""Step times that differ by less count as equal."""
+
+
+def headline(results: Results, model: str) -> tuple[str, float | None]:
+    """(sentence, factor) of the paper for a model's architecture."""
+    for e in published.load():
+        ours = e.get("kind") == "speedup" and results.suite.models[model].published in e.get("exps", ())
+        if ours and isinstance(e["value"], int | float):
+            return f"{e['quantity']}: {e['value']:g}x ({e['source']}; {e['status']})", float(e["value"])
+    return "", None
+
+
+def reproduced(results: Results) -> list[str]:
+    """For each architecture, which assumptions give the paper's factor and which do not, from the numbers."""
+    suite, said = results.suite, []
+    for architecture, model in {suite.architecture(m): m for m in results.models}.items():
+        quoted, factor = headline(results, model)
+        found: list[tuple[float, str]] = []
+        for setting in results.settings():
+            for base in ("fp32", "bf16"):
+                best = results.best(setting, suite.report.ours, base)
+                if best is not None and suite.architecture(setting[0]) == architecture:
+                    rate, link = suite.rates.get(setting[1] or ""), suite.links[setting[2]].gbit
+                    where = f"{suite.models[setting[0]].short}, {rate}, {link:g} Gbit/s, against {base}"
+                    found.append((best, where))
+        if factor is not None and found:
+            said.append(_reproduced(quoted, factor, found))
+    return said
+
+
+def _reproduced(quoted: str, factor: float, found: list[tuple[float, str]]) -> str:
+    # How far off in either direction: half of a factor is as far from it as twice.
+    ordered = sorted(found, key=lambda f: (max(f[0] / factor, factor / f[0]), f[1]))
+    near = [f for f in ordered if abs(f[0] / factor - 1) <= NEAR]
+    text = f"Published: {quoted}. Here, best over the numbers of nodes: reproduced within {percent(NEAR)} by "
+    text += _list(near) if near else f"no assumption; nearest is {_list(ordered[:1])}"
+    rest = sorted((f for f in ordered if f not in near), key=lambda f: f[0])
+    below, above = [f for f in rest if f[0] < factor], [f for f in rest if f[0] > factor]
+    return text + "." + "".join(f" {word}: {_list(some)}." for word, some in (("Less", below), ("More", above)) if some)
+
+
+def _list(found: list[tuple[float, str]]) -> str:
+    return "; ".join(f"{where} ({times(value)})" for value, where in found)
+
+
+def fastest(results: Results) -> list[str]:
+    """For every place, whether the suite's own method is the fastest compressed one; on loopback, whether to compress."""
+    return [said for place in results.places() for said in _fastest(results, place)]
+
+
+def _fastest(results: Results, place: Place) -> Iterator[str]:
+    suite, ours = results.suite, results.suite.report.ours
+    where = f"{place.model}, {suite.links[place.link].title}, {place.nodes} nodes"
+    ranking, own = results.fastest(place), results.ms(place, ours)
+    if own is not None and len(ranking) > 1:
+        bound = results.ms(place, "none")
+        took = f"{number(own)} ms"
+        if bound:
+            apart = own / bound - 1
+            took += f", {abs(100 * apart):.0f} % {'above' if apart >= 0 else 'below'} the bound without communication"
+        others = [(ms, suite.methods[name].label) for ms, name in ranking if name != ours]
+        ms, label = others[0]
+        if own <= ms:
+            verdict = f"is the fastest compressed method ({took}); the next is {label}, {number(ms)} ms"
+        elif own < ms * (1 + TIE):
+            verdict = (
+                f"is as fast as the fastest compressed method ({took}), within {TIE:.0%} of {label}, {number(ms)} ms"
+            )
+        else:
+            verdict = f"is not the fastest compressed method ({took}): {label} takes {number(ms)} ms"
+        yield f"{where}: {suite.methods[ours].label.partition(' (')[0]} {verdict}."
+    dense = results.ms(place, "fp32")
+    if suite.links[place.link].goodput_mbit is None and dense is not None and ranking:
+        slow, name = ranking[0]
+        label = suite.methods[name].label
+        advice = "do not compress: " if slow > dense else ""
+        longer = f"takes {slow / dense:.2f} times as long as fp32 DDP"
+        yield f"{where}: {advice}{label}, the fastest compressed method, {longer}."

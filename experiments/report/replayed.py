@@ -1,0 +1,83 @@
+"""What the cells of a suite have measured, from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.cells.suite import Cell, Place, Setting, Suite
+from experiments.records.record import ResultRecord, read_all
+from launch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Results:
+    """All cells of a suite that have been measured, and the kernels by device."""
+
+    suite: Suite
+    records: dict[Cell, ResultRecord]
+    kernels: dict[str, ResultRecord]
+
+    def get(self, place: Place, method: str) -> ResultRecord | None:
+        """The record that this place of a table shows."""
+        return self.records.get(self.suite.cell(place, method))
+
+    def ms(self, place: Place, method: str, key: str = "median_ms") -> float | None:
+        """Step time, or a part of it (a key of the split), on the cluster: this machine's clock divided by the dilation."""
+        found = self.get(place, method)
+        if found is None:
+            return None
+        return float({**found.timing, **found.timing["split"]}[key]) / float(found.link["dilation"])
+
+    def speedup(self, place: Place, method: str, base: str = "fp32") -> float | None:
+        """t_base / t_method."""
+        ours, theirs = (self.ms(place, m) for m in (method, base))
+        return theirs / ours if ours and theirs else None
+
+    def best(self, setting: Setting, method: str, base: str = "fp32") -> float | None:
+        """The largest speedup over the numbers of nodes, where there is more than one."""
+        found = [self.speedup(p, method, base) for p in self.suite.across(setting) if p.nodes > 1]
+        return max((s for s in found if s is not None), default=None)
+
+    def places(self) -> list[Place]:
+        """Where anything has been sent over a link, in the order of the tables."""
+        known = {(c.model, c.rate, c.nodes, c.link) for c in self.records}
+        return [p for p in self.suite.places() if tuple(p) in known]
+
+    def settings(self) -> list[Setting]:
+        """Those of `places`."""
+        return list(dict.fromkeys((p.model, p.rate, p.link) for p in self.places()))
+
+    @property
+    def models(self) -> list[str]:
+        return [m for m in self.suite.models if any(c.model == m for c in self.records)]
+
+    def fastest(self, place: Place) -> list[tuple[float, str]]:
+        """Compressed methods of a place, the fastest first."""
+        found = [(self.ms(place, name), name) for name, m in self.suite.rows.items() if m.compressed]
+        return sorted((ms, name) for ms, name in found if ms is not None)
+
+
+def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
+    """The latest completed record of every cell: its section of the configuration, named as the suite, tells which."""
+    cells: dict[Cell, ResultRecord] = {}
+    kernels: dict[str, ResultRecord] = {}
+    for r in sorted(records, key=lambda r: (r.time, r.id)):
+        about = r.config.get(suite.name, {})
+        if r.exp != suite.name or r.status != "completed":
+            continue
+        if "kernels" in about:
+            kernels[r.hardware["device"]] = r
+        elif about.get("method") in suite.methods and about["model"] in suite.models:
+            keys = ("model", "rate", "nodes", "link", "method")
+            cells[Cell(**{key: about.get(key) for key in keys})] = r
+    return Results(suite, cells, kernels)
+
+
+def load(suite: Suite, results_dir: str | Path) -> Results:
+    """Results of a folder. Raises UserError when there are none."""
+    results = collect(suite, read_all(results_dir))
+    if not results.records and not results.kernels:
+        raise UserError(f"no record of {suite.subject} in {results_dir}/records: leave out --tables-only")
+    return results
