@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -9,47 +10,91 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+ROUND = 16
+"""Steps after which a device is waited for and its events are read."""
+
 
 class StepClock:
     """Seconds per optimizer step and per part of it, from the step after `skip` on.
 
-    What lies between `stop` and the next `start` (evaluation, checkpoints, logging) is in no figure. On CUDA the device
-    is waited for at the end of a step, not within it.
+    What lies between `stop` and the next `start` (evaluation, checkpoints, logging) is in no figure.
+
+    On CUDA the host only queues work, so that its clock says little: times are those between events on the device's
+    current stream, which are read every `ROUND` steps and by `settle`. Nothing waits for the device at the end of a step.
     """
 
     def __init__(self, skip: int, device: torch.device) -> None:
         self.skip = skip
         self.device = device
+        self.events = device.type == "cuda"
         self.steps: list[float] = []
         self.parts: dict[str, list[float]] = {}
         self._seen = 0
         self._began = self._part_began = 0.0
+        self._marks: list[tuple[str, Any]] = []  # of the step under way: what ends there, and the event
+        self._waiting: list[list[tuple[str, Any]]] = []  # of steps whose events are not read yet
 
     @property
     def counting(self) -> bool:
         """Whether the step that runs now is past the warm-up."""
         return self._seen >= self.skip
 
+    @property
+    def unread(self) -> bool:
+        """Whether there are steps of which only the device knows how long they took."""
+        return bool(self._waiting)
+
     def start(self) -> None:
         self._began = self._part_began = time.perf_counter()
+        self._marks = []
+        self._mark("")
 
     def part(self, name: str, seconds: float | None = None) -> None:
         """Time since the last `part` or `start`, or the given seconds, goes to part `name` of this step."""
         now = time.perf_counter()
-        if self.counting:
+        if seconds is None:
+            self._mark(name)
+        if self.counting and (seconds is not None or not self.events):
             self.parts.setdefault(name, []).append(now - self._part_began if seconds is None else seconds)
         if seconds is None:
             self._part_began = now
 
     def stop(self) -> float:
-        """Ends the step and returns its seconds."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Ends the step. Returns the seconds of the host's clock: on CUDA those that it took to queue the step."""
         took = time.perf_counter() - self._began
         if self.counting:
-            self.steps.append(took)
+            if self.events:
+                self._mark("")
+                self._waiting.append(self._marks)
+                if len(self._waiting) >= ROUND:
+                    self.settle()
+            else:
+                self.steps.append(took)
         self._seen += 1
         return took
+
+    def settle(self) -> None:
+        """Waits for the device, once, and reads the events of all steps so far. On the CPU there is nothing to do."""
+        if not self._waiting:
+            return
+        torch.cuda.synchronize(self.device)
+        for marks in self._waiting:
+            self.steps.append(marks[0][1].elapsed_time(marks[-1][1]) / 1000)
+            for (_, began), (name, ended) in itertools.pairwise(marks):
+                if name:
+                    self.parts.setdefault(name, []).append(began.elapsed_time(ended) / 1000)
+        self._waiting = []
+
+    def _mark(self, name: str) -> None:
+        if self.events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+
+    def split(self) -> dict[str, float]:
+        """The record's `timing.split`: median milliseconds of each part, on this rank."""
+        self.settle()
+        return {f"{k}_ms": round(1000 * float(np.median(v)), 3) for k, v in self.parts.items()}
 
     def summary(self, samples_per_step: int, uneven: bool = False) -> dict[str, Any]:
         """The record's `timing`. The slowest rank counts in every step. Called on every rank, same result on all.
@@ -57,21 +102,31 @@ class StepClock:
         samples_per_step: over all ranks. uneven: steps differ by design (some send nothing, or less), so that the mean and
         not the median says what training costs.
         """
+        self.settle()
         per_rank: list[Any] = [self.steps]
         if dist.is_initialized():
             per_rank = [None] * dist.get_world_size()
             dist.all_gather_object(per_rank, self.steps)
         if not self.steps:
             return {"steps": 0}
-        milliseconds = 1000 * np.array(per_rank).max(axis=0)
-        median, mean = float(np.median(milliseconds)), float(np.mean(milliseconds))
-        return {
-            "steps": len(milliseconds),
-            "median_ms": round(median, 3),
-            "mean_ms": round(mean, 3),
-            "typical": "mean" if uneven else "median",
-            "p10_ms": round(float(np.percentile(milliseconds, 10)), 3),
-            "p90_ms": round(float(np.percentile(milliseconds, 90)), 3),
-            "samples_per_s": round(1000 * samples_per_step / (mean if uneven else median), 3),
-            "split": {f"{k}_ms": round(1000 * float(np.median(v)), 3) for k, v in self.parts.items()},
-        }
+        return summary(1000 * np.array(per_rank).max(axis=0), samples_per_step, uneven, self.split())
+
+
+def summary(
+    milliseconds: np.ndarray, samples_per_step: int, uneven: bool, split: dict[str, float], steps: int | None = None
+) -> dict[str, Any]:
+    """The record's `timing` of so many milliseconds a step, of the slowest rank.
+
+    steps: how many there were, where the figures are not one for each of them.
+    """
+    median, mean = float(np.median(milliseconds)), float(np.mean(milliseconds))
+    return {
+        "steps": len(milliseconds) if steps is None else steps,
+        "median_ms": round(median, 3),
+        "mean_ms": round(mean, 3),
+        "typical": "mean" if uneven else "median",
+        "p10_ms": round(float(np.percentile(milliseconds, 10)), 3),
+        "p90_ms": round(float(np.percentile(milliseconds, 90)), 3),
+        "samples_per_s": round(1000 * samples_per_step / (mean if uneven else median), 3),
+        "split": split,
+    }

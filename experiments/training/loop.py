@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import hydra.utils
@@ -15,22 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import birder
-from birder import BucketOptimizer
-from experiments.config import schedules
 from experiments.records import labels, record
-from experiments.training import presence, step_profile
+from experiments.training import step_profile
 from experiments.training.clock import StepClock
+from experiments.training.method import Length, Method, batches
 from experiments.training.nic import NicMeter
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.rounds import Rounds
-from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.training.track import Tracker
+from experiments.training.world import world
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from launch.errors import UserError
 from launch.spec import RunSpec
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(spec: RunSpec) -> None:
@@ -38,53 +32,8 @@ def train(spec: RunSpec) -> None:
 
     Raises UserError for what the user can mend, RuntimeError when the loss is no number any more.
     """
-    shard = _join_world(spec)
-    try:
+    with world(spec) as shard:
         _Run(spec, shard).run()
-        dist.barrier()
-        presence.stop()
-    finally:
-        dist.destroy_process_group()
-
-
-def _join_world(spec: RunSpec) -> Shard:
-    cluster, threads = spec.config["cluster"], spec.config["train"]["threads"]
-    backend = cluster.get("backend", "auto")
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if threads:
-        torch.set_num_threads(int(threads))
-    elif "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    timeout = timedelta(seconds=float(cluster.get("timeout_s", 300)))
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    silence_s = float(cluster.get("silence_s", 30))
-    presence.start(store, rank, world, silence_s=silence_s, join_s=timeout.total_seconds())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    return Shard(rank, world, device)
-
-
-def make_optimizer(
-    config: dict[str, Any], groups: list[dict[str, Any]], seed: int, total_steps: int
-) -> BucketOptimizer:
-    """The optimizer of a resolved configuration over `groups`. Raises UserError for arguments that it does not take.
-
-    A `warmup_steps` or `local_doubling` below 1 is a fraction of `total_steps`.
-    """
-    options = {k: v for k, v in config["optimizer"].items() if k not in ("_target_", "weight_decay")}
-    options["max_grad_norm"] = config["train"]["max_grad_norm"]
-    for name in ("warmup_steps", "local_doubling"):
-        if 0 < options.get(name, 0) < 1:
-            options[name] = max(1, round(options[name] * total_steps))
-    try:
-        cls = hydra.utils.get_class(config["optimizer"]["_target_"])
-        return cls(groups, weight_decay=config["optimizer"].get("weight_decay", 0.0), seed=seed, **options)
-    except (TypeError, ValueError) as e:
-        raise UserError(f"optimizer: {e}") from e
 
 
 class _Run:
@@ -99,33 +48,15 @@ class _Run:
         self.workload.prepare(shard)
         self.batch = int(self.settings["batch_per_rank"])
         self.accumulate = int(self.settings["accumulate"])
-        self.epoch_steps = self.workload.steps_per_epoch(shard.world_size, self.batch) // self.accumulate
-        if self.epoch_steps < 1:
-            raise UserError(f"train.accumulate={self.accumulate} is more than the batches of one epoch")
-        self.total_steps = int(self.settings["epochs"]) * self.epoch_steps
-        if self.settings["max_steps"] is not None:
-            self.total_steps = min(self.total_steps, int(self.settings["max_steps"]))
+        self.length = Length(self.config, self.workload, shard.world_size)
         model = self.workload.build_model().to(shard.device)
-        groups = self.workload.param_groups(model, float(self.config["optimizer"].get("weight_decay", 0.0)))
-        self.optimizer = make_optimizer(self.config, groups, spec.seed, self.total_steps)
-        self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[shard.device] if shard.device.type == "cuda" else None,
             bucket_cap_mb=self.config["comm"]["bucket_mb"],
         )
-        half = self.settings["precision"] == "fp16"
-        self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
-        comm = self.config["comm"]
-        self.attachment = self._hook() or birder.attach(
-            self.ddp,
-            self.optimizer,
-            hierarchical=comm["topology"] == "hierarchical",
-            communicator=self.workload.communicator(comm["topology"] == "hierarchical"),
-            overlap=comm["overlap"] and not half,
-            communicate=comm["enabled"],
-            unit_mb=comm["bucket_mb"],
-        )
+        self.method = Method(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
+        self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
         self.rounds = Rounds(self.attachment.counter)
         asked = self.config.get("profile")
@@ -135,53 +66,44 @@ class _Run:
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
         save = self.config["checkpoint"]
         self.checkpoints = Checkpoints(
-            spec.path / "checkpoints", save["keep"], self.ddp, self.optimizer, self.workload, self.scaler
+            spec.path / "checkpoints", save["keep"], self.ddp, self.optimizer, self.workload, self.method.scaler
         )
         self.save_every = int(save["every"])
         self.metrics: dict[str, float] = {}
+        self.losses: list[tuple[int, torch.Tensor]] = []  # not looked at yet
         self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time
-
-    def _hook(self) -> HookAttachment | None:
-        """One of PyTorch's own hooks, where the configuration asks for it."""
-        comm = self.config["comm"]
-        if not comm.get("hook") or not comm["enabled"]:
-            return None
-        try:
-            return attach_hook(
-                self.ddp, self.optimizer, comm["hook"], rank=comm["powersgd_rank"], unit_mb=comm["bucket_mb"]
-            )
-        except ValueError as e:
-            raise UserError(f"comm.hook: {e}") from e
 
     def run(self) -> None:
         done = self._resume()
         sample = self.workload.sample
-        with Tracker(self.spec, self.main, total=self.total_steps, start=done, sample=sample) as tracker:
+        with Tracker(self.spec, self.main, total=self.length.total, start=done, sample=sample) as tracker:
             self._loop(done, tracker)
 
     def _loop(self, done: int, tracker: Tracker) -> None:
         samples = self.workload.samples(self.batch) * self.accumulate * self.shard.world_size
         self.ddp.train()
         counted = False
-        batches = self._batches(done * self.accumulate)
-        for step in range(done + 1, self.total_steps + 1):
+        stream, total = self._batches(done * self.accumulate), self.length.total
+        for step in range(done + 1, total + 1):
             if self.clock.counting and not counted:
                 self.attachment.counter.reset()
                 self.rounds.reset()
                 self.nic.resume()
                 counted = True
-            self._set_lr(step)
+            self.method.set_lr(step)
             self.clock.start()
             began, timed = time.perf_counter(), self.clock.counting
-            loss = self._step(batches)
+            loss = self.method.step(stream, self.clock.part)
             seconds = self.clock.stop()
             if timed and self.profile is not None:
                 self.profile.keep(step, began, seconds, self.optimizer.pipeline.trace.last)
             self.rounds.end_step()
-            if not math.isfinite(loss) and self.scaler is None:
-                raise RuntimeError(f"the loss is {loss} at step {step}: lower optimizer.lr")
-            evaluate = self.evaluates and (step == self.total_steps or self._evaluation_due(step))
-            save = self.save_every and (step % self.save_every == 0 or step == self.total_steps)
+            self.losses.append((step, loss))
+            evaluate = self.evaluates and (step == total or self._evaluation_due(step))
+            save = self.save_every and (step % self.save_every == 0 or step == total)
+            # A loss on a GPU is read when its step has been waited for anyway.
+            if not self.clock.unread or evaluate or save or step == total:
+                self._check_losses()
             if evaluate or save:
                 self.nic.pause()
             if evaluate:
@@ -191,15 +113,25 @@ class _Run:
                 loss=loss,
                 metric=self.metrics.get(self.workload.metric) if evaluate else None,
                 samples_per_s=samples / seconds,
-                lr=self.optimizer.param_groups[0]["lr"],
+                lr=self.method.lr,
             )
             if save:
                 self.checkpoints.save(step)
-            if (evaluate or save) and counted and step < self.total_steps:
+            if (evaluate or save) and counted and step < total:
                 self.nic.resume()
-        if done >= self.total_steps and not self.metrics and self.evaluates:
+        if done >= total and not self.metrics and self.evaluates:
             self._evaluate()
         self._finish(tracker, samples)
+
+    def _batches(self, start: int) -> Iterator[Batch]:
+        return batches(self.config, self.workload, self.shard, self.length, start)
+
+    def _check_losses(self) -> None:
+        """Raises RuntimeError for the first loss that is no number. With a GradScaler steps that overflow are skipped."""
+        for step, loss in self.losses:
+            if self.method.scaler is None and not math.isfinite(value := float(loss)):
+                raise RuntimeError(f"the loss is {value} at step {step}: lower optimizer.lr")
+        self.losses.clear()
 
     def _resume(self) -> int:
         if self.config["resume"] != "auto":
@@ -210,62 +142,15 @@ class _Run:
         if self.main:
             for line in found.passed_over:
                 print(f"{line}; going on from {found.folder.name}", flush=True)
-        if found.step > self.total_steps:
-            raise UserError(f"this run ends at step {self.total_steps}, and {found.folder} is of step {found.step}")
+        if found.step > self.length.total:
+            raise UserError(f"this run ends at step {self.length.total}, and {found.folder} is of step {found.step}")
         prime_buckets(self.ddp, self.attachment, self.workload, next(self._batches(0)))
         self.checkpoints.apply(found)
         return found.step
 
-    def _batches(self, start: int) -> Iterator[Batch]:
-        """Batches from number `start` on, over epochs; the incomplete accumulation at an epoch's end is dropped."""
-        per_epoch = self.epoch_steps * self.accumulate
-        epoch, skip = divmod(start, per_epoch)
-        while True:
-            stream = self.workload.train_batches(self.shard, self.batch, seed=self.spec.seed, epoch=epoch, start=skip)
-            for _, batch in zip(range(per_epoch - skip), stream):
-                yield batch
-            epoch, skip = epoch + 1, 0
-
-    def _set_lr(self, step: int) -> None:
-        factor = schedules.factor(self.settings["lr_schedule"], step, self.total_steps, self.epoch_steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = base * factor
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = PRECISIONS[self.settings["precision"]]
-        return torch.autocast(self.shard.device.type, dtype) if dtype else contextlib.nullcontext()
-
-    def _step(self, batches: Iterator[Batch]) -> float:
-        """One optimizer step; returns this rank's mean loss."""
-        losses = []
-        trace, began = self.optimizer.pipeline.trace, time.perf_counter()
-        self.optimizer.zero_grad()
-        for micro in range(self.accumulate):
-            last = micro == self.accumulate - 1
-            batch = next(batches)
-            if micro == 0:
-                self.clock.part("data")
-            with contextlib.nullcontext() if last else self.ddp.no_sync():
-                with self._autocast():
-                    loss = self.workload.loss(self.ddp, batch) / self.accumulate
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            losses.append(loss.detach())
-        self.clock.part("forward_backward")
-        trace.add("compute", None, began, time.perf_counter())
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.clock.part("optimizer_step")
-        # Encoding and collectives run beside backward, too: of these only exposed_wire is a share of the step's time.
-        for name, seconds in step_profile.split(trace.last).items():
-            self.clock.part(name, seconds)
-        return float(torch.stack(losses).sum())
-
     def _evaluation_due(self, step: int) -> bool:
         every = int(self.settings["eval_every"])
-        return step % every == 0 if every else step % self.epoch_steps == 0
+        return step % every == 0 if every else step % self.length.epoch == 0
 
     def _evaluate(self) -> None:
         broadcast_buffers(self.ddp.module)
@@ -279,15 +164,14 @@ class _Run:
 
     def _finish(self, tracker: Tracker, samples: int) -> None:
         self.nic.pause()
-        spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
         timing = self.clock.summary(samples, uneven=self.rounds.uneven)
+        spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
         intra, inter = all_sum([float(counter.intra), float(counter.inter)], self.shard)
         # The ranks of a node share its interface: the first of them speaks for all.
         nic = self.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
         tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], self.shard)
         known = steps and not unknown
-        kept = self.optimizer.state_bytes() + self.attachment.state_bytes()
-        state = all_sum([float(kept)], self.shard)[0] / self.shard.world_size
+        state = all_sum([float(self.method.state_bytes())], self.shard)[0] / self.shard.world_size
         profiles: list[Any] = [None] * self.shard.world_size
         if self.profile is not None:
             dist.all_gather_object(profiles, self.profile)

@@ -1,0 +1,197 @@
+"""One method on a model: optimizer, communication, loss scale, and the training step that they make."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hydra.utils
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import BucketOptimizer
+from experiments.config import schedules
+from experiments.training import step_profile
+from experiments.training.torch_hooks import HookAttachment, attach_hook
+from experiments.workloads.base import Batch, Shard, Workload
+from launch.errors import UserError
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Part = Callable[..., None]
+"""Told of the parts of a step as they end: `part(name)`, or `part(name, seconds)` (`StepClock.part`)."""
+
+
+def make_optimizer(
+    config: dict[str, Any], groups: list[dict[str, Any]], seed: int, total_steps: int
+) -> BucketOptimizer:
+    """The optimizer of a resolved configuration over `groups`. Raises UserError for arguments that it does not take.
+
+    A `warmup_steps` or `local_doubling` below 1 is a fraction of `total_steps`.
+    """
+    options = {k: v for k, v in config["optimizer"].items() if k not in ("_target_", "weight_decay")}
+    options["max_grad_norm"] = config["train"]["max_grad_norm"]
+    for name in ("warmup_steps", "local_doubling"):
+        if 0 < options.get(name, 0) < 1:
+            options[name] = max(1, round(options[name] * total_steps))
+    try:
+        cls = hydra.utils.get_class(config["optimizer"]["_target_"])
+        return cls(groups, weight_decay=config["optimizer"].get("weight_decay", 0.0), seed=seed, **options)
+    except (TypeError, ValueError) as e:
+        raise UserError(f"optimizer: {e}") from e
+
+
+class Length:
+    """How long a run is, in optimizer steps: {epoch, total}. Raises UserError where an epoch has no whole step."""
+
+    def __init__(self, config: dict[str, Any], workload: Workload, world_size: int) -> None:
+        settings = config["train"]
+        accumulate = int(settings["accumulate"])
+        self.epoch = workload.steps_per_epoch(world_size, int(settings["batch_per_rank"])) // accumulate
+        if self.epoch < 1:
+            raise UserError(f"train.accumulate={accumulate} is more than the batches of one epoch")
+        self.total = int(settings["epochs"]) * self.epoch
+        if settings["max_steps"] is not None:
+            self.total = min(self.total, int(settings["max_steps"]))
+
+
+def batches(config: dict[str, Any], workload: Workload, shard: Shard, length: Length, start: int) -> Iterator[Batch]:
+    """Batches from number `start` on, over epochs; the incomplete accumulation at an epoch's end is dropped."""
+    settings = config["train"]
+    per_epoch = length.epoch * int(settings["accumulate"])
+    epoch, skip = divmod(start, per_epoch)
+    while True:
+        stream = workload.train_batches(
+            shard, int(settings["batch_per_rank"]), seed=int(config["seed"]), epoch=epoch, start=skip
+        )
+        for _, batch in zip(range(per_epoch - skip), stream):
+            yield batch
+        epoch, skip = epoch + 1, 0
+
+
+class Method:
+    """An optimizer attached to `ddp` as a resolved configuration says. Made on every rank.
+
+    optimizer, attachment, scaler: what makes a step; scaler is None but for fp16.
+    Raises UserError for arguments that optimizer or hook do not take.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        workload: Workload,
+        ddp: DistributedDataParallel,
+        shard: Shard,
+        length: Length,
+        seed: int,
+    ) -> None:
+        self.settings, comm = config["train"], config["comm"]
+        self.workload, self.ddp, self.device, self.length = workload, ddp, shard.device, length
+        self.accumulate = int(self.settings["accumulate"])
+        groups = workload.param_groups(ddp.module, float(config["optimizer"].get("weight_decay", 0.0)))
+        self.optimizer = make_optimizer(config, groups, seed, length.total)
+        self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
+        half = self.settings["precision"] == "fp16"
+        self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
+        self.attachment: birder.Attachment | HookAttachment
+        if comm.get("hook") and comm["enabled"]:
+            self.attachment = self._hook(comm)
+        else:
+            self.attachment = birder.attach(
+                ddp,
+                self.optimizer,
+                hierarchical=comm["topology"] == "hierarchical",
+                communicator=workload.communicator(comm["topology"] == "hierarchical"),
+                overlap=comm["overlap"] and not half,
+                communicate=comm["enabled"],
+                unit_mb=comm["bucket_mb"],
+            )
+
+    def _hook(self, comm: dict[str, Any]) -> HookAttachment:
+        """One of PyTorch's own hooks."""
+        try:
+            return attach_hook(
+                self.ddp, self.optimizer, comm["hook"], rank=comm["powersgd_rank"], unit_mb=comm["bucket_mb"]
+            )
+        except ValueError as e:
+            raise UserError(f"comm.hook: {e}") from e
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group, as it is now."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def state_bytes(self) -> int:
+        """Bytes that optimizer and connection keep on this rank between steps."""
+        return int(self.optimizer.state_bytes() + self.attachment.state_bytes())
+
+    def set_lr(self, step: int) -> None:
+        """The learning rate of step number `step`, from 1, as the schedule says."""
+        factor = schedules.factor(self.settings["lr_schedule"], step, self.length.total, self.length.epoch)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+
+    def step(self, stream: Iterator[Batch], part: Part = lambda *_: None) -> Tensor:
+        """One optimizer step; this rank's mean loss, which on CUDA nobody has waited for."""
+        trace, began = self.optimizer.pipeline.trace, time.perf_counter()
+        self.optimizer.zero_grad()
+
+        def compute() -> Tensor:
+            return forward_backward(
+                self.workload, self.ddp, stream, self.settings, self.device, self.scaler, lambda: part("data")
+            )
+
+        loss = compute()
+        part("forward_backward")
+        trace.add("compute", None, began, time.perf_counter())
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        part("optimizer_step")
+        # Encoding and collectives run beside backward, too: of these only exposed_wire is a share of the step's time.
+        for name, seconds in step_profile.split(trace.last).items():
+            part(name, seconds)
+        return loss
+
+    def update_seconds(self) -> float | None:
+        """What the last step's update of the parameters took; None on CUDA, where the host only queues it."""
+        trace = self.optimizer.pipeline.trace
+        return sum(s.seconds for s in trace.last if s.kind == "apply") if trace.on else None
+
+    def close(self) -> None:
+        """Ends what was started. No step may follow."""
+        self.attachment.close()
+
+
+def forward_backward(
+    workload: Workload,
+    model: torch.nn.Module,
+    stream: Iterator[Batch],
+    settings: dict[str, Any],
+    device: torch.device,
+    scaler: torch.amp.GradScaler | None = None,
+    have_data: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """The micro-batches of one step through `model`, DDP or not; their mean loss, detached.
+
+    settings: `train` of the configuration. have_data: called when the first micro-batch is there.
+    """
+    losses, accumulate = [], int(settings["accumulate"])
+    dtype = PRECISIONS[settings["precision"]]
+    for micro in range(accumulate):
+        batch = next(stream)
+        if micro == 0:
+            have_data()
+        alone = micro < accumulate - 1 and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
+            with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
+                loss = workload.loss(model, batch) / accumulate
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()

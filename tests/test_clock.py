@@ -1,0 +1,62 @@
+"""The clock of training steps: on CUDA times are the device's, and a round of steps is waited for once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experiments.training import clock
+from experiments.training.clock import StepClock
+
+
+class _Event:
+    """A device on which every piece of work takes 2 ms, whatever the host does."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = _Event.now
+        _Event.now += 2.0
+
+    def elapsed_time(self, other: _Event) -> float:
+        return other.at - self.at
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    return waited
+
+
+def test_a_device_is_waited_for_once_in_a_round(waits: list[torch.device]) -> None:
+    timed = StepClock(1, torch.device("cuda"))
+    for _ in range(1 + 2 * clock.ROUND + 3):
+        timed.start()
+        timed.part("data")
+        timed.part("forward_backward")
+        timed.stop()
+    assert len(waits) == 2
+    assert len(timed.steps) == 2 * clock.ROUND
+    assert timed.unread
+    timing = timed.summary(4)
+    assert len(waits) == 3
+    assert not timed.unread
+    assert timing["steps"] == 2 * clock.ROUND + 3  # without the one of the warm-up
+    assert timing["median_ms"] == 6.0  # three pieces of work between the first event and the last one
+    assert timing["split"] == {"data_ms": 2.0, "forward_backward_ms": 2.0}
+    assert timing["samples_per_s"] == pytest.approx(4 / 0.006, rel=1e-3)
+
+
+def test_the_cpu_is_never_waited_for(waits: list[torch.device]) -> None:
+    timed = StepClock(0, torch.device("cpu"))
+    timed.start()
+    timed.part("wire", 0.5)
+    assert timed.stop() == timed.steps[0] > 0
+    timed.settle()
+    assert (waits, timed.unread) == ([], False)
+    assert timed.split() == {"wire_ms": 500.0}
