@@ -1,12 +1,15 @@
 """Compares methods: `python experiments/compare.py +exp=resnet50 cluster.nodes=4 [key=value ...] [--methods a,b]`.
 
-Runs the variants that the experiment lists under `compare`, one after the other on the same machine, then prints their
-table and brings its files in `results` up to date. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+Runs the variants that the experiment lists under `compare` on the same machine, then prints their table and brings its
+files in `results` up to date. What is only timed takes turns in one world of ranks (experiments/timing/turns.py); where
+accuracy counts, one run follows the other: `turns.mode` says. Under torchrun methods take turns in that world.
+Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import secrets
 import sys
@@ -26,7 +29,7 @@ from experiments import run
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.report import published, tables
-from experiments.timing import calibrate
+from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
@@ -105,11 +108,24 @@ def compare(
     first = compose.resolve(chosen[0])
     nodes_given = any(o.startswith("cluster.nodes=") for o in overrides)
     shaped = calibrate.shapes(first)
+    apart = plan.why_runs([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     print(headline(first, workloads[0], nodes_given=nodes_given, shaped=shaped), flush=True)
-    calibrate.settle(chosen)
     group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
-    failed = 0
-    status = 0
+    status, failed = _in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
+    if not first["cluster"].get("wait", True):
+        print("The table comes with `make tables`, once these jobs have ended.")
+    elif failed < len(chosen) and not first["cluster"]["dry_run"]:
+        tables.write(first["results_dir"], first["exp"])
+        (show or tables.print_group)(first["results_dir"], group)
+    if failed and len(chosen) > 1:
+        print(f"{failed} of {len(chosen)} runs failed or were not started", file=sys.stderr)
+    return status
+
+
+def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
+    """One run after the other. Returns the exit status and how many failed or were not started."""
+    calibrate.settle(chosen)
+    failed = status = 0
     for number, variant in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] ", end="", flush=True)
         try:
@@ -122,14 +138,61 @@ def compare(
             status = run.report(error)
             failed += len(chosen) - number + 1
             break
-    if not first["cluster"].get("wait", True):
-        print("The table comes with `make tables`, once these jobs have ended.")
-    elif failed < len(chosen) and not first["cluster"]["dry_run"]:
-        tables.write(first["results_dir"], first["exp"])
-        (show or tables.print_group)(first["results_dir"], group)
-    if failed and len(chosen) > 1:
-        print(f"{failed} of {len(chosen)} runs failed or were not started", file=sys.stderr)
-    return status
+    return status, failed
+
+
+def _in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
+    """All in one world. Where a method breaks it, the others go on in another one. Returns as `_one_by_one`."""
+    left, failed, status, attempt = chosen, 0, 0, 0
+    while left:
+        attempt += 1
+        spec = plan.make(left, [run.typed("run", variant.overrides) for variant in left], group, attempt)
+        try:
+            plan.launcher(spec.config).launch(spec)
+        except RunFailed as error:
+            status = run.report(error)
+            blamed = plan.whose_turn(spec)
+            kept = [c for c, v in zip(left, spec.config["variants"], strict=True) if blamed not in (None, v["id"])]
+            failed += len(left) - len(kept)
+            left = kept
+            continue
+        except UserError as error:
+            return run.report(error), failed + len(left)
+        lines = plan.failures(spec)
+        for line in lines:
+            status = run.report(RunFailed(line))
+        return status, failed + len(lines)
+    return status, failed
+
+
+def join(overrides: list[str], methods: list[str] | None) -> int:
+    """Times the variants as one rank of the world that torchrun has made. Returns as `compare`."""
+    from experiments.timing import turns
+    from experiments.training import worker
+
+    rank = int(os.environ["RANK"])
+    chosen = variants(compose.compose(overrides), methods)
+    for variant in chosen:
+        run.take_place(variant)
+        workload = compose.check(variant, rank_zero=rank == 0)
+    resolved = [compose.resolve(variant) for variant in chosen]
+    if apart := plan.why_runs(resolved, workload.synthetic):
+        raise UserError(f"under torchrun methods take turns, and these are run apart: {apart}; use run.py for each")
+    group = f"{compose.new_stamp()}-{resolved[0]['exp']}-{secrets.token_hex(2)}"
+    commands = [run.under(variant.config.cluster, run.typed("run", variant.overrides)) for variant in chosen]
+    spec = run.share(plan.make(chosen, commands, group) if rank == 0 else None)
+    if rank == 0:
+        spec.save()
+
+    def last_words(error: BaseException) -> None:
+        if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
+            plan.write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
+
+    worker.run_rank(spec, turns.train, last_words=last_words)
+    if rank == 0:
+        tables.write(spec.config["results_dir"], spec.exp)
+        tables.print_group(spec.config["results_dir"], group)
+    return 0
 
 
 def main() -> int:
@@ -141,6 +204,8 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
     try:
+        if run.under_torchrun():
+            return join(options.overrides, methods)
         return compare([*options.overrides, *["cluster.dry_run=true"] * options.dry_run], methods)
     except (UserError, KeyboardInterrupt, Stopped) as error:
         return run.report(error)

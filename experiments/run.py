@@ -51,14 +51,10 @@ def under_torchrun() -> bool:
 
 def join(composed: Composed, *, command: str) -> RunSpec:
     """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if world % per_node:
-        raise UserError(f"{world} ranks are no multiple of the {per_node} on this node: start as many on every node")
-    cluster = composed.config.cluster
-    cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"
+    rank = int(os.environ["RANK"])
+    take_place(composed)
     compose.check(composed, rank_zero=rank == 0)
-    command = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {per_node} {command.removeprefix('python ')}"
+    command = under(composed.config.cluster, command)
     spec = compose.make_spec(composed, command=command) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
         if spec is not None:
@@ -77,6 +73,22 @@ def _train(spec: RunSpec, rank: int) -> RunSpec:
 
     worker.run_rank(spec, last_words=last_words)
     return spec
+
+
+def take_place(composed: Composed) -> None:
+    """Makes the cluster of a configuration the world that torchrun has made. Raises UserError."""
+    world = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        raise UserError(f"{world} ranks are no multiple of the {per_node} on this node: start as many on every node")
+    cluster = composed.config.cluster
+    cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"
+
+
+def under(cluster: DictConfig, command: str) -> str:
+    """`command` as torchrun starts it on the nodes of `cluster`."""
+    shape = f"--nnodes {cluster.nodes} --nproc-per-node {cluster.ranks_per_node}"
+    return f"torchrun {shape} {command.removeprefix('python ')}"
 
 
 def share(spec: RunSpec | None) -> RunSpec:

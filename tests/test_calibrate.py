@@ -11,11 +11,11 @@ import pytest
 from experiments.cells.timelines import load
 from experiments.config import compose
 from experiments.records import record
-from experiments.timing import calibrate
+from experiments.timing import calibrate, plan
 from launch import lock
 from launch.emulated import launcher as emulated
+from launch.emulated.launcher import EmulatedLauncher
 from launch.errors import UserError
-from launch.local import LocalLauncher
 
 RESNET = ["+exp=resnet50", "cluster=emulated", "scale=quick"]
 
@@ -27,14 +27,16 @@ def shaped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is launched; every run "takes" 700 ms a step."""
+    """What is launched; everywhere the bound "takes" 700 ms a step."""
     specs: list[Any] = []
 
-    def launch(self: LocalLauncher, spec: Any) -> None:
+    def launch(self: EmulatedLauncher, spec: Any) -> None:
+        assert self.late  # links without a rate: it follows from what is measured
+        assert self.worker == plan.WORKER
         specs.append(spec)
-        record.write(record.from_spec(spec, timing={"steps": 6, "median_ms": 700.0}), spec.config["results_dir"])
+        record.write_file(spec.path / plan.BOUND_FILE, b'{"step_ms": 700.0}', "measurement")
 
-    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    monkeypatch.setattr(EmulatedLauncher, "launch", launch)
     return specs
 
 
@@ -42,14 +44,13 @@ def test_one_measurement_for_all_variants(seen: list[Any], capsys: pytest.Captur
     made = [compose.compose([*RESNET, f"optimizer={name}"]) for name in ("birder", "sgdm")]
     calibrate.settle(made)
     (spec,) = seen
-    assert spec.config["comm"]["enabled"] is False
-    assert spec.config["cluster"]["_target_"] == "launch.local.LocalLauncher"
+    assert spec.config["variants"] == []  # the bound alone: nothing sent, nothing updated
+    assert spec.config["cluster"]["_target_"] == "launch.emulated.launcher.EmulatedLauncher"  # on the nodes of the runs
     assert spec.config["cluster"]["nodes"] == 4
-    assert spec.config["optimizer"] == {"_target_": "birder.SGDM", "lr": 0.0}
     assert not Path(spec.run_dir).parent.exists()
     expected = float(f"{700 / load('resnet50_b32_tf32').step_ms:.3g}")
     assert [compose.resolve(m)["cluster"]["dilation"] for m in made] == [expected, expected]
-    assert capsys.readouterr().out.startswith(f"Time dilation {expected:g}: a step without communication takes 700 ms")
+    assert capsys.readouterr().out.startswith(f"Time dilation {expected:g}: forward and backward take 700 ms")
     calibrate.settle(made)  # a number stays
     assert len(seen) == 1
 

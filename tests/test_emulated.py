@@ -141,7 +141,7 @@ def test_control_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
     monkeypatch.setattr(network, "cut", lambda node: done.append(("cut", node)))
     monkeypatch.setattr(network, "mend", lambda node: done.append(("mend", node)))
-    control = inside.Control(tmp_path, nodes=3)
+    control = inside.Control(tmp_path, nodes=3, link={})
     control.poll()
     for text in ("cut 2\nmen", "d 2\ncut 3\n", "drop table\n"):
         with open(tmp_path / inside.CONTROL, "a") as file:
@@ -149,6 +149,42 @@ def test_control_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         control.poll()
     assert done == [("cut", 2), ("mend", 2)]
     assert (tmp_path / inside.CONTROL_DONE).read_text() == "cut 2\nmend 2\ncut 3: unknown\ndrop table: unknown\n"
+
+
+def test_ranks_ask_for_the_rate_of_their_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shaped = []
+    monkeypatch.setattr(network, "shape", lambda node, mbit: shaped.append((node, mbit)))
+    monkeypatch.setattr(inside.measure, "check", lambda nodes, mbit: {"measured": True, "mbit_per_s": 0.9 * mbit})
+    control = inside.Control(tmp_path, nodes=2, link=emulated.link(kind="emulated", shaped=True, link_gbps=10.0))
+    (tmp_path / inside.CONTROL).write_text("rate 40000\n")
+    control.poll()
+    assert shaped == [(0, 40000.0), (1, 40000.0)]
+    assert not (tmp_path / inside.LINK).exists()  # nothing was measured
+    with open(tmp_path / inside.CONTROL, "a") as file:
+        file.write("check 500\nrate 0\nrate nan\ncheck fast\nrate\n")
+    control.poll()
+    assert shaped[2:] == [(0, 500.0), (1, 500.0)]
+    found = json.loads((tmp_path / inside.LINK).read_text())
+    assert (found["set_mbit_per_s"], found["mbit_per_s"], found["link_gbps"]) == (500.0, 450.0, 10.0)
+    said = (tmp_path / inside.CONTROL_DONE).read_text().splitlines()
+    assert said == [
+        "rate 40000",
+        "check 500",
+        "rate 0: unknown",
+        "rate nan: unknown",
+        "check fast: unknown",
+        "rate: unknown",
+    ]
+
+
+def test_links_that_begin_without_a_rate(tmp_path: Path, possible: None) -> None:
+    launcher = made(dilation="auto")
+    with pytest.raises(UserError, match="which was not made"):
+        launcher.check(make_spec(tmp_path, ""))
+    launcher.late = True
+    launcher.check(make_spec(tmp_path, ""))
+    assert "tbf" not in launcher.preview(make_spec(tmp_path, ""))
+    assert "tbf" in made().preview(make_spec(tmp_path, ""))
 
 
 # From here on for real.

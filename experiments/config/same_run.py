@@ -31,6 +31,7 @@ FREE += (
     "scale",
     "scales",
     "timeline",
+    "turns",
     "profile",
     "evaluate",
     "train.eval_every",

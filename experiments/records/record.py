@@ -23,7 +23,7 @@ from launch.errors import UserError
 from launch.spec import RunSpec
 
 SCHEMA = 1
-LATER = {"rounds_per_step"}
+LATER = {"rounds_per_step", "turns"}
 """Fields that records of this schema may lack: they were added when there were records already."""
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
@@ -47,9 +47,15 @@ class ResultRecord:
     timing:               {steps, median_ms, mean_ms, p10_ms, p90_ms, typical, samples_per_s, split: {..._ms}}; samples
                           over all ranks. typical: "mean" where steps differ in what they send, else "median": which of the
                           two samples_per_s and the tables go by. Older records have neither it nor mean_ms: the median.
+                          Of turns also update_ms, the parameters' update, and ratios: {fp32, bf16, none: [value, low, high]},
+                          times as fast as the fastest of that wire, with a 95 % interval.
     bytes_per_step:       {payload_intra, payload_inter, nic_tx, nic_rx}: bytes sent (rx: received) per node and step.
     collectives_per_step: number of collectives that one rank starts per step.
     rounds_per_step:      share of the steps in which anything is sent; None in records older than the field.
+    turns:                of a method that took turns with others in one world, else empty: {world: the id that these share;
+                          ms, steps: per round, a step's milliseconds on the slowest rank and the number of steps; seed;
+                          held: "all", or "one" where memory held one method at a time; repeated; bound_ms: {before, after};
+                          drift: by what share the bound has changed; busy: {others, steal, load, cores} of the machine}.
     state_bytes_per_rank: bytes of optimizer state on one rank.
     metric:               {name, value, target, higher_is_better, all: {...}}; empty when nothing was evaluated.
     curve:                path of the curve (columns step, seconds, loss, metric) relative to the results folder.
@@ -85,6 +91,7 @@ class ResultRecord:
     metric: dict[str, Any] = field(default_factory=dict)
     curve: str | None = None
     rounds_per_step: float | None = None
+    turns: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
 
 
@@ -104,6 +111,7 @@ def from_spec(
     link: dict[str, Any] | None = None,
     device: str | None = None,
     wire: str | None = None,
+    turns: dict[str, Any] | None = None,
 ) -> ResultRecord:
     """The record of a run of `spec`.
 
@@ -145,6 +153,7 @@ def from_spec(
         metric=metric or {},
         curve=curve,
         rounds_per_step=rounds_per_step,
+        turns=turns or {},
     )
 
 

@@ -10,9 +10,21 @@ from experiments.records.record import ResultRecord
 
 # Bookkeeping, and what tables show in columns or titles of their own.
 NOT_A_VARIANT = (
-    *("seed", "run_name", "output_dir", "results_dir", "resume", "wandb", "checkpoint", "compare", "hydra", "method"),
+    *(
+        "seed",
+        "run_name",
+        "output_dir",
+        "results_dir",
+        "resume",
+        "resume_with",
+        "wandb",
+        "checkpoint",
+        "compare",
+        "hydra",
+        "method",
+    ),
     CHANGED,
-    *("exp", "scale", "scales", "cluster", "data", "workload.data_path"),
+    *("exp", "scale", "scales", "cluster", "data", "workload.data_path", "turns"),
 )
 
 

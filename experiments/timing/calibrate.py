@@ -1,14 +1,17 @@
-"""Time dilation: by how much this machine computes slower than the GPU whose cluster is emulated.
+"""Time dilation of runs that are made one after the other: by how much this machine computes slower than the GPU whose
+cluster is emulated.
 
-With `cluster.dilation=auto`, D = (a step without communication here) / (a step on the target GPU, from `timeline`). The
-emulated link is then D times slower than the real one, so that communication keeps its share of the step.
+With `cluster.dilation=auto`, D = (forward and backward here, nothing sent, nothing updated) / (a step on the target GPU, from
+`timeline`). The emulated link is then D times slower than the real one, so that communication keeps its share of the step.
+Measured on the same emulated nodes that the runs will use, by experiments/timing/turns.py, which methods in turns ask
+themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import json
 import os
 import shutil
 import stat
@@ -22,13 +25,9 @@ from omegaconf import OmegaConf, open_dict
 from experiments.cells.timelines import Timeline, load
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.records import record
+from experiments.timing import plan
 from launch import lock
-from launch.errors import UserError
-from launch.spec import RunSpec
 
-STEPS, SKIPPED = 9, 3
-"""Steps of the measurement, and how many of them are not timed."""
 LEAST = 1.0
 """A machine that is faster than the target emulates it without dilation."""
 SHOWN = 20.0
@@ -36,7 +35,6 @@ SHOWN = 20.0
 _PREFIX = "calibration-"
 _NEW_S = 600.0
 """A folder that is younger may not have come to its lock yet."""
-_LAUNCHER_KEYS = ("nodes", "ranks_per_node", "backend", "timeout_s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Calibration:
 
     def __str__(self) -> str:
         return (
-            f"Time dilation {self.dilation:g}: a step without communication takes {self.here_ms:.0f} ms here, "
+            f"Time dilation {self.dilation:g}: forward and backward take {self.here_ms:.0f} ms here, "
             f"{self.timeline.step_ms:.3g} ms on {self.timeline.gpu} (timeline {self.timeline.name})"
         )
 
@@ -87,16 +85,16 @@ def shapes(resolved: dict[str, Any]) -> bool:
 
 
 def measure(resolved: dict[str, Any]) -> Calibration:
-    """Runs a few steps of a resolved configuration without communication. Raises UserError and RunFailed."""
-    if resolved["timeline"] is None:
-        raise UserError("cluster.dilation=auto needs the target's step time: set timeline=NAME or cluster.dilation=20")
+    """Measures the bound of a resolved configuration. Raises UserError and RunFailed."""
+    plan.check_timeline(resolved)
     timeline = load(resolved["timeline"])
     _sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-        spec = _spec(resolved, Path(folder))
-        compose.launcher(spec.config).launch(spec)
-        (done,) = record.read_all(spec.config["results_dir"])
-    return Calibration(float(done.timing["median_ms"]), timeline)
+        spec = plan.world(resolved, [], None, "calibration")
+        spec = dataclasses.replace(spec, run_dir=str(Path(folder) / "run"))
+        plan.launcher(spec.config).launch(spec)
+        found = json.loads((spec.path / plan.BOUND_FILE).read_text())
+    return Calibration(float(found["step_ms"]), timeline)
 
 
 def _sweep(temporary: Path) -> None:
@@ -107,17 +105,3 @@ def _sweep(temporary: Path) -> None:
             mine = about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and not left.is_symlink()
             if mine and time.time() - about.st_mtime > _NEW_S and not lock.is_held(left / "run"):
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _spec(resolved: dict[str, Any], folder: Path) -> RunSpec:
-    config = copy.deepcopy(resolved)
-    config["cluster"] = {key: resolved["cluster"][key] for key in _LAUNCHER_KEYS}
-    config["cluster"] |= {"_target_": "launch.local.LocalLauncher", "name": "local"}
-    # The same for every method that is compared: the model's own work and the cheapest of updates, which changes nothing.
-    config["optimizer"] = {"_target_": "birder.SGDM", "lr": 0.0}
-    config["comm"] |= {"enabled": False, "topology": "flat"}
-    config["train"] |= {"max_steps": STEPS, "timing_warmup": SKIPPED}
-    config["checkpoint"] |= {"every": 0}
-    config["wandb"] |= {"mode": "disabled"}
-    config |= {"results_dir": str(folder / "results"), "resume": "never", "evaluate": False}
-    return RunSpec("calibration", None, str(config["exp"]), "", [], config, str(folder / "run"))

@@ -20,11 +20,12 @@ class StepClock:
     What lies between `stop` and the next `start` (evaluation, checkpoints, logging) is in no figure.
 
     On CUDA the host only queues work, so that its clock says little: times are those between events on the device's
-    current stream, which are read every `ROUND` steps and by `settle`. Nothing waits for the device at the end of a step.
+    current stream, which are read every `every` steps and by `settle`. Nothing waits for the device at the end of a step.
     """
 
-    def __init__(self, skip: int, device: torch.device) -> None:
-        self.skip = skip
+    def __init__(self, skip: int, device: torch.device, every: int = ROUND) -> None:
+        """every: steps after which a device is waited for."""
+        self.skip, self.every = skip, every
         self.device = device
         self.events = device.type == "cuda"
         self.steps: list[float] = []
@@ -66,7 +67,7 @@ class StepClock:
             if self.events:
                 self._mark("")
                 self._waiting.append(self._marks)
-                if len(self._waiting) >= ROUND:
+                if len(self._waiting) >= self.every:
                     self.settle()
             else:
                 self.steps.append(took)
@@ -110,6 +111,30 @@ class StepClock:
         if not self.steps:
             return {"steps": 0}
         return summary(1000 * np.array(per_rank).max(axis=0), samples_per_step, uneven, self.split())
+
+
+class Stopwatch:
+    """Seconds between `start` and `stop`; on CUDA those of the device, which `stop` waits for, once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def stop(self) -> float:
+        ended = self._now()
+        if self.device.type != "cuda":
+            return float(ended - self._began)
+        torch.cuda.synchronize(self.device)
+        return float(self._began.elapsed_time(ended)) / 1000
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def summary(

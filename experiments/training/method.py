@@ -110,6 +110,9 @@ class Method:
                 communicate=comm["enabled"],
                 unit_mb=comm["bucket_mb"],
             )
+        self._updates: list[tuple[Any, Any]] = []
+        if shard.device.type == "cuda":
+            self._watch_updates()
 
     def _hook(self, comm: dict[str, Any]) -> HookAttachment:
         """One of PyTorch's own hooks."""
@@ -159,10 +162,30 @@ class Method:
             part(name, seconds)
         return loss
 
-    def update_seconds(self) -> float | None:
-        """What the last step's update of the parameters took; None on CUDA, where the host only queues it."""
-        trace = self.optimizer.pipeline.trace
-        return sum(s.seconds for s in trace.last if s.kind == "apply") if trace.on else None
+    def update_seconds(self) -> list[float]:
+        """What the updates of parameters took since the last call: on the CPU that of the last step alone.
+
+        On CUDA they are read from events: call it after the device has been waited for.
+        """
+        if self.device.type == "cuda":
+            read = [began.elapsed_time(ended) / 1000 for began, ended in self._updates]
+            self._updates.clear()
+            return read
+        return [sum(s.seconds for s in self.optimizer.pipeline.trace.last if s.kind == "apply")]
+
+    def _watch_updates(self) -> None:
+        """Has every update leave two events on the device's current stream."""
+        update = self.optimizer.update
+
+        def watched(*arguments: Any) -> None:
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            update(*arguments)
+            ended.record()
+            self._updates.append((began, ended))
+            del self._updates[:-1024]  # nobody may be asking
+
+        self.optimizer.update = watched  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         """Ends what was started. No step may follow."""
@@ -171,14 +194,14 @@ class Method:
 
 def forward_backward(
     workload: Workload,
-    model: torch.nn.Module,
+    ddp: DistributedDataParallel,
     stream: Iterator[Batch],
     settings: dict[str, Any],
     device: torch.device,
     scaler: torch.amp.GradScaler | None = None,
     have_data: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """The micro-batches of one step through `model`, DDP or not; their mean loss, detached.
+    """The micro-batches of one step through DDP; their mean loss, detached.
 
     settings: `train` of the configuration. have_data: called when the first micro-batch is there.
     """
@@ -188,10 +211,9 @@ def forward_backward(
         batch = next(stream)
         if micro == 0:
             have_data()
-        alone = micro < accumulate - 1 and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
+        with contextlib.nullcontext() if micro == accumulate - 1 else ddp.no_sync():
             with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
-                loss = workload.loss(model, batch) / accumulate
+                loss = workload.loss(ddp, batch) / accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()

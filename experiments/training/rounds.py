@@ -22,8 +22,13 @@ class Rounds:
 
     def reset(self) -> None:
         """Forgets the steps so far. Call it right after the counter's own reset, or before the first step."""
-        self._before = (self.counter.collectives, self.counter.total)
         self._steps: list[tuple[int, int]] = []
+        self.follow(self.counter)
+
+    def follow(self, counter: ByteCounter) -> None:
+        """Goes on with another counter, or with the same one after a reset or after steps that are not to count."""
+        self.counter = counter
+        self._before = (counter.collectives, counter.total)
 
     def end_step(self) -> None:
         """Notes the collectives and bytes since the end of the step before."""

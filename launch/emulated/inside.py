@@ -2,10 +2,15 @@
 
 PLAN is JSON: {run_dir, nodes, mbit_per_s, link, agents: [{command, environment}]}; `environment` of an agent is added to
 this process's own. Builds and measures the network, writes <run_dir>/link.json, runs the agents, one on each node, and
-leaves <run_dir>/outcome.json: {cause}, null or the fields of `launch.failure.Cause`.
+leaves <run_dir>/outcome.json: {cause}, null or the fields of `launch.failure.Cause`. mbit_per_s null: links have no set rate
+until somebody asks for one.
 
-While it runs, lines "cut K" and "mend K" appended to <run_dir>/control pull the cable of node K and put it back; each is
-repeated in <run_dir>/control.done, followed by ": why not" where it failed.
+While it runs, it obeys lines appended to <run_dir>/control; each is repeated in <run_dir>/control.done, followed by
+": why not" where it failed:
+
+    cut K, mend K    pull the cable of node K and put it back
+    rate R           sets all links to R Mbit/s
+    check R          ... measures what they carry, which nobody else may use meanwhile, and writes it to <run_dir>/link.json
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,9 +42,10 @@ CONTROL, CONTROL_DONE, OUTCOME, LINK = "control", "control.done", "outcome.json"
 class Control:
     """Obeys the lines of a run's control file."""
 
-    def __init__(self, run_dir: Path, nodes: int) -> None:
+    def __init__(self, run_dir: Path, nodes: int, link: dict[str, Any]) -> None:
         self.run_dir = run_dir
         self.nodes = nodes
+        self.link = link  # what is known of the links
         self.read = 0  # characters
 
     def poll(self) -> None:
@@ -54,15 +61,24 @@ class Control:
                 done.write(line + self._obey(line) + "\n")
 
     def _obey(self, line: str) -> str:
-        word, _, number = line.partition(" ")
-        action = {"cut": network.cut, "mend": network.mend}.get(word)
-        if action is None or not number.isdigit() or int(number) >= self.nodes:
-            return ": unknown"
+        word, _, value = line.partition(" ")
         try:
-            action(int(number))
+            if word in ("cut", "mend") and value.isdigit() and int(value) < self.nodes:
+                {"cut": network.cut, "mend": network.mend}[word](int(value))
+            elif word in ("rate", "check") and (mbit := _rate(value)) is not None:
+                self._shape(mbit, word == "check")
+            else:
+                return ": unknown"
         except network.NetworkError as error:
             return f": {error}"
         return ""
+
+    def _shape(self, mbit_per_s: float, measured: bool) -> None:
+        for node in range(self.nodes):
+            network.shape(node, mbit_per_s)
+        if measured:
+            self.link = {**self.link, "set_mbit_per_s": mbit_per_s, **measure.check(self.nodes, mbit_per_s)}
+            write_json(self.run_dir / LINK, self.link)
 
 
 def run(plan: dict[str, Any]) -> Cause | None:
@@ -70,7 +86,7 @@ def run(plan: dict[str, Any]) -> Cause | None:
     run_dir, nodes, rate = Path(plan["run_dir"]), plan["nodes"], plan["mbit_per_s"]
     try:
         network.build(nodes, rate)
-        link = {**plan["link"], **measure.check(nodes, rate)}
+        link = {**plan["link"], **(measure.check(nodes, rate) if rate is not None else {})}
     except network.NetworkError as error:
         return Cause(f"the emulated network could not be built: {error}")
     write_json(run_dir / LINK, link)
@@ -81,13 +97,21 @@ def run(plan: dict[str, Any]) -> Cause | None:
         Agent([*network.enter(k), *agent["command"]], {**os.environ, **agent["environment"]})
         for k, agent in enumerate(plan["agents"])
     ]
-    control = Control(run_dir, nodes)
+    control = Control(run_dir, nodes, link)
 
     def each_poll(running: Sequence[subprocess.Popen]) -> None:
         sandbox.collect_orphans([p.pid for p in running])
         control.poll()
 
     return supervise(agents, run_dir, terminal=0, each_poll=each_poll)
+
+
+def _rate(text: str) -> float | None:
+    """A rate in Mbit/s above 0; None where `text` is none."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)) and value > 0:
+            return value
+    return None
 
 
 def write_json(path: Path, content: object) -> None:

@@ -31,6 +31,10 @@ class EmulatedLauncher(LocalLauncher):
     `<run_dir>/link.json`. A single node needs no network.
     """
 
+    late = False
+    """Whoever starts ranks that ask for the rate themselves (`launch/emulated/inside.py`) sets it: links then begin
+    without one, and `dilation` may be "auto"."""
+
     def __init__(
         self,
         *,
@@ -73,20 +77,15 @@ class EmulatedLauncher(LocalLauncher):
             )
 
     def _check_rate(self) -> None:
-        if self.dilation == "auto":
-            raise UserError("cluster.dilation=auto needs a measurement, which was not made: set cluster.dilation=20")
         if self.nodes > network.MAX_NODES:
             raise UserError(f"cluster.nodes={self.nodes}: one machine emulates at most {network.MAX_NODES}")
-        each = capacity_gbps(self.nodes, cores())
-        if self.max_total_gbps is not None:
-            each = self.max_total_gbps / self.nodes
-        if self.mbit_per_s > each * 1000 * (1 + 1e-9):
-            least = math.ceil(self.link_gbps / each)
-            machine = f"{cores()} core{'s' * (cores() != 1)}"
-            raise UserError(
-                f"links of {self.mbit_per_s / 1000:.3g} Gbit/s are more than this machine ({machine}) can carry for "
-                f"{self.nodes} nodes at once, {each:.3g} Gbit/s each: set cluster.dilation={least} or more"
-            )
+        if self.dilation == "auto":
+            if not self.late:
+                raise UserError(
+                    "cluster.dilation=auto needs a measurement, which was not made: set cluster.dilation=20"
+                )
+            return
+        check_capacity(self.nodes, self.link_gbps, self.mbit_per_s, self.max_total_gbps)
 
     def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
         agent = self._agent(spec_path, spec, node_rank)
@@ -120,7 +119,7 @@ class EmulatedLauncher(LocalLauncher):
             return super().preview(spec)
         commands = [
             self._sandbox(spec),
-            *network.commands(self.nodes, self.mbit_per_s),
+            *network.commands(self.nodes, None if self.late else self.mbit_per_s),
             *(self.command(spec.path / "spec.yaml", spec, k) for k in range(self.nodes)),
         ]
         return "\n".join(map(shlex.join, commands))
@@ -138,16 +137,17 @@ class EmulatedLauncher(LocalLauncher):
         environments = [self.environment(k) for k in range(self.nodes)]
         common = dict(set.intersection(*(set(env.items()) for env in environments)))
         own = [{name: value for name, value in env.items() if name not in common} for env in environments]
+        rate = None if self.late else self.mbit_per_s
         plan = {
             "run_dir": str(spec.path.resolve()),
             "nodes": self.nodes,
-            "mbit_per_s": self.mbit_per_s,
+            "mbit_per_s": rate,
             "link": link(
                 kind="emulated",
                 shaped=True,
-                set_mbit_per_s=self.mbit_per_s,
+                set_mbit_per_s=rate,
                 link_gbps=self.link_gbps,
-                dilation=float(self.dilation),
+                dilation=None if self.dilation == "auto" else float(self.dilation),
             ),
             # The rest of the environment, keys among it, is inherited and never written to a file.
             "agents": [{"command": self._agent(spec_path, spec, k), "environment": own[k]} for k in range(self.nodes)],
@@ -179,6 +179,18 @@ class EmulatedLauncher(LocalLauncher):
             said = log.read_text(errors="replace")[-4000:]
             return Cause(f"the sandbox of the emulated nodes {how} before it could say why; see {log}", said)
         return None if found is None else Cause(**found)
+
+
+def check_capacity(nodes: int, link_gbps: float, mbit_per_s: float, max_total_gbps: float | None) -> None:
+    """Raises UserError for links of `mbit_per_s`, standing for `link_gbps`, that this machine cannot carry."""
+    each = capacity_gbps(nodes, cores()) if max_total_gbps is None else max_total_gbps / nodes
+    if mbit_per_s > each * 1000 * (1 + 1e-9):
+        least = math.ceil(link_gbps / each)
+        machine = f"{cores()} core{'s' * (cores() != 1)}"
+        raise UserError(
+            f"links of {mbit_per_s / 1000:.3g} Gbit/s are more than this machine ({machine}) can carry for "
+            f"{nodes} nodes at once, {each:.3g} Gbit/s each: set cluster.dilation={least} or more"
+        )
 
 
 def capacity_gbps(nodes: int, cores: int) -> float:

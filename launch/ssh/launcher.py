@@ -248,7 +248,7 @@ class SshLauncher(Launcher):
         arguments = ["gather", spec.run_dir, str(results), spec.id]
         command = self._in_directory(self.python, "-m", "launch.ssh.remote", *arguments)
         # Where the folder of the run is shared, that of the results need not be.
-        elsewhere = completed and not (results / "records" / f"{spec.id}.json").exists()
+        elsewhere = completed and not any((results / "records").glob(f"{spec.id}*.json"))
         nodes = [k for k in range(self.nodes) if elsewhere or not self.shared[k]]
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder) / f"{node}.tar" for node in range(self.nodes)]

@@ -75,9 +75,10 @@ def gather(run_dir: Path, results_dir: Path, run_id: str) -> None:
         for name in KEPT:
             if (run_dir / name).exists():
                 tar.add(run_dir / name, f"run/{name}")
-        for name in (f"curves/{run_id}.csv", f"records/{run_id}.json"):
-            if (results_dir / name).is_file():
-                tar.add(results_dir / name, f"results/{name}")
+        # Of methods in turns each has a record, whose name begins with the run's.
+        for folder, kind in (("curves", "csv"), ("records", "json")):
+            for path in sorted((results_dir / folder).glob(f"{run_id}*.{kind}")):
+                tar.add(path, f"results/{folder}/{path.name}")
 
 
 def descendants(pid: int) -> list[int]:

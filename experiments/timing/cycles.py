@@ -1,0 +1,54 @@
+"""Which steps of a method are alike: its warm-up, and the cycle after which its steps repeat in kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from birder import BucketOptimizer, Plan
+
+KINDS = ("plan", "resets", "syncs", "synced", "has_variance_round", "sends_gradient")
+"""What methods say of a step, given its number; those that a method has."""
+LONGEST = 512
+"""No cycle longer than this is looked for."""
+WHOLE = 4
+"""A cycle of up to so many times the steps of a round is in each round as a whole; a longer one is spread over them."""
+
+
+def kind(optimizer: BucketOptimizer, step: int) -> tuple[Any, ...]:
+    """What a step does, as far as its number decides it: equal for steps that send the same and cost the same."""
+    return tuple(getattr(optimizer, name)(step) for name in KINDS if hasattr(optimizer, name))
+
+
+def warm_up(optimizer: BucketOptimizer, least: int) -> int:
+    """Steps to take before timing: at least `least`, past the dense stage, and one step of the method's own kind."""
+    first = optimizer.steps + 1
+    limit = getattr(optimizer, "warmup_steps", 0)
+    dense = 0
+    if optimizer.compressed:
+        while optimizer.plan(first + dense) is Plan.DENSE and dense < LONGEST:
+            dense += 1
+        # Methods that send messages of another kind in their warm-up, without all-reduce.
+        dense = max(dense, min(LONGEST, limit - optimizer.steps) if isinstance(limit, int) else 0)
+    return max(least, dense + 1)
+
+
+def cycle(optimizer: BucketOptimizer, start: int) -> int:
+    """Steps after which the kinds of steps repeat, from step number `start` on; 1 where all are alike or none repeats."""
+    kinds = [kind(optimizer, start + k) for k in range(2 * LONGEST)]
+    for period in range(1, LONGEST + 1):
+        if all(kinds[k] == kinds[k + period] for k in range(2 * LONGEST - period)):
+            return period
+    return 1
+
+
+def lengths(period: int, rounds: int, steps: int) -> list[int]:
+    """How many steps each round has: whole cycles in each, or whole cycles in all of them together.
+
+    Sums to a multiple of `period`; no round is empty.
+    """
+    if period <= WHOLE * steps:
+        return [period * max(1, -(-steps // period))] * rounds
+    total = period * max(1, round(rounds * steps / period))
+    while total < rounds:
+        total += period
+    return [(total * (k + 1)) // rounds - (total * k) // rounds for k in range(rounds)]

@@ -1,0 +1,260 @@
+"""Who takes turns: methods, each with a training of its own on the shared model, and the bound that nobody can beat."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from experiments.records import labels
+from experiments.timing import cycles
+from experiments.timing.shared_ddp import SharedDDP
+from experiments.training import method
+from experiments.training.clock import StepClock, Stopwatch
+from experiments.training.method import Length, Method
+from experiments.training.nic import NicMeter
+from experiments.training.rounds import Rounds
+from experiments.workloads.base import Batch, Shard, Workload
+from launch.errors import UserError
+
+
+class Own:
+    """What a method's training has for itself on the shared model: tensors, random state, the workload's own state."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.tensors = [t.clone() for t in shared.initial]
+        self.workload = copy.deepcopy(shared.workload_state)
+        self.rng = shared.rng
+
+    def enter(self) -> None:
+        """Puts it in the place of what is there."""
+        for tensor, mine in zip(self.shared.tensors, self.tensors, strict=True):
+            tensor.data = mine  # no copy: model, DDP and optimizer know the tensor, not its memory
+        self.shared.workload.load_state_dict(self.workload)
+        set_rng(self.rng)
+
+    def leave(self) -> None:
+        """Keeps what has become of it."""
+        self.workload = copy.deepcopy(self.shared.workload.state_dict())
+        self.rng = get_rng()
+
+
+@dataclass
+class Shared:
+    """What all methods of a world share on one rank. Made when the model is new: that is where each begins."""
+
+    workload: Workload
+    ddp: SharedDDP
+    shard: Shard
+    length: Length
+    seed: int
+    tensors: list[torch.Tensor] = field(init=False)
+    initial: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = [*self.ddp.module.parameters(), *self.ddp.module.buffers()]
+        self.initial = [t.detach() for t in self.tensors]  # their memory, which no training uses
+        self.workload_state = copy.deepcopy(self.workload.state_dict())
+        self.rng = get_rng()
+
+
+class Entry(ABC):
+    """One that takes turns. failed: why it takes none any more; None while it does."""
+
+    id = ""
+    label = labels.NO_COMMUNICATION
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.failed: str | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what has been measured."""
+        self.seconds: list[float] = []
+        self.steps: list[int] = []
+        self.nic = NicMeter()
+
+    def per_step(self) -> list[float]:
+        """Seconds a step of each round, on the slowest rank."""
+        return [seconds / steps for seconds, steps in zip(self.seconds, self.steps, strict=True)]
+
+    def lengths(self, rounds: int, steps: int) -> list[int]:
+        """How many steps each round has."""
+        return [steps] * rounds
+
+    def keep(self, seconds: float, steps: int) -> None:
+        """The time of a round, on the slowest rank."""
+        self.seconds.append(seconds)
+        self.steps.append(steps)
+
+    def begin(self, timed: bool) -> None:
+        """Before a turn, when all ranks are there."""
+        if timed:
+            self.nic.resume()
+
+    def end(self, timed: bool) -> None:
+        """After a turn, when all ranks have had theirs."""
+        if timed:
+            self.nic.pause()
+
+    def free(self) -> None:  # noqa: B027 the bound has nothing to give
+        """Gives back the memory, where it is wanted for others."""
+
+    @abstractmethod
+    def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
+        """Runs so many steps; the seconds that they took on this rank."""
+
+
+class Bound(Entry):
+    """Forward and backward, through DDP as every method's. Nothing is sent, nothing updated: nobody can be faster."""
+
+    def __init__(self, config: dict[str, Any], shared: Shared) -> None:
+        super().__init__(shared)
+        self.settings = config["train"]
+        self.own = Own(shared)
+        self.stream = method.batches(config, shared.workload, shared.shard, shared.length, 0)
+
+    def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
+        ddp, shard = self.shared.ddp, self.shared.shard
+        self.own.enter()
+        ddp.send_nothing()
+        watch.start()
+        for _ in range(steps):
+            ddp.zero_grad(set_to_none=True)
+            method.forward_backward(self.shared.workload, ddp, self.stream, self.settings, shard.device)
+        seconds = watch.stop()
+        ddp.use(None)
+        self.own.leave()
+        return seconds
+
+
+class Variant(Entry):
+    """A method of the comparison, described as {id, command, overrides, config}."""
+
+    def __init__(self, described: dict[str, Any], shared: Shared) -> None:
+        self.described, self.config = described, described["config"]
+        self.id, self.label = described["id"], labels.method(self.config)
+        self.compressed = False
+        self.method: Method | None = None
+        self.stream: Iterator[Batch] | None = None
+        self._lengths: list[int] | None = None
+        self.warm_up = 0
+        self.state_bytes = 0
+        super().__init__(shared)
+
+    def forget(self) -> None:
+        super().forget()
+        self.clock = StepClock(0, self.shared.shard.device, every=10**9)
+        self.updates: list[float] = []
+        self.sent = [0, 0, 0]  # bytes within the node, between nodes, collectives
+        self.told: Rounds | None = None
+
+    def make(self) -> None:
+        """Begins the training. Sets `failed` where that cannot be."""
+        if self.method is not None:
+            return
+        self.own = Own(self.shared)
+        shared = self.shared
+        try:
+            self.method = Method(self.config, shared.workload, shared.ddp, shared.shard, shared.length, shared.seed)
+        except (UserError, ValueError, TypeError, RuntimeError) as error:
+            self.failed = " ".join(str(error).split())
+            return
+        self.hook = shared.ddp.hook
+        self.stream = method.batches(self.config, shared.workload, shared.shard, shared.length, 0)
+        self.done = 0
+        self.state_bytes = self.method.state_bytes()
+
+    def plan(self, rounds: int, steps: int) -> None:
+        """Decides, when the training has begun, how long warm-up and rounds are."""
+        assert self.method is not None
+        optimizer = self.method.optimizer
+        self.warm_up = cycles.warm_up(optimizer, max(1, int(self.config["train"]["timing_warmup"])))
+        # One step more is run before the first round.
+        period = cycles.cycle(optimizer, optimizer.steps + self.warm_up + 2)
+        self._lengths = cycles.lengths(period, rounds, steps)
+
+    def lengths(self, rounds: int, steps: int) -> list[int]:
+        return self._lengths or super().lengths(rounds, steps)
+
+    def memory(self) -> int:
+        """Bytes that the training holds on this rank, about: model, state, and what an exchange keeps of the gradient."""
+        assert self.method is not None
+        model = sum(t.numel() * t.element_size() for t in self.own.tensors)
+        return model + self.state_bytes + (2 * model if self.method.optimizer.compressed else 0)
+
+    def free(self) -> None:
+        if self.method is not None:
+            self.method.close()
+        self.shared.ddp.use(None)
+        self.method = self.stream = self.hook = None  # type: ignore[assignment]
+        self.own = None  # type: ignore[assignment]
+        gc.collect()
+        if self.shared.shard.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def begin(self, timed: bool) -> None:
+        if timed and self.method is not None:
+            counter = self.method.attachment.counter
+            counter.reset()
+            if self.told is None:
+                self.told = Rounds(counter)
+            self.told.follow(counter)
+        super().begin(timed)
+
+    def end(self, timed: bool) -> None:
+        super().end(timed)
+        if timed and self.method is not None:
+            counter = self.method.attachment.counter
+            for place, value in enumerate((counter.intra, counter.inter, counter.collectives)):
+                self.sent[place] += value
+
+    def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
+        assert self.method is not None
+        assert self.stream is not None
+        self.own.enter()
+        self.shared.ddp.use(self.hook)
+        losses, sampled = [], []
+        watch.start()
+        for _ in range(steps):
+            self.done += 1
+            self.method.set_lr(self.done)
+            self.clock.start()
+            losses.append(self.method.step(self.stream, *([self.clock.part] if timed else [])))
+            if timed:
+                self.clock.stop()
+                assert self.told is not None
+                self.told.end_step()
+                sampled += [] if watch.device.type == "cuda" else self.method.update_seconds()
+        seconds = watch.stop()
+        if watch.device.type == "cuda":
+            sampled = self.method.update_seconds()
+        if timed:
+            self.clock.settle()
+            self.updates += sampled
+        self.own.leave()
+        if self.method.scaler is None:
+            for back, loss in enumerate(reversed(losses)):
+                if not math.isfinite(value := float(loss)):
+                    self.failed = f"the loss is {value} at step {self.done - back}: lower optimizer.lr"
+        return seconds
+
+
+def get_rng() -> list[torch.Tensor]:
+    """The random state of this rank's devices."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+
+
+def set_rng(states: list[torch.Tensor]) -> None:
+    """Puts back what `get_rng` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])

@@ -1,0 +1,157 @@
+"""The launcher's half of methods in turns: which comparisons share one world, and how it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.cells import timelines
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.records import labels, record
+from launch.base import Launcher
+from launch.errors import UserError
+from launch.spec import RunSpec
+
+WORKER = Path(__file__).resolve().parent / "worker.py"
+TURN_FILE = "turn"
+"""In a run directory: the id of the method whose turn it is."""
+BOUND_FILE = "bound.json"
+"""In a run directory: {step_ms} of the bound, where there was no method to time (experiments/timing/calibrate.py)."""
+SHARED = ("workload", "cluster", "data", "seed", "scale", "timeline", "turns", "results_dir", "output_dir", "profile")
+"""Sections of the configuration that methods of one world must have in common ..."""
+SHARED_KEYS = (
+    *(f"train.{key}" for key in ("batch_per_rank", "accumulate", "precision", "threads", "epochs", "max_steps")),
+    "comm.bucket_mb",
+)
+"""... and single keys."""
+
+
+def why_runs(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
+    """Why these variants are run one after the other, each in a world of its own; None where they take turns.
+
+    With turns.mode=auto those take turns that are only timed: synthetic data at quick scale. Raises UserError where
+    turns.mode=turns asks for what cannot be.
+    """
+    first = resolved[0]
+    mode = first["turns"]["mode"]
+    if mode == "runs":
+        return "turns.mode=runs"
+    if mode == "auto" and not (synthetic and first["scale"]["name"] == "quick"):
+        return "their accuracy counts"
+    reason = _not_together(resolved)
+    if mode == "turns" and reason is not None:
+        raise UserError(f"turns.mode=turns is not possible: {reason}; set turns.mode=runs")
+    return reason
+
+
+def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
+    first = resolved[0]
+    for other in resolved[1:]:
+        for key in (*SHARED, *SHARED_KEYS):
+            if _value(other, key) != _value(first, key):
+                return f"methods differ in {key}"
+    if first["checkpoint"]["every"] or first["resume"] == "auto":
+        return "methods in turns keep no checkpoints"
+    if first["cluster"].get("max_restarts"):
+        return "methods in turns are not restarted"
+    if first.get("profile"):
+        return "a profile is of a run"
+    return None
+
+
+def make(chosen: Sequence[Composed], commands: Sequence[str], group: str, attempt: int = 1) -> RunSpec:
+    """One run for all variants. Its id begins the ids of their records. Raises UserError.
+
+    attempt: from 1; later ones are of methods that are left when another one has broken the world.
+    """
+    run_id = group if attempt == 1 else f"{group}.{attempt}"
+    resolved = [compose.resolve(c) for c in chosen]
+    first = resolved[0]
+    check_timeline(first)
+    variants: list[dict[str, Any]] = []
+    for composed, config, command in zip(chosen, resolved, commands, strict=True):
+        name = _name(composed.choices.get("optimizer") or "method", config)
+        same = sum(v["name"] == name for v in variants)
+        mine = f"{run_id}-{name}" + (f".{same + 1}" if same else "")
+        about = {"command": command, "overrides": list(composed.overrides), "config": config}
+        variants.append({"id": mine, "name": name, **about})
+    return world(first, variants, group, run_id)
+
+
+def world(config: dict[str, Any], variants: list[dict[str, Any]], group: str | None, run_id: str) -> RunSpec:
+    """The run of a world in which `variants` take turns."""
+    config = {**config, "variants": variants, "resume": "never"}
+    folder = Path(config["output_dir"]) / str(config["exp"]) / run_id
+    command = variants[0]["command"] if variants else ""
+    return RunSpec(run_id, group, str(config["exp"]), command, [], config, str(folder))
+
+
+def spec_of(spec: RunSpec, described: dict[str, Any]) -> RunSpec:
+    """The description of one method's part in a world. described: one of `variants`."""
+    return dataclasses.replace(
+        spec,
+        id=described["id"],
+        command=described["command"],
+        overrides=described["overrides"],
+        config=described["config"],
+    )
+
+
+def launcher(config: dict[str, Any]) -> Launcher:
+    """What starts a world. Emulated links wait for the ranks to ask for their rate. Raises UserError."""
+    made: Launcher = compose.launcher(config)
+    made.worker, made.on_failure = WORKER, write_failed
+    if hasattr(made, "late"):
+        made.late = True
+    return made
+
+
+def check_timeline(config: dict[str, Any]) -> None:
+    """Raises UserError where a dilation is to be measured against nothing."""
+    if config["cluster"].get("dilation") == "auto" and getattr(compose.launcher(config), "shapes", False):
+        if config["timeline"] is None:
+            raise UserError(
+                "cluster.dilation=auto needs the target's step time: set timeline=NAME or cluster.dilation=20"
+            )
+        timelines.load(config["timeline"])
+
+
+def write_failed(spec: RunSpec, reason: str) -> None:
+    """Records a world's failure as that of the method whose turn it was, of all where it was nobody's. Does not raise."""
+    blamed = whose_turn(spec)
+    for described in spec.config["variants"]:
+        if blamed in (None, described["id"]):
+            record.write_failed(spec_of(spec, described), reason)
+
+
+def whose_turn(spec: RunSpec) -> str | None:
+    """The id of the method in whose turn a world broke; None where none had begun, or it is not known."""
+    try:
+        found = (spec.path / TURN_FILE).read_text().strip()
+    except OSError:
+        return None
+    return found if found in {v["id"] for v in spec.config["variants"]} else None
+
+
+def failures(spec: RunSpec) -> list[str]:
+    """Of a world that ended well: which methods have failed, and why, a line for each."""
+    found = []
+    for described in spec.config["variants"]:
+        path = Path(described["config"]["results_dir"]) / "records" / f"{described['id']}.json"
+        if path.exists() and (made := record.read(path)).status != "completed":
+            found.append(f"{made.method}: {made.reason}")
+    return found
+
+
+def _name(optimizer: str, config: dict[str, Any]) -> str:
+    return f"{optimizer}-{labels.wire(config)}"
+
+
+def _value(config: dict[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,124 @@
+"""From a world's measurements to a record for each method."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.records import labels, record
+from experiments.timing import intervals
+from experiments.timing.entries import Entry, Variant
+from experiments.timing.plan import spec_of
+from experiments.training import clock
+from experiments.workloads.base import all_sum
+
+if TYPE_CHECKING:
+    from experiments.timing.turns import _World
+
+BASELINES = ("fp32", "bf16", "none")
+"""Wires whose fastest method ratios are taken against; "none" is the bound."""
+
+
+def write(world: _World, about: dict[str, Any], dilation: float | None, probed: dict[str, Any] | None) -> None:
+    """Writes the record of every method, on rank 0. Called on every rank. Raises UserError.
+
+    about: what the records' `turns` say of the world. dilation: of the links, where they have one. probed: the link of a
+    real network.
+    """
+    made: list[tuple[Entry, dict[str, Any], dict[str, Any]]] = []
+    for described in world.bounds:
+        made.append((world.bound, described, _measured(world, world.bound)))
+    for variant in world.variants:
+        made.append((variant, variant.described, {} if variant.failed else _measured(world, variant)))
+    if not world.main:
+        return
+    ratios = _ratios([(entry, described, fields) for entry, described, fields in made if entry.failed is None])
+    for (entry, described, fields), against in zip(made, _spread(made, ratios), strict=True):
+        described = copy.deepcopy(described)
+        if dilation is not None and "dilation" in described["config"]["cluster"]:
+            described["config"]["cluster"]["dilation"] = dilation
+        spec = spec_of(world.spec, described)
+        said = described["config"]["cluster"].get("link") or {}
+        link = {**world.link, **said, **(probed or {})}
+        known: dict[str, Any] = {"device": world.shard.device.type, "link": link, "data": _data(world)}
+        if entry.failed is not None:
+            made_record = record.failed(spec, entry.failed, **known)
+        else:
+            turns = {**about, "ms": [round(1000 * s, 4) for s in entry.per_step()], "steps": entry.steps}
+            fields["timing"]["ratios"] = against
+            made_record = record.from_spec(spec, turns=turns, **fields, **known)
+        path = record.write(made_record, described["config"]["results_dir"])
+        timing = fields.get("timing")
+        told = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing else f"failed: {entry.failed}"
+        print(f"{labels.method(described['config'])}: {told}; record {path}", flush=True)
+
+
+def _measured(world: _World, entry: Entry) -> dict[str, Any]:
+    """Fields of a record. Called on every rank."""
+    shard, settings = world.shard, world.config["train"]
+    variant = entry if isinstance(entry, Variant) else None
+    told = variant.told if variant else None
+    sent = variant.sent if variant else [0, 0, 0]
+    intra, inter = all_sum([float(sent[0]), float(sent[1])], shard)
+    nic = entry.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
+    tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], shard)
+    state = all_sum([float(variant.state_bytes if variant else 0)], shard)[0] / shard.world_size
+    steps = sum(entry.steps)
+    per = world.spec.nodes * steps
+    samples = world.workload.samples(int(settings["batch_per_rank"])) * int(settings["accumulate"]) * shard.world_size
+    uneven = told is not None and told.uneven
+    timing = clock.summary(
+        1000 * np.array(entry.per_step()), samples, uneven, variant.clock.split() if variant else {}, steps
+    )
+    mean = 1000 * sum(entry.seconds) / steps
+    timing["mean_ms"] = round(mean, 3)
+    if uneven:
+        timing["samples_per_s"] = round(1000 * samples / mean, 3)
+    updates = variant.updates if variant else [0.0]
+    timing["update_ms"] = round(1000 * float(np.mean(updates)), 3) if updates else None
+    return {
+        "timing": timing,
+        "bytes_per_step": {
+            "payload_intra": round(intra / per),
+            "payload_inter": round(inter / per),
+            "nic_tx": None if unknown else round(tx / per),
+            "nic_rx": None if unknown else round(rx / per),
+        },
+        "collectives_per_step": round(sent[2] / steps, 2),
+        "rounds_per_step": round((told.per_step if told else None) or 0.0, 4),
+        "state_bytes_per_rank": round(state),
+    }
+
+
+def _ratios(made: list[tuple[Entry, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """How many times as fast each method is as the fastest of each baseline: {fp32: [value, low, high], ...}."""
+    rounds = [
+        intervals.Rounds(
+            tuple(round(1000 * s, 4) for s in entry.per_step()),
+            tuple(entry.steps),
+            fields["timing"]["typical"] == "mean",
+        )
+        for entry, _, fields in made
+    ]
+    found: list[dict[str, Any]] = [{} for _ in made]
+    for wire in BASELINES:
+        having = [r for (_, d, _), r in zip(made, rounds, strict=True) if labels.wire(d["config"]) == wire]
+        base = min(having, key=lambda r: r.typical, default=None)
+        for mine, ratios in zip(rounds, found, strict=True):
+            ratio = None if base is None else intervals.ratio(base, mine)
+            if ratio is not None:
+                ratios[wire] = [round(v, 4) for v in (ratio.value, ratio.low, ratio.high)]
+    return found
+
+
+def _spread(made: list[Any], ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`ratios`, which are of those that did not fail, in the order of all."""
+    left = iter(ratios)
+    return [next(left) if entry.failed is None else {} for entry, _, _ in made]
+
+
+def _data(world: _World) -> dict[str, Any]:
+    return {"name": world.workload.data_name, "synthetic": world.workload.synthetic}

@@ -1,0 +1,59 @@
+"""One DistributedDataParallel for methods that take turns."""
+
+# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _Switch:
+    """The hook whose turn it is."""
+
+    current: tuple[Any, Callable[..., Any]] | None = None
+
+
+def _hook(switch: _Switch, bucket: dist.GradBucket) -> Future[Tensor]:
+    assert switch.current is not None, "no method has its turn"
+    state, hook = switch.current
+    return hook(state, bucket)
+
+
+def _nothing(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sends nothing: the bucket stays as it is."""
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class SharedDDP(DistributedDataParallel):
+    """DDP whose communication hook changes hands. `register_comm_hook` gives it to the newcomer at once.
+
+    One reducer, and so one set of buckets, serves all: DDP rebuilds them once, after the first backward pass.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._switch = _Switch()
+        super().register_comm_hook(self._switch, _hook)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        self._switch.current = (state, hook)
+
+    @property
+    def hook(self) -> Any:
+        """The hook that is in use: to be handed to `use` when the turn comes again."""
+        return self._switch.current
+
+    def use(self, hook: Any) -> None:
+        """Gives the turn to a hook that was registered before; None to nobody."""
+        self._switch.current = hook
+        self.broadcast_buffers = True
+
+    def send_nothing(self) -> None:
+        """Until the next `use`, passes are as any others', and send neither gradients nor buffers."""
+        self.use((None, _nothing))
+        self.broadcast_buffers = False

@@ -1,0 +1,303 @@
+"""Methods timed in turns: one world of ranks, one model, one set of data; in every round each method runs a few steps.
+
+Every rank runs `train`. The order of the turns is shuffled in every round, alike on all ranks. Each method trains for itself:
+parameters, buffers, random state and batches are its own, and its steps those of a run of its own. A method whose turn has
+ended leaves the ranks no sooner than the slowest of them: a turn is as long as on the slowest rank.
+
+    warm up   each method, past its dense stage; emulated links have no rate yet
+    bound     forward and backward alone, nothing sent, nothing updated; the dilation and the links' rate follow from it
+    rounds    each method, the bound among them
+    check     the bound again; if this machine's pace has changed the rounds are repeated, once
+
+Where memory does not hold all methods at once, each is made, warmed up and freed in every turn.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hydra.utils
+import torch
+import torch.distributed as dist
+
+from experiments.cells import timelines
+from experiments.records import record
+from experiments.timing import entries, link, machine, plan, results
+from experiments.timing.entries import Bound, Entry, Variant
+from experiments.timing.shared_ddp import SharedDDP
+from experiments.training.clock import Stopwatch
+from experiments.training.method import Length
+from experiments.training.world import world
+from experiments.workloads.base import Shard, Workload
+from launch.errors import UserError
+from launch.spec import RunSpec
+
+DRIFT = 0.10
+"""A bound that has changed by more than this share since the dilation was measured: the rounds are repeated, once."""
+BOUND_TURNS = 3
+"""Turns from which the bound's step is taken, the median."""
+MEMORY = 0.8
+"""Share of the memory available that the methods may take together."""
+LEAST = 1.0
+"""A machine that is faster than the target emulates it without dilation."""
+
+
+def train(spec: RunSpec) -> None:
+    """Times the variants of `spec.config["variants"]` in turns; rank 0 writes a record for each.
+
+    Raises UserError for what the user can mend. A method that fails on all ranks is recorded as failed and left out.
+    """
+    with world(spec) as shard:
+        _World(spec, shard).run()
+
+
+class _World:
+    """What the methods share, on one rank."""
+
+    def __init__(self, spec: RunSpec, shard: Shard) -> None:
+        self.spec, self.shard, self.config = spec, shard, spec.config
+        self.main = shard.rank == 0
+        self.rounds, self.steps = int(spec.config["turns"]["rounds"]), int(spec.config["turns"]["steps"])
+        torch.manual_seed(spec.seed)  # the same initial model on every rank
+        self.workload: Workload = hydra.utils.instantiate(self.config["workload"])
+        self.workload.prepare(shard)
+        self.length = Length(self.config, self.workload, shard.world_size)
+        model = self.workload.build_model().to(shard.device)
+        self.ddp = SharedDDP(
+            model,
+            device_ids=[shard.device] if shard.device.type == "cuda" else None,
+            bucket_cap_mb=self.config["comm"]["bucket_mb"],
+            init_sync=False,  # the same seed has made the same model everywhere
+        )
+        self.ddp.train()
+        # Dropout and the like differ between ranks from here on.
+        torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
+        shared = entries.Shared(self.workload, self.ddp, shard, self.length, spec.seed)
+        self.bound = Bound(self.config, shared)
+        described = self.config["variants"]
+        self.variants = [Variant(v, shared) for v in described if v["config"]["comm"]["enabled"]]
+        self.bounds = [v for v in described if not v["config"]["comm"]["enabled"]]
+        """What the comparison calls its runs without communication: the bound stands for them."""
+        self.watch = Stopwatch(shard.device)
+        self.link = self._agree(lambda: link.known(spec.path))
+        self.shapes = bool(self.link.get("shaped")) and self.link.get("set_mbit_per_s") is None
+        self.held = True
+        self.mbit: float | None = None
+        self.repeated = False
+
+    # ---- the course of events ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._free_link()
+        for _ in range(2):
+            self.bound.turn(1, self.watch)
+        before = self._measure_bound()
+        if not self.config["variants"]:
+            self._leave_bound(before)
+            return
+        self._prepare()
+        before = self._measure_bound()  # again: warming up has warmed up the machine
+        dilation = self._settle(before)
+        probed = link.of_run(self.spec, self.shard.device)
+        drift = 0.0
+        for repeated in (False, True):
+            readings = self._readings()
+            self._all_rounds()
+            busy = machine.busy(readings, self._readings())
+            after = self._measure_bound()
+            now = statistics.median([after, *self.bound.per_step()])
+            drift = now / before - 1
+            self.repeated = repeated
+            if abs(drift) <= DRIFT or repeated:
+                break
+            self._say(f"This machine's pace has changed by {drift:+.0%}: the rounds are repeated")
+            before, dilation = now, self._settle(now)
+            for entry in self._all():
+                entry.forget()
+        about = {
+            "world": self.spec.id,
+            "seed": self.spec.seed,
+            "held": "all" if self.held else "one",
+            "repeated": self.repeated,
+            "bound_ms": {"before": round(1000 * before, 3), "after": round(1000 * after, 3)},
+            "drift": round(drift, 4),
+            "busy": busy,
+        }
+        results.write(self, about, dilation, probed)
+
+    def _prepare(self) -> None:
+        """Makes and warms up all methods, or, where memory does not hold them, sees that each can be made."""
+        budget = self._memory()
+        taken = 0
+        for entry in self.variants:
+            if not self._make(entry):
+                continue
+            taken += entry.memory()
+            if taken > budget and entry is not self.variants[0]:
+                self.held = False
+            if not self.held:
+                entry.free()
+        if not self.held:
+            for entry in self.variants:
+                entry.free()
+            self._say(
+                f"Memory does not hold all methods at once ({taken / 2**30:.1f} GiB a rank): each is made anew in turn"
+            )
+
+    def _make(self, entry: Variant) -> bool:
+        """Makes a method and warms it up on links that are free. Whether it works, on all ranks."""
+        if entry.failed is None:
+            self._at(entry)
+            entry.make()
+            self._same(entry)
+        if entry.failed is None:
+            entry.plan(self.rounds, self.steps)
+            entry.turn(entry.warm_up, self.watch)
+            self._same(entry)
+        if entry.failed is not None:
+            entry.free()
+            self._say(f"{entry.label} failed: {entry.failed}")
+        return entry.failed is None
+
+    def _all_rounds(self) -> None:
+        began = time.monotonic()
+        self._one_round(-1, timed=False)  # the first after the links have got their rate
+        for number in range(self.rounds):
+            self._one_round(number, timed=True)
+            left = (time.monotonic() - began) / (number + 2) * (self.rounds - number - 1)
+            self._say(f"round {number + 1}/{self.rounds}, {left:.0f} s left")
+
+    def _one_round(self, number: int, *, timed: bool) -> None:
+        order: list[Entry] = [e for e in self._all() if e.failed is None]
+        random.Random(f"{self.spec.seed} {number} turns").shuffle(order)
+        for entry in order:
+            steps = entry.lengths(self.rounds, self.steps)[number] if timed else 1
+            if not self.held and isinstance(entry, Variant):
+                if not timed:
+                    continue
+                self._free_link()
+                if not self._make(entry):
+                    continue
+                self._set_link()
+                entry.turn(1, self.watch)
+            self._turn(entry, steps, timed)
+            if not self.held:
+                entry.free()
+
+    def _turn(self, entry: Entry, steps: int, timed: bool) -> None:
+        """One turn of one method; its time is that of the slowest rank."""
+        self._at(entry)
+        dist.barrier()
+        entry.begin(timed)
+        seconds = entry.turn(steps, self.watch, timed)
+        everyone = self._same(entry, seconds)
+        entry.end(timed)  # only now have all ranks what was sent to them
+        if timed:
+            entry.keep(max(everyone), steps)
+
+    # ---- dilation and links -----------------------------------------------------------------------------------------
+
+    def _measure_bound(self) -> float:
+        """Seconds of a step without communication and update, on the slowest rank."""
+        taken = []
+        for _ in range(BOUND_TURNS):
+            dist.barrier()
+            steps = max(2, self.steps)
+            taken.append(max(self._same(self.bound, self.bound.turn(steps, self.watch))) / steps)
+        return statistics.median(taken)
+
+    def _settle(self, bound_s: float) -> float | None:
+        """Sets emulated links to what the bound asks for. Returns the dilation; None where there is none."""
+        asked = self.config["cluster"].get("dilation")
+        if not self.shapes:
+            return self.link.get("dilation")
+        if asked == "auto":
+            timeline = timelines.load(self.config["timeline"])
+            # Three significant digits: what tables print is what was set.
+            dilation = float(f"{max(LEAST, 1000 * bound_s / timeline.step_ms):.3g}")
+            self._say(
+                f"Time dilation {dilation:g}: forward and backward take {1000 * bound_s:.0f} ms here, "
+                f"{timeline.step_ms:.3g} ms on {timeline.gpu} (timeline {timeline.name})"
+            )
+        else:
+            dilation = float(asked)
+
+        def set_and_check() -> tuple[float, dict[str, Any]]:
+            mbit = link.capacity(self.config, dilation)
+            link.ask(self.spec.path, f"check {mbit:.6g}")
+            return mbit, link.known(self.spec.path)
+
+        self.mbit, self.link = self._agree(set_and_check)
+        self.link["dilation"] = dilation
+        if self.link.get("note"):
+            self._say(self.link["note"])
+        return dilation
+
+    def _free_link(self) -> None:
+        self._ask_rate(link.FREE_MBIT)
+
+    def _set_link(self) -> None:
+        self._ask_rate(self.mbit)
+
+    def _ask_rate(self, mbit: float | None) -> None:
+        if self.shapes and mbit is not None:
+            self._agree(lambda: link.ask(self.spec.path, f"rate {mbit:.6g}"))
+
+    # ---- together ---------------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[Entry]:
+        return [self.bound, *self.variants]
+
+    def _same(self, entry: Entry, seconds: float = 0.0) -> list[float]:
+        """Every rank's seconds. A failure of any rank is one of the method, on all of them."""
+        told: list[Any] = [None] * self.shard.world_size
+        dist.all_gather_object(told, (seconds, entry.failed))
+        entry.failed = next((failed for _, failed in told if failed is not None), None)
+        return [took for took, _ in told]
+
+    def _agree(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns on rank 0, on every rank; what it raises is raised on every rank."""
+        told: list[Any] = [None]
+        if self.main:
+            try:
+                told = [("value", act())]
+            except (UserError, RuntimeError, OSError) as error:
+                told = [("wrong" if isinstance(error, UserError) else "failed", str(error))]
+        dist.broadcast_object_list(told, src=0)
+        kind, value = told[0]
+        if kind != "value":
+            raise UserError(value) if kind == "wrong" else RuntimeError(value)
+        return value
+
+    def _readings(self) -> list[machine.Reading]:
+        everyone: list[Any] = [None] * self.shard.world_size
+        dist.all_gather_object(everyone, machine.read())
+        return everyone
+
+    def _memory(self) -> float:
+        """Bytes that the methods of one rank may take, the same on all."""
+        readings = self._readings()
+        mine = readings[self.shard.rank].free / machine.ranks_here(readings, self.shard.rank)
+        if self.shard.device.type == "cuda":
+            mine = min(mine, float(torch.cuda.mem_get_info(self.shard.device)[0]))
+        told: list[Any] = [None] * self.shard.world_size
+        dist.all_gather_object(told, mine)
+        return MEMORY * min(told)
+
+    def _at(self, entry: Entry) -> None:
+        """Leaves word whose turn it is, for whoever finds the world broken."""
+        if self.main:
+            (self.spec.path / plan.TURN_FILE).write_text(entry.id)
+
+    def _say(self, line: str) -> None:
+        if self.main:
+            print(line, flush=True)
+
+    def _leave_bound(self, seconds: float) -> None:
+        if self.main:
+            content = f'{{"step_ms": {1000 * seconds:.6g}}}\n'
+            record.write_file(self.spec.path / plan.BOUND_FILE, content.encode(), "measurement")
