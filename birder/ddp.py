@@ -23,8 +23,9 @@ from birder.comm import (
     Topology,
     TwoPhase,
 )
-from birder.comm.link import new_group
-from birder.optimizers.base import WIRES, BucketOptimizer, Plan
+from birder.comm.link import backend_for, new_group
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.contract import WIRES, Plan
 
 
 class Attachment:
@@ -72,6 +73,8 @@ class Attachment:
             return self._all_reduce_mean(bucket.buffer(), bucket.index())
         if self.overlap:
             self.optimizer.feed(bucket.parameters(), bucket.gradients())
+            if bucket.is_last():
+                _after_backward(self.optimizer.note_gradients)
         else:
             self._agree_on_overflow(bucket)
         return _done(bucket.buffer())
@@ -154,7 +157,7 @@ def attach(
             "the optimizer holds parameters that the model does not have: build it from model.parameters()"
         )
     group = model.process_group
-    topology = topology or Topology.from_env(dist.get_world_size(group))
+    topology = topology or Topology.of_ranks(dist.get_process_group_ranks(group))
     if topology.world_size != dist.get_world_size(group):
         raise ValueError(
             f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
@@ -171,13 +174,27 @@ def attach(
         own = new_group(dist.get_process_group_ranks(group))
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
-            pipeline = StreamPipeline(device) if device.type == "cuda" else ThreadPipeline()
+            pipeline = _pipeline(device, own)
     pipeline.trace.on = device.type == "cpu"
     optimizer.bind(comm, pipeline, unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
     attachment = Attachment(optimizer, link, overlap, communicate)
     model.register_comm_hook(attachment, hook)
     return attachment
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Calls it when the backward pass under way is over, and DDP has put its gradients where they belong."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    # DDP queues the end of its work after the last bucket's hook: what is queued when this call's turn comes, comes after.
+    queue(lambda: queue(call))
+
+
+def _pipeline(device: torch.device, group: dist.ProcessGroup) -> Pipeline:
+    if device.type == "cuda":
+        return StreamPipeline(device)
+    # Two threads need messages that are told apart by tags, which `Link` has on gloo alone.
+    return ThreadPipeline() if backend_for(group, device) == "gloo" else Pipeline()
 
 
 def _check_agreement(link: Link, digest: int, device: torch.device) -> None:

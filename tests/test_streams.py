@@ -73,7 +73,8 @@ def nccl_link(size: int) -> Link:
     """A link of `size` ranks on NCCL, of which this is number 1."""
     link = Link.__new__(Link)
     link.group, link.counter, link.size, link.rank = None, ByteCounter(), size, 1 % size
-    link.ranks, link.near, link.backend, link._received = list(range(size)), [True] * size, "nccl", None
+    link.ranks, link.near, link._received = list(range(size)), [True] * size, None
+    link._backends = {"cpu": "nccl"}
     return link
 
 

@@ -248,7 +248,7 @@ def test_what_was_not_sent_is_kept():
     """sum of what was applied + errors = sum of the buffers: with v frozen, over syncs of every interval."""
     x, optimizer = lonely(256, lr=0.1, warmup_steps=4, local_doubling=10, local_limit=4)
     buffers = torch.zeros(256, dtype=torch.float64)
-    original = optimizer._onebit_mean
+    original = optimizer.onebit_mean
 
     def recorded(unit, message):
         buffers.add_(message)
@@ -261,7 +261,7 @@ def test_what_was_not_sent_is_kept():
             state = optimizer.units[0].state
             errors = state["worker_error"].double() + state["server_error"].double()
             start = x.detach().double()
-            optimizer._onebit_mean = recorded
+            optimizer.onebit_mean = recorded
         optimizer.step()
         if step > 5 and optimizer.synced(step):
             applied = (start - x.detach().double()) * (state["v"].double().sqrt() + 1e-8)

@@ -1,6 +1,6 @@
 """Topology, collectives and the count of bytes sent. Never does optimizer mathematics."""
 
-from birder.comm.communicator import Alone, Communicator, Hierarchical, TwoPhase
+from birder.comm.communicator import Communicator, Hierarchical, SingleProcess, TwoPhase
 from birder.comm.counter import ByteCounter
 from birder.comm.link import Link
 from birder.comm.pipeline import Pipeline, StreamPipeline, ThreadPipeline
@@ -8,12 +8,12 @@ from birder.comm.topology import Topology
 from birder.comm.trace import Span, Trace
 
 __all__ = [
-    "Alone",
     "ByteCounter",
     "Communicator",
     "Hierarchical",
     "Link",
     "Pipeline",
+    "SingleProcess",
     "Span",
     "StreamPipeline",
     "ThreadPipeline",

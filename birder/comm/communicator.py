@@ -64,12 +64,20 @@ class Communicator(ABC):
         return self.start_scatter(packed, out)()
 
     @abstractmethod
+    def start_gather_workers(self, values: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begins to gather `values` of each worker, for this rank's shard; returns what waits: [k] -> [workers, k]."""
+
     def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """`values` of each worker, for this rank's shard. [k] -> [workers, k]."""
+        return self.start_gather_workers(values, out)()
 
     @abstractmethod
+    def start_gather(self, chunk: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begins phase 2, and returns what waits for its result: [k] -> [shards*workers*k]."""
+
     def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
         """Phase 2: the served chunks of all shards and workers, in element order. [k] -> [shards*workers*k]."""
+        return self.start_gather(chunk, out)()
 
     def gather_shards(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """The parts of all shards, in element order. [k] -> [shards*k]. This one is right for a single shard."""
@@ -88,7 +96,7 @@ class Communicator(ABC):
         """The sum of a scalar tensor over all ranks."""
 
 
-class Alone(Communicator):
+class SingleProcess(Communicator):
     """One process: a worker that is its own server. The methods' control, and what runs without DDP."""
 
     def __init__(self) -> None:
@@ -100,11 +108,11 @@ class Alone(Communicator):
     def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         return lambda: packed.unsqueeze(0)
 
-    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        return values.unsqueeze(0)
+    def start_gather_workers(self, values: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return lambda: values.unsqueeze(0)
 
-    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
-        return chunk
+    def start_gather(self, chunk: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return lambda: chunk
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         return flat
@@ -132,11 +140,12 @@ class TwoPhase(Communicator):
     def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         return self.all.start_all_to_all(packed.view(self.workers, -1), out)
 
-    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.all.all_gather(values, out)
+    def start_gather_workers(self, values: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return self.all.start_all_gather(values, out)
 
-    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.all.all_gather(chunk, out).view(-1)
+    def start_gather(self, chunk: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        gathered = self.all.start_all_gather(chunk, out)
+        return lambda: gathered().view(-1)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         return self.all.mean(flat, wire)
@@ -156,7 +165,7 @@ class Hierarchical(Communicator):
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
-        """Makes the sub-groups: every rank of `group`, which must be the whole world, has to call this."""
+        """Makes the sub-groups that this rank is in: every rank of `group`, the whole world, has to call this."""
         if topology.world_size != dist.get_world_size(group) or topology.world_size != dist.get_world_size():
             raise ValueError(
                 f"hierarchical communication needs the whole world of {dist.get_world_size()} ranks, "
@@ -167,11 +176,8 @@ class Hierarchical(Communicator):
         self.world_size, self.rank = self.all.size, self.all.rank
         self.workers, self.shards = topology.nodes, topology.ranks_per_node
         self.worker, self.shard = divmod(self.rank, topology.ranks_per_node)
-        local = range(topology.ranks_per_node)
-        nodes = range(topology.nodes)
-        # new_group is collective: every rank makes all groups, in the same order, and keeps its own.
-        intra = [new_group([n * self.shards + i for i in local]) for n in nodes][self.worker]
-        inter = [new_group([n * self.shards + i for n in nodes]) for i in local][self.shard]
+        intra = new_group([self.worker * self.shards + i for i in range(topology.ranks_per_node)])
+        inter = new_group([n * self.shards + self.shard for n in range(topology.nodes)])
         self.intra = Link(intra, topology, self.counter)
         self.inter = Link(inter, topology, self.counter)
 
@@ -181,15 +187,15 @@ class Hierarchical(Communicator):
     def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         return self.inter.start_all_to_all(packed.view(self.workers, -1), out)
 
-    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.inter.all_gather(values, out)
+    def start_gather_workers(self, values: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return self.inter.start_all_gather(values, out)
 
-    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
+    def start_gather(self, chunk: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         if out is None:
             out = chunk.new_empty(self.shards * self.workers * chunk.numel())
         # Received where it belongs in the whole, from where the other local ranks take it.
-        part = self.inter.all_gather(chunk, out.view(self.shards, -1)[self.shard])
-        return self.gather_shards(part.view(-1), out)
+        part = self.inter.start_all_gather(chunk, out.view(self.shards, -1)[self.shard])
+        return lambda: self.gather_shards(part().view(-1), out)
 
     def gather_shards(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         return self.intra.all_gather(part, out).view(-1)

@@ -12,19 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from birder.comm.counter import ByteCounter
+from birder.comm.tags import OUTSIDE, current_task
 from birder.comm.topology import Topology
 from birder.comm.trace import note_wait, note_wire
 
-ALL_TO_ALL, ALL_GATHER = 1, 2
-"""Tags of messages on gloo: two threads may each have a collective of one kind under way (birder/comm/pipeline.py)."""
+OUTSIDE_TAGS = 1 << 20
+"""Tags of calls that no task makes are used again after so many."""
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A process group of `ranks`, for members and others alike: every rank of the world must call it.
+    """A process group of `ranks`: all of them call it, and no other rank has to.
 
     Its collectives may take as long as those of the whole world. Raises RuntimeError when torch makes no group.
     """
-    group = dist.new_group(ranks, timeout=_world_timeout())
+    group = dist.new_group(ranks, timeout=_world_timeout(), use_local_synchronization=True)
     if group is None:
         raise RuntimeError(f"torch.distributed made no process group of ranks {ranks}")
     return group  # type: ignore[return-value]
@@ -39,8 +40,28 @@ def _world_timeout() -> timedelta | None:
     return None
 
 
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The back end that carries tensors on `device`: "gloo", "nccl", ...; "" when the group has none for it.
+
+    A group may have one for each kind of device, however it was asked for: "gloo", "cpu:gloo,cuda:nccl", or nothing at all.
+    """
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return {kind: name for kind, _, name in pairs}.get(device.type, "")
+
+
+def _arrival(sent: dist.Work | None, received: Tensor) -> Callable[[], Tensor]:
+    """What waits for a collective of the back end; on the stream that is current then, not on the one that sent."""
+
+    def arrived() -> Tensor:
+        assert sent is not None
+        sent.wait()
+        return received
+
+    return arrived
+
+
 class Link:
-    """A process group, with the collectives that the 1-bit methods need.
+    """A process group, with the collectives that the methods need.
 
     On gloo, exchanges are plain sends and receives, all posted before the first is waited for: gloo's own all-to-all
     leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. On other back ends they are the
@@ -56,10 +77,26 @@ class Link:
         self.ranks = dist.get_process_group_ranks(group)
         self.size = len(self.ranks)
         self.rank = dist.get_rank(group)
-        me = self.ranks[self.rank]
-        self.near = [topology.same_node(me, peer) for peer in self.ranks]
-        self.backend = dist.get_backend(group)
+        # A topology of just this group numbers its ranks from 0, one of the whole world as the world does.
+        numbers = range(self.size) if topology.world_size == self.size else self.ranks
+        self.near = [topology.same_node(numbers[self.rank], peer) for peer in numbers]
+        self._backends: dict[str, str] = {}
+        self._outside = 0
         self._received: Tensor | None = None
+
+    def _backend(self, tensor: Tensor) -> str:
+        kind = tensor.device.type
+        if kind not in self._backends:
+            self._backends[kind] = backend_for(self.group, tensor.device)
+        return self._backends[kind]
+
+    def _tag(self) -> int:
+        """Of the next exchange: the same on all ranks, whatever else is under way."""
+        task = current_task()
+        if task is not None:
+            return task.next()
+        self._outside = (self._outside + 1) % OUTSIDE_TAGS
+        return OUTSIDE + self._outside
 
     def _count_pairwise(self, nbytes: int) -> None:
         """One collective in which this rank sends `nbytes` to every peer."""
@@ -75,8 +112,9 @@ class Link:
             share = 2 * (self.size - 1) * nbytes // self.size
             self.counter.sent(share, same_node=self.near[(self.rank + 1) % self.size])
 
-    def _exchange(self, out: list[Tensor], into: list[Tensor], tag: int) -> list[dist.Work]:
+    def _exchange(self, out: list[Tensor], into: list[Tensor]) -> list[dist.Work]:
         """Starts to send out[j] to peer j and to receive into[j] from it, for every peer but this rank itself."""
+        tag = self._tag()
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
         work = [dist.irecv(into[j], group=self.group, group_src=j, tag=tag) for j in peers]
         work += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
@@ -91,18 +129,15 @@ class Link:
             return lambda: rows
         self._count_pairwise(rows[0].numel() * rows.element_size())
         received = torch.empty_like(rows) if out is None else out.view(rows.shape)
-        if self.backend != "gloo":
-            sent = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
-
-            def arrived() -> Tensor:
-                assert sent is not None
-                sent.wait()  # the stream that is current now, which need not be the one that sent
-                return received
-
-            return arrived
+        if self._backend(rows) != "gloo":
+            return _arrival(dist.all_to_all_single(received, rows, group=self.group, async_op=True), received)
         received[self.rank].copy_(rows[self.rank])
+        return self._start(list(rows), received)
+
+    def _start(self, out: list[Tensor], received: Tensor) -> Callable[[], Tensor]:
+        """Starts an exchange on gloo; returns what waits for it."""
         began = time.perf_counter()
-        work = self._exchange(list(rows), list(received), ALL_TO_ALL)
+        work = self._exchange(out, list(received))
         note_wait(began)
 
         def result() -> Tensor:
@@ -118,30 +153,34 @@ class Link:
         """`start_all_to_all`, and its result."""
         return self.start_all_to_all(rows, out)()
 
-    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """Every rank's `part`, in rank order. [c] -> [size, c]."""
+    def start_all_gather(self, part: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Every rank's `part` goes to all. Returns what waits for the result, in rank order: [c] -> [size, c].
+
+        `part` must stay as it is until then. Other collectives may begin before the result is taken.
+        """
         if self.size == 1:
-            return part.unsqueeze(0)
+            return lambda: part.unsqueeze(0)
         self._count_pairwise(part.numel() * part.element_size())
         shape = self.size, part.numel()
         gathered = part.new_empty(shape) if out is None else out.view(shape)
-        if self.backend == "gloo":
-            if gathered[self.rank].data_ptr() != part.data_ptr():
-                gathered[self.rank].copy_(part)
-            began = time.perf_counter()
-            for w in self._exchange([part] * self.size, list(gathered), ALL_GATHER):
-                w.wait()
-            note_wire(began, began)
-        else:
-            dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group)
-        return gathered
+        if self._backend(part) != "gloo":
+            return _arrival(
+                dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group, async_op=True), gathered
+            )
+        if gathered[self.rank].data_ptr() != part.data_ptr():
+            gathered[self.rank].copy_(part)
+        return self._start([part] * self.size, gathered)
+
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """`start_all_gather`, and its result."""
+        return self.start_all_gather(part, out)()
 
     def reduce_scatter_mean(self, flat: Tensor) -> Tensor:
         """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call."""
         if self.size == 1:
             return flat
         rows = flat.view(self.size, -1)
-        if self.backend == "nccl":
+        if self._backend(flat) == "nccl":
             self._count_pairwise(rows[0].numel() * rows.element_size())
             part = self._buffer(flat)[: rows.shape[1]]
             dist.reduce_scatter_tensor(part, flat, group=self.group)
@@ -161,7 +200,7 @@ class Link:
         """
         if self.size == 1 or flat.numel() == 0:
             return flat
-        if self.backend == "nccl":
+        if self._backend(flat) == "nccl":
             sent = flat.to(wire, copy=True)
             self.count_ring_all_reduce(sent.numel() * sent.element_size())
             dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.group)
@@ -184,23 +223,16 @@ class Link:
 
         if self.size == 1:
             return flags
-        if self.backend == "nccl":  # has no bitwise or
-            union = flags.to(torch.uint8)
-            self.count_ring_all_reduce(union.numel())
-            dist.all_reduce(union, op=dist.ReduceOp.MAX, group=self.group)
-            return union.bool()
-        bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % 8)))
-        self.count_ring_all_reduce(bits.numel())
-        began = time.perf_counter()
-        dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.group)
-        note_wire(began, began)
-        return unpack(bits)[: flags.numel()].bool()
+        bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % (8 * self.size))))
+        rows = self.all_to_all(bits.view(self.size, -1))
+        part = rows[0]
+        for row in rows[1:]:
+            part = part | row
+        return unpack(self.all_gather(part).view(-1))[: flags.numel()].bool()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        """The sum over ranks of a scalar, in place."""
-        if self.size > 1:
-            self.count_ring_all_reduce(value.element_size())
-            began = time.perf_counter()
-            dist.all_reduce(value, group=self.group)
-            note_wire(began, began)
-        return value
+        """The sum over ranks of a scalar, added up in rank order."""
+        total, *others = self.all_gather(value.reshape(1)).unbind()
+        for other in others:
+            total = total + other
+        return total.reshape(value.shape)

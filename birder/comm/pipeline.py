@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from birder.comm.tags import TaskTags
 from birder.comm.trace import Trace
 
 Task = Callable[[], Iterator[None] | None]
@@ -30,6 +31,7 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._busy_s = 0.0
+        self._submitted = 0
         self.trace = Trace()
 
     def take_busy(self) -> float:
@@ -40,9 +42,13 @@ class Pipeline:
     def submit(self, task: Task, unit: int | None = None) -> None:
         """Runs `task` when it is its turn. `unit`: the number of the unit that it exchanges, for the trace."""
         began = time.perf_counter()
-        with self.trace.work(unit):
+        with self._next_tags().running(), self.trace.work(unit):
             _finish(task)
         self._busy_s += time.perf_counter() - began
+
+    def _next_tags(self) -> TaskTags:
+        self._submitted += 1
+        return TaskTags(self._submitted)
 
     def wait(self) -> None:
         """Returns when all submitted tasks are done. Raises the first error that one of them met."""
@@ -55,14 +61,14 @@ class ThreadPipeline(Pipeline):
     """Two worker threads, for CPU tensors: while backward goes on and unit k is on the wire, unit k+1 is encoded.
 
     The first thread begins a task: it runs until its `yield`, having started to send. The second one finishes it: waits for
-    the wire and does the rest. Both keep the order of submission. A task that never yields is begun and finished by the
-    second thread, so that what it communicates keeps its place among the others.
+    the wire and does the rest. Both keep the order of submission, but not beside each other: messages of two tasks are told
+    apart by their tags (birder/comm/tags.py). A task that never yields is begun and finished by the second thread.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._begin: queue.SimpleQueue[tuple[Task, int | None] | None] = queue.SimpleQueue()
-        self._finish: queue.SimpleQueue[tuple[Iterator[None] | Task, int | None] | None] = queue.SimpleQueue()
+        self._begin: queue.SimpleQueue[tuple[Task, int | None, TaskTags] | None] = queue.SimpleQueue()
+        self._finish: queue.SimpleQueue[tuple[Iterator[None] | Task, int | None, TaskTags] | None] = queue.SimpleQueue()
         self._open = 0
         self._error: BaseException | None = None
         self._state = threading.Condition()
@@ -76,30 +82,30 @@ class ThreadPipeline(Pipeline):
 
     def _encode(self) -> None:
         while (submitted := self._begin.get()) is not None:
-            task, unit = submitted
+            task, unit, tags = submitted
             if not inspect.isgeneratorfunction(task):
                 self._finish.put(submitted)
                 continue
             started = task()
-            if self._attempt(lambda started=started: next(started, None), unit):  # type: ignore[misc]
-                self._finish.put((started, unit))
+            if self._attempt(lambda started=started: next(started, None), unit, tags):  # type: ignore[misc]
+                self._finish.put((started, unit, tags))
             else:
                 self._done()
         self._finish.put(None)
 
     def _communicate(self) -> None:
         while (begun := self._finish.get()) is not None:
-            work, unit = begun
-            self._attempt(lambda work=work: _finish(work), unit)  # type: ignore[misc]
+            work, unit, tags = begun
+            self._attempt(lambda work=work: _finish(work), unit, tags)  # type: ignore[misc]
             self._done()
 
-    def _attempt(self, part: Callable[[], object], unit: int | None) -> bool:
+    def _attempt(self, part: Callable[[], object], unit: int | None, tags: TaskTags) -> bool:
         """Runs a part of a task, unless an earlier one failed. Whether it went well."""
         if self._error is not None:
             return False
         began = time.perf_counter()
         try:
-            with torch.no_grad(), self.trace.work(unit):
+            with torch.no_grad(), tags.running(), self.trace.work(unit):
                 part()
         except BaseException as e:
             with self._state:
@@ -118,7 +124,7 @@ class ThreadPipeline(Pipeline):
     def submit(self, task: Task, unit: int | None = None) -> None:
         with self._state:
             self._open += 1
-        self._begin.put((task, unit))
+        self._begin.put((task, unit, self._next_tags()))
 
     def wait(self) -> None:
         with self._state:
@@ -159,7 +165,7 @@ class StreamPipeline(Pipeline):
     def submit(self, task: Task, unit: int | None = None) -> None:
         began = time.perf_counter()
         caller = self._cuda.current_stream(self._device)
-        with torch.no_grad():
+        with torch.no_grad(), self._next_tags().running():
             rest: Task | Iterator[None] = task
             if inspect.isgeneratorfunction(task):
                 self._first.wait_stream(caller)

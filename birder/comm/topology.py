@@ -30,6 +30,22 @@ class Topology:
         return self.node(a) == self.node(b)
 
     @staticmethod
+    def of_ranks(ranks: list[int]) -> Topology:
+        """Of some ranks of the world, on nodes of LOCAL_WORLD_SIZE ranks (torchrun's); one node when it is not set.
+
+        Raises ValueError when these ranks do not lie side by side, as many on each node.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(ranks) + 1))
+        nodes = [rank // local for rank in ranks]
+        count = len(set(nodes))
+        per_node = len(ranks) // count
+        if nodes != [node for node in dict.fromkeys(nodes) for _ in range(per_node)]:
+            raise ValueError(
+                f"{len(ranks)} ranks do not divide into nodes of {local}: give every node the same number of ranks"
+            )
+        return Topology(count, per_node)
+
+    @staticmethod
     def from_env(world_size: int) -> Topology:
         """From torchrun's LOCAL_WORLD_SIZE; one node when it is not set.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from birder.kernels.philox import BLOCK_STREAM, words
 
 
-def drawn(first: int, count: int, ratio: int, *, seed: int, step: int, stream: int) -> Tensor:
+def sample_blocks(first: int, count: int, ratio: int, *, seed: int, step: int, stream: int) -> Tensor:
     """The chosen block of each of the runs first .. first+count-1, int64[count], rising. Bias below ratio/2^32."""
     run = torch.arange(first, first + count, dtype=torch.int64)
     word = words(run, seed=seed, step=step, stream=BLOCK_STREAM + stream)[0]
@@ -62,7 +62,7 @@ class Blocks:
             return cls(block, offset, whole, torch.empty(0, dtype=torch.int64, device=device), ())
         run = block * ratio
         first, last = start // run, (start + numel - 1) // run
-        chosen = drawn(first, last - first + 1, ratio, seed=seed, step=step, stream=stream)
+        chosen = sample_blocks(first, last - first + 1, ratio, seed=seed, step=step, stream=stream)
         rows = chosen - (start + offset) // block
         ends = ((start, slice(0, offset)), (start + numel - 1, slice(offset + whole * block, numel)))
         numbers = set(chosen[[0, -1]].tolist())  # a cut block lies in the first or in the last run

@@ -1,13 +1,16 @@
 """Optimizers: one file for each method, `base.py` for what they share."""
 
-from birder.optimizers.base import BucketOptimizer, Plan
+from birder.optimizers.adam import AdamW, BertAdam
+from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.birder import Birder
+from birder.optimizers.contract import Plan
 from birder.optimizers.cser import CSER, overall_ratio
-from birder.optimizers.dense import SGDM, AdamW, BertAdam
-from birder.optimizers.error_feedback_sgd import EFSGD, QSparseLocalSGD
+from birder.optimizers.ef_sgd import EFSGD
 from birder.optimizers.lamb import LAMB
 from birder.optimizers.onebit_adam import OneBitAdam
 from birder.optimizers.onebit_lamb import OneBitLAMB
+from birder.optimizers.qsparse import QSparseLocalSGD
+from birder.optimizers.sgdm import SGDM
 from birder.optimizers.slamb import SLAMB
 from birder.optimizers.zero_one_adam import ZeroOneAdam
 

@@ -13,6 +13,7 @@ Server of a chunk, then every rank:
     (6) x = x - lr q - lr weight_decay x
 
 One bit for each parameter goes each way: worker to server by all-to-all, server to worker by all-gather.
+One-process reference: `Birder` in tests/reference.py.
 """
 
 from __future__ import annotations
@@ -24,13 +25,11 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.optimizers.base import BucketOptimizer, Plan, require
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.checks import require, require_flag, require_number
+from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
-
-BLOCK = 1024
-"""Elements for which one flag says whether any of them has just seen its first gradient."""
-PART = 4096
-"""Blocks whose coordinates are united at a time: what that takes for a moment stays small beside the model."""
+from birder.optimizers.seen import unite_seen
 
 
 class Birder(BucketOptimizer):
@@ -46,7 +45,7 @@ class Birder(BucketOptimizer):
     intra:     with hierarchical communication, what the reduce-scatter inside a node carries. "gradient": the node is one
                worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
     reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
-               same law for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
+               same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
     options:   max_grad_norm, seed; see `BucketOptimizer`.
 
     State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
@@ -59,7 +58,7 @@ class Birder(BucketOptimizer):
     """
 
     compressed: ClassVar[bool] = True
-    screens: ClassVar[bool] = True
+    handles_nonfinite: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,13 +77,15 @@ class Birder(BucketOptimizer):
         require(idle in ("decay", "hold"), "idle", repr(idle), "decay or hold")
         require(intra in ("gradient", "u"), "intra", repr(intra), "gradient or u")
         require(reduce in ("two_phase", "one_phase"), "reduce", repr(reduce), "two_phase or one_phase")
+        require_flag("decoupled", decoupled)
         self.decoupled, self.idle, self.intra, self.reduce = decoupled, idle, intra, reduce
         super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        require(0 <= group["beta"] < 1, "beta", group["beta"], "in [0, 1)")
-        require(group["eps"] >= 0, "eps", group["eps"], "at least 0")
+        require_number("beta", group["beta"], "in [0, 1)")
+        require(group["beta"] < 1, "beta", group["beta"], "in [0, 1)")
+        require_number("eps", group["eps"])
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED
@@ -112,75 +113,31 @@ class Birder(BucketOptimizer):
         comm, buffers = self.comm, unit.buffers
         size = unit.padded // comm.shards
         start = unit.start + comm.shard * size
-        law = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
-        draw: dict[str, Any] = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
+        averages = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
+        counter: dict[str, Any] = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
         m, b = unit.state["m"], unit.state["b"]
         if self.intra == "gradient" or comm.shards == 1:
-            bits = kernels.encode(comm.shard_mean(grad), m, b, **law, **draw, out=buffers["bits"])  # (1)-(4)
+            bits = kernels.encode(comm.shard_mean(grad), m, b, **averages, **counter, out=buffers["bits"])  # (1)-(4)
         else:
-            u = comm.shard_mean(kernels.ratio(grad, m, b, **law))  # (1)-(3), mean over the node
-            bits = kernels.binarize(u.clamp_(-1.0, 1.0), **draw)  # (4)
-        draw = {"seed": self.seed, "step": step}
+            u = comm.shard_mean(kernels.ratio(grad, m, b, **averages))  # (1)-(3), mean over the node
+            bits = kernels.binarize(u.clamp_(-1.0, 1.0), **counter)  # (4)
+        counter = {"seed": self.seed, "step": step}
         if self.reduce == "one_phase":
-            sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **draw, out=buffers["chunk"])
+            sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **counter, out=buffers["chunk"])
             yield
             rows = comm.gather_workers(sent, buffers["rows"])
-            part = kernels.assemble(rows, start=start, **draw, out=bits)
+            part = kernels.assemble(rows, start=start, **counter, out=bits)
             unit.result = comm.gather_shards(part, buffers["result"])  # (5)
             return
         received = comm.start_scatter(bits, buffers["rows"])
         yield
         rows = received()
         first = start + comm.worker * (size // comm.workers)
-        chunk = kernels.reduce_bits(rows, start=first, **draw, out=buffers["chunk"])
+        chunk = kernels.reduce_bits(rows, start=first, **counter, out=buffers["chunk"])
         unit.result = comm.gather(chunk, buffers["result"])  # (5)
 
     def after_units(self, step: int) -> None:
-        """Unites the ranks' knowledge of which coordinates have ever had a gradient."""
-        open_units = [u for u in self.units if "active" in u.state]
-        if not open_units:
-            return
-        blocks = [self._unseen_blocks(u) for u in open_units]
-        flags = self.comm.union(torch.cat(blocks))
-        if not flags.any():
-            return
-        for unit, changed in zip(open_units, flags.split([part.numel() for part in blocks]), strict=True):
-            if not changed.any():
-                continue
-            for k, part in enumerate(changed.split(PART)):
-                if part.any():
-                    self._unite(unit, slice(k * PART * BLOCK, (k * PART + len(part)) * BLOCK), part)
-            if int(unit.state["active"].sum()) == sum(p.numel() for p in unit.params):
-                del unit.state["active"]
-
-    def _unite(self, unit: Unit, where: slice, blocks: Tensor) -> None:
-        """Unites which coordinates of `where` have been seen, in those `blocks` of it where any rank has news: bool[k]."""
-        active = unit.state["active"][where]
-        b, own = unit.state["b"], self._own(unit)
-        # The elements of `where` of which this rank keeps b.
-        begin, end = max(where.start, own.start), min(where.start + len(active), own.stop)
-        news = torch.zeros(len(blocks) * BLOCK, dtype=torch.bool, device=unit.device)
-        if begin < end:
-            mine = slice(begin - where.start, end - where.start)
-            news[mine] = (b[begin - own.start : end - own.start] > 0) & ~active[mine]
-        news = news.view(-1, BLOCK)
-        news[blocks] = self.comm.union(news[blocks].flatten()).view(-1, BLOCK)
-        active |= news.flatten()[: len(active)]
-
-    def _own(self, unit: Unit) -> slice:
-        """The elements of the unit of which this rank keeps b."""
-        kept = unit.state["b"].numel()
-        begin = self.comm.shard * kept if kept < unit.padded else 0
-        return slice(begin, begin + kept)
-
-    def _unseen_blocks(self, unit: Unit) -> Tensor:
-        """bool[blocks]: where this rank has just seen a coordinate for the first time, BLOCK coordinates a block."""
-        own, b, active = self._own(unit), unit.state["b"], unit.state["active"]
-        if b.numel() == unit.padded:
-            return kernels.unseen_blocks(b, active, BLOCK)
-        whole = unit.zeros()
-        whole[own] = b
-        return kernels.unseen_blocks(whole, active, BLOCK)
+        unite_seen(self.comm, [unit for unit in self.units if "active" in unit.state])
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from birder.compress.blocks import Blocks
-from birder.optimizers.base import WIRES, BucketOptimizer, require, require_whole
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.checks import require, whole_number
+from birder.optimizers.contract import WIRES
 from birder.optimizers.layout import Unit
-
-
-def whole_number(name: str, value: Any) -> int:
-    """`value`, if it is a whole number from 1; raises ValueError."""
-    require_whole(name, value)
-    return int(value)
+from birder.optimizers.sgdm import check_momentum
 
 
 class BlockwiseSGD(BucketOptimizer):
@@ -60,7 +57,7 @@ class BlockwiseSGD(BucketOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
+        check_momentum(group)
         # m is the only way by which this form of decay reaches x.
         lost = self.decay_in_momentum() and group["weight_decay"] and not group["momentum"]
         require(not lost, "momentum", 0, "above 0 for weight decay with variant='released'")

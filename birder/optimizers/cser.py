@@ -20,6 +20,8 @@ coordinates, as they do here, and keeps no e:
 The released code's variant synchronises nothing but the model:
 
     (6) x_i = x_i - p_i;   x_i = PSync(x_i, C1) every H steps, PSync(x_i, C2) in all others
+
+One-process reference: `CSER` in tests/reference_cser.py.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from birder.optimizers.base import Plan, require
-from birder.optimizers.blockwise import BlockwiseSGD, whole_number
+from birder.optimizers.blockwise import BlockwiseSGD
+from birder.optimizers.checks import require, whole_number
+from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
 MODEL, GRADIENT = 1, 2

@@ -8,6 +8,8 @@ With g = mean_i g_i, for every parameter tensor x by itself:
     (2) r = m' / (sqrt(v') + eps) + weight_decay x          m' = m/(1-beta1^t), v' = v/(1-beta2^t)
     (3) c = phi(|x|) / |r|,  phi(z) = min(max(z, low), high);  c = 1 where |x| or |r| is 0
     (4) x = x - lr c r
+
+One-process reference: tests/test_lamb.py.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.optimizers.base import BucketOptimizer, Plan, require
-from birder.optimizers.dense import adam_moments, check_adam, with_gradient
-from birder.optimizers.layout import Unit
+from birder.optimizers.adam import adam_moments, check_adam
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.checks import require
+from birder.optimizers.contract import Plan
+from birder.optimizers.layout import Unit, with_gradient
 
 
 def check_lamb(group: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birder.optimizers.checks import check_gradient, require
+
 ALIGN = 32
-"""Every parameter starts at a multiple of this many elements, a 32-bit word of packed bits."""
+"""Every parameter starts at a multiple of at least this many elements, a 32-bit word of packed bits."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -71,18 +73,22 @@ class Unit:
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
 
-def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int) -> list[Unit]:
+def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = ALIGN) -> list[Unit]:
     """Cuts every parameter group into units of about `cap_bytes` of fp32 gradient, last parameter first.
 
     Gradients arrive in about that order, so that the first unit is complete early in backward. A tensor larger than the
-    cap is a unit by itself; small ones share one. Parameters on different devices never share a unit.
+    cap is a unit by itself; small ones share one. Parameters on different devices never share a unit. Each parameter begins
+    at a multiple of `align` elements.
+
+    Raises ValueError when `align` is no multiple of 32.
     """
+    require(align >= ALIGN and align % ALIGN == 0, "alignment", align, f"a multiple of {ALIGN}")
     units: list[Unit] = []
     start = 0
     for group in groups:
         open_unit: Unit | None = None
         for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
-            size = round_up(p.numel(), ALIGN)
+            size = round_up(p.numel(), align)
             if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
                 open_unit = Unit(len(units), group, [], [], start, 0)
                 units.append(open_unit)
@@ -91,3 +97,13 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int) -> list[Unit]:
             open_unit.numel += size
             start += size
     return units
+
+
+def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
+    """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
+    chosen = [i for i, p in enumerate(unit.params) if p.grad is not None]
+    params = [unit.params[i] for i in chosen]
+    for p in params:
+        check_gradient(p.grad)  # type: ignore[arg-type]
+    grads = [p.grad.to(torch.float32) for p in params]  # type: ignore[union-attr]
+    return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)

@@ -10,6 +10,8 @@ Afterwards, with v frozen at v_T, C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +
     (3) a = mean_i C(z_i) + s                            server of a chunk
     (4) m = C(a), sent to all;  s = a - C(a)
     (5) x = x - lr (m / (sqrt(v_T) + eps) + weight_decay x)
+
+One-process reference: `OneBitAdam` in tests/reference.py.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any
 from torch import Tensor
 
 from birder import kernels
-from birder.optimizers.base import Plan, require_whole
-from birder.optimizers.dense import adam_moments, check_adam, with_gradient
-from birder.optimizers.layout import Unit
+from birder.optimizers.adam import adam_moments, check_adam
+from birder.optimizers.checks import require_whole
+from birder.optimizers.contract import Plan
+from birder.optimizers.layout import Unit, with_gradient
 from birder.optimizers.onebit import OneBitMethod
 
 

@@ -19,6 +19,8 @@ Afterwards, with v frozen at v_T and C the 1-bit mean with error feedback (birde
     (10) f = max (sqrt(v_T) + eps) / (sqrt(w) + eps);         f = p f + 1 - p with p = min(1, |r0|/|r|)
     (11) f within [f_min, f_max], and within [1 - theta, 1 + theta] times the f of the step before (1 at first)
     (12) x = x - lr c_avg f r
+
+One-process reference: tests/reference_onebit_lamb.py.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.optimizers.base import WIRES, Plan, require, require_whole
-from birder.optimizers.dense import adam_moments
+from birder.optimizers.adam import adam_moments
+from birder.optimizers.checks import require, require_whole
+from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.lamb import check_lamb, trust_ratios
 from birder.optimizers.layout import Unit
 from birder.optimizers.onebit import OneBitMethod

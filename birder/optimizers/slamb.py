@@ -14,10 +14,8 @@ On rank i, with its own gradient g_i, in step t (products and quotients of vecto
     (6) x_i = x_i - lr (s phi1 + (1 - s) phi0 / sqrt(n)) (r + weight_decay x_i)
     (7) every H steps, after (6): x_i = mean_j x_j
 
-Where a norm in (5) is 0, phi1 = 1 and phi0 = 0. With form="v1" (4) includes weight_decay x, so that the norms see it, and
-
-    (5') phi1 = |x|/|r|, phi0 = |x|/|r|, both 1 where a norm is 0
-    (6') x_i = x_i - lr clamp(s phi1 + (1 - s) phi0) (s + (1 - s)/sqrt(n)) r;   tensors of one dimension: - lr phi1 r
+Where a norm in (5) is 0, phi1 = 1 and phi0 = 0. The forms of the released code: birder/optimizers/slamb_released.py.
+One-process reference: tests/reference_slamb.py.
 """
 
 from __future__ import annotations
@@ -28,9 +26,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from birder.compress.masks import cyclic_chunks, random_mask
-from birder.optimizers.base import WIRES, BucketOptimizer, Plan, require, require_whole
-from birder.optimizers.dense import check_adam
+from birder.compress.masks import random_mask
+from birder.optimizers.adam import check_adam
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.checks import require, require_whole
+from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 
 SMALLEST = 2.0**-15
@@ -63,6 +63,16 @@ class SLAMB(BucketOptimizer):
 
     compressed: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
+    first_sync: ClassVar[int] = 0
+    """sync_phase where none is given."""
+
+    def __new__(cls, *args: Any, form: str = "paper", **kwargs: Any) -> SLAMB:
+        """An instance of the subclass that has the rules of `form`."""
+        if cls is SLAMB and form in ("v1", "v2"):
+            from birder.optimizers.slamb_released import SLAMBv1, SLAMBv2
+
+            return super().__new__(SLAMBv1 if form == "v1" else SLAMBv2)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -96,7 +106,7 @@ class SLAMB(BucketOptimizer):
         self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
         self.form, self.unseen = form, unseen
         self.sync_every = sync_every
-        self.sync_phase = (0 if form == "paper" else 1) if sync_phase is None else sync_phase
+        self.sync_phase = self.first_sync if sync_phase is None else sync_phase
         self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
@@ -126,32 +136,27 @@ class SLAMB(BucketOptimizer):
     def init_unit(self, unit: Unit) -> None:
         unit.state["m"] = unit.zeros()
         unit.state["v"] = unit.zeros()
-        if self.form != "v1":
-            unit.state["tau"] = unit.zeros(dtype=torch.uint8 if self.tau_limit == 255 else torch.int16)
-            return
-        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if self.chunks <= 256 else torch.int16)
-        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
-            if not self.is_dense(p):
-                start = unit.start + offset
-                chunks = cyclic_chunks(p.numel(), self.chunks, seed=self.seed, start=start, device=unit.device)
-                view.copy_(chunks.view(p.shape))
+        self.init_ages(unit)
+
+    def init_ages(self, unit: Unit) -> None:
+        """The state from which `freshness` follows."""
+        unit.state["tau"] = unit.zeros(dtype=torch.uint8 if self.tau_limit == 255 else torch.int16)
 
     def mask(self, unit: Unit, step: int) -> Tensor:
         """M_t of (2): bool[padded], the same on all ranks."""
         mask = unit.zeros(dtype=torch.bool)
-        for i, (p, offset) in enumerate(zip(unit.params, unit.offsets, strict=True)):
-            view = unit.view(mask, i)
+        for i, (p, view) in enumerate(zip(unit.params, unit.views(mask), strict=True)):
             if self.is_dense(p):
                 view.fill_(True)
-            elif self.form == "v1":
-                torch.eq(unit.view(unit.state["chunk"], i), step % self.chunks, out=view)
             else:
-                start = unit.start + offset
-                drawn = random_mask(
-                    p.numel(), self.fraction, seed=self.seed, step=step, start=start, device=unit.device
-                )
-                view.copy_(drawn.view(p.shape))
+                self.choose(unit, i, step, view)
         return mask
+
+    def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        """Writes M_t for parameter i into `view`, bool in its shape."""
+        p, start = unit.params[i], unit.start + unit.offsets[i]
+        mask = random_mask(p.numel(), self.fraction, seed=self.seed, step=step, start=start, device=unit.device)
+        view.copy_(mask.view(p.shape))
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
         m, v, (beta1, beta2) = unit.state["m"], unit.state["v"], unit.group["betas"]
@@ -161,30 +166,29 @@ class SLAMB(BucketOptimizer):
         chosen = mask.nonzero().view(-1)
         if chosen.numel():  # the same on all ranks
             m.index_copy_(0, chosen, self.comm.mean(m.index_select(0, chosen), WIRES[self.wire]))  # (2)
-        if self.form != "v1":
-            tau = unit.state["tau"]
-            tau.add_(tau < self.tau_limit).mul_(~mask)  # (3)
+        self.grow_older(unit, mask)
         unit.result = mask
+
+    def grow_older(self, unit: Unit, mask: Tensor) -> None:
+        """tau of (3)."""
+        tau = unit.state["tau"]
+        tau.add_(tau < self.tau_limit).mul_(~mask)
 
     def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
         """s of (3) for parameter i, fp32 in its shape."""
-        if self.form == "v1":
-            index = unit.view(unit.state["chunk"], i)
-            # Before its first turn an element is as old as the run.
-            powers = [self.beta3 ** min(step, (step - c) % self.chunks) for c in range(self.chunks)]
-        else:
-            index = unit.view(unit.state["tau"], i)
-            powers = [self.beta3**tau for tau in range(min(step, self.tau_limit) + 1)]
-        table = torch.tensor(powers, dtype=torch.float32, device=unit.device)
+        powers = [self.beta3**tau for tau in range(min(step, self.tau_limit) + 1)]
+        return self.look_up(powers, unit.view(unit.state["tau"], i))
+
+    @staticmethod
+    def look_up(powers: list[float], index: Tensor) -> Tensor:
+        """powers[index], fp32 in the shape of `index`."""
+        table = torch.tensor(powers, dtype=torch.float32, device=index.device)
         return table.index_select(0, index.reshape(-1).int()).view(index.shape)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
             for i, p in enumerate(unit.params):
-                if self.form == "v1":
-                    self._move_v1(unit, i, p, step)
-                else:
-                    self._move(unit, i, p, step)
+                self.move(unit, i, p, step)
         if self.syncs(step):
             self.average_parameters()  # (7)
 
@@ -192,10 +196,14 @@ class SLAMB(BucketOptimizer):
         """r of (4) for parameter i, in a new tensor."""
         beta1, beta2 = unit.group["betas"]
         first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
-        eps = unit.group["eps"] * (1.0 if self.form == "v2" else root)
+        eps = self.scaled_eps(unit.group["eps"], root)
         v = unit.view(unit.state["v"], i)
         r = unit.view(unit.state["m"], i).div(v.sqrt().add_(eps)).mul_(root / first)
         return r.masked_fill_(v == 0, 0.0) if self.unseen == "hold" else r
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        """What is added to sqrt(v), with root = sqrt(1 - beta2^t): by (4) eps is added to the corrected root."""
+        return eps * root
 
     @staticmethod
     def _ratio(x: Tensor, r: Tensor, otherwise: float) -> Tensor:
@@ -203,7 +211,7 @@ class SLAMB(BucketOptimizer):
         x_norm, r_norm = torch.linalg.vector_norm(x), torch.linalg.vector_norm(r)
         return torch.where((x_norm > 0) & (r_norm > 0), x_norm / r_norm, otherwise)
 
-    def _move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
+    def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
         lr, decay = unit.group["lr"], unit.group["weight_decay"]
         r, x = self._direction(unit, i, step), p.float()
         if self.is_dense(p):
@@ -217,21 +225,3 @@ class SLAMB(BucketOptimizer):
         if decay:
             r.add_(x * decay)
         p.sub_(r.mul_(rate))  # (6)
-
-    def _move_v1(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
-        lr, decay = unit.group["lr"], unit.group["weight_decay"]
-        r, x = self._direction(unit, i, step), p.float()
-        if decay:
-            r.add_(x * decay)
-        if self.is_dense(p):
-            rate = self._ratio(x, r, 1.0)  # (5')
-            if p.dim() > 1:
-                rate.clamp_(self.min_coeff, self.max_coeff)
-            rate.mul_(lr)
-        else:
-            fresh = unit.view(unit.result, i)
-            phi1, phi0 = self._ratio(x * fresh, r * fresh, 1.0), self._ratio(x * ~fresh, r * ~fresh, 1.0)
-            s = self.freshness(unit, i, step)
-            phi = (s * phi1 + (1 - s) * phi0).clamp_(self.min_coeff, self.max_coeff)
-            rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
-        p.sub_(r.mul_(rate))  # (6')

@@ -15,14 +15,8 @@ Worker i in every step t; T_u and T_v are the steps with a 1-bit round and with 
     t in T_v:
     (8) v = beta2 v + (1 - beta2) (mean_i g_i)^2         in floats, after the model has moved
 
-`variant="deepspeed"` has the rules of the reference implementation (DeepSpeed). Until `warmup_steps`:
-
-    (9)  t in T_v:  g = mean_i g_i in floats;  v as in (8);   otherwise  g = 1-bit mean of g_i
-    (10) m = beta1 m + (1 - beta1) g;   x = x - lr (m / (sqrt(v) + eps) + weight_decay x)
-afterwards (1)-(7) with the decay in the buffer and none in (6):
-    (2') u_i = u_i + lr (m_i + weight_decay x_i (sqrt(v) + eps))
-
-The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py.
+The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py. `variant="deepspeed"`, the reference implementation's rules:
+birder/optimizers/zero_one_adam_deepspeed.py. One-process reference: tests/reference_zero_one_adam.py.
 """
 
 from __future__ import annotations
@@ -34,8 +28,9 @@ import torch
 from torch import Tensor
 
 from birder.optimizers import zero_one_schedule as schedule
-from birder.optimizers.base import WIRES, Plan, require, require_whole
-from birder.optimizers.dense import check_adam
+from birder.optimizers.adam import check_adam
+from birder.optimizers.checks import require, require_whole
+from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.onebit import OneBitMethod, SignedScales
 
@@ -64,6 +59,16 @@ class ZeroOneAdam(OneBitMethod):
     """
 
     local_models: ClassVar[bool] = True
+    aligned: ClassVar[bool] = False
+    """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
+
+    def __new__(cls, *args: Any, variant: str = "paper", **kwargs: Any) -> ZeroOneAdam:
+        """An instance of the subclass that has the rules of `variant`."""
+        if cls is ZeroOneAdam and variant == "deepspeed":
+            from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam
+
+            return super().__new__(DeepSpeedZeroOneAdam)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -95,21 +100,12 @@ class ZeroOneAdam(OneBitMethod):
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
-    @property
-    def released(self) -> bool:
-        """Whether the rules are those of the reference implementation."""
-        return self.variant == "deepspeed"
-
     def synced(self, step: int) -> bool:
         """Whether all ranks have the same model after step `step`."""
-        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.released)
+        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.aligned)
 
     def has_variance_round(self, step: int) -> bool:
-        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.released)
-
-    def sends_gradient(self, step: int) -> bool:
-        """Whether the step is one of (9) and (10)."""
-        return self.released and step <= self.warmup_steps
+        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.aligned)
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
@@ -129,21 +125,14 @@ class ZeroOneAdam(OneBitMethod):
         mean = signs = None
         if self.has_variance_round(step):
             mean = self.comm.mean(grad, WIRES[self.wire])
-        if self.sends_gradient(step):
-            if mean is None:
-                signs = self.onebit_mean(unit, self.comm.shard_mean(grad))  # (9)
-        else:
-            self._accumulate(unit, grad, step)
-            if self.synced(step):
-                signs = self.onebit_mean(unit, self.comm.shard_mean(unit.state["u"]))  # (4)
+        self._accumulate(unit, grad)
+        if self.synced(step):
+            signs = self.onebit_mean(unit, self.comm.shard_mean(unit.state["u"]))  # (4)
         unit.result = mean, signs
 
-    def _accumulate(self, unit: Unit, grad: Tensor, step: int) -> None:
-        """(1), (2) and (2')."""
-        state, lr, decay = unit.state, unit.group["lr"], unit.group["weight_decay"]
-        if self.released and step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
-            state["worker_error"].zero_()
-            state["server_error"].zero_()
+    def _accumulate(self, unit: Unit, grad: Tensor) -> None:
+        """(1) and (2), and what (5) and (6) need of the learning rates."""
+        state, lr = unit.state, unit.group["lr"]
         if not lr:
             return
         state["m"].lerp_(grad, 1.0 - unit.group["betas"][0])
@@ -151,33 +140,22 @@ class ZeroOneAdam(OneBitMethod):
         if mask is not None:
             state["m"].mul_(mask)
         state["u"].add_(state["m"], alpha=lr)
-        if self.released and decay:
-            state["u"].addcmul_(self.flat_parameters(unit), self._denominator(unit), value=lr * decay)
         state["sums"][0] += lr
-        if not self.released:
-            state["sums"][1] *= 1.0 - lr * decay
+        self._decay(unit, lr, unit.group["weight_decay"])
+
+    def _decay(self, unit: Unit, lr: float, decay: float) -> None:
+        """What of (6) belongs to weight decay."""
+        unit.state["sums"][1] *= 1.0 - lr * decay
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
             mean, signs = unit.result
-            if self.sends_gradient(step):
-                self._gradient_step(unit, mean, signs)
-            elif plan is Plan.SKIP:
+            if plan is Plan.SKIP:
                 self._local_step(unit, step)
             else:
                 self._sync(unit, signs, step)
                 if mean is not None:
                     self._update_variance(unit, mean)
-
-    def _gradient_step(self, unit: Unit, mean: Tensor | None, signs: Any) -> None:
-        """(9) and (10). All ranks do the same."""
-        if mean is None:
-            mean = unit.zeros()
-            self.write_mean(unit, mean, signs)
-        else:
-            self._update_variance(unit, mean)
-        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
-        self._move(unit)
 
     def _local_step(self, unit: Unit, step: int) -> None:
         """(3)"""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from birder import OneBitAdam
-from birder.optimizers.base import Plan
+from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from birder import BucketOptimizer
 from birder.comm import ByteCounter, Link, Topology, Trace
+from birder.comm.link import backend_for
 from birder.comm.trace import current, note_wire
 
 HALF: dict[str, Callable[..., Future[Tensor]]] = {
@@ -105,7 +106,8 @@ class HookAttachment:
             default_hooks.dist = powersgd.dist = _Collectives()  # type: ignore[assignment]
         # On gloo a bucket's second and third all-reduce start in whatever thread has finished the one before, and ranks
         # would mix up those of several buckets. There one bucket follows the other.
-        self._in_order = ThreadPoolExecutor(1) if name == "powersgd" and self.link.backend == "gloo" else None
+        on_gloo = backend_for(group, next(model.parameters()).device) == "gloo"
+        self._in_order = ThreadPoolExecutor(1) if name == "powersgd" and on_gloo else None
         self._paused = False
 
     @contextlib.contextmanager

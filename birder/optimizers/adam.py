@@ -1,4 +1,4 @@
-"""SGDM, AdamW and BertAdam: the uncompressed baselines."""
+"""AdamW and BertAdam: the uncompressed baselines. One-process references: torch.optim.AdamW, and tests/test_dense.py."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.optimizers.base import BucketOptimizer, Plan, require
-from birder.optimizers.layout import Unit
-
-
-def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
-    """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
-    chosen = [i for i, p in enumerate(unit.params) if p.grad is not None]
-    params = [unit.params[i] for i in chosen]
-    grads = [p.grad.to(torch.float32) for p in params]  # type: ignore[union-attr]
-    return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.checks import is_number, require, require_number
+from birder.optimizers.contract import Plan
+from birder.optimizers.layout import Unit, with_gradient
 
 
 def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: float, beta2: float) -> None:
@@ -29,50 +23,10 @@ def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: f
 
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError for betas or eps out of range."""
-    for beta in group["betas"]:
-        require(0 <= beta < 1, "betas", tuple(group["betas"]), "two numbers in [0, 1)")
-    require(group["eps"] >= 0, "eps", group["eps"], "at least 0")
-
-
-class SGDM(BucketOptimizer):
-    """SGD with momentum, weight decay coupled (L2), as torch.optim.SGD.
-
-    g = mean_i g_i + weight_decay x;  buf = momentum buf + g;  x = x - lr buf        (nesterov: x - lr (g + momentum buf))
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        **options: Any,
-    ) -> None:
-        """`options`: wire, max_grad_norm; see `BucketOptimizer`."""
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, defaults, **options)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
-
-    def init_unit(self, unit: Unit) -> None:
-        unit.state["momentum"] = unit.zeros()
-
-    def update(self, step: int, plan: Plan) -> None:
-        for unit in self.units:
-            params, grads, bufs = with_gradient(unit, "momentum")
-            if not params:
-                continue
-            group = unit.group
-            if group["weight_decay"]:
-                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-            torch._foreach_mul_(bufs, group["momentum"])
-            torch._foreach_add_(bufs, grads)
-            if group["nesterov"]:
-                bufs = list(torch._foreach_add(grads, bufs, alpha=group["momentum"]))
-            torch._foreach_add_(params, bufs, alpha=-group["lr"])
+    betas = tuple(group["betas"])
+    ok = len(betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+    require(ok, "betas", betas, "two numbers in [0, 1)")
+    require_number("eps", group["eps"])
 
 
 class AdamW(BucketOptimizer):
@@ -150,7 +104,7 @@ class BertAdam(BucketOptimizer):
         super().check_group(group)
         check_adam(group)
         clip = group["tensor_clip"]
-        require(clip is None or clip > 0, "tensor_clip", clip, "positive or None")
+        require(clip is None or (is_number(clip) and clip > 0), "tensor_clip", clip, "positive or None")
 
     def init_unit(self, unit: Unit) -> None:
         unit.state["m"] = unit.zeros()

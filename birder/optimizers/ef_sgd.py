@@ -1,99 +1,27 @@
-"""QSparse-local-SGD and EF-SGD: what was not sent is withheld from the model, and added to the next message.
+"""EF-SGD: SGD with error feedback. What was not sent is withheld from the model, and added to the next message.
 
-Sources: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020, Algorithm 1; "Qsparse-local-SGD: Distributed SGD
-with Quantization, Sparsification and Local Computations", NeurIPS 2019; "Error Feedback Fixes SignSGD and other Gradient
+Sources: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020; "Error Feedback Fixes SignSGD and other Gradient
 Compression Schemes", ICML 2019. C is the compressor of birder/compress/blocks.py, p_i the local step of
-birder/optimizers/blockwise.py; e_i = 0 at first.
-
-QSparse-local-SGD, z the point common to all ranks, x_i = z at first:
-
-    (1) x_i = x_i - p_i
-    (2) every H steps:   e_i = e_i + (x_i - z);   c_i = C(e_i);   z = z + mean_j c_j;   x_i = z;   e_i = e_i - c_i
-
-EF-SGD, x the same on all ranks:
+birder/optimizers/blockwise.py; e_i = 0 at first, x is the same on all ranks:
 
     (3) e_i = e_i + p_i;   c_i = C(e_i);   x = x - mean_j c_j;   e_i = e_i - c_i
     (4) released code only, u = 0 at first:   u = beta u + lambda x;   x = x - gamma (beta u + lambda x)
+
+One-process reference: `EFSGD` in tests/reference_cser.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from birder.optimizers.base import Plan
-from birder.optimizers.blockwise import BlockwiseSGD, whole_number
+from birder.optimizers.blockwise import BlockwiseSGD
+from birder.optimizers.checks import whole_number
+from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
-
-
-class QSparseLocalSGD(BlockwiseSGD):
-    """QSparse-local-SGD (see the module's docstring for the equations).
-
-    ratio:      1/ratio of the elements are sent at a synchronisation, a whole number.
-    sync_every: H.
-    nesterov, block, variant, options: see `BlockwiseSGD`.
-
-    State, rank-local: m, fp32[d], where momentum is above 0; e, fp32[d]. The same on all ranks: z, fp32[d]. Parameters
-    differ between ranks except after a synchronisation: `averaged` is what to evaluate.
-
-    Raises ValueError for arguments out of range.
-    """
-
-    local_models: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        *,
-        ratio: int = 4,
-        sync_every: int = 8,
-        nesterov: bool = True,
-        variant: str = "paper",
-        block: int = 1024,
-        **options: Any,
-    ) -> None:
-        self.ratio, self.sync_every = whole_number("ratio", ratio), whole_number("sync_every", sync_every)
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, **options)
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
-
-    def init_unit(self, unit: Unit) -> None:
-        super().init_unit(unit)
-        unit.state["error"] = unit.zeros()
-        unit.state["common"] = unit.zeros()
-
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
-        e, z = unit.state["error"], unit.state["common"]
-        p = self.local_step(unit, grad)
-        if (step - 1) % self.sync_every == 0:  # every model is at the common point now
-            z.copy_(self.flat_parameters(unit))
-        if self.plan(step) is Plan.SKIP:
-            unit.result = p
-            return
-        x = self.flat_parameters(unit).sub_(p)  # (1)
-        e.add_(x.sub_(z))  # (2)
-        chosen = self.choose(unit, self.ratio, step)
-        mean = self.mean(chosen, e)
-        chosen.clear(e)
-        chosen.scatter(z, chosen.gather(z).add_(mean))
-        unit.result = z
-
-    def update(self, step: int, plan: Plan) -> None:
-        for unit in self.units:
-            views = unit.views(unit.result)
-            if plan is Plan.SKIP:
-                torch._foreach_sub_(unit.params, views)
-            else:
-                for x, view in zip(unit.params, views, strict=True):
-                    x.copy_(view)
-            unit.result = None
 
 
 class EFSGD(BlockwiseSGD):

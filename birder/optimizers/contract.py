@@ -1,0 +1,136 @@
+"""What a method defines, and what it may rely on. `BucketOptimizer` (base.py) is the class to derive from."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.comm import Communicator, Pipeline, SingleProcess
+from birder.optimizers.checks import require, require_number
+from birder.optimizers.layout import ALIGN, Unit
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data types that a dense all-reduce can carry."""
+
+
+class Plan(enum.Enum):
+    """What is communicated in a step."""
+
+    SKIP = "nothing: a step on this rank alone"
+    DENSE = "the gradient, by all-reduce"
+    COMPRESSED = "the method's own message"
+
+    @property
+    def own(self) -> bool:
+        """Whether the method takes the local gradient itself (`exchange`), instead of having it averaged."""
+        return self is not Plan.DENSE
+
+
+class Method(torch.optim.Optimizer):
+    """The contract: what a method overrides, in the order in which it is called.
+
+    | | when | may communicate |
+    |---|---|---|
+    | `alignment`, `init_unit` | once, when the optimizer is attached | no |
+    | `plan` | before backward, any number of times | no |
+    | `adjust_gradients` | gradients have arrived | no |
+    | `exchange` | a unit is complete, beside backward | in COMPRESSED steps |
+    | `after_units` | after the last unit, before `update` | yes |
+    | `update` | in `step()` | yes |
+    | `after_update` | after `update`, beside the next step | yes |
+
+    Whatever communicates uses `self.comm`, on all ranks alike: the same calls in the same order within one `exchange`,
+    `after_units` or `after_update`. How these three run beside each other need not be the same on all ranks: every message
+    carries the number of the task that sent it, and of the call within it (birder/comm/tags.py).
+    """
+
+    compressed: ClassVar[bool] = False
+    """Whether the method sends messages of its own in some of its steps."""
+    local_models: ClassVar[bool] = False
+    """Whether parameters may differ between ranks after a step. `averaged` is then what to evaluate."""
+    handles_nonfinite: ClassVar[bool] = False
+    """Whether the method's own arithmetic takes gradients that are not finite for 0."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        wire: str = "fp32",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        require(wire in WIRES, "wire", repr(wire), "one of " + ", ".join(WIRES))
+        if max_grad_norm is not None:
+            require_number("max_grad_norm", max_grad_norm, "positive or None")
+            require(max_grad_norm > 0, "max_grad_norm", max_grad_norm, "positive or None")
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
+        self.wire = wire
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.steps = 0
+        """Completed steps. A step that a GradScaler skips does not count."""
+        self.units: list[Unit] = []
+        self.comm: Communicator = SingleProcess()
+        self.pipeline = Pipeline()
+        self._bound = False
+        self._feeding = False
+        self._where: dict[Tensor, tuple[Unit, int]] = {}
+        self._versions: dict[Tensor, int] = {}
+        """`p.grad._version` at the end of the last backward pass that fed gradients."""
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            self.check_group(group)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError when a hyper-parameter of the group is out of range."""
+        require_number("lr", group["lr"])
+        require_number("weight_decay", group["weight_decay"])
+
+    @property
+    def alignment(self) -> int:
+        """Every parameter begins, and every rank's shard of a unit ends, at a multiple of so many elements; a multiple of 32.
+
+        For methods that work on blocks which may not cross the border between two parameters.
+        """
+        return ALIGN
+
+    def plan(self, step: int) -> Plan:
+        """What step number `step` (from 1) communicates. Depends on `step` alone, or ranks would wait for each other."""
+        return Plan.DENSE
+
+    def init_unit(self, unit: Unit) -> None:
+        """Fills `unit.state` and `unit.buffers`. All ranks make the same keys; shapes may depend on `self.comm`."""
+
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        """Chance to change the copied gradients in place, e.g. for coupled weight decay."""
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None] | None:
+        """From the unit's local gradient, fp32[padded], to `unit.result`. May overwrite `grad`.
+
+        Called in COMPRESSED steps and in SKIP steps; in the latter it must not communicate. Runs on the pipeline: maybe on
+        another thread, while backward goes on. Parameters do not change meanwhile. As a generator it yields once, before it
+        begins to wait for the wire: the next unit is then encoded meanwhile (birder/comm/pipeline.py).
+        """
+        raise TypeError(f"{type(self).__name__} does not compress")
+
+    def after_units(self, step: int) -> None:
+        """Runs on the pipeline after the last unit, in all but DENSE steps."""
+
+    def update(self, step: int, plan: Plan) -> None:
+        """Updates parameters and state, from `p.grad` in DENSE steps, from `unit.result` in the others."""
+        raise TypeError(f"{type(self).__name__} defines no update")
+
+    def after_update(self, step: int) -> Iterator[None] | None:
+        """Runs on the pipeline after step number `step`, beside the forward and backward passes of the next one.
+
+        It is over before the next `update`, `averaged`, `state_dict` or `load_state_dict`. Until then parameters do not
+        change, except where the caller changes them. It may read them and `unit.state`; it must not touch `unit.grad`,
+        `unit.result`, nor what `exchange` of the next step uses, except in its place: the next step's exchanges begin after
+        its `yield`, or after its end where it has none.
+        """

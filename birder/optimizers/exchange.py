@@ -1,0 +1,121 @@
+"""How gradients come to a method: fed during backward or taken in `step()`, clipped, cleaned, and exchanged unit by unit."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from birder import kernels
+from birder.optimizers.checks import check_gradient
+from birder.optimizers.contract import Method, Plan
+from birder.optimizers.layout import Unit
+
+
+class GradientExchange(Method):
+    """The part of `BucketOptimizer` that takes gradients and runs `exchange` on the pipeline."""
+
+    def feed(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Takes gradients that are ready during backward; a unit that is complete is submitted to the pipeline.
+
+        Raises RuntimeError when a parameter is fed twice in a step.
+        """
+        if not self._feeding:
+            self._open_units()
+        arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
+        for p, g in zip(params, grads, strict=True):
+            if p in self._where:
+                unit, i = self._where[p]
+                arrived.setdefault(unit.index, []).append((i, g))
+        for index, pairs in arrived.items():
+            self._put(self.units[index], pairs, None)
+
+    def _open_units(self) -> None:
+        self._feeding = True
+        for unit in self.units:
+            unit.waiting = set(range(len(unit.params)))
+            unit.result = None
+            if unit.grad is None:
+                unit.grad = unit.zeros()
+
+    def _put(self, unit: Unit, pairs: list[tuple[int, Tensor | None]], factor: Tensor | None) -> None:
+        """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
+        if not unit.waiting.issuperset(i for i, _ in pairs):
+            self._feeding = False
+            raise RuntimeError(
+                "backward ran twice before step(): with a 1-bit method accumulate gradients under ddp.no_sync(), "
+                "and synchronise only in the last backward"
+            )
+        assert unit.grad is not None
+        grad, step = unit.grad, self.steps + 1
+        there = [(g, unit.offsets[i]) for i, g in pairs if g is not None]
+        missing = [unit.view(grad, i) for i, g in pairs if g is None]
+        for g, _ in there:
+            check_gradient(g)
+        if there:
+            screen = not self.handles_nonfinite
+            kernels.take(grad, *map(list, zip(*there, strict=True)), factor=factor, screen=screen)
+        if missing:
+            torch._foreach_zero_(missing)
+        self.adjust_gradients([unit.params[i] for i, _ in pairs], [unit.view(grad, i) for i, _ in pairs], unit.group)
+        unit.waiting.difference_update(i for i, _ in pairs)
+        if not unit.waiting:
+            self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
+
+    def note_gradients(self) -> None:
+        """Called when a backward pass that fed gradients is over: from now on changing `p.grad` would have no effect."""
+        self._versions = {p: p.grad._version for p in self._where if p.grad is not None}
+
+    def _check_untouched(self) -> None:
+        """Raises RuntimeError when gradients were changed after their messages had been taken."""
+        versions, self._versions = self._versions, {}
+        if any(p.grad is not None and p.grad._version != version for p, version in versions.items()):
+            self._feeding = False
+            self.pipeline.wait()
+            raise RuntimeError(
+                "gradients were changed after backward (clipped?), but messages had been taken during it: clip with the "
+                "optimizer's own max_grad_norm and turn the framework's clipping off, or use attach(..., overlap=False)"
+            )
+
+    def _exchange_all(self, step: int) -> None:
+        """Sees to it that every unit of this step has been exchanged."""
+        factor = None
+        fed = self._feeding
+        if fed:
+            self._check_untouched()
+        else:
+            self._open_units()
+            if self.max_grad_norm is not None:
+                alone = self.plan(step) is Plan.SKIP
+                squares = self._squares(finite=True)
+                if not alone:
+                    squares = self.comm.total(squares) / self.comm.world_size
+                factor = self._clip_factor(squares.sqrt())
+        for unit in self.units:
+            if unit.waiting:  # after feeding: what DDP does not reduce, the same on every rank
+                left = [(i, None if fed else unit.params[i].grad) for i in sorted(unit.waiting)]
+                self._put(unit, left, factor)
+        self.pipeline.submit(functools.partial(self.after_units, step))
+        self._feeding = False
+        self.pipeline.wait()
+
+    def _clip_gradients(self) -> None:
+        """Clips `p.grad`, the average gradient of a DENSE step, by its norm."""
+        grads = [p.grad for u in self.units for p in u.params if p.grad is not None]
+        torch._foreach_mul_(grads, self._clip_factor(self._squares(finite=False).sqrt()))
+
+    def _squares(self, finite: bool) -> Tensor:
+        """The sum of squares of this rank's gradients, fp64[]. finite: without the elements that count as 0."""
+        device = self.units[0].device if self.units else torch.device("cpu")
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for g in (p.grad for u in self.units for p in u.params if p.grad is not None):
+            check_gradient(g)
+            kept = torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) if finite else g
+            # In fp64: the squares of fp32 numbers above 1e19 are infinite in fp32.
+            total += torch.linalg.vector_norm(kept, dtype=torch.float64).square().to(device)
+        return total
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        assert self.max_grad_norm is not None
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float()

@@ -1,0 +1,189 @@
+"""What an optimizer keeps: saving and restoring it, copies, and models that differ between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder.comm import Pipeline, SingleProcess
+from birder.optimizers.contract import Method
+from birder.optimizers.layout import Unit
+
+NOT_COPIED = {"comm", "pipeline", "units", "_where", "_versions", "_bound", "_feeding", "step"}
+"""Attributes that stay behind when an optimizer is copied or pickled: what belongs to this process and its peers."""
+
+
+class MethodState(Method):
+    """The part of `BucketOptimizer` that saves and restores state, and averages models."""
+
+    _pending: dict[str, Any] | None = None
+    """State to be loaded when the optimizer is bound."""
+    _fingerprint: int | None = None
+    """`fingerprint` of the parameters that belong to the loaded state, until the next step has seen them."""
+
+    # ---- models that differ between ranks ---------------------------------------------------------------------------
+
+    def flat_parameters(self, unit: Unit) -> Tensor:
+        """The unit's parameters as they are now, in a new flat buffer: fp32[padded]."""
+        flat = unit.zeros()
+        for view, p in zip(unit.views(flat), unit.params, strict=True):
+            view.copy_(p.detach())
+        return flat
+
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Replaces the parameters by their mean over all ranks. Every rank calls it."""
+        for unit in self.units:
+            mean = self.comm.mean(self.flat_parameters(unit))
+            for view, p in zip(unit.views(mean), unit.params, strict=True):
+                p.copy_(view)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are the mean over all ranks: what to evaluate and to keep. Every rank enters it.
+
+        Where parameters are the same on all ranks it does nothing. Its bytes are not counted.
+        """
+        if not self.local_models or self.comm.world_size == 1:
+            yield
+            return
+        self.pipeline.wait()
+        saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
+        counted = self.comm.counter.snapshot()
+        self.average_parameters()
+        self.comm.counter.restore(counted)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for unit, values in zip(self.units, saved, strict=True):
+                    torch._foreach_copy_(unit.params, values)
+
+    def fingerprint(self) -> int:
+        """A 63-bit sum over the bits of all parameters and their places: the same for the same values."""
+        total = 0
+        for unit in self.units:
+            bits = self.flat_parameters(unit).view(torch.int32)[: unit.numel].to(torch.int64)
+            total += int((bits * (torch.arange(len(bits), device=bits.device) + unit.start + 1)).sum())
+        return total % 2**63
+
+    def _check_fingerprint(self) -> None:
+        """Raises RuntimeError when parameters are not those with which the loaded state was saved."""
+        wanted, self._fingerprint = self._fingerprint, None
+        if wanted is not None and wanted != self.fingerprint():
+            raise RuntimeError(
+                f"this rank's parameters are not those that its state of {type(self).__name__} was saved with: load them "
+                "on every rank after DistributedDataParallel has been built, which gives all ranks those of rank 0"
+            )
+
+    # ---- saving and restoring ----------------------------------------------------------------------------------------
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank (without the gradient buffers)."""
+        return sum(t.numel() * t.element_size() for u in self.units for t in u.state.values())
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's state, as plain data and tensors, which are not copied:
+
+        {"method", "steps", "signature", "rank", "fingerprint", "units": [{name: flat tensor}], "param_groups", "state": {}}
+
+        Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
+        first step there is none: "units" is None then, or what `load_state_dict` was given.
+        """
+        if self._pending is not None:
+            return self._pending | {"param_groups": super().state_dict()["param_groups"]}
+        self.pipeline.wait()
+        differ = self._bound and self.local_models and self.comm.world_size > 1
+        return {
+            "method": type(self).__name__,
+            "steps": self.steps,
+            "signature": list(self.comm.signature),
+            "rank": self.comm.rank,
+            "fingerprint": self.fingerprint() if differ else None,
+            "units": [dict(u.state) for u in self.units] if self._bound else None,
+            "state": {},
+            "param_groups": super().state_dict()["param_groups"],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restores what `state_dict` returned on the same rank; call it after `attach`.
+
+        Raises ValueError for the state of another method or rank, of another number of workers or layout of parameters.
+        RuntimeError on several processes before `attach`.
+        """
+        self._check_state(state_dict)
+        if state_dict["units"] is not None and not self._bound:
+            self._bind_alone()
+        if self._bound and state_dict["units"] is not None:
+            self.pipeline.wait()
+            self._load_units(state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for unit in self.units:  # torch replaces the group dicts
+            unit.group = next(g for g in self.param_groups if any(p is unit.params[0] for p in g["params"]))
+        self.steps = int(state_dict["steps"])
+
+    def _bind_alone(self) -> None:
+        raise NotImplementedError
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        name = type(self).__name__
+        missing = [key for key in ("steps", "signature", "units", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(f"this is no state of {name}: it has no {', '.join(missing)}")
+        saved = state_dict.get("method", name)
+        if saved != name:
+            raise ValueError(
+                f"the saved state holds what {saved} keeps, this optimizer is {name}: use the one that saved it"
+            )
+
+    def _load_units(self, state_dict: dict[str, Any]) -> None:
+        name, mine = type(self).__name__, self.comm.signature
+        saved = tuple(state_dict["signature"])
+        if self.compressed and saved != mine:
+            raise ValueError(
+                f"state of {name} was saved with {saved[0]} workers x {saved[1]} shards, "
+                f"this run has {mine[0]} x {mine[1]}: resume with the same number of nodes and ranks"
+            )
+        rank = state_dict.get("rank", self.comm.rank)
+        if self.compressed and rank != self.comm.rank:
+            raise ValueError(
+                f"state of {name} was saved by rank {rank}, this is rank {self.comm.rank}: "
+                "it differs from rank to rank, so save and load it on every rank"
+            )
+        units = state_dict["units"]
+        if len(units) != len(self.units):
+            raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
+        for unit, tensors in zip(self.units, units, strict=True):
+            self.load_unit(unit, tensors)
+        self._fingerprint = state_dict.get("fingerprint")
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        """Copies saved tensors into the unit's state."""
+        if set(tensors) != set(unit.state):
+            raise ValueError(f"the saved state holds {sorted(tensors)}, this optimizer keeps {sorted(unit.state)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != unit.state[name].shape:
+                raise ValueError(
+                    f"saved {name} of unit {unit.index} has {tensor.numel()} elements, this run has "
+                    f"{unit.state[name].numel()}: resume with the same model, unit size and number of ranks"
+                )
+            unit.state[name].copy_(tensor)
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: all but the connection to other ranks. The copy has to be attached anew."""
+        kept = {k: v for k, v in vars(self).items() if k not in NOT_COPIED}
+        kept["_pending"] = self.state_dict() if self._bound else self._pending
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
+            self.comm, self.pipeline = SingleProcess(), Pipeline()
+            self.units, self._where, self._versions = [], {}, {}
+            self._bound = self._feeding = False
+        super().__setstate__(state)
