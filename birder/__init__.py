@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         OneBitLAMB,
         Plan,
         QSparseLocalSGD,
+        SparseLoCo,
         ZeroOneAdam,
         overall_ratio,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "OneBitLAMB",
     "Plan",
     "QSparseLocalSGD",
+    "SparseLoCo",
     "Topology",
     "ZeroOneAdam",
     "attach",

@@ -29,6 +29,7 @@ METHODS: dict[str, list[type]] = {
     "zero_one_adam": [birder.ZeroOneAdam],
     "cser": [birder.CSER, birder.QSparseLocalSGD, birder.EFSGD],
     "slamb": [birder.SLAMB],
+    "sparse_loco": [birder.SparseLoCo],
     "dense": [birder.SGDM, birder.AdamW, birder.BertAdam],
 }
 

@@ -12,6 +12,7 @@ from birder.optimizers.onebit_lamb import OneBitLAMB
 from birder.optimizers.qsparse import QSparseLocalSGD
 from birder.optimizers.sgdm import SGDM
 from birder.optimizers.slamb import SLAMB
+from birder.optimizers.sparse_loco import SparseLoCo
 from birder.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OneBitLAMB",
     "Plan",
     "QSparseLocalSGD",
+    "SparseLoCo",
     "ZeroOneAdam",
     "overall_ratio",
 ]

@@ -1,0 +1,190 @@
+"""SparseLoCo: local AdamW, and every H steps the largest entries of what each worker has moved, with error feedback.
+
+Source: "Communication Efficient LLM Pre-training with SparseLoCo", 2025 (arXiv 2508.15706). Rank i, in every step t:
+
+    (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
+    (2) x_i = x_i - lr ((m_i / (1 - beta1^t)) / (sqrt(v_i / (1 - beta2^t)) + eps) + weight_decay x_i)
+
+every H steps after (2), with z the model of the last synchronisation and e_i = 0 at first:
+
+    (3) e_i = beta e_i + (z - x_i)                       the pseudo-gradient z - x_i
+    (4) c_i = top-k(e_i);   e_i = e_i - c_i              the k largest of each chunk of a parameter
+    (5) D = mean_j c_j                                   by all-gather of values and their places
+    (6) w = mu w + D;   z = z - alpha (D + mu w);   x_i = z
+
+mu = 0 is the paper's form: the error, which decays by beta, stands in the place of an outer momentum. mu > 0 is the outer
+optimizer of DiLoCo, SGD with Nesterov momentum. H = 1 with the error as the only momentum is the form of DeMo, without its
+cosine transform. One-process reference: tests/reference_sparse_loco.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.optimizers.adam import check_adam
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.checks import is_number, require, require_number, require_whole
+from birder.optimizers.contract import WIRES, Plan
+from birder.optimizers.layout import ALIGN, Unit, round_up
+
+LARGEST_CHUNK = 1 << 15
+"""A place in a chunk travels as int16."""
+
+
+class SparseLoCo(BucketOptimizer):
+    """SparseLoCo (see the module's docstring for the equations). Models differ between ranks but for after (6).
+
+    lr, betas, eps, weight_decay: of the inner AdamW.
+    sync_every:     H.
+    top_k, chunk:   k entries of each chunk of a parameter are sent; `chunk` is a multiple of 32 up to 32,768.
+    error_decay:    beta of (3), in [0, 1].
+    outer_lr:       alpha.
+    outer_momentum: mu, in [0, 1).
+    options:        wire (of the values that are sent; what rounding takes from them stays in e), max_grad_norm, seed.
+
+    With hierarchical communication a node is one worker: (3) takes the mean of z - x_i over its ranks, and each local rank
+    keeps e for its own shard.
+
+    State: m and v, fp32[D], and e, fp32[D / ranks per node], rank-local; z and, with mu above 0, w, fp32[D], the same on all
+    ranks. D counts whole chunks: a parameter begins with a chunk of its own.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+    local_models: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        sync_every: int = 30,
+        top_k: int = 64,
+        chunk: int = 4096,
+        error_decay: float = 0.95,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        **options: Any,
+    ) -> None:
+        require_whole("sync_every", sync_every)
+        require_whole("chunk", chunk, ALIGN)
+        fits = chunk % ALIGN == 0 and chunk <= LARGEST_CHUNK
+        require(fits, "chunk", chunk, f"a multiple of {ALIGN} up to {LARGEST_CHUNK}")
+        require_whole("top_k", top_k)
+        require(top_k <= chunk, "top_k", top_k, f"at most chunk = {chunk}")
+        require(is_number(error_decay) and 0 <= error_decay <= 1, "error_decay", error_decay, "in [0, 1]")
+        require_number("outer_lr", outer_lr)
+        require(is_number(outer_momentum) and 0 <= outer_momentum < 1, "outer_momentum", outer_momentum, "in [0, 1)")
+        self.sync_every, self.top_k, self.chunk = sync_every, top_k, chunk
+        self.error_decay, self.outer_lr, self.outer_momentum = error_decay, outer_lr, outer_momentum
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+
+    @property
+    def alignment(self) -> int:
+        return self.chunk
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
+
+    def init_unit(self, unit: Unit) -> None:
+        shard = unit.padded // self.comm.shards
+        for name in ("m", "v", "common"):
+            unit.state[name] = unit.zeros()
+        unit.state["error"] = unit.zeros(shard)
+        if self.outer_momentum:
+            unit.state["outer"] = unit.zeros()
+        # Whole words, so that each of the rows that are received can be read as floats.
+        message = round_up(self._entries(unit) * (WIRES[self.wire].itemsize + torch.int16.itemsize), 4)
+        unit.buffers = {
+            "message": unit.bytes(message),  # values, then places
+            "received": unit.bytes(message * self.comm.workers),
+            "mean": unit.zeros(shard),
+            "result": unit.zeros() if self.comm.shards > 1 else unit.zeros(0),
+        }
+
+    # ---- math, collective, math ----------------------------------------------------------------------------------------
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+        z, buffers = unit.state["common"], unit.buffers
+        if (step - 1) % self.sync_every == 0:  # every model is at the common point now
+            z.copy_(self.flat_parameters(unit))
+        unit.result = moved = self._inner_step(unit, grad, step)  # (1), (2)
+        if self.plan(step) is Plan.SKIP:
+            return
+        drift = z - self.flat_parameters(unit).sub_(moved)
+        message = self._compress(unit, self.comm.shard_mean(drift))  # (3), (4)
+        received = self.comm.start_gather_workers(message, buffers["received"])
+        yield
+        mean = self._mean(unit, received())  # (5)
+        unit.result = self.comm.gather_shards(mean, buffers["result"])
+
+    def _inner_step(self, unit: Unit, grad: Tensor, step: int) -> Tensor:
+        """What (2) takes from x, in the buffer of the gradient."""
+        # Products and sums apart from each other: fused, their rounding would depend on where in a buffer they stand.
+        m, v, group = unit.state["m"], unit.state["v"], unit.group
+        beta1, beta2 = group["betas"]
+        m.mul_(beta1).add_(grad * (1 - beta1))
+        v.mul_(beta2).add_(grad.square_().mul_(1 - beta2))
+        root = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        torch.div(m, root, out=grad)
+        # Where there never was a gradient m / root may be 0 / 0.
+        grad.masked_fill_(m == 0, 0.0).div_(1 - beta1**step)
+        if group["weight_decay"]:
+            grad.add_(self.flat_parameters(unit).mul_(group["weight_decay"]))
+        return grad.mul_(group["lr"])
+
+    def _compress(self, unit: Unit, drift: Tensor) -> Tensor:
+        """The message of (4), uint8; e becomes what is left."""
+        error = unit.state["error"].mul_(self.error_decay).add_(drift).view(-1, self.chunk)
+        places = error.abs().topk(self.top_k, dim=1, sorted=False).indices
+        values, small = self._parts(unit, unit.buffers["message"])
+        values.copy_(error.gather(1, places))
+        small.copy_(places)
+        error.scatter_add_(1, places, -values.float())
+        return unit.buffers["message"]
+
+    def _entries(self, unit: Unit) -> int:
+        """How many entries a rank sends of its shard."""
+        return unit.padded // self.comm.shards // self.chunk * self.top_k
+
+    def _parts(self, unit: Unit, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Values, in the type of `wire`, and their places in the chunk, int16: [chunks, k] each."""
+        entries, wire = self._entries(unit), WIRES[self.wire]
+        values = message[: entries * wire.itemsize].view(wire)
+        places = message[entries * wire.itemsize :].view(torch.int16)[:entries]
+        return values.view(-1, self.top_k), places.view(-1, self.top_k)
+
+    def _mean(self, unit: Unit, rows: Tensor) -> Tensor:
+        """D of (5) for this rank's shard, added up in the order of the workers."""
+        mean = unit.buffers["mean"].zero_().view(-1, self.chunk)
+        for row in rows:
+            values, places = self._parts(unit, row)
+            mean.scatter_add_(1, places.long(), values.float())
+        return mean.div_(self.comm.workers).view(-1)
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            if plan is Plan.SKIP:
+                torch._foreach_sub_(unit.params, unit.views(unit.result))
+            else:
+                self._outer_step(unit, unit.result)
+                torch._foreach_copy_(unit.params, unit.views(unit.state["common"]))
+
+    def _outer_step(self, unit: Unit, mean: Tensor) -> None:
+        """(6)"""
+        if self.outer_momentum:
+            w = unit.state["outer"].mul_(self.outer_momentum).add_(mean)
+            mean = w * self.outer_momentum + mean
+        unit.state["common"].sub_(mean * self.outer_lr)
