@@ -47,8 +47,11 @@ bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and other
 bench-gpu: $(READY)  ## the kernels and the hooks on one GPU
 	@$(BIN)/python experiments/replay.py suite=bench --gpu $(ARGS)
 
-tables: $(READY)  ## write results/tables and results/plots again, from the records
-	@$(BIN)/python -m experiments.report.tables
+tables: $(READY)  ## write tables and plots again, from the records: results/published, results/local
+	@$(BIN)/python experiments/tables.py
+
+publish: $(READY)  ## move a group of runs of committed code to results/published: make publish GROUP=NAME (or EXP=NAME)
+	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
 
 test: $(READY)  ## run the tests
 	@$(BIN)/python -m pytest -q -m "not cluster"
@@ -100,4 +103,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench bench-gpu paper-table tables test test-clusters check format setup clean help
+.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench bench-gpu paper-table tables publish test test-clusters check format setup clean help

@@ -115,8 +115,8 @@ def show(results_dir: str | Path, group: str, console: Console | None = None) ->
     tables.print_group(results_dir, group, console or Console(width=WIDTH), comparison, ("speedup", "accuracy"))
 
 
-def comparison(table: SpeedupTable) -> Table:
-    """Bytes, rounds, state, time and metric of each method."""
+def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+    """Bytes, rounds, state, time and metric of each method; beside: the published table of the same setting."""
     measured, shown = speedup.measured, speedup.as_table(table)
     columns = [
         Column("method", "left", value=lambda row: row.label),
@@ -129,6 +129,7 @@ def comparison(table: SpeedupTable) -> Table:
         measured("state", lambda row: size(row.record.state_bytes_per_rank)),
         measured("step ms", _milliseconds),
         measured("speed vs fp32", lambda row: times(table.speedup(row, "fp32"))),
+        *([speedup.published_column(beside)] if beside else []),
         measured(_metric_name(table.records), lambda row: _metric(row.record)),
     ]
     footnotes = (Note(NOTE), *shown.footnotes)

@@ -152,7 +152,7 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     parser.add_argument("--steps", type=int, help="timed steps of every cell; default: the suite's, 2 or 3")
     parser.add_argument("--mbit", type=float, default=suite and suite.mbit, help="rate of the emulated links, Mbit/s")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing, make the page from the records")
-    parser.add_argument("--results", default="results", help="results folder")
+    parser.add_argument("--results", default=record.LOCAL, help="results folder")
     parser.add_argument("--output", default="outputs", help="folder for logs and profiles")
     parser.add_argument("--profile", action="store_true", help="a chrome trace and a PNG of one step of every cell")
     parser.add_argument("--kernels-only", action="store_true", help="the kernels alone")

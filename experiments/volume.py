@@ -1,7 +1,8 @@
 """What 0/1 Adam sends over a whole run, from its schedule alone: `python -m experiments.volume [--steps 118000,152511]`.
 
-Prints the table beside the published numbers and writes it to results/tables/zero_one_adam_volume.md. Nothing is trained.
-Volumes are bits per parameter in one direction; scales and padding are left out. Exit status: 0; 2 bad input.
+Prints the tables beside the published numbers and writes them to tables/zero_one_adam_volume.md of the results folder.
+Nothing is trained. Volumes are bits per parameter in one direction; scales and padding are left out. Exit status: 0; 2
+bad input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if not __package__:  # run as a script: import from the repository, not from thi
 from rich.console import Console
 
 from birder.optimizers import zero_one_schedule as schedule
-from experiments.records.record import write_file
+from experiments.records.record import LOCAL, write_file
 from experiments.report import published
 from experiments.report.table import WIDTH, Note, Table
 from launch.errors import UserError
@@ -238,7 +239,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Setting, list[int], argparse
         "--doubling", type=int, default=default.local_doubling, help="steps before the interval doubles"
     )
     parser.add_argument("--limit", type=int, default=default.local_limit, help="largest interval between syncs")
-    parser.add_argument("--results", default="results", help="results folder")
+    parser.add_argument("--results", default=LOCAL, help="results folder")
     parser.add_argument("--print-only", action="store_true", help="write no file")
     options = parser.parse_args(arguments)
     numbers = options.steps.split(",")

@@ -16,7 +16,7 @@ from launch.files import write_whole
 class RunSpec:
     """A frozen description of one run.
 
-    id:        unique name of the run, safe as a file name; the record is `results/records/<id>.json`.
+    id:        unique name of the run, safe as a file name; the record is `<results_dir>/records/<id>.json`.
     group:     name shared by the runs of one comparison (same machine, one after the other), or None.
     exp:       experiment name (file in conf/exp), or "custom".
     command:   the command line that the user typed.

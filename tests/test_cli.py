@@ -164,7 +164,7 @@ def test_under_torchrun() -> None:
         [*command, str(ROOT / "experiments/run.py"), *arguments], capture_output=True, text=True, timeout=200, env=env
     )
     assert done.returncode == 0, done.stderr
-    (record,) = Path("results/records").glob("*.json")
+    (record,) = Path("results/local/records").glob("*.json")
     content = json.loads(record.read_text())
     assert (content["nodes"], content["ranks_per_node"], content["cluster"]) == (1, 2, "torchrun")
     (run_dir,) = Path("outputs/digits").iterdir()

@@ -18,7 +18,7 @@ from experiments.config import compose
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     p.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "results/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "results/*.md", "results/published/**/*.md")
     for p in ROOT.glob(pattern)
 )
 METHODS: dict[str, list[type]] = {

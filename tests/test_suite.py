@@ -16,7 +16,7 @@ from experiments.records.record import ROOT
 from experiments.report import plots, replay_page, replayed
 from launch.errors import UserError
 
-PUBLISHED = ROOT / "results"
+PUBLISHED = ROOT / "results/published"
 
 
 def content(**changes: Any) -> dict[str, Any]:

@@ -26,6 +26,10 @@ SCHEMA = 1
 LATER = {"rounds_per_step", "turns"}
 """Fields that records of this schema may lack: they were added when there were records already."""
 ROOT = Path(__file__).resolve().parents[2]
+LOCAL = "results/local"
+"""Where runs write, below the working directory; git ignores it."""
+PUBLISHED = ROOT / "results" / "published"
+"""The project's evidence: tracked, written by `make publish` and `make tables` alone."""
 PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
 LINK: dict[str, Any] = {"kind": "loopback", "mbit_per_s": None, "dilation": None, "measured": False, "shaped": False}
 LINK_FILE = "link.json"
@@ -240,7 +244,7 @@ def read_all(results_dir: str | Path) -> list[ResultRecord]:
 def git_state(root: Path = ROOT) -> dict[str, Any]:
     """{sha, dirty} of the checkout at `root`; both None outside of one. Dirty: a tracked file differs.
 
-    Generated results are left out: a comparison that rewrites its tables does not change the code it measures.
+    Results are left out: publishing one experiment does not change the code that the next one measures.
     """
     nothing: dict[str, Any] = {"sha": None, "dirty": None}
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, plots, speedup
+from experiments.report import accuracy, evidence, plots, speedup
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import NOT_A_VARIANT, flatten
 from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
@@ -155,13 +155,18 @@ def columns(table: MethodsTable) -> list[Column]:
     ]
 
 
-def as_table(table: MethodsTable) -> Table:
-    """The table, how it was made and where its step times come from above it, failed runs below it."""
+def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
+    """The table, how it was made and where its step times come from above it, failed runs below it.
+
+    beside: the published table of the same setting: its metric has a column of its own.
+    """
+    theirs = {line.label: _score(line) for line in beside.lines} if beside else {}
+    published = [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if beside else []
     chosen = "the accuracy on a held-out part of the training set" if table.scores.tuned else "the test metric itself"
     intro = INTRO.format(chosen=chosen, metric=table.metric, edge=EDGE.strip())
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
     notes = (Note(intro), Note(clock_note(table), "caution"))
-    return Table.of(columns(table), table.lines, title=table.scores.title, notes=notes, footnotes=failed)
+    return Table.of([*columns(table), *published], table.lines, title=table.scores.title, notes=notes, footnotes=failed)
 
 
 def markdown(table: MethodsTable) -> str:
@@ -193,8 +198,10 @@ def show(results_dir: str | Path, console: Console | None = None) -> None:
     tables = build(read_all(results_dir))
     if not tables:
         raise UserError(f"no finished run of experiment {EXP!r} in {Path(results_dir) / 'records'}")
+    known = build(evidence.records(results_dir, EXP))
     for table in tables:
-        as_table(table).show(console or Console(width=WIDTH))
+        beside = [t for t in known if t.scores.title == table.scores.title]
+        as_table(table, beside[-1] if beside else None).show(console or Console(width=WIDTH))
 
 
 def _trained(name: str, value: Callable[[Any], str], *, short: str = "", terminal: bool = True) -> Column:

@@ -1,4 +1,4 @@
-"""The page of a suite, from records alone: results/tables/<suite>.md, its picture, and what of it a terminal shows.
+"""The page of a suite, from records alone: tables/<suite>.md of a results folder, its picture, what a terminal shows of it.
 
 Which sections a page has, in which order and with which columns, stands in the suite's YAML (`report`). A section is a
 function that yields blocks: tables, and Markdown text; text that begins with # is a heading.
@@ -41,14 +41,19 @@ def paths(suite: Suite, results_dir: str | Path) -> tuple[Path, Path]:
     return base / "tables" / f"{suite.name}.md", base / "plots" / f"{suite.report.plot.file}.png"
 
 
+def render(suite: Suite, results_dir: str | Path) -> dict[Path, bytes]:
+    """Page and, where a cell has been measured, picture: path -> content. Raises UserError."""
+    results, (page, picture) = load(suite, results_dir), paths(suite, results_dir)
+    drawn = {picture: plot(results, mark(suite))} if results.records else {}
+    return {page: markdown(results).encode(), **drawn}
+
+
 def write(suite: Suite, results_dir: str | Path) -> list[Path]:
     """Brings page and picture up to date with the records; returns their paths. Raises UserError."""
-    results, (page, picture) = load(suite, results_dir), paths(suite, results_dir)
-    write_file(page, markdown(results).encode(), "table")
-    if not results.records:
-        return [page]
-    write_file(picture, plot(results, mark(suite)), "plot")
-    return [page, picture]
+    made = render(suite, results_dir)
+    for path, content in made.items():
+        write_file(path, content, "table" if path.suffix == ".md" else "plot")
+    return list(made)
 
 
 def markdown(results: Results) -> str:

@@ -118,9 +118,9 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
     groups: dict[tuple[str, str], list[ResultRecord]] = {}
     for r in records:
         if r.group is not None and group in (None, r.group):
-            groups.setdefault((_setting(r), r.group), []).append(r)
+            groups.setdefault((setting(r), r.group), []).append(r)
     found: dict[tuple[str, str], list[ResultRecord]] = {}
-    for (setting, _), members in groups.items():
+    for (shared, _), members in groups.items():
         failed = [r for r in members if r.status != "completed"]
         machines: dict[str, list[ResultRecord]] = {}
         for r in members:
@@ -128,12 +128,12 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
                 machines.setdefault(json.dumps([r.hardware, _intended(r.link)], sort_keys=True), []).append(r)
         # The launcher writes the record of a failed run and may know less of link and device than the workers.
         for machine, completed in (machines or {"": []}).items():
-            key = (setting, machine)
+            key = (shared, machine)
             if key not in found or _age(completed + failed) > _age(found[key]):
                 found[key] = completed + failed
     # A group in which everything failed is shown only where there is nothing better.
-    measured = {setting for setting, machine in found if machine}
-    kept = {key: rs for key, rs in found.items() if key[1] or key[0] not in measured}
+    timed = {shared for shared, machine in found if machine}
+    kept = {key: rs for key, rs in found.items() if key[1] or key[0] not in timed}
     tables: list[SpeedupTable] = []
     counts: dict[str, int] = {}
     for _, members in sorted(kept.items()):
@@ -259,8 +259,11 @@ def _split(key: str) -> Column:
     return measured(name, lambda row: number(row.record.timing.get("split", {}).get(key)), terminal=False)
 
 
-def as_table(table: SpeedupTable) -> Table:
-    """The table, its machine and link above it, what it shows below it."""
+def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+    """The table, its machine and link above it, what it shows below it.
+
+    beside: the published table of the same setting: its speedups have a column of their own.
+    """
     r = table.records[0]
     said = honesty(table.records)
     notes = [Note(f"{said}.", "caution")] if said else []
@@ -274,7 +277,14 @@ def as_table(table: SpeedupTable) -> Table:
         footnotes.append(Note(UNEVEN_NOTE))
     if summary := conclusion(table):
         footnotes.append(Note(summary, "strong"))
-    return Table.of(columns(table), table.rows, title=title(r), notes=tuple(notes), footnotes=tuple(footnotes))
+    shown = [*columns(table), *([published_column(beside)] if beside else [])]
+    return Table.of(shown, table.rows, title=title(r), notes=tuple(notes), footnotes=tuple(footnotes))
+
+
+def published_column(published: SpeedupTable) -> Column:
+    """The speedups over fp32 of a published table, by the rows' labels."""
+    theirs = {(row.label, row.record.wire): published.speedup(row, "fp32") for row in published.rows}
+    return Column("published vs fp32", value=lambda row: times(theirs.get((row.label, row.record.wire))))
 
 
 def failures(table: SpeedupTable) -> list[Note]:
@@ -333,7 +343,8 @@ def payload(row: Row) -> str:
     return size(row.payload)
 
 
-def _setting(r: ResultRecord) -> str:
+def setting(r: ResultRecord) -> str:
+    """What runs must share to stand in one table, but for group, machine and link."""
     train = r.config.get("train", {})
     batch = [train.get(key) for key in ("batch_per_rank", "accumulate", "precision")]
     return json.dumps([r.exp, r.scale, r.cluster, r.nodes, r.ranks_per_node, batch])

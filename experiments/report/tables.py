@@ -1,4 +1,4 @@
-"""Tables and plots from records alone: `python -m experiments.report.tables [--results DIR] [--exp E] [--group G] [--check]`.
+"""Tables and plots from records alone (`experiments/tables.py` is the command).
 
 The same records give the same bytes. Writes `<results>/tables/<exp>.md` and `<results>/plots/<exp>*.png`, and removes
 those it wrote before whose records are gone.
@@ -6,16 +6,14 @@ those it wrote before whose records are gone.
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all, write_file
-from experiments.report import accuracy, methods_table, plots, published, speedup
+from experiments.report import accuracy, evidence, methods_table, plots, published, speedup
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Table
 from launch.errors import UserError
@@ -81,7 +79,7 @@ def check(results_dir: str | Path, exp: str | None = None) -> list[str]:
     """Names of the tables and plots on disk that differ from what the records say: changed, missing or left over."""
     results = Path(results_dir)
     files = render(_records(results, exp), results)
-    wrong = [name for name, content in sorted(files.items()) if not _same(results / name, content)]
+    wrong = [name for name, content in sorted(files.items()) if not same(results / name, content)]
     return wrong + ([p.relative_to(results).as_posix() for p in _stale(results, files)] if exp is None else [])
 
 
@@ -89,12 +87,13 @@ def print_group(
     results_dir: str | Path,
     group: str,
     console: Console | None = None,
-    view: Callable[[speedup.SpeedupTable], Table] = speedup.as_table,
+    view: Callable[[speedup.SpeedupTable, speedup.SpeedupTable | None], Table] = speedup.as_table,
     kinds: Sequence[str] = ("speedup",),
 ) -> None:
     """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError.
 
-    view: what is shown of the measured table; kinds: of the published numbers beside it, "speedup" and "accuracy".
+    view:  what is shown of the measured table and of the published one of the same setting (None: there is none).
+    kinds: of the papers' numbers beside it, "speedup" and "accuracy".
     """
     results = Path(results_dir)
     # A pipe has no width: rich would squeeze the table into 80 columns.
@@ -103,7 +102,11 @@ def print_group(
     if not records:
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
     for table in speedup.build(records, group):
-        view(table).show(console)
+        known = evidence.records(results, table.records[0].exp)
+        theirs = evidence.matching(table, known)
+        view(table, theirs).show(console)
+        for note in evidence.note(table, theirs, known):
+            note.show(console)
     for exp in sorted({r.exp for r in records}):
         for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
             console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -128,32 +131,6 @@ def print_places(console: Console, results: Path, group: str) -> None:
             console.print(f"{what + ':':<8}{path}", soft_wrap=True, markup=False, highlight=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line. Exit codes: 0 done; 1 `--check` found a difference; 2 bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.report.tables", description="Tables and plots from records."
-    )
-    parser.add_argument("--results", default="results", help="results folder (default: results)")
-    parser.add_argument("--exp", help="this experiment only")
-    parser.add_argument("--group", help="also print the table of this group of runs")
-    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
-    args = parser.parse_args(argv)
-    try:
-        if args.check:
-            if wrong := check(args.results, args.exp):
-                print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
-            return int(bool(wrong))
-        written = write(args.results, args.exp)
-        if args.group:
-            print_group(args.results, args.group)
-        else:
-            print("\n".join(str(p) for p in written) or f"no tables: no records in {args.results}/records")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def _records(results: Path, exp: str | None) -> list[ResultRecord]:
     if not results.is_dir():
         raise UserError(f"no results folder at {results}: give --results DIR")
@@ -167,18 +144,15 @@ def _paragraphs(sentences: Sequence[str]) -> list[str]:
     return [line for sentence in sentences for line in (sentence, "")]
 
 
-def _same(path: Path, content: bytes) -> bool:
+def same(path: Path, content: bytes, mark: str = plots.MARK) -> bool:
+    """Whether a file shows what `content` shows: the same text, a plot of the same data."""
     if not path.is_file():
         return False
     found = path.read_bytes()
-    return plots.digest(found) == plots.digest(content) if path.suffix == ".png" else found == content
+    return plots.digest(found, mark) == plots.digest(content, mark) if path.suffix == ".png" else found == content
 
 
 def _stale(results: Path, files: dict[str, bytes]) -> list[Path]:
     ours = [*(results / "tables").glob("*.md"), *(results / "plots").glob("*.png")]
     gone = [p for p in ours if p.relative_to(results).as_posix() not in files]
     return sorted(p for p in gone if plots.MARK.encode() in p.read_bytes())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Publishes runs: `python experiments/publish.py GROUP`, or `--exp NAME` for every run of an experiment.
+
+Moves their records and curves from results/local to results/published, and brings the tables and plots of both up to date.
+Only runs of committed code are evidence: one whose tracked files differed from its commit is refused, with all of its
+group. Then `git add results/published` and commit. Exit status: 0 done; 2 bad input, nothing was moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from experiments import tables
+from experiments.records.record import LOCAL, PUBLISHED, ResultRecord, read_all, write_file
+from launch.errors import UserError
+
+
+def chosen(own: Path, group: str | None, exp: str | None) -> list[ResultRecord]:
+    """The records to publish. Raises UserError when there are none, or one of them is no evidence."""
+    what = f"group '{group}'" if group else f"experiment '{exp}'"
+    found = [r for r in read_all(own) if (r.group == group if group else r.exp == exp)]
+    if not found:
+        groups = sorted({r.group for r in read_all(own) if r.group})
+        raise UserError(f"no record of {what} in {own / 'records'}; groups there: {', '.join(groups) or 'none'}")
+    for r in found:
+        if r.git.get("dirty") is not False:
+            state = "changed code" if r.git.get("dirty") else "code of an unknown commit"
+            raise UserError(f"{what} is not published: {r.id} ran {state}; commit, run it again, publish that")
+        if r.curve is not None and not (own / r.curve).is_file():
+            raise UserError(f"{what} is not published: {r.id} names the curve {own / r.curve}, which is not there")
+    return found
+
+
+def publish(own: Path, published: Path, group: str | None = None, exp: str | None = None) -> list[Path]:
+    """Moves records and curves and renews the tables of both folders. Returns the published records. Raises UserError."""
+    found = chosen(own, group, exp)
+    names = [name for r in found for name in (r.curve, f"records/{r.id}.json") if name is not None]
+    for name in names:  # all are there before any goes; a record comes after its curve
+        write_file(published / name, (own / name).read_bytes(), "published file")
+    for name in reversed(names):
+        (own / name).unlink()
+    for folder in (published, own):
+        tables.write(folder)
+    return [published / "records" / f"{r.id}.json" for r in found]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", nargs="?", help="a group of runs, as the table of a comparison names it")
+    parser.add_argument(
+        "--exp", help="every run of this experiment instead (runs without a group: methods, bench, paper)"
+    )
+    parser.add_argument("--results", type=Path, default=Path(LOCAL), help=f"where the runs are; default: {LOCAL}")
+    parser.add_argument("--published", type=Path, default=PUBLISHED, help="where they go; default: results/published")
+    args = parser.parse_args(argv)
+    try:
+        if bool(args.group) == bool(args.exp):
+            raise UserError("name one group of runs, or one experiment: make publish GROUP=NAME, make publish EXP=NAME")
+        for path in publish(args.results, args.published, args.group, args.exp):
+            print(path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Tables and plots from records alone: `python experiments/tables.py [--results DIR] [--exp E] [--group G] [--check]`.
+
+Brings the tables and plots of the published records (results/published) and of one's own (results/local) up to date, or
+those of DIR. Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from experiments.cells import suite as suites
+from experiments.cells.suite import Suite
+from experiments.records.record import LOCAL, PUBLISHED, read_all
+from experiments.report import replay_page, tables
+from launch.errors import UserError
+
+
+def measured_suites(results: Path) -> list[Suite]:
+    """The suites of conf/suite of which the results folder has a finished record."""
+    exps = {r.exp for r in read_all(results) if r.status == "completed"}
+    return [suites.load(name) for name in suites.names() if name in exps]
+
+
+def write(results: Path, exp: str | None = None) -> list[Path]:
+    """Brings all tables and plots of a results folder up to date, or those of one experiment. Returns what it wrote."""
+    written = tables.write(results, exp)
+    for suite in measured_suites(results) if exp is None else ():
+        written += replay_page.write(suite, results)
+    return sorted(written)
+
+
+def check(results: Path, exp: str | None = None) -> list[str]:
+    """Names of the tables and plots on disk that differ from what the records say."""
+    wrong = tables.check(results, exp)
+    for suite in measured_suites(results) if exp is None else ():
+        made = replay_page.render(suite, results)
+        mark = replay_page.mark(suite)
+        wrong += [str(path.relative_to(results)) for path, new in made.items() if not tables.same(path, new, mark)]
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, help=f"results folder; default: the published one and {LOCAL}")
+    parser.add_argument("--exp", help="this experiment only")
+    parser.add_argument("--group", help="also print the table of this group of runs")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
+    args = parser.parse_args(argv)
+    own = Path(LOCAL)
+    folders = [args.results] if args.results else [f for f in (PUBLISHED, own) if f.is_dir()]
+    if args.exp and not args.results:
+        folders = [f for f in folders if any(r.exp == args.exp for r in read_all(f))] or folders[:1]
+    try:
+        if args.check:
+            wrong = [str(f / name) if len(folders) > 1 else name for f in folders for name in check(f, args.exp)]
+            if wrong:
+                print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
+            return int(bool(wrong))
+        written = [path for f in folders for path in write(f, args.exp)]
+        if args.group:
+            tables.print_group(args.results or own, args.group)
+        else:
+            print("\n".join(map(str, written)) or f"no tables: no records in {args.results or own}/records")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
