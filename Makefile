@@ -54,10 +54,16 @@ publish: $(READY)  ## move a group of runs of committed code to results/publishe
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
 
 test: $(READY)  ## run the tests
-	@$(BIN)/python -m pytest -q -m "not cluster"
+	@$(BIN)/python -m pytest -q -m "not cluster and not campaign"
 
 test-clusters: $(READY)  ## run the tests of whole clusters: emulated, ssh, SLURM, faults
 	@$(BIN)/python -m pytest -q -m cluster
+
+campaign: $(READY)  ## random faults on every optimizer, then resume; 30 minutes, goes on where it stopped (docs/reliability.md)
+	@$(BIN)/python -m pytest -q -s -m campaign
+
+soak: $(READY)  ## 16 ranks, 2,000 steps: memory, threads and files must stay flat
+	@$(BIN)/python -m tests.soak
 
 check: $(READY)  ## lint, format and type checks
 	@$(BIN)/python -m ruff check .
@@ -103,4 +109,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench bench-gpu paper-table tables publish test test-clusters check format setup clean help
+.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench bench-gpu paper-table tables publish test test-clusters campaign soak check format setup clean help

@@ -1,0 +1,104 @@
+"""Random faults at random moments, then a resume: equal bit for bit, or refused in one line; nothing left.
+
+Twenty trials with `make test-clusters`, as far as TIME_S reaches; all of them with `make campaign` (30 minutes a time; trials
+that stand in results/published/campaign.jsonl are not repeated).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import campaign, campaign_table, soak
+from tests.campaign import Trial
+
+TIME_S = 300.0
+"""What continuous integration gives: a trial that has not begun by then is skipped and says so."""
+FULL, FULL_S = 200, 1800.0
+METHODS = ("sgdm", "onebit_adam", "birder", "cser")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    return tmp_path_factory.mktemp("campaign"), time.monotonic() + TIME_S
+
+
+def twenty() -> list[Trial]:
+    plan = (t for t in campaign.plan(1, ("local", "emulated")) if t.method in METHODS)
+    return list(itertools.islice(plan, 20))
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("trial", twenty(), ids=lambda t: f"{t.fault}, {t.moment}, {t.method}, {t.cluster}")
+def test_a_fault_at_random(trial: Trial, place: tuple[Path, float]) -> None:
+    folder, end = place
+    if time.monotonic() > end:
+        pytest.skip(f"the {TIME_S:.0f} s of these trials are over")
+    if trial.cluster not in campaign.clusters():
+        pytest.skip("no emulated network here")
+    campaign.attempt(trial, folder)
+    if trial.outcome == "missed":
+        pytest.skip(f"no fault: {trial.said or 'the run was over'}")
+    assert trial.outcome in ("equal", "refused"), trial
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(0)
+def test_campaign(tmp_path: Path) -> None:
+    seconds = float(os.environ.get("CAMPAIGN_SECONDS", FULL_S))
+    trials = campaign.go_through(0, FULL, seconds, tmp_path, campaign_table.RESULTS)
+    campaign_table.write()
+    assert [t for t in trials if t.outcome == "wrong"] == []
+
+
+def test_the_plan_is_the_same_for_a_seed_and_reaches_every_fault_and_method() -> None:
+    def first(seed: int, clusters: tuple[str, ...] = ("local", "emulated")) -> list[Trial]:
+        return list(itertools.islice(campaign.plan(seed, clusters), FULL))
+
+    assert first(0) == first(0) != first(1)
+    assert [t.number for t in first(0)] == list(range(FULL))
+    assert {t.fault for t in first(0)} == set(campaign.FAULTS)
+    assert {t.method for t in first(0)} == set(campaign.METHODS)
+    assert {t.moment for t in first(0)} == set(campaign.MOMENTS)
+    assert {t.cluster for t in first(0, ("local",))} == {"local"}
+    methods = {p.stem for p in (campaign.ROOT / "conf/optimizer").glob("*.yaml")}
+    assert methods == set(campaign.METHODS)
+
+
+def test_the_page_holds_what_the_trials_gave() -> None:
+    trials = campaign.done(campaign_table.RESULTS).values()
+    assert campaign_table.PAGE.read_text() == campaign_table.page(campaign_table.PAGE.read_text(), trials)
+
+
+def test_counts() -> None:
+    made = [
+        Trial(n, "local", "birder", "SIGINT", "step", 0.1, o)
+        for n, o in enumerate(["equal", "equal", "refused", "missed"])
+    ]
+    shown = campaign_table.text([*made, Trial(4, "emulated", "cser", "cut link", "end", 0.1, "wrong")])
+    assert shown.startswith("4 trials: 2 equal, 1 refused, 1 wrong. In 1 more")
+    assert "| SIGINT | 3 | 2 | 1 | 0 | — | — | — | — |" in shown
+    assert "| cut link | — | — | — | — | 1 | 0 | 0 | 1 |" in shown
+    assert "3/2/1" in shown
+
+
+def test_the_soak_tells_a_leak_from_a_wave() -> None:
+    def seen(memory: float = 0.0, files: float = 0.0) -> list[dict[str, list[int]]]:
+        looks = []
+        for step in range(0, 2000, 10):
+            waves = {
+                "memory": [int(10**9 + step * memory)] * 2,
+                "files": [20 + (step % 7 == 0) + int(step * files)] * 2,
+            }
+            looks.append({"step": [step], "threads": [9, 9], **waves})
+        return looks
+
+    assert soak.verdict(seen(), 2000)[1] == []
+    assert [g.split(" of ")[0] for g in soak.verdict(seen(memory=40_000), 2000)[1]] == ["memory"] * 2
+    assert [g.split(" of ")[0] for g in soak.verdict(seen(files=0.01), 2000)[1]] == ["files"] * 2
+    assert soak.verdict(seen()[:11], 2000)[1] == ["too few looks after the first steps: give it more steps"]
