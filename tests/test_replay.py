@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology, TwoPhase
+from birder.predict.timeline import Timeline
 from experiments.cells import timelines
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode
 from experiments.cells.replay import DILATION, Replay
-from experiments.cells.timelines import Timeline
 from experiments.cells.traffic import nic_bytes
 from experiments.workloads.base import Shard
 from launch.errors import UserError

@@ -23,10 +23,10 @@ if not __package__:  # run as a script: import from the repository, not from thi
 import torch
 import torch.distributed as dist
 
+from birder.predict.timeline import Timeline
 from experiments.cells.model import ReplayModel
 from experiments.cells.setup import Memory, Setup, gathered, select, shares
 from experiments.cells.suite import Cell, Method, Suite
-from experiments.cells.timelines import Timeline
 from experiments.records import record
 from experiments.training import presence, step_profile, worker
 from launch.emulated.network import GOODPUT
@@ -157,11 +157,11 @@ class Node:
         samples = timeline.batch_per_gpu * self.suite.gpus_per_node * self.size
         sends = {"enabled": method.wire != "none", "overlap": method.overlap}
         config = {
-            **self.spec.config,
+            **self._template.config,
             self.suite.name: {**cell.as_dict(), **facts},
             "optimizer": method.optimizer,
             "workload": {**self.spec.config["workload"], "timeline": timeline.name, "dilation": dilation},
-            "comm": {**sends, "topology": method.traffic, "hook": method.hook},
+            "comm": {**sends, "topology": "hierarchical" if method.hierarchical else "flat", "hook": method.hook},
         }
         gbit = self.suite.links[cell.link].gbit if cell.link else None
         return dataclasses.replace(

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from experiments.cells.timelines import Timeline
+from birder.predict.timeline import Timeline
 
 
 def pause_until(deadline: float) -> None:

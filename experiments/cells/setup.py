@@ -6,21 +6,23 @@ import ctypes
 import dataclasses
 import gc
 import math
+import resource
 import time
 from pathlib import Path
 from typing import Any
 
 import hydra.utils
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Communicator, Topology
+from birder.predict.timeline import Gradient, Timeline
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode
 from experiments.cells.suite import Method
-from experiments.cells.timelines import Gradient, Timeline
 from experiments.cells.traffic import BUCKET_MB, bucket_delay_ms
 from experiments.training import step_profile
 from experiments.training.nic import NicMeter
@@ -158,7 +160,7 @@ class Memory:
         try:
             ctypes.CDLL(None).malloc_trim(0)  # what earlier cells have freed goes back to the system
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            self.before = _status("VmRSS")
+            self.before = float(psutil.Process().memory_info().rss)
         except (OSError, AttributeError):
             self.before = math.nan
 
@@ -166,16 +168,7 @@ class Memory:
         """Bytes; None where it cannot be measured."""
         if math.isnan(self.before):
             return None
-        return round(_status("VmHWM") - self.before)
-
-
-def _status(key: str) -> float:
-    """A size from /proc/self/status in bytes; NaN where there is none."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return 1024.0 * int(value.split()[0])
-    return math.nan
+        return round(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before)
 
 
 def gathered(mine: Any) -> list[Any]:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from birder.predict.timeline import Timeline
 from experiments.cells import timelines
-from experiments.cells.timelines import Timeline
 from launch.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "suite"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import statistics
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments.cells.timelines import Gradient, IntraNode, Timeline
+from birder.predict import recording
+from birder.predict.timeline import Gradient, IntraNode, Timeline
 from launch.errors import UserError
 
 SEQUENCE = 384
@@ -116,68 +116,29 @@ def record(options: argparse.Namespace) -> Timeline:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision != "fp32"
         torch.backends.cudnn.benchmark = True
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
-    clock = _CudaClock() if device == "cuda" else _Clock()
-    marks: dict[str, Any] = {}
-    for name, p in net.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: marks.__setitem__(name, clock.mark()))
-    steps: list[dict[str, float]] = []
-    for step in range(WARMUP + options.steps):
+
+    def step() -> None:
         net.zero_grad()
-        marks.clear()
-        start = clock.mark()
         with torch.autocast(device, dtype) if options.precision == "amp" else contextlib.nullcontext():
             value = loss()
-        marks[""] = clock.mark()  # no parameter has this name: the end of forward
         value.backward()
-        end = clock.mark()
-        if step >= WARMUP:
-            steps.append({name: clock.ms(start, at) for name, at in [*marks.items(), ("end", end)]})
 
-    def median(name: str) -> float:
-        return round(statistics.median(s[name] for s in steps), 4)
-
-    forward_ms, step_ms = median(""), median("end")
-    gradients = tuple(
-        Gradient(n, tuple(p.shape), min(max(median(n), forward_ms), step_ms)) for n, p in net.named_parameters()
-    )
+    with recording.Watch(net, recording.clock_of(torch.device(device))).on() as watch:
+        times = recording.measured(watch, step, options.steps, WARMUP)
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     slug = "".join(c if c.isalnum() else "-" for c in gpu.lower())
     command = ["python", "experiments/timelines.py", "record", "--model", options.model]
     command += ["--batch", str(options.batch), "--precision", options.precision, "--steps", str(options.steps)]
-    return Timeline(
+    made = recording.assemble(
+        times,
+        watch.shapes,
         name=options.name or f"{options.model}_b{options.batch}_{options.precision}_{slug}",
         model=options.model,
         gpu=gpu,
         precision=options.precision,
         batch_per_gpu=options.batch,
         gpus_per_node=options.gpus_per_node,
-        forward_ms=forward_ms,
-        step_ms=step_ms,
-        gradients=gradients,
-        intra_node=IntraNode.of(sum(g.numel for g in gradients), options.gpus_per_node),
         command=shlex.join(command),
         note="; ".join(filter(None, ["forward and backward, without the optimizer's update", options.note])),
     )
-
-
-class _Clock:
-    """Moments on a CPU, which has done what it was told when the call returns."""
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def ms(self, start: Any, end: Any) -> float:
-        return 1000 * (end - start)
-
-
-class _CudaClock(_Clock):
-    """Moments in the current stream, read after the device has come to them."""
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end))
+    return replace(made, wall_ms=None)  # a whole step is more than this

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.cells.timelines import Timeline
+from birder.predict.timeline import Timeline
 
 BUCKET_MB = 25.0
 """Size of DDP's buckets and of the methods' units; a replay of a `fraction` of the elements scales it alike."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.cells.timelines import Timeline
+from birder.predict.simulation import Layout, buckets
+from birder.predict.timeline import Timeline
 from experiments.cells.traffic import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.report.formats import number
 from experiments.report.replayed import Results
@@ -17,19 +18,11 @@ def without_overlap(t: Timeline, nodes: int, gbit_per_s: float) -> float:
 
 
 def with_overlap(t: Timeline, nodes: int, gbit_per_s: float) -> float:
-    """The largest of (ready + remaining bytes/rate) over buckets, in ms."""
-    left = 4.0 * t.elements
-    longest, filled = 0.0, 0.0
-    order = [i for layer in t.layers for i in reversed(layer)]
-    rest = 0.0  # of the bucket that is being filled
-    for place, i in enumerate(order):
-        g = t.gradients[i]
-        rest += 4 * g.numel
-        if rest >= BUCKET_MB * 2**20 or place == len(order) - 1:
-            wire = _ms(nic_bytes("fp32", round((left - filled) / 4), nodes, t.gpus_per_node), gbit_per_s)
-            longest = max(longest, g.ready_ms + wire)
-            filled += rest
-            rest = 0.0
+    """The largest of (ready + remaining bytes/rate) over DDP's buckets, in ms."""
+    left, longest = t.elements, 0.0
+    for bucket in buckets(t, Layout(bucket_mb=BUCKET_MB, first_mb=BUCKET_MB)):
+        longest = max(longest, bucket.ready + _ms(nic_bytes("fp32", left, nodes, t.gpus_per_node), gbit_per_s))
+        left -= sum(g.numel for g in bucket.gradients)
     return longest + bucket_delay_ms(t)
 
 

@@ -224,7 +224,7 @@ def _memory(results: Results, section: Section) -> Iterator[Block]:
 
 def _whole(results: Results, model: str, method: str) -> ResultRecord | None:
     """The record of a cell with the whole model."""
-    found = (results.get(p, method) for p in results.suite.places([model]))
+    found = (results.records.get(results.suite.cell(p, method)) for p in results.suite.places([model]))
     return next((r for r in found if r and r.config[results.suite.name]["fraction"] == 1), None)
 
 
@@ -291,17 +291,11 @@ def _gpu(results: Results, c: Cell) -> str:
     if nbytes is None:
         return DASH
     ms = results.suite.timeline(c.model, c.rate).elements * nbytes / (GPU_GB_PER_S * 1e6)
-    return percent(ms / _clock(results, c, "median_ms"))
-
-
-def _clock(results: Results, c: Cell, key: str) -> float:
-    """A time of the cluster's clock, ms."""
-    r = results.records[c]
-    return float({**r.timing, **r.timing["split"]}[key] / r.link["dilation"])
+    return percent(ms / results.clock(c))
 
 
 def _of_step(results: Results, c: Cell, *keys: str) -> str:
-    return percent(sum(_clock(results, c, key) for key in keys) / _clock(results, c, "median_ms"))
+    return percent(sum(results.clock(c, key) for key in keys) / results.clock(c))
 
 
 QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
@@ -310,11 +304,11 @@ QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
     "dilation": lambda rs, c: number(rs.records[c].link["dilation"]),
     "share": lambda rs, c: _share(rs.records[c].config[rs.suite.name]["fraction"]),
     "here": _here,
-    "step": lambda rs, c: number(_clock(rs, c, "median_ms")),
-    "encode": lambda rs, c: number(_clock(rs, c, "encode_ms")),
-    "wire": lambda rs, c: number(_clock(rs, c, "wire_ms")),
-    "exposed": lambda rs, c: number(_clock(rs, c, "exposed_wire_ms")),
-    "update": lambda rs, c: number(_clock(rs, c, "update_ms")),
+    "step": lambda rs, c: number(rs.clock(c)),
+    "encode": lambda rs, c: number(rs.clock(c, "encode_ms")),
+    "wire": lambda rs, c: number(rs.clock(c, "wire_ms")),
+    "exposed": lambda rs, c: number(rs.clock(c, "exposed_wire_ms")),
+    "update": lambda rs, c: number(rs.clock(c, "update_ms")),
     "encode_share": lambda rs, c: _of_step(rs, c, "encode_ms"),
     "cpu": lambda rs, c: _of_step(rs, c, "encode_ms", "update_ms"),
     "gpu": _gpu,

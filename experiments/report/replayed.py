@@ -19,16 +19,15 @@ class Results:
     records: dict[Cell, ResultRecord]
     kernels: dict[str, ResultRecord]
 
-    def get(self, place: Place, method: str) -> ResultRecord | None:
-        """The record that this place of a table shows."""
-        return self.records.get(self.suite.cell(place, method))
-
     def ms(self, place: Place, method: str, key: str = "median_ms") -> float | None:
+        """`clock` of what this place of a table shows; None where nothing was measured."""
+        cell = self.suite.cell(place, method)
+        return self.clock(cell, key) if cell in self.records else None
+
+    def clock(self, cell: Cell, key: str = "median_ms") -> float:
         """Step time, or a part of it (a key of the split), on the cluster: this machine's clock divided by the dilation."""
-        found = self.get(place, method)
-        if found is None:
-            return None
-        return float({**found.timing, **found.timing["split"]}[key]) / float(found.link["dilation"])
+        r = self.records[cell]
+        return float({**r.timing, **r.timing["split"]}[key]) / float(r.link["dilation"])
 
     def speedup(self, place: Place, method: str, base: str = "fp32") -> float | None:
         """t_base / t_method."""

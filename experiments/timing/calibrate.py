@@ -22,7 +22,8 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from experiments.cells.timelines import Timeline, load
+from birder.predict.timeline import Timeline
+from experiments.cells.timelines import load
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.timing import plan
