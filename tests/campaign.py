@@ -43,8 +43,8 @@ METHODS = {
     "bertadam": ["optimizer.lr=1e-3"],
     "lamb": ["optimizer.lr=1e-3"],
     "onebit_adam": ["optimizer.warmup_steps=30"],
-    "onebit_lamb": ["optimizer.lr=1e-3", "optimizer.warmup_steps=30"],
-    "zero_one_adam": ["optimizer.lr=1e-3"],
+    "onebit_lamb": ["optimizer.lr=1e-3", "optimizer.eps=1e-4", "optimizer.warmup_steps=30"],
+    "zero_one_adam": ["optimizer.lr=1e-3", "optimizer.eps=1e-4"],
     "birder": [],
     "slamb": ["optimizer.lr=1e-3"],
     "cser": ["optimizer.lr=0.02"],
@@ -201,11 +201,12 @@ def undisturbed(folder: Path, method: str) -> dict[str, torch.Tensor]:
     """The last checkpoint of a run that nothing happened to, on loopback; made once."""
     kept = folder / f"undisturbed/{method}"
     if not kept.exists():
+        shutil.rmtree(folder / "reference", ignore_errors=True)  # of a campaign that was broken off
         run = Run(folder / "reference", Trial(-1, "local", method, "", "", 0.0))
         code, said = run.end()
         last = run.dir / f"checkpoints/step-{STEPS:08d}"
         if code or not last.exists():
-            raise Wrong(f"the undisturbed run failed: {said}")
+            raise RuntimeError(f"no trial: the undisturbed run of {method} failed: {said}")
         kept.parent.mkdir(exist_ok=True)
         shutil.copytree(last, kept)
         shutil.rmtree(folder / "reference")

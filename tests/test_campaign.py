@@ -16,7 +16,7 @@ import pytest
 from tests import campaign, campaign_table, soak
 from tests.campaign import Trial
 
-TIME_S = 300.0
+TIME_S = 270.0
 """What continuous integration gives: a trial that has not begun by then is skipped and says so."""
 FULL, FULL_S = 200, 1800.0
 METHODS = ("sgdm", "onebit_adam", "birder", "cser")
