@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import birder
+from experiments import replay
 from experiments.config import compose
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +53,7 @@ def code(page: str) -> str:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Arguments of every call of run.py and compare.py in the page's shell blocks."""
+    """Script and arguments of every call of a program of experiments/ in the page's shell blocks."""
     found = []
     for block in blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -59,7 +61,7 @@ def commands(page: str) -> list[list[str]]:
             script = next((i for i, w in enumerate(words) if w.startswith("experiments/")), None)
             if script is not None:
                 assert (ROOT / words[script]).is_file()
-                found.append(words[script + 1 :])
+                found.append(words[script:])
     return found
 
 
@@ -158,6 +160,10 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize(("page", "arguments"), [(p, a) for p in PAGES for a in commands(p)])
 def test_commands_compose(page: str, arguments: list[str]) -> None:
     """Every command line is valid; of a sweep the first job is looked at."""
+    script, *arguments = arguments
+    if script == "experiments/replay.py":
+        assert replay.parse([a for a in arguments if a != "--gpu"])
+        return
     overrides = [a for a in arguments if "=" in a and not a.startswith("--")]
     if "-m" in arguments:
         overrides = [re.sub(r"=([^,\[]+),.*", r"=\1", o) for o in overrides]
@@ -167,22 +173,98 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
     compose.resolve(compose.compose(overrides))
 
 
-def test_configuration_keys_of_the_readme_exist() -> None:
+def test_the_readme_is_short() -> None:
+    assert len(text("README.md").splitlines()) <= 150
+
+
+def rows(markdown: str) -> list[list[str]]:
+    """Cells of the rows of all tables, without their headings."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    heads = {i - 1 for i, line in enumerate(lines) if re.fullmatch(r"[|: -]+", line)}
+    kept = [line for i, line in enumerate(lines) if i not in heads and i - 1 not in heads]
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in kept]
+
+
+def test_figures_of_the_readme_are_those_of_the_published_table() -> None:
+    """Row by row and to the letter: the table of 4 emulated nodes."""
+    page = text("results/published/tables/resnet50.md")
+    section = page.partition("### resnet50: 4 nodes x 1 rank, cluster emulated")[2].partition("\n### ")[0]
+    names = {"no communication (the bound)": "no communication", "SGDM, bf16 all-reduce": "SGDM bf16"}
+    names |= {"1-bit Adam, compressed stage": "1-bit Adam", "SGDM, fp32 all-reduce": "SGDM fp32", "Birder": "Birder"}
+    published = {r[0]: r for r in rows(section)}
+    shown = rows(text("README.md").partition("## Results")[2].partition("\n## ")[0])
+    assert {r[0] for r in shown} == set(names)
+    for name, *figures in shown:
+        theirs = published[names[name]]
+        assert figures == [theirs[2], theirs[4], theirs[5], theirs[7]], name
+    assert "time dilation 17.0" in section
+
+
+FIGURE = re.compile(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)")
+
+
+def figures(cell: str) -> list[str]:
+    return [found.replace(",", "") for found in FIGURE.findall(re.sub(r"\([^()]*\.json\)|\[[^\]]*\]", "", cell))]
+
+
+def rounds_to(published: float, shown: str) -> bool:
+    """Whether a published number, or as a percentage, or in kB instead of MB, is the one shown, to its digits."""
+    digits = len(shown.partition(".")[2]) if "e" not in shown else None
+    same = (lambda v: math.isclose(v, float(shown))) if digits is None else (lambda v: f"{v:.{digits}f}" == shown)
+    # Half a unit in the last place: the published number has been rounded before.
+    unit = 0.0 if digits is None else 0.51 * 10.0**-digits
+    return any(same(v) or abs(v - float(shown)) <= unit for v in (published, 100 * published, published / 1000))
+
+
+def quoted() -> list[tuple[str, str]]:
+    """(section, its published page) of the results page."""
+    sections = re.split(r"^## ", text("docs/results.md"), flags=re.MULTILINE)[1:]
+    found = [(s, re.search(r"\.\./(results/published/tables/\w+\.md)", s)) for s in sections]
+    return [(s, m[1]) for s, m in found if m and rows(s)]
+
+
+@pytest.mark.parametrize(("section", "page"), quoted(), ids=[s.partition("\n")[0] for s, _ in quoted()])
+def test_figures_of_the_results_page_are_in_the_published_tables(section: str, page: str) -> None:
+    """A figure is somewhere in the page's tables or their headings, to the digits shown."""
+    headings = [line for line in text(page).splitlines() if line.startswith("###")]
+    cells = [cell for row in rows(text(page)) for cell in row]
+    known = {float(f) for cell in [*cells, *headings] for f in figures(cell)}
+    for label, *shown in rows(section):
+        absent = [f for cell in shown for f in figures(cell) if not any(rounds_to(k, f) for k in known)]
+        assert absent == [], label
+
+
+def test_a_figure_that_nobody_measured_is_found() -> None:
+    assert rounds_to(4.6249, "4.62")
+    assert rounds_to(0.603, "60")
+    assert rounds_to(162.0, "0.162")
+    assert not rounds_to(4.63, "4.6200")
+    assert not rounds_to(330.0, "328")
+
+
+def test_configuration_keys_of_the_differences_exist() -> None:
     """Keys in the table of differences: in the configuration, or arguments of the optimizer, added with ++."""
-    table = text("README.md").partition("## Differences from the paper")[2].partition("##")[0]
+    table = text("docs/methods/README.md").partition("## Differences from the paper")[2].partition("##")[0]
     keys = re.findall(r"`((?:optimizer|train|comm|checkpoint)\.[a-z_]+)`", table)
     assert len(keys) > 5
     config = compose.compose(["+exp=resnet50", "optimizer=birder"]).config
-    options = {n for classes in METHODS.values() for c in classes for n in inspect.signature(c).parameters}
+    options = {name for classes in METHODS.values() for c in classes for name in arguments_of(c)}
     for key in keys:
         section, _, name = key.partition(".")
         assert name in config[section] or (section == "optimizer" and name in options), key
+
+
+def arguments_of(cls: type) -> set[str]:
+    """Names that a constructor takes: of `__init__`, and of a `__new__` that chooses a variant."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    signatures = (inspect.signature(cls), inspect.signature(cls.__init__))
+    return {p.name for s in signatures for p in s.parameters.values() if p.kind not in several} - {"self"}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_method_pages_name_every_argument(method: str) -> None:
     page = text(f"docs/methods/{method}.md")
     for cls in METHODS[method]:
-        names = set(inspect.signature(cls).parameters) - {"params", "options"}
+        names = arguments_of(cls) - {"params", "options"}
         shown = set(re.findall(r"\w+", code(f"docs/methods/{method}.md")))
         assert names <= shown | set(re.findall(r"`(\w+)`", page)), cls.__name__
