@@ -52,6 +52,12 @@ def test_what_a_suite_names_exists(name: str) -> None:
         ({"models": {"a": {"title": "a", "fraction": "2/1"}}}, "models.a.fraction: input should be less than or equal"),
         ({"models": {"a": {"title": "a", "fraction": "1/0"}}}, "not a readable suite: Fraction(1, 0)"),
         ({"links": {"x": {"gbit": 1.0}}}, "links.x.title: field required"),
+        ({"nodes": [2, 3]}, "links.loopback.fractions says nothing of bert_base on 3 nodes"),
+        ({"record": "{speed}"}, "record may hold {model}, {rate}, {nodes}, {link}, {method}"),
+        (
+            {"methods": {"a": {"label": "a", "wire": "fp32", "fraction": 1, "optimizer": {}}}},
+            "no method 'birder_one_phase'",
+        ),
     ],
 )
 def test_a_wrong_suite_is_named_in_one_line(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

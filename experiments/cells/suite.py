@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from birder.predict.timeline import Timeline
 from experiments.cells import timelines
@@ -185,6 +185,22 @@ class Suite(_Part):
     any_link: bool = False
     kernels: bool = False
 
+    @model_validator(mode="after")
+    def _names_exist(self) -> Suite:
+        named = [self.report.ours, *self.report.ratios, *(m.checks for m in self.methods.values() if m.checks)]
+        if unknown := [name for name in named if name not in self.methods]:
+            raise ValueError(f"no method '{unknown[0]}'; there are: {', '.join(self.methods)}")
+        if bad := [name for name, m in self.methods.items() if "_target_" not in m.optimizer]:
+            raise ValueError(f"methods.{bad[0]}.optimizer has no _target_")
+        for (name, link), model, n in itertools.product(self.links.items(), self.models, self.nodes):
+            if link.fractions and n not in link.fractions.get(model, {}):
+                raise ValueError(f"links.{name}.fractions says nothing of {model} on {n} nodes")
+        try:
+            self.id(Cell("model", None, 1, None, "method"))
+        except (KeyError, IndexError, ValueError):
+            raise ValueError("record may hold {model}, {rate}, {nodes}, {link}, {method} and no other braces") from None
+        return self
+
     def id(self, cell: Cell) -> str:
         """Name of a cell's record. Records have no group, so no other table takes them up."""
         return self.record.format(**{**cell.as_dict(), "link": cell.link or "any"})
@@ -277,7 +293,8 @@ def load(name: str | Path) -> Suite:
         raise UserError(f"no suite '{name}'; there are: {', '.join(names())}, or the path of a YAML file") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        where = "".join(f"{part}." for part in first["loc"])[:-1]
+        said = first["msg"].removeprefix("Value error, ")
+        raise UserError(": ".join(filter(None, [str(path), where, said[0].lower() + said[1:]]))) from None
     except (yaml.YAMLError, ArithmeticError) as error:
         raise UserError(f"{path} is not a readable suite: {' '.join(str(error).split())}") from None
