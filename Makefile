@@ -44,8 +44,8 @@ paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated
 bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (12 minutes)
 	@$(BIN)/python experiments/replay.py suite=bench $(ARGS)
 
-bench-gpu: $(READY)  ## the kernels and the hooks on one GPU
-	@$(BIN)/python experiments/replay.py suite=bench --gpu $(ARGS)
+gpu-check: $(READY)  ## everything that wants a GPU: correctness, kernels, hooks, timelines, accuracy (20 minutes at most)
+	@$(BIN)/python experiments/gpu_check.py $(ARGS)
 
 tables: $(READY)  ## write tables and plots again, from the records: results/published, results/local
 	@$(BIN)/python experiments/tables.py
@@ -109,4 +109,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench bench-gpu paper-table tables publish test test-clusters campaign soak check format setup clean help
+.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench gpu-check paper-table tables publish test test-clusters campaign soak check format setup clean help

@@ -112,27 +112,24 @@ def launch(
 
 
 def measure_kernels(suite: Suite, options: argparse.Namespace, command: str) -> None:
-    """Times the kernels, and on a GPU the hooks; one record."""
+    """Times the kernels on the CPU; one record."""
     import torch
 
-    from experiments.bench import hooks, kernels
+    from experiments.bench import kernels
 
-    device = torch.device("cuda" if options.gpu else "cpu")
-    plan: dict[str, Any] = {"kernels": kernels.measure(device, options.elements)}
-    plan["backend"] = kernels.backend_name(device)
-    plan["workers"] = kernels.WORKERS
-    if options.gpu:
-        plan["hooks"] = hooks.measure(device, suite.timeline(options.models[0], None).name)
-    made = record.from_spec(make_spec(suite, options, "kernels", plan, command), device=device.type)
-    name = f"{suite.name}-kernels-{device.type}"
+    device = torch.device("cpu")
+    plan = {"kernels": kernels.measure(device, options.elements), "backend": kernels.backend_name(device)}
+    write_kernels(suite, options, plan, device.type, command)
+
+
+def write_kernels(suite: Suite, options: argparse.Namespace, plan: dict[str, Any], device: str, command: str) -> None:
+    """Writes the record of the kernels on that kind of device: `kernels` and `backend`, on a GPU also `hooks`."""
+    from experiments.bench import kernels
+
+    plan = {**plan, "workers": kernels.WORKERS}
+    made = record.from_spec(make_spec(suite, options, "kernels", plan, command), device=device)
+    name = f"{suite.name}-kernels-{device}"
     record.write(dataclasses.replace(made, id=name, method="kernels", wire="none"), options.results)
-
-
-def has_gpu() -> bool:
-    """Whether torch finds a CUDA GPU."""
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
@@ -157,8 +154,7 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     parser.add_argument("--profile", action="store_true", help="a chrome trace and a PNG of one step of every cell")
     parser.add_argument("--kernels-only", action="store_true", help="the kernels alone")
     parser.add_argument("--no-kernels", action="store_true", help="the methods alone")
-    parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24, on a GPU 10^8")
-    parser.add_argument("--gpu", action="store_true", help="kernels and hooks on one GPU, nothing else")
+    parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24")
     options = parser.parse_args(given)
     assert suite is not None
     for option in LISTS:
@@ -170,10 +166,8 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
             raise UserError(f"--{option} must be at least {least}, got {value}")
     if options.mbit <= 0:
         raise UserError(f"--mbit must be positive, got {options.mbit:g}")
-    if (options.gpu or options.kernels_only) and not suite.kernels:
-        raise UserError(f"suite {suite.name} has no kernels: leave out --gpu and --kernels-only")
-    if options.gpu and not options.tables_only and not has_gpu():
-        raise UserError("make bench-gpu needs a CUDA GPU and finds none: make bench measures on the CPU")
+    if options.kernels_only and not suite.kernels:
+        raise UserError(f"suite {suite.name} has no kernels: leave out --kernels-only")
     return suite, options
 
 
@@ -213,14 +207,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         suite, options = parse(typed)
-        command, kernels = run.typed("replay", typed), options.gpu or options.kernels_only
+        command, kernels = run.typed("replay", typed), options.kernels_only
         if not options.tables_only:
             if not kernels:
                 measure(suite, options, command)
             if suite.kernels and not options.no_kernels:
                 measure_kernels(suite, options, command)
         replay_page.write(suite, options.results)
-        replay_page.show(suite, options.results, device="cuda" if options.gpu else "cpu", kernels_only=kernels)
+        replay_page.show(suite, options.results, device="cpu", kernels_only=kernels)
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
         return run.report(error)
     return 0

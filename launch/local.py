@@ -22,19 +22,29 @@ _STALE_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 
 
 class LocalLauncher(Launcher):
-    """N nodes as N torchrun agents on the loopback interface of this machine."""
+    """N nodes as N torchrun agents on the loopback interface of this machine.
 
-    def __init__(self, **arguments: Any) -> None:
+    device: auto | cpu | cuda; auto is cuda where the back end is nccl. cuda with gloo lets ranks share a GPU.
+    """
+
+    def __init__(self, *, device: str = "auto", **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.device = device
         self.port = 0  # of the rendezvous; 0: not chosen yet
 
     def check(self, spec: RunSpec) -> None:
         gpus, ranks = len(visible_gpus()), self.nodes * self.ranks_per_node
+        if self.device == "cuda" and not gpus:
+            raise UserError("cluster.device=cuda needs a GPU and finds none: set cluster.device=cpu")
+        if self.device == "cuda" and self.backend == "auto" and gpus < ranks:
+            raise UserError(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: that needs cluster.backend=gloo")
+        if self.device == "cuda" and gpus < ranks:
+            print(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: times mean nothing in this run", flush=True)
         if self.backend == "nccl" and gpus < ranks:
             raise UserError(
                 f"backend nccl needs {ranks} GPUs, one per rank, and finds {gpus}: set cluster.backend=gloo"
             )
-        if self.backend != "gloo" and 0 < gpus < ranks:
+        if self.backend != "gloo" and self.device == "auto" and 0 < gpus < ranks:
             print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus != 1)}: all run on the CPU", flush=True)
         self.port = free_port()
 
@@ -50,7 +60,7 @@ class LocalLauncher(Launcher):
         if len(gpus) >= ranks:
             first = node_rank * self.ranks_per_node
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self.ranks_per_node])
-        elif gpus:
+        elif gpus and self.device != "cuda":
             env["CUDA_VISIBLE_DEVICES"] = ""  # ranks that share a GPU would time each other, not themselves
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
         env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"

@@ -178,6 +178,21 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert LocalLauncher(nodes=2, ranks_per_node=1).environment(0)["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_ranks_may_share_a_gpu_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    launcher = LocalLauncher(nodes=2, ranks_per_node=2, backend="gloo", device="cuda")
+    launcher.check(make_spec(tmp_path))
+    assert "4 ranks share 1 GPU: times mean nothing" in capsys.readouterr().out
+    assert launcher.environment(1)["CUDA_VISIBLE_DEVICES"] == "3"
+    with pytest.raises(UserError, match=r"needs cluster\.backend=gloo"):
+        LocalLauncher(nodes=2, ranks_per_node=2, device="cuda").check(make_spec(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match="needs a GPU and finds none"):
+        launcher.check(make_spec(tmp_path))
+
+
 def test_no_free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def bind(self: socket.socket, address: object) -> None:
         raise OSError(98, "Address already in use")

@@ -46,3 +46,20 @@ def test_what_cannot_be_read_is_not_zero(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_launcher_names_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(nic.VARIABLE, "eth3")
     assert nic.NicMeter().interface == "eth3"
+
+
+def test_bytes_that_pass_the_counters_by_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_IB_DISABLE", "NCCL_NET"):
+        monkeypatch.delenv(name, raising=False)
+    assert not nic.past_the_counters("nccl", tmp_path / "absent")
+    assert not nic.past_the_counters("nccl", tmp_path)
+    (tmp_path / "mlx5_0").touch()
+    assert nic.past_the_counters("nccl", tmp_path)
+    assert not nic.past_the_counters("gloo", tmp_path)
+    monkeypatch.setenv("NCCL_NET", "Socket")
+    assert not nic.past_the_counters("nccl", tmp_path)
+    monkeypatch.delenv("NCCL_NET")
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert not nic.past_the_counters("nccl", tmp_path)
+    assert nic.NicMeter("lo").total == (0, 0)
+    assert nic.NicMeter("lo", blind=True).total is None

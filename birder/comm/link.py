@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from birder.comm import staged
 from birder.comm.counter import ByteCounter
 from birder.comm.tags import OUTSIDE, current_task
 from birder.comm.topology import Topology
@@ -25,7 +26,17 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
 
     Its collectives may take as long as those of the whole world. Raises RuntimeError when torch makes no group.
     """
-    group = dist.new_group(ranks, timeout=_world_timeout(), use_local_synchronization=True)
+    options, timeout = None, _world_timeout()
+    if (
+        torch.cuda.is_available()
+        and dist.is_nccl_available()
+        and "cuda:nccl" in str(dist.get_backend_config(dist.group.WORLD))
+    ):
+        # Its kernels go before those of backward, as those of the streams that wait for them do (birder/comm/pipeline.py).
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if timeout is not None:
+            options._timeout = timeout
+    group = dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
     if group is None:
         raise RuntimeError(f"torch.distributed made no process group of ranks {ranks}")
     return group  # type: ignore[return-value]
@@ -64,8 +75,9 @@ class Link:
     """A process group, with the collectives that the methods need.
 
     On gloo, exchanges are plain sends and receives, all posted before the first is waited for: gloo's own all-to-all
-    leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. On other back ends they are the
-    back end's collectives. Sums are taken in rank order, so that they do not depend on timing.
+    leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. GPU tensors are staged in host
+    memory there (birder/comm/staged.py). On other back ends they are the back end's collectives. Sums are taken in rank
+    order, so that they do not depend on timing.
 
     Every method blocks until its result is there; on CUDA, until it is queued on the current stream. `out`: where what is
     received goes, contiguous; a new tensor where it is not given.
@@ -112,13 +124,17 @@ class Link:
             share = 2 * (self.size - 1) * nbytes // self.size
             self.counter.sent(share, same_node=self.near[(self.rank + 1) % self.size])
 
-    def _exchange(self, out: list[Tensor], into: list[Tensor]) -> list[dist.Work]:
+    def _exchange(self, out: list[Tensor], into: list[Tensor]) -> Sequence[dist.Work | staged.Arrival]:
         """Starts to send out[j] to peer j and to receive into[j] from it, for every peer but this rank itself."""
         tag = self._tag()
+        staging = staged.Staging(out, into, self.rank) if staged.needed(into[0]) else None
+        if staging is not None:
+            out, into = staging.out, staging.into
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
-        work = [dist.irecv(into[j], group=self.group, group_src=j, tag=tag) for j in peers]
-        work += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
-        return [w for w in work if w is not None]
+        posted = [dist.irecv(into[j], group=self.group, group_src=j, tag=tag) for j in peers]
+        posted += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
+        work = [w for w in posted if w is not None]
+        return work if staging is None else [staging.arrival(work)]
 
     def start_all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Row j goes to peer j. Returns what waits for the result, whose row i came from peer i.

@@ -1,23 +1,29 @@
-"""What a hook costs where nothing is sent: one rank alone, a model's parameters, each method's step after another.
+"""What a hook costs where nothing is sent: one rank alone, each method's step after another, against DDP without a hook.
 
-A step is a backward pass that does nothing but hand out gradients (experiments/cells/model.py, without waiting), the hook
-and the update. The difference to DDP without any hook is what the method costs the device: copies, kernels, launches, Python.
+On a recorded timeline (`measure`) a step is a backward pass that does nothing but hand out gradients, the hook and the
+update. With a real model (`measure_model`) it is a whole step on random data. The difference to DDP without any hook is
+what the method costs the device: copies, kernels, launches, Python.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
-from experiments.cells import timelines
+from experiments.cells import timeline_tools, timelines
 from experiments.cells.model import ReplayModel
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -28,43 +34,122 @@ METHODS: dict[str, dict[str, Any]] = {
     "Birder": {"class": "Birder"},
     "Birder one-phase": {"class": "Birder", "reduce": "one_phase"},
 }
+MORE: dict[str, dict[str, Any]] = {
+    "DDP without a hook, AdamW": {"plain": "AdamW"},
+    "1-bit LAMB": {"class": "OneBitLAMB", "warmup_steps": 1},
+    "0/1 Adam": {"class": "ZeroOneAdam", "warmup_steps": 1000},
+    "CSER": {"class": "CSER"},
+    "SLAMB": {"class": "SLAMB"},
+}
+"""Beside METHODS, for `measure_model`."""
+WARMUP = 4
+"""Steps that are not timed: dense ones, the first compressed one, compilation."""
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""What torch's profiler calls the runtime's functions that queue work, and those for which the host waits."""
+
+Build = Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+"""Makes a model, and what gives the loss when it is called with the model or with DDP around it."""
+
+
+class Whole(nn.Module):
+    """A model together with the loss on its batch, as DDP wants it."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.net, self._loss = net, loss
+
+    def forward(self) -> Tensor:
+        return self._loss()
 
 
 def measure(device: torch.device, timeline: str, steps: int = 20) -> list[dict[str, Any]]:
     """One row for each method: its step, and what it is more than the first one, in ms; medians."""
+
+    def build() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        model = ReplayModel(timelines.load(timeline), 0.0).to(device)
+        model._values = [v.to(device) for v in model._values]
+        x = torch.zeros(1, device=device)
+        return model, lambda wrapped: wrapped(x).sum()
+
+    with alone(device):
+        return list(_against_the_first(_measure(k, dict(v), device, build, steps) for k, v in METHODS.items()))
+
+
+def measure_model(
+    device: torch.device, model: str, batch: int, steps: int = 20, methods: dict[str, dict[str, Any]] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The same with a real model on random data, row by row, and for each step launches and waits of the host (on a GPU)."""
+
+    def build() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        return Whole(*timeline_tools.build(model, batch, device.type)), lambda wrapped: wrapped()
+
+    rows = _against_the_first(
+        _measure(k, dict(v), device, build, steps) for k, v in (methods or METHODS | MORE).items()
+    )
+    yield from ({"model": model, "batch": batch, **row} for row in rows)
+
+
+@contextlib.contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """A process group of this rank alone."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         try:
-            rows = [_measure(label, dict(options), device, timeline, steps) for label, options in METHODS.items()]
+            yield
         finally:
             dist.destroy_process_group()
+
+
+def _against_the_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    first = None
     for row in rows:
-        row["overhead_ms"] = row["step_ms"] - rows[0]["step_ms"]
-    return rows
+        gc.collect()  # the model of the method before
+        first = row["step_ms"] if first is None else first
+        yield {**row, "overhead_ms": row["step_ms"] - first, "overhead": row["step_ms"] / first - 1}
 
 
-def _measure(label: str, options: dict[str, Any], device: torch.device, timeline: str, steps: int) -> dict[str, Any]:
-    model = ReplayModel(timelines.load(timeline), 0.0).to(device)
-    model._values = [v.to(device) for v in model._values]
+def _measure(label: str, options: dict[str, Any], device: torch.device, build: Build, steps: int) -> dict[str, Any]:
+    model, loss = build()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
-    name = options.pop("class", None)
-    optimizer: Any = getattr(birder, name or "SGDM")(model.parameters(), lr=1e-3, **options)
+    name, plain = options.pop("class", None), options.pop("plain", "SGDM")
+    optimizer: Any = getattr(birder, name or plain)(model.parameters(), lr=1e-3, **options)
     attachment = birder.attach(ddp, optimizer, topology=Topology(1, 1)) if name else None
-    x = torch.zeros(1, device=device)
-    taken = []
-    for number_ in range(steps + 4):
+
+    def step() -> None:
         optimizer.zero_grad()
+        loss(ddp).backward()
+        optimizer.step()
+
+    taken = []
+    for number_ in range(steps + WARMUP):
         _wait(device)
         began = time.perf_counter()
-        ddp(x).sum().backward()
-        optimizer.step()
+        step()
         _wait(device)
-        if number_ >= 4:  # dense steps, the first compressed one, compilation
+        if number_ >= WARMUP:
             taken.append(1000 * (time.perf_counter() - began))
+    row = {"method": label, "step_ms": statistics.median(taken), **_queued(step, device)}
     if attachment is not None:
         attachment.close()
-    return {"method": label, "step_ms": statistics.median(taken)}
+    return row
+
+
+def _queued(step: Callable[[], None], device: torch.device, steps: int = 3) -> dict[str, Any]:
+    """launches and waits of the host in a step; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+    counts = {event.key: event.count for event in seen.key_averages()}  # without the profiler's own wait at its end
+    total = functools.partial(sum, start=0)
+    launches = total(c for key, c in counts.items() if key.startswith(LAUNCHES))
+    waits = total(c for key, c in counts.items() if key in WAITS)
+    return {"launches": launches / steps, "waits": max(0, waits - 1) / steps}
 
 
 def _wait(device: torch.device) -> None:

@@ -351,7 +351,7 @@ def _kernels(results: Results, section: Section) -> Iterator[Block]:
             yield "What a hook costs where nothing is sent:"
             yield Table.of(HOOKS, about["hooks"])
     if results.kernels and "cuda" not in results.kernels:
-        yield "No GPU was at hand: `make bench-gpu` measures the same on one."
+        yield "No GPU was at hand: `make gpu-check` measures the same on one."
 
 
 SECTIONS: dict[str, Callable[[Results, Section], Iterator[Block]]] = {

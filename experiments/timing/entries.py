@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from experiments.records import labels
 from experiments.timing import cycles
@@ -18,7 +19,7 @@ from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import method
 from experiments.training.clock import StepClock, Stopwatch
 from experiments.training.method import Length, Method
-from experiments.training.nic import NicMeter
+from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.rounds import Rounds
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
@@ -80,7 +81,7 @@ class Entry(ABC):
         """Drops what has been measured."""
         self.seconds: list[float] = []
         self.steps: list[int] = []
-        self.nic = NicMeter()
+        self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
 
     def per_step(self) -> list[float]:
         """Seconds a step of each round, on the slowest rank."""

@@ -71,6 +71,7 @@ class _World:
             model,
             device_ids=[shard.device] if shard.device.type == "cuda" else None,
             bucket_cap_mb=self.config["comm"]["bucket_mb"],
+            gradient_as_bucket_view=True,
             init_sync=False,  # the same seed has made the same model everywhere
         )
         self.ddp.train()

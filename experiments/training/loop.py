@@ -17,7 +17,7 @@ from experiments.records import labels, record
 from experiments.training import step_profile
 from experiments.training.clock import StepClock
 from experiments.training.method import Length, Method, batches
-from experiments.training.nic import NicMeter
+from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.rounds import Rounds
 from experiments.training.track import Tracker
@@ -54,6 +54,7 @@ class _Run:
             model,
             device_ids=[shard.device] if shard.device.type == "cuda" else None,
             bucket_cap_mb=self.config["comm"]["bucket_mb"],
+            gradient_as_bucket_view=True,
         )
         self.method = Method(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
         self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
@@ -61,7 +62,7 @@ class _Run:
         self.rounds = Rounds(self.attachment.counter)
         asked = self.config.get("profile")
         self.profile = step_profile.Kept(int(asked["steps"])) if asked else None
-        self.nic = NicMeter()
+        self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
         # Dropout and the like differ between ranks from here on.
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
         save = self.config["checkpoint"]
@@ -154,13 +155,16 @@ class _Run:
 
     def _evaluate(self) -> None:
         broadcast_buffers(self.ddp.module)
-        rng = torch.get_rng_state()
         self.ddp.module.eval()
-        # Where the ranks' models differ, their mean is what is evaluated.
-        with torch.no_grad(), self.optimizer.averaged():
+        device = self.shard.device
+        # Where the ranks' models differ, their mean is what is evaluated. Random states stay as they were.
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            self.optimizer.averaged(),
+        ):
             self.metrics = self.workload.evaluate(self.ddp.module, self.shard)
         self.ddp.train()
-        torch.set_rng_state(rng)
 
     def _finish(self, tracker: Tracker, samples: int) -> None:
         self.nic.pause()

@@ -20,7 +20,7 @@ from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Part = Callable[..., None]
 """Told of the parts of a step as they end: `part(name)`, or `part(name, seconds)` (`StepClock.part`)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 VARIABLE = "BIRDER_NIC"
 """Environment variable in which launchers name the interface that leads to the other nodes."""
+_RDMA = Path("/sys/class/infiniband")
 _COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace, as /sys/class/net need not be
 
 
@@ -24,14 +25,22 @@ def read(interface: str, counters: Path = _COUNTERS) -> tuple[int, int] | None:
     return None
 
 
+def past_the_counters(backend: str, devices: Path = _RDMA) -> bool:
+    """Whether messages may pass an interface's counters by: NCCL takes RDMA devices (InfiniBand, RoCE) where it finds any."""
+    if backend != "nccl" or os.environ.get("NCCL_IB_DISABLE") == "1":
+        return False
+    return os.environ.get("NCCL_NET", "").lower() != "socket" and devices.is_dir() and any(devices.iterdir())
+
+
 class NicMeter:
     """Sums an interface's bytes over the stretches between `resume` and `pause`.
 
     interface: its name; None where there is none to read, which leaves `total` None. Default: what the launcher named.
+    blind:     messages may go another way (`past_the_counters`): `total` is None too, for 0 bytes would be a false number.
     """
 
-    def __init__(self, interface: str | None = None) -> None:
-        self.interface = interface or os.environ.get(VARIABLE) or None
+    def __init__(self, interface: str | None = None, blind: bool = False) -> None:
+        self.interface = None if blind else interface or os.environ.get(VARIABLE) or None
         self._sum = [0, 0]
         self._since: tuple[int, int] | None = None
         self._known = self.interface is not None and read(self.interface) is not None

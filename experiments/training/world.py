@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from experiments.training import presence
 from experiments.workloads.base import Shard
+from launch.errors import UserError
 from launch.spec import RunSpec
 
 
@@ -33,9 +34,11 @@ def _join(spec: RunSpec) -> Shard:
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if backend == "nccl" or cluster.get("device", "auto") == "cuda":
+        # On gloo ranks may share a GPU: their messages are staged in host memory (birder/comm/staged.py).
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
+    allow_tf32(spec.config["train"]["precision"], device)
     if threads:
         torch.set_num_threads(int(threads))
     elif "OMP_NUM_THREADS" in os.environ:
@@ -46,3 +49,14 @@ def _join(spec: RunSpec) -> Shard:
     presence.start(store, rank, size, silence_s=silence_s, join_s=timeout.total_seconds())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Shard(rank, size, device)
+
+
+def allow_tf32(precision: str, device: torch.device) -> None:
+    """Products in TF32 where that is asked for, and nowhere else: torch's own default differs between operations.
+
+    Raises UserError on a CPU, which has no such format.
+    """
+    tf32 = precision == "tf32"
+    if tf32 and device.type != "cuda":
+        raise UserError("train.precision=tf32 is a GPU's format: use fp32 or bf16 on a CPU")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32

@@ -1,0 +1,209 @@
+"""Every optimizer on a GPU against itself on the CPU: the same gradients, to the bit, the same number of ranks.
+
+The model's loss is the sum of parameters times given numbers, so that its gradients are those numbers on any device. What
+then differs comes from the method: none of it where the arithmetic is this project's own, rounding where it is torch's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder.comm import Topology
+
+METHODS: dict[str, dict[str, Any]] = {
+    "SGDM": {"lr": 0.01},
+    "AdamW": {},
+    "BertAdam": {},
+    "LAMB": {"lr": 0.01},
+    "OneBitAdam": {"warmup_steps": 10},
+    "OneBitLAMB": {"lr": 0.01, "warmup_steps": 12},
+    "ZeroOneAdam": {"warmup_steps": 10, "local_doubling": 20},
+    "CSER": {"lr": 0.01, "gradient_ratio": 4, "reset_every": 8, "block": 64},
+    "QSparseLocalSGD": {"lr": 0.01, "block": 64},
+    "EFSGD": {"lr": 0.01, "ratio": 4, "block": 64},
+    "SLAMB": {"dense_below": 100, "sync_every": 20},
+    "Birder": {},
+    "Birder one-phase": {"reduce": "one_phase"},
+    "Birder hierarchical": {"hierarchical": True},
+    "Birder, u inside nodes": {"hierarchical": True, "intra": "u"},
+}
+EXACT = ("Birder", "Birder one-phase", "Birder hierarchical")
+"""Kernels of this project from the gradient to the parameter: equal in every bit."""
+CLOSE = 1e-2
+"""Of other methods: |x_gpu - x_cpu| / |x_cpu - x_0| at most. torch contracts products and sums on one device and not on the
+other; a sign at the edge then falls the other way, once in some thousand times."""
+SHAPES = ((64, 3, 3, 3), (64,), (300, 37), (300,), (1,), (128, 64, 3, 3), (1000, 17))
+IDLE = 5
+"""Rows of the last parameter that never have a gradient, as tokens that are not in the data."""
+
+
+class Given(nn.Module):
+    """Its gradients are `values`, whatever the device. One parameter is channels-last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(1)
+        tensors = [torch.randn(shape, generator=random) for shape in SHAPES]
+        tensors[0] = tensors[0].contiguous(memory_format=torch.channels_last)
+        self.tensors = nn.ParameterList([nn.Parameter(t) for t in tensors])
+        self.values: list[Tensor] = []
+
+    def draw(self, rank: int, step: int) -> None:
+        """The gradients of one step on one rank."""
+        random = torch.Generator().manual_seed(1000 * step + rank)
+        drawn = [torch.randn(shape, generator=random) for shape in SHAPES]
+        drawn[-1][-IDLE:] = 0.0
+        self.values = [d.to(p.device) for d, p in zip(drawn, self.tensors, strict=True)]
+
+    def forward(self) -> Tensor:
+        return sum(((p * v).sum() for p, v in zip(self.tensors, self.values, strict=True)), torch.zeros(()).sum())  # type: ignore[return-value]
+
+
+def train(name: str, device: torch.device, steps: int, resume: bool = False) -> Tensor:
+    """All parameters after so many steps, on the CPU. `resume`: half-way everything is saved, made anew and loaded."""
+    world = dist.get_world_size()
+    topology = Topology(world, 1) if world % 2 else Topology(world // 2, 2)
+
+    def make() -> tuple[Given, DistributedDataParallel, Any, Any]:
+        model = Given().to(device)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+        options = dict(METHODS[name])
+        nodes = {"hierarchical": options.pop("hierarchical", False), "topology": topology}
+        optimizer = getattr(birder, name.partition(" ")[0].rstrip(","))(model.parameters(), **options)
+        return model, ddp, optimizer, birder.attach(ddp, optimizer, unit_mb=0.05, **nodes)
+
+    model, ddp, optimizer, attachment = make()
+    for step in range(1, steps + 1):
+        if resume and step == steps // 2:
+            saved = optimizer.state_dict(), [p.detach().clone() for p in model.tensors]
+            attachment.close()
+            model, ddp, optimizer, attachment = make()
+            optimizer.load_state_dict(saved[0])
+            with torch.no_grad():
+                for p, value in zip(model.tensors, saved[1], strict=True):
+                    p.copy_(value)
+        model.draw(dist.get_rank(), step)
+        optimizer.zero_grad()
+        ddp().backward()
+        optimizer.step()
+    attachment.close()
+    return torch.cat([p.detach().cpu().flatten() for p in model.tensors])
+
+
+def compare(name: str, device: torch.device, steps: int) -> dict[str, Any]:
+    """One row: whether the device's parameters are the CPU's, and those of a resumed run the uninterrupted one's."""
+    start = torch.cat([p.detach().flatten() for p in Given().tensors])
+    cpu, own, resumed = (
+        train(name, torch.device("cpu"), steps),
+        train(name, device, steps),
+        train(name, device, steps, True),
+    )
+    distance = float((own - cpu).norm() / (cpu - start).norm())
+    equal, again = torch.equal(own, cpu), torch.equal(own, resumed)
+    ok = again and (equal if name in EXACT else distance < CLOSE) and bool(own.isfinite().all())
+    return {"method": name, "equal": equal, "distance": distance, "resume_equal": again, "ok": ok}
+
+
+def amp(device: torch.device, half: torch.dtype, steps: int) -> dict[str, Any]:
+    """A small network with autocast; in fp16 with a GradScaler, and an overflow on one rank which all must skip."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    ddp = DistributedDataParallel(net)
+    optimizer = birder.Birder(net.parameters(), lr=1e-3)
+    scaled = half is torch.float16
+    attachment = birder.attach(ddp, optimizer, overlap=not scaled)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10) if scaled else None
+    random = torch.Generator().manual_seed(dist.get_rank())
+    labels = torch.arange(64) % 10
+    centres = torch.randn(10, 32, generator=torch.Generator().manual_seed(7))
+    losses = []
+    for step in range(steps):
+        x = (centres[labels] + 0.3 * torch.randn(64, 32, generator=random)).to(device)
+        if scaled and step == steps // 2 and dist.get_rank() == 0:
+            x = x * float("inf")
+        optimizer.zero_grad()
+        with torch.autocast(device.type, half):
+            loss = nn.functional.cross_entropy(ddp(x), labels.to(device))
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(float(loss.detach()))
+    flat = torch.cat([p.detach().cpu().flatten() for p in net.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    attachment.close()
+    taken = steps - 1 if scaled else steps
+    same = all(torch.equal(other, flat) for other in everyone)
+    ok = same and optimizer.steps == taken and losses[-1] < losses[0] and bool(flat.isfinite().all())
+    return {
+        "method": f"Birder, autocast {half}".replace("torch.", ""),
+        "ranks_equal": same,
+        "loss": losses[-1],
+        "ok": ok,
+    }
+
+
+def _rank(rank: int, world: int, backend: str, kind: str, store: str, steps: int, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=120)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+
+    def say(work: Callable[[], dict[str, Any]], label: str) -> None:
+        try:
+            row = work()
+        except Exception as error:
+            row = {"method": label, "ok": False, "error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        if rank == 0:
+            pipe.send({"ranks": world, "backend": backend, **row})
+
+    names = [n for n in METHODS if world > 1 or not METHODS[n].get("hierarchical")]
+    for name in names:
+        say(lambda name=name: compare(name, device, steps), name)  # type: ignore[misc]
+    halves = [torch.bfloat16, torch.float16] if kind == "cuda" else [torch.bfloat16]
+    for half in halves:
+        say(lambda half=half: amp(device, half, steps), f"autocast {half}")  # type: ignore[misc]
+    if rank == 0:
+        pipe.send(None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(world: int, backend: str, kind: str, steps: int = 60) -> Iterator[dict[str, Any]]:
+    """Rows as they come, from `world` ranks on that back end, on "cuda" or "cpu"."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = mp.get_context("spawn").Pipe(duplex=False)
+        args = (world, backend, kind, f"{folder}/store", steps, theirs)
+        running = mp.spawn(_rank, args=args, nprocs=world, join=False)
+        try:
+            while True:
+                while not ours.poll(0.5):
+                    running.join(timeout=0)  # raises when a rank has died
+                if (row := ours.recv()) is None:
+                    break
+                yield row
+            running.join()
+        finally:
+            for process in running.processes:
+                if process.is_alive():
+                    process.kill()
