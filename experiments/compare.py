@@ -184,11 +184,11 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     if rank == 0:
         spec.save()
 
-    def last_words(error: BaseException) -> None:
+    def on_failure(error: BaseException) -> None:
         if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
             plan.write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
 
-    worker.run_rank(spec, turns.train, last_words=last_words)
+    worker.run_rank(spec, turns.train, on_failure=on_failure)
     if rank == 0:
         tables.write(spec.config["results_dir"], spec.exp)
         tables.print_group(spec.config["results_dir"], group)

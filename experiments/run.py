@@ -67,11 +67,11 @@ def join(composed: Composed, *, command: str) -> RunSpec:
 def _train(spec: RunSpec, rank: int) -> RunSpec:
     from experiments.training import worker
 
-    def last_words(error: BaseException) -> None:
+    def on_failure(error: BaseException) -> None:
         if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
             record.write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
 
-    worker.run_rank(spec, last_words=last_words)
+    worker.run_rank(spec, on_failure=on_failure)
     return spec
 
 

@@ -31,7 +31,7 @@ class Launcher(ABC):
     backend:      auto | nccl | gloo; auto is nccl where there are GPUs, gloo elsewhere.
     max_restarts: how often torchrun restarts all ranks after a failure.
     timeout_s:    how long a rank may keep the others waiting in a collective before they fail, in seconds.
-    silence_s:    how long a rank may answer nobody before the run ends, in seconds (experiments/training/presence.py).
+    silence_s:    how long a rank may answer nobody before the run ends, in seconds (experiments/training/heartbeat.py).
     dry_run:      print the commands, start nothing.
     name:         what records call this cluster.
     """

@@ -2,7 +2,7 @@
 
 ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated.
 errors/rank<r>.json: {rank, node, time, type, message, traceback, user_error, peers}; peers, where others were missed:
-                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/training/presence.py).
+                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/training/heartbeat.py).
 logs/node<k>.log:    what torchrun says on node k; logs/rank<r>.log: what rank r says.
 
 A rank that torchrun starts again takes the place of its earlier life in both folders.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from birder import checkpoint
 from experiments.records import record
-from experiments.training import presence
+from experiments.training import heartbeat
 from launch.emulated import launcher as emulated
 from tests.test_launch import assert_all_gone, descendants
 
@@ -242,4 +242,4 @@ def test_restart(what: signal.Signals, start: Callable[..., Run], undisturbed: d
 def test_default_limits() -> None:
     """Arithmetic behind the promise: silence, two turns of the watch, one look around, the launcher's grace."""
     grace_s = 2 * 5.0
-    assert default("silence_s") + 2 * (presence.PING_S + presence.PROBE_S) + presence.PROBE_S + grace_s < LIMIT_S
+    assert default("silence_s") + 2 * (heartbeat.PING_S + heartbeat.PROBE_S) + heartbeat.PROBE_S + grace_s < LIMIT_S

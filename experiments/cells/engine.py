@@ -28,7 +28,7 @@ from experiments.cells.model import ReplayModel
 from experiments.cells.setup import Memory, Setup, gathered, select, shares
 from experiments.cells.suite import Cell, Method, Suite
 from experiments.records import record
-from experiments.training import presence, step_profile, worker
+from experiments.training import heartbeat, step_profile, worker
 from launch.emulated.network import GOODPUT
 from launch.spec import RunSpec
 
@@ -42,12 +42,12 @@ def train(spec: RunSpec) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    presence.start(store, rank, size, silence_s=SILENCE_S, join_s=TIMEOUT_S)
+    heartbeat.start(store, rank, size, silence_s=SILENCE_S, join_s=TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         Node(spec).run()
         dist.barrier()
-        presence.stop()
+        heartbeat.stop()
     finally:
         dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from experiments.training import presence
+from experiments.training import heartbeat
 from launch import failure, process
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -30,18 +30,18 @@ Train = Callable[[RunSpec], None]
 
 
 def run_rank(
-    spec: RunSpec, train: Train | None = None, last_words: Callable[[BaseException], None] | None = None
+    spec: RunSpec, train: Train | None = None, on_failure: Callable[[BaseException], None] | None = None
 ) -> None:
     """Trains as the rank that the environment names. `train` defaults to `experiments.training.loop.train`.
 
-    last_words: called with what ends this rank too early, before it ends.
+    on_failure: called with what ends this rank too early, before it ends.
 
     Whatever it raises is also left in `<run_dir>/errors/rank<r>.json`. A rank that finds another one lost does not wait
     for its collectives to notice: it ends at once, with status 1.
     """
-    me = _Rank(spec, last_words)
+    me = _Rank(spec, on_failure)
     me.begin()
-    presence.on_lost = me.end_alone
+    heartbeat.on_lost = me.end_alone
     try:
         if train is None:
             from experiments.training.loop import train as full_train
@@ -51,7 +51,7 @@ def run_rank(
     except BaseException as error:
         me.save_error(error)
         if failure.is_consequence(type(error).__name__, str(error)):
-            me.save_error(error, presence.look_around())
+            me.save_error(error, heartbeat.poll_peers())
         me.end(error)
         raise
     me.save("done")
@@ -80,11 +80,11 @@ def main(spec_path: str, train: Train | None = None) -> None:
 class _Rank:
     """This process's place in the world, and its files in the run directory."""
 
-    def __init__(self, spec: RunSpec, last_words: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self, spec: RunSpec, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self.dir = spec.path
-        self.last_words = last_words
+        self.on_failure = on_failure
         self.rank = int(os.environ["RANK"])
-        self.facts = {"rank": self.rank, "node": presence.own_node()}
+        self.facts = {"rank": self.rank, "node": heartbeat.own_node()}
 
     def begin(self) -> None:
         """Takes the place of this rank's earlier life, if there was one."""
@@ -102,8 +102,8 @@ class _Rank:
 
     def end(self, error: BaseException) -> None:
         self.save("failed")
-        if self.last_words is not None:
-            self.last_words(error)
+        if self.on_failure is not None:
+            self.on_failure(error)
 
     def end_alone(self, error: BaseException, peers: list[dict[str, Any]]) -> None:
         """Ends this process from a thread, whatever the main thread waits for."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from experiments.training import presence
+from experiments.training import heartbeat
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -23,7 +23,7 @@ def world(spec: RunSpec) -> Iterator[Shard]:
     try:
         yield shard
         dist.barrier()
-        presence.stop()
+        heartbeat.stop()
     finally:
         dist.destroy_process_group()
 
@@ -46,7 +46,7 @@ def _join(spec: RunSpec) -> Shard:
     timeout = timedelta(seconds=float(cluster.get("timeout_s", 300)))
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     silence_s = float(cluster.get("silence_s", 30))
-    presence.start(store, rank, size, silence_s=silence_s, join_s=timeout.total_seconds())
+    heartbeat.start(store, rank, size, silence_s=silence_s, join_s=timeout.total_seconds())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Shard(rank, size, device)
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from experiments.training import presence
-from experiments.training.presence import Peer, PeerLost, Presence
+from experiments.training import heartbeat
+from experiments.training.heartbeat import Heartbeat, Peer, PeerLost
 
 NOBODY = "9 127.0.0.1 1 word"
 """A rank that is not there: nothing listens on port 1."""
 
 
 class Store(dict[str, bytes]):
-    """What `Presence` needs of torch's store."""
+    """What `Heartbeat` needs of torch's store."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()
@@ -43,9 +43,9 @@ class Store(dict[str, bytes]):
 
 def main() -> None:
     """Rank 1 of 2, as a process of its own; prints what it tells the store."""
-    store = Store({"birder/presence/0": NOBODY.encode()})
-    Presence(store, 1, 2, silence_s=1e9, join_s=1, on_lost=print)
-    print(store["birder/presence/1"].decode(), flush=True)
+    store = Store({"birder/heartbeat/0": NOBODY.encode()})
+    Heartbeat(store, 1, 2, silence_s=1e9, join_s=1, on_lost=print)
+    print(store["birder/heartbeat/1"].decode(), flush=True)
     time.sleep(600)
 
 
@@ -60,7 +60,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def other() -> Iterator[tuple[subprocess.Popen, str]]:
     """Rank 1 on node 5, in a process of its own, and what it told the store."""
     env = {**os.environ, "BIRDER_NODE": "5", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    command = [sys.executable, "-m", "tests.test_presence"]
+    command = [sys.executable, "-m", "tests.test_heartbeat"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout is not None
@@ -70,8 +70,8 @@ def other() -> Iterator[tuple[subprocess.Popen, str]]:
 
 
 def peer(told: str) -> Peer:
-    node, host, port, word = told.split()
-    return Peer(1, int(node), host, int(port), word)
+    node, host, port, token = told.split()
+    return Peer(1, int(node), host, int(port), token)
 
 
 def states_until(asked: Callable[[], str], wanted: str) -> str:
@@ -85,14 +85,14 @@ def states_until(asked: Callable[[], str], wanted: str) -> str:
 def test_what_a_probe_tells(other: tuple[subprocess.Popen, str]) -> None:
     process, told = other
     assert peer(told).node == 5
-    assert states_until(lambda: presence.probe(peer(told)), "answers") == "answers"
+    assert states_until(lambda: heartbeat.probe(peer(told)), "answers") == "answers"
     process.send_signal(signal.SIGSTOP)
-    assert states_until(lambda: presence.probe(peer(told), 0.5), "silent") == "silent"
+    assert states_until(lambda: heartbeat.probe(peer(told), 0.5), "silent") == "silent"
     process.send_signal(signal.SIGCONT)
-    assert states_until(lambda: presence.probe(peer(told)), "answers") == "answers"
+    assert states_until(lambda: heartbeat.probe(peer(told)), "answers") == "answers"
     process.kill()
     process.wait()
-    assert presence.probe(peer(told)) == "gone"
+    assert heartbeat.probe(peer(told)) == "gone"
 
 
 def test_another_program_on_the_port() -> None:
@@ -104,7 +104,7 @@ def test_another_program_on_the_port() -> None:
                 connection.sendall(b"SSH-2.0")
 
         threading.Thread(target=greet, daemon=True).start()
-        assert presence.probe(peer(f"0 127.0.0.1 {server.getsockname()[1]} word")) == "gone"
+        assert heartbeat.probe(peer(f"0 127.0.0.1 {server.getsockname()[1]} word")) == "gone"
 
 
 def test_no_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +114,14 @@ def test_no_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
             raise error
 
         monkeypatch.setattr(socket, "create_connection", connect)
-        assert presence.probe(peer("0 10.0.0.1 5 word")) == "unreachable"
+        assert heartbeat.probe(peer("0 10.0.0.1 5 word")) == "unreachable"
 
 
 def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str]) -> None:
     process, told = other
     lost: queue.SimpleQueue[tuple[PeerLost, list[dict[str, Any]]]] = queue.SimpleQueue()
-    keys = {"birder/presence/1": told.encode(), "birder/presence/2": NOBODY.encode()}
-    watch = Presence(Store(keys), 0, 3, silence_s=4.0, join_s=1, on_lost=lambda *found: lost.put(found))
+    keys = {"birder/heartbeat/1": told.encode(), "birder/heartbeat/2": NOBODY.encode()}
+    watch = Heartbeat(Store(keys), 0, 3, silence_s=4.0, join_s=1, on_lost=lambda *found: lost.put(found))
     try:
         time.sleep(5)
         assert lost.empty()  # rank 1 answers; it is not this rank's turn to watch rank 2
@@ -137,7 +137,9 @@ def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str]) -> None:
 
 def test_a_stopped_watch_says_nothing() -> None:
     lost: list[Any] = []
-    watch = Presence(Store({"birder/presence/1": NOBODY.encode()}), 0, 2, silence_s=0.4, join_s=1, on_lost=lost.append)
+    watch = Heartbeat(
+        Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 2, silence_s=0.4, join_s=1, on_lost=lost.append
+    )
     watch.stop()
     time.sleep(1.5)
     assert lost == []
@@ -145,13 +147,13 @@ def test_a_stopped_watch_says_nothing() -> None:
 
 def test_ranks_that_never_come() -> None:
     with pytest.raises(PeerLost, match="ranks 2, 3 did not appear within 1 s"):
-        Presence(Store({"birder/presence/1": NOBODY.encode()}), 0, 4, silence_s=9, join_s=1, on_lost=print)
+        Heartbeat(Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 4, silence_s=9, join_s=1, on_lost=print)
 
 
 def test_alone() -> None:
-    presence.start(Store(), 0, 1, silence_s=9, join_s=1)
-    assert presence.look_around() == []
-    presence.stop()
+    heartbeat.start(Store(), 0, 1, silence_s=9, join_s=1)
+    assert heartbeat.poll_peers() == []
+    heartbeat.stop()
 
 
 if __name__ == "__main__":

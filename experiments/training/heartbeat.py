@@ -1,4 +1,4 @@
-"""Whether the other ranks are still there: a collective that fails, or waits, does not say on whose account.
+"""Heartbeats between ranks: a collective that fails, or waits, does not say on whose account.
 
 Every rank answers on a socket of its own, from a thread, so also while it computes, prepares data or waits. Each rank asks
 the next one every few seconds; one that has been quiet for `cluster.silence_s` ends the run. A rank that fails for want
@@ -36,13 +36,13 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank answers, and with which word: a port may have passed on to another program."""
+    """Where a rank answers, and with which token: a port may have passed on to another program."""
 
     rank: int
     node: int
     host: str
     port: int
-    word: str
+    token: str
 
 
 def own_node() -> int:
@@ -53,7 +53,7 @@ def own_node() -> int:
 def probe(peer: Peer, timeout_s: float = PROBE_S) -> str:
     """What has become of a rank.
 
-    answers | silent (connected, but no word: stopped or hung) | gone (its host says that nobody listens) | unreachable.
+    answers | silent (connected, but no token: stopped or hung) | gone (its host says that nobody listens) | unreachable.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -65,18 +65,18 @@ def probe(peer: Peer, timeout_s: float = PROBE_S) -> str:
     with connection:
         try:
             connection.settimeout(max(0.1, deadline - time.monotonic()))
-            return "answers" if connection.recv(64) == peer.word.encode() else "gone"
+            return "answers" if connection.recv(64) == peer.token.encode() else "gone"
         except ConnectionError:
             return "gone"
         except OSError:
             return "silent"
 
 
-class Presence:
+class Heartbeat:
     """This rank's socket, and its watch over the next rank.
 
     store:     torch's key-value store that all ranks share (set, get, wait, check).
-    on_lost:   called once, from a thread, when the next rank has been quiet for `silence_s`: (error, what `look_around`
+    on_lost:   called once, from a thread, when the next rank has been quiet for `silence_s`: (error, what `poll_peers`
                found).
     join_s:    how long the other ranks may take to appear. Raises PeerLost after that.
     """
@@ -94,7 +94,7 @@ class Presence:
         self.rank = rank
         self.silence_s = silence_s
         self.on_lost = on_lost
-        self.word = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
         self._stopped = threading.Event()
         address = _own_address()
         self._server = socket.create_server((address, 0), family=_family(address), backlog=256)
@@ -102,11 +102,11 @@ class Presence:
         os.register_at_fork(after_in_child=self._server.close)
         self._thread(self._answer)
         port = self._server.getsockname()[1]
-        store.set(_key(rank), f"{own_node()} {address} {port} {self.word}")
+        store.set(_key(rank), f"{own_node()} {address} {port} {self.token}")
         self.peers = _meet(store, world, join_s)
         self._thread(self._watch)
 
-    def look_around(self) -> list[dict[str, Any]]:
+    def poll_peers(self) -> list[dict[str, Any]]:
         """{rank, node, state} of every other rank; `state` as in `probe`. Takes PROBE_S and little more."""
         others = [p for p in self.peers if p.rank != self.rank]
         with ThreadPoolExecutor(max_workers=64) as pool:
@@ -118,14 +118,14 @@ class Presence:
         self._stopped.set()
 
     def _thread(self, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, daemon=True, name=f"presence-{target.__name__}").start()
+        threading.Thread(target=target, daemon=True, name=f"heartbeat-{target.__name__}").start()
 
     def _answer(self) -> None:
         while True:
             try:
                 connection, _ = self._server.accept()
                 with connection:
-                    connection.sendall(self.word.encode())
+                    connection.sendall(self.token.encode())
             except OSError:
                 time.sleep(0.1)  # out of files, say: later again
 
@@ -140,11 +140,11 @@ class Presence:
             quiet = 0.0 if state == "answers" else quiet + passed
             if quiet >= self.silence_s and not self._stopped.is_set():
                 error = PeerLost(f"rank {following.rank} on node {following.node} has not answered for {quiet:.0f} s")
-                self.on_lost(error, self.look_around())
+                self.on_lost(error, self.poll_peers())
                 return
 
 
-_current: Presence | None = None
+_current: Heartbeat | None = None
 
 
 def _end(error: PeerLost, peers: list[dict[str, Any]]) -> None:
@@ -157,25 +157,25 @@ on_lost: Callable[[PeerLost, list[dict[str, Any]]], None] = _end
 
 
 def start(store: Any, rank: int, world: int, *, silence_s: float, join_s: float) -> None:
-    """Begins to answer and to watch, as this process's one `Presence`. Raises PeerLost when ranks do not appear."""
+    """Begins to answer and to watch, as this process's one `Heartbeat`. Raises PeerLost when ranks do not appear."""
     global _current
     if world > 1:
-        _current = Presence(store, rank, world, silence_s=silence_s, join_s=join_s, on_lost=lambda *a: on_lost(*a))
+        _current = Heartbeat(store, rank, world, silence_s=silence_s, join_s=join_s, on_lost=lambda *a: on_lost(*a))
 
 
-def look_around() -> list[dict[str, Any]]:
-    """See `Presence.look_around`; empty where none has started."""
-    return _current.look_around() if _current is not None else []
+def poll_peers() -> list[dict[str, Any]]:
+    """See `Heartbeat.poll_peers`; empty where none has started."""
+    return _current.poll_peers() if _current is not None else []
 
 
 def stop() -> None:
-    """See `Presence.stop`."""
+    """See `Heartbeat.stop`."""
     if _current is not None:
         _current.stop()
 
 
 def _key(rank: int) -> str:
-    return f"birder/presence/{rank}"
+    return f"birder/heartbeat/{rank}"
 
 
 def _meet(store: Any, world: int, join_s: float) -> list[Peer]:
@@ -190,8 +190,8 @@ def _meet(store: Any, world: int, join_s: float) -> list[Peer]:
         raise PeerLost(f"{ranks} did not appear within {join_s:.0f} s") from error
     peers = []
     for rank, key in enumerate(keys):
-        node, host, port, word = store.get(key).decode().split()
-        peers.append(Peer(rank, int(node), host, int(port), word))
+        node, host, port, token = store.get(key).decode().split()
+        peers.append(Peer(rank, int(node), host, int(port), token))
     return peers
 
 
