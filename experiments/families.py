@@ -26,7 +26,7 @@ from experiments import compare, run, volume
 from experiments.config import compose
 from experiments.records.record import ResultRecord
 from experiments.report import speedup, tables
-from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
+from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import WIDTH, Column, Note, Table
 from launch.errors import UserError
@@ -128,7 +128,7 @@ def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table
         measured("collectives", lambda row: number(row.record.collectives_per_step)),
         measured("state", lambda row: size(row.record.state_bytes_per_rank)),
         measured("step ms", _milliseconds),
-        measured("speed vs fp32", lambda row: times(table.speedup(row, "fp32"))),
+        measured("speed vs fp32", lambda row: table.versus(row, "fp32")),
         *([speedup.published_column(beside)] if beside else []),
         measured(_metric_name(table.records), lambda row: _metric(row.record)),
     ]

@@ -51,6 +51,8 @@ def step_times(table: SpeedupTable) -> bytes | None:
             low, high = t.get("p10_ms") or typical, t.get("p90_ms") or typical
             spread = [[max(0.0, typical - low)], [max(0.0, high - typical)]]
             axes.barh(place, typical, xerr=spread, color=colour(row.record.method, place), capsize=3)
+            if table.ratio(row, "fp32") is not None and row is not table.baseline("fp32"):
+                axes.text(0.01 * typical, place, f"{table.versus(row, 'fp32')} vs fp32", va="center", fontsize=6)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         mean = ", the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
         axes.set_xlabel(f"step time, ms (median, p10 to p90{mean})")

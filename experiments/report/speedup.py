@@ -1,4 +1,4 @@
-"""Speedup tables: step times of runs that were made one after the other on the same machine.
+"""Speedup tables: step times of methods that took turns, or of runs made one after the other, on the same machine.
 
 Speedup = t_baseline / t_method: medians of the step time, or the mean where a method's steps differ in what they send
 (local steps: the median step would be one without communication). Baselines are the fp32 and the bf16 all-reduce of the
@@ -15,9 +15,11 @@ from typing import Any
 
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
+from experiments.report import turns
 from experiments.report.differences import order, variants
-from experiments.report.formats import DASH, fraction, number, percent, size, times
+from experiments.report.formats import DASH, fraction, number, size, times
 from experiments.report.table import Column, Note, Table
+from experiments.timing.intervals import Ratio
 
 # Hyper-parameters that do not change what a step costs.
 COSTLESS = (
@@ -96,6 +98,15 @@ class SpeedupTable:
         """t_baseline / t_row, None when either is missing."""
         base = self.baseline(wire)
         return base.seconds / row.seconds if base and base.seconds and row.seconds else None
+
+    def ratio(self, row: Row, wire: str) -> Ratio | None:
+        """`speedup` with its interval; None where one of them has no rounds, or is one of several runs."""
+        base = self.baseline(wire)
+        return turns.ratio(base.record, row.record) if base and base.runs == row.runs == 1 else None
+
+    def versus(self, row: Row, wire: str) -> str:
+        """`speedup` as text, with its interval where there is one."""
+        return turns.faster(self.speedup(row, wire), self.ratio(row, wire), row is self.baseline(wire))
 
     @property
     def skips(self) -> bool:
@@ -193,7 +204,9 @@ def _dilated(link: dict[str, Any]) -> str:
 
 def _intended(link: dict[str, Any]) -> dict[str, Any]:
     """A link without what differs between two measurements of it."""
-    varying = ("measured", "off_by", "note", *(["mbit_per_s"] if link.get("set_mbit_per_s") else []))
+    varying = ["measured", "off_by", "note", "probed_mbit_per_s"]
+    if link.get("set_mbit_per_s") or link.get("probed_mbit_per_s"):
+        varying.append("mbit_per_s")
     return {key: value for key, value in link.items() if key not in varying}
 
 
@@ -212,32 +225,48 @@ def conclusion(table: SpeedupTable) -> str | None:
         text = f"On this link, do not compress: the fastest compressed method, {best.label}, reaches "
         text += f"{times(table.speedup(best, 'fp32'))} of the speed of fp32 DDP"
         return f"{text}; {limit}." if limit else f"{text}."
-    each = [
-        f"{row.label} {times(table.speedup(row, 'fp32'))}" + (" (within the spread)" if _overlap(row, base) else "")
-        for row in faster
-    ]
+    each = [f"{row.label} {times(table.speedup(row, 'fp32'))}{_doubt(table, row, base)}" for row in faster]
     text = f"Faster than fp32 DDP: {', '.join(each)}"
     text = f"{text}; {limit}." if limit else f"{text}."
     half = table.baseline("bf16")
     if half is not None:
         ratio = times(table.speedup(faster[0], "bf16"))
         verdict = "beats" if (table.speedup(faster[0], "bf16") or 0) > 1 else "does not beat"
+        if (found := table.ratio(faster[0], "bf16")) is not None and found.tie:
+            verdict = "ties with"
         text += f" The fastest, {faster[0].label}, {verdict} bf16 DDP ({ratio})."
-    return text
+    return text + _tied(faster)
+
+
+def _tied(rows: list[Row]) -> str:
+    """Which of the rows, the fastest first, cannot be told from the fastest; empty where there is none or no interval."""
+    found = [(row, turns.ratio(row.record, rows[0].record)) for row in rows[1:]]
+    same = [row.label for row, ratio in found if ratio is not None and ratio.tie]
+    return f" Not to be told from {rows[0].label}: {', '.join(same)}." if same else ""
+
+
+def _doubt(table: SpeedupTable, row: Row, base: Row) -> str:
+    """Whether a speedup over `base` may be none: its interval says, or without one the spread of the steps."""
+    if (ratio := table.ratio(row, base.record.wire)) is not None:
+        return " (a tie)" if ratio.tie else ""
+    return " (within the spread)" if _overlap(row, base) else ""
 
 
 def columns(table: SpeedupTable) -> list[Column]:
     """The columns, each with what makes its cells from a `Row`; to add one see experiments/report/table.py."""
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
     rounds = measured("rounds per step", lambda row: number(row.record.rounds_per_step), short="rounds")
+    update = measured("update, ms", lambda row: number(row.record.timing.get("update_ms")), terminal=False)
+    in_turns = any(row.record.turns for row in table.rows)  # intervals want the room of a terminal's line
     return [
         Column("method", "left", value=_label),
         Column("wire", terminal=False, value=lambda row: row.record.wire),
         Column("step time, median (p10–p90), ms", short="step ms (p10–p90)", value=step_time),
-        measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s"))),
-        measured("speedup vs fp32", lambda row: times(table.speedup(row, "fp32")), short="vs fp32"),
-        measured("speedup vs bf16", lambda row: times(table.speedup(row, "bf16")), short="vs bf16"),
-        measured("% of no-communication bound", lambda row: percent(table.of_bound(row)), short="of bound"),
+        measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=not in_turns),
+        measured("speedup vs fp32", lambda row: table.versus(row, "fp32"), short="vs fp32"),
+        measured("speedup vs bf16", lambda row: table.versus(row, "bf16"), short="vs bf16"),
+        measured("% of no-communication bound", lambda row: _of_bound(table, row), short="of bound"),
+        *([update] if any("update_ms" in row.record.timing for row in table.rows) else []),
         measured("payload per node and step", payload, short="payload/node/step"),
         measured("payload vs fp32", lambda row: fraction(table.payload_ratio(row)), terminal=False),
         measured("NIC tx per node and step", lambda row: size(row.record.bytes_per_step["nic_tx"]), short="NIC tx"),
@@ -252,6 +281,10 @@ def columns(table: SpeedupTable) -> list[Column]:
 def measured(name: str, value: Callable[[Row], str], *, short: str = "", terminal: bool = True) -> Column:
     """A column of something that a run measured: a dash for one that failed."""
     return Column(name, "right", short, terminal, lambda row: value(row) if row.record.status == "completed" else DASH)
+
+
+def _of_bound(table: SpeedupTable, row: Row) -> str:
+    return turns.share(table.of_bound(row), table.ratio(row, "none"), row is table.baseline("none"))
 
 
 def _split(key: str) -> Column:
@@ -269,6 +302,11 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
     notes = [Note(f"{said}.", "caution")] if said else []
     notes.append(Note(f"{hardware(r)}. Group `{table.group}`."))
     footnotes = failures(table)
+    for sentence, cautious in turns.notes([row.record for row in table.rows]):
+        if cautious:
+            notes.append(Note(sentence, "caution"))
+        else:
+            footnotes.append(Note(sentence))
     if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
         footnotes.append(
             Note(f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.")

@@ -184,7 +184,6 @@ class _World:
                 if not self._make(entry):
                     continue
                 self._set_link()
-                entry.turn(1, self.watch)
             self._turn(entry, steps, timed)
             if not self.held:
                 entry.free()
