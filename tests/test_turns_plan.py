@@ -13,7 +13,8 @@ import torch
 from experiments import compare
 from experiments.config import compose
 from experiments.records import record
-from experiments.timing import link, plan
+from experiments.timing import plan
+from experiments.training import link
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher

@@ -235,6 +235,7 @@ class Variant(Entry):
                 assert self.told is not None
                 self.told.end_step()
                 sampled += [] if watch.device.type == "cuda" else self.method.update_seconds()
+        self.method.optimizer.pipeline.wait()  # what the last step still sends is this method's
         seconds = watch.stop()
         if watch.device.type == "cuda":
             sampled = self.method.update_seconds()

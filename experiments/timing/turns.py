@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from experiments.cells import timelines
 from experiments.records import record
-from experiments.timing import entries, link, machine, plan, results
-from experiments.timing.entries import Bound, Entry, Variant
+from experiments.timing import machine, plan, results
+from experiments.timing.entries import Bound, Entry, Shared, Variant
 from experiments.timing.shared_ddp import SharedDDP
+from experiments.training import link
 from experiments.training.clock import Stopwatch
 from experiments.training.method import Length
 from experiments.training.world import world
@@ -77,7 +78,7 @@ class _World:
         self.ddp.train()
         # Dropout and the like differ between ranks from here on.
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
-        shared = entries.Shared(self.workload, self.ddp, shard, self.length, spec.seed)
+        shared = Shared(self.workload, self.ddp, shard, self.length, spec.seed)
         self.bound = Bound(self.config, shared)
         described = self.config["variants"]
         self.variants = [Variant(v, shared) for v in described if v["config"]["comm"]["enabled"]]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.records import labels, record
-from experiments.training import step_profile
+from experiments.training import link, step_profile
 from experiments.training.clock import StepClock
 from experiments.training.method import Length, Method, batches
 from experiments.training.nic import NicMeter, past_the_counters
@@ -70,6 +70,7 @@ class _Run:
             spec.path / "checkpoints", save["keep"], self.ddp, self.optimizer, self.workload, self.method.scaler
         )
         self.save_every = int(save["every"])
+        self.link = link.of_run(spec, shard.device)  # of a real network: probed
         self.metrics: dict[str, float] = {}
         self.losses: list[tuple[int, torch.Tensor]] = []  # not looked at yet
         self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time
@@ -208,6 +209,7 @@ class _Run:
                 metric=metric if self.metrics else {},
                 curve=record.save_curve(spec.path / "curve.csv", self.config["results_dir"], spec.id),
                 device=self.shard.device.type,
+                link=self.link,
             ),
             self.config["results_dir"],
         )

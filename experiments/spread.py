@@ -1,0 +1,84 @@
+"""How far repeated comparisons differ: `python experiments/spread.py resnet50 [--runs 5] [--busy 2] [key=value ...]`.
+
+Runs the comparison of an experiment so many times on the machine as it is, and some more beside a program that keeps one core
+busy. Then prints a table of all comparisons in turns of this experiment and number of nodes in the results folder, and
+writes it to FILE with --out. --table only prints. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from experiments import compare, run
+from experiments.config import compose
+from experiments.records.record import read_all, write_file
+from experiments.report import spread
+from launch.errors import UserError
+from launch.process import Stopped
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """One core of this machine is busy while it is open."""
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None) -> int:
+    """Runs and shows. Returns the exit status; raises UserError."""
+    overrides = [f"+exp={exp}", *overrides]
+    resolved = compose.resolve(compose.compose(overrides))
+    status = 0
+    for number in range(idle + busy):
+        beside = number >= idle
+        print(f"Run {number + 1} of {idle + busy}{', beside a busy core' if beside else ''}", flush=True)
+        with busy_core() if beside else contextlib.nullcontext():
+            status = max(status, compare.compare(overrides, None))
+    found = spread.runs(read_all(resolved["results_dir"]), exp, int(resolved["cluster"]["nodes"]))
+    if not found:
+        raise UserError(
+            f"no comparison in turns of {exp} in {resolved['results_dir']}: give --runs, or turns.mode=turns"
+        )
+    text = spread.as_table(found).markdown()
+    print(text)
+    if out is not None:
+        write_file(out, text.encode(), "table")
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("exp", help="experiment, a file of conf/exp")
+    parser.add_argument("--runs", type=int, default=5, help="comparisons on the machine as it is (default: 5)")
+    parser.add_argument("--busy", type=int, default=2, help="comparisons beside a busy core (default: 2)")
+    parser.add_argument("--table", action="store_true", help="run nothing, show the table")
+    parser.add_argument("--out", type=Path, help="file for the table")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, cluster.nodes=4 among them")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.runs < 0 or options.busy < 0:
+            raise UserError("--runs and --busy are numbers of 0 or more")
+        idle, busy = (0, 0) if options.table else (options.runs, options.busy)
+        return study(options.exp, idle, busy, options.overrides, options.out)
+    except (UserError, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
