@@ -47,6 +47,11 @@ bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and other
 gpu-check: $(READY)  ## everything that wants a GPU: correctness, kernels, hooks, timelines, accuracy (20 minutes at most)
 	@$(BIN)/python experiments/gpu_check.py $(ARGS)
 
+predict: $(READY)  ## will it pay? make predict MODEL=resnet50 BATCH=32 GPU=a100 NODES=8 RANKS=8 GBPS=10
+	@$(BIN)/python experiments/predict.py $(if $(MODEL),'model=$(MODEL)') $(if $(BATCH),'batch=$(BATCH)') \
+	  $(if $(GPU),'gpu=$(GPU)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
+	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
+
 tables: $(READY)  ## write tables and plots again, from the records: results/published, results/local
 	@$(BIN)/python experiments/tables.py
 
@@ -105,8 +110,12 @@ help:  ## show this text
 #= CLUSTER = how nodes are started: local, emulated, ssh, slurm (a file of conf/cluster)
 #= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
+#= MODEL = for make predict: a model with a timeline (resnet50, bert_base), or package.module:function
+#= BATCH = for make predict: samples per GPU
+#= GPU = for make predict: e.g. a100
+#= GBPS = for make predict: Gbit/s of a node's NIC
 #= ARGS = anything else for experiments/compare.py or replay.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench gpu-check paper-table tables publish test test-clusters campaign soak check format setup clean help
+.PHONY: predict $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench gpu-check paper-table tables publish test test-clusters campaign soak check format setup clean help

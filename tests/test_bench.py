@@ -19,7 +19,7 @@ from experiments import replay
 from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
 from experiments.bench.peers import FusedOneBitAdam
-from experiments.cells import setup, suite, timelines
+from experiments.cells import selection, suite, timelines
 from experiments.cells.suite import Cell
 from experiments.records import record
 from experiments.records.record import ResultRecord
@@ -89,21 +89,21 @@ def test_dilation_is_the_wished_rate_over_the_measured_one_for_the_share_that_is
 def test_a_selection_of_tensors_stands_for_the_model(model: str) -> None:
     fraction = BENCH.fraction(Cell(model, None, 4, "emulated", "powersgd4"))
     whole = BENCH.timeline(model, None)
-    part = setup.select(whole, fraction)
+    part = selection.select(whole, fraction)
     shapes = {g.name: g.shape for g in whole.gradients}
     cut = [g.name for g in part.gradients if g.shape != shapes[g.name]]
-    assert all(math.prod(shapes[name]) > setup.LARGE * whole.elements for name in cut)
+    assert all(math.prod(shapes[name]) > selection.LARGE * whole.elements for name in cut)
     assert all(g.shape[1:] == shapes[g.name][1:] for g in part.gradients)
     assert part.elements == pytest.approx(fraction * whole.elements, rel=0.3)
     for rank in (1, 4):
         sent = [powersgd_bytes([g.shape for g in t.gradients], rank, 2) for t in (part, whole)]
-        assert setup.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
+        assert selection.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
         assert sent[0] == pytest.approx(fraction * sent[1], rel=0.3)
     # Spread over the whole of backward, to its end.
     times = [g.ready_ms for g in part.gradients]
     assert min(times) < whole.step_ms / 2
     assert max(times) == max(g.ready_ms for g in whole.gradients)
-    assert setup.select(whole, 1.0) is whole
+    assert selection.select(whole, 1.0) is whole
 
 
 class Two(torch.nn.Module):

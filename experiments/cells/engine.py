@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from birder.predict.timeline import Timeline
 from experiments.cells.model import ReplayModel
-from experiments.cells.setup import Memory, Setup, gathered, select, shares
+from experiments.cells.selection import select, shares
+from experiments.cells.setup import Memory, Setup, gathered
 from experiments.cells.suite import Cell, Method, Suite
 from experiments.records import record
 from experiments.training import heartbeat, step_profile, worker

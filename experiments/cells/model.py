@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from birder.predict.timeline import Timeline
+from experiments.cells.selection import scaled
 
 
 def pause_until(deadline: float) -> None:
@@ -81,11 +82,6 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return None, None, grad, *ctx.model.hand_out(ctx.number)
-
-
-def scaled(numel: int, fraction: float) -> int:
-    """Elements that a tensor of `numel` keeps."""
-    return max(1, round(numel * fraction))
 
 
 def _place(root: nn.Module, name: str, p: nn.Parameter) -> None:

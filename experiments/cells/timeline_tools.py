@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,3 +144,39 @@ def record(options: argparse.Namespace) -> Timeline:
         note="; ".join(filter(None, ["forward and backward, without the optimizer's update", options.note])),
     )
     return replace(made, wall_ms=None)  # a whole step is more than this
+
+
+def record_module(where: str, batch: int, steps: int) -> Timeline:
+    """Records the timeline of `package.module:function` on this machine. function(batch) returns (module, loss).
+
+    Raises UserError for a function that is not there or returns something else, and for a model that gets no gradient.
+    """
+    module, _, function = where.partition(":")
+    try:
+        make_model = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"model={where}: {error}") from None
+    made = make_model(batch)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise UserError(f"model={where}: {function}({batch}) must return (module, loss), loss being a function")
+    net, loss = made
+    device = next(net.parameters()).device
+    watch = recording.Watch(net, recording.clock_of(device))
+
+    def step() -> None:
+        net.zero_grad()
+        value = loss()
+        watch.mark(recording.FORWARD)
+        value.backward()
+
+    with watch.on():
+        times = recording.measured(watch, step, steps, WARMUP)
+    about = {"model": where, "precision": "as it is", "batch_per_gpu": batch, "gpus_per_node": 1}
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    try:
+        made_of = recording.assemble(
+            times, watch.shapes, name=function, gpu=gpu, command=f"model={where} batch={batch}", **about
+        )
+    except ValueError as error:
+        raise UserError(f"model={where}: {error}") from None
+    return dataclasses.replace(made_of, wall_ms=None)

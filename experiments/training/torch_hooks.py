@@ -13,7 +13,6 @@ compress in the third step, the first that torch allows: DDP rebuilds its bucket
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,8 @@ from birder import BucketOptimizer
 from birder.comm import ByteCounter, Link, Topology, Trace
 from birder.comm.link import backend_for
 from birder.comm.trace import current, note_wire
+from birder.predict.methods import LOW_RANK_RATE
+from birder.predict.methods import low_rank_numbers as of_tensor
 
 HALF: dict[str, Callable[..., Future[Tensor]]] = {
     "bf16": default_hooks.bf16_compress_hook,
@@ -37,8 +38,6 @@ HALF: dict[str, Callable[..., Future[Tensor]]] = {
 }
 DENSE_STEPS = 2
 """Steps before PowerSGD compresses: the fewest that torch takes."""
-MIN_RATE = 2
-"""PowerSGD compresses a matrix where this saves more than this factor: torch's default."""
 
 
 class _Timed:
@@ -99,7 +98,7 @@ class HookAttachment:
             # Against a division by zero where a gradient is 0 throughout.
             epsilon = 1e-8
             self.low_rank = powersgd.PowerSGDState(
-                group, rank, DENSE_STEPS, min_compression_rate=MIN_RATE, orthogonalization_epsilon=epsilon
+                group, rank, DENSE_STEPS, min_compression_rate=LOW_RANK_RATE, orthogonalization_epsilon=epsilon
             )
         self.trace = trace
         if trace.on:
@@ -180,14 +179,8 @@ class HookAttachment:
 
 def low_rank_numbers(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int, int]:
     """How many numbers PowerSGD all-reduces for tensors of these shapes: uncompressed, P, Q."""
-    plain = p = q = 0
-    for shape in shapes:
-        rows, columns = shape[0], math.prod(shape[1:])
-        r = min(rows, columns, rank)
-        if (rows + columns) * r * MIN_RATE < rows * columns:
-            p, q = p + rows * r, q + columns * r
-        else:
-            plain += rows * columns
+    found = [of_tensor(tuple(shape), rank) for shape in shapes]
+    plain, p, q = (sum(numbers) for numbers in zip(*found)) if found else (0, 0, 0)
     return plain, p, q
 
 

@@ -1,0 +1,267 @@
+"""Will compression pay? `python experiments/predict.py timeline=resnet50_b32_tf32 cluster.nodes=8 cluster.gbps=10`
+
+A step's time under every method, predicted from a timeline, a link and the costs of kernels (docs/predict.md).
+
+    timeline=NAME                       of results/timelines, or a file's path
+    model=resnet50 batch=32 gpu=a100    the timeline there is of that model, batch and GPU; precision=tf32 or amp
+    model=package.module:function       any torch module: function(batch) returns (module, loss), loss a function without
+                                        arguments. Its timeline is recorded on this machine; gpu_rate=20 gpu=a100: the GPU
+                                        that is meant computes 20 times as fast
+    cluster.nodes, cluster.ranks_per_node, cluster.gbps, cluster.latency_us, cluster.inside_gb_per_s
+    methods=birder,bf16                 these rows only
+
+    --sweep gbps | nodes                a table and a plot over link rates, or over nodes up to 1,024
+    --crossover                         below which link rate each method pays
+    --evaluate                          every replayed cell beside its prediction: results/published/tables/predict.md
+    --fit                               fits what --evaluate predicts with, from the records of replayed cells (minutes)
+    --validate                          real training on emulated links beside its prediction: needs a quiet machine (an hour)
+
+Exit status: 0; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, crossover, predict, sweep
+from experiments.cells import timelines
+from experiments.records import record
+from launch.errors import UserError
+
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "gbps": (0.5, 1, 2, 3, 5, 7, 10, 15, 25, 40, 100, 200, 400),
+    "nodes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+}
+SHOWN = (
+    "fp32",
+    "bf16",
+    "powersgd4",
+    "onebit_adam",
+    "birder",
+    "birder_hierarchical",
+    "birder_one_phase_hierarchical",
+    "none",
+)
+"""Methods of a sweep when none are named."""
+
+
+@dataclass
+class Question:
+    """What is asked, by key of the command line ("." for "_" after cluster). Nothing given: 8 nodes of 8 GPUs, 10 Gbit/s."""
+
+    timeline: str = ""
+    model: str = ""
+    batch: int = 32
+    gpu: str = "a100"
+    precision: str = "tf32"
+    gpu_rate: float = 1.0
+    steps: int = 10
+    methods: str = ""
+    cluster_nodes: int = 8
+    cluster_ranks_per_node: int = 8
+    cluster_gbps: float = 10.0
+    cluster_latency_us: float = 20.0
+    cluster_inside_gb_per_s: float = NVLINK.gbps / 8
+
+    @property
+    def chosen(self) -> list[str] | None:
+        return self.methods.split(",") if self.methods else None
+
+    @property
+    def cluster(self) -> Cluster:
+        """Raises ValueError for numbers out of range."""
+        between = Link(self.cluster_gbps, self.cluster_latency_us)
+        inside = replace(NVLINK, gbps=8 * self.cluster_inside_gb_per_s)
+        return Cluster(self.cluster_nodes, self.cluster_ranks_per_node, between, inside)
+
+
+def ask(pairs: Sequence[str]) -> Question:
+    """From key=value pairs. Raises UserError for unknown keys and values of the wrong type."""
+    kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(Question)}
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        name = key.replace("cluster.", "cluster_", 1)
+        if not equals or name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1)
+            meant = f"; did you mean {near[0].replace('cluster_', 'cluster.')}=?" if near else ""
+            raise UserError(
+                f"{pair!r} is not one of {', '.join(k.replace('cluster_', 'cluster.') for k in kinds)}{meant}"
+            )
+        try:
+            given[name] = kinds[name](value)
+        except ValueError:
+            raise UserError(
+                f"{key} must be {'a whole number' if kinds[name] is int else 'a number'}, not {value!r}"
+            ) from None
+    return Question(**given)
+
+
+def timeline_of(q: Question) -> Timeline:
+    """The timeline that is meant, recorded now where a module is named. Raises UserError."""
+    if q.timeline:
+        return _scaled(timelines.load(q.timeline), q)
+    if ":" in q.model:
+        return _scaled(_recorded(q), q)
+    if not q.model:
+        raise UserError("say timeline=NAME or model=NAME: " + ", ".join(timelines.names()))
+    known = [timelines.load(name) for name in timelines.names()]
+    fits = [
+        t
+        for t in known
+        if t.model == q.model
+        and t.batch_per_gpu == q.batch
+        and t.precision == q.precision
+        and _plain(t.gpu).startswith(_plain(q.gpu))
+    ]
+    if not fits:
+        there = ", ".join(f"{t.model} batch={t.batch_per_gpu} precision={t.precision} gpu={t.gpu}" for t in known)
+        raise UserError(f"no timeline of {q.model}, batch {q.batch}, {q.precision}, {q.gpu}; there are: {there}")
+    return _scaled(fits[0], q)
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _scaled(t: Timeline, q: Question) -> Timeline:
+    if q.gpu_rate == 1:
+        return t
+    if not q.gpu_rate > 0:
+        raise UserError(f"gpu_rate must be positive, not {q.gpu_rate:g}")
+    return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=q.gpu)
+
+
+def _recorded(q: Question) -> Timeline:
+    from experiments.cells import timeline_tools
+
+    return timeline_tools.record_module(q.model, q.batch, q.steps)
+
+
+def costs_of(t: Timeline) -> Costs:
+    """Of the timeline's device: assumed for a GPU, measured here for a CPU. Raises UserError."""
+    if t.gpu == "cpu":
+        from birder.predict import measure_kernels
+
+        return measure_kernels("cpu")
+    try:
+        return Costs.of_gpu(t.gpu)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def answer(q: Question, options: argparse.Namespace) -> None:
+    """Prints what is asked for."""
+    t = timeline_of(q)
+    costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
+    try:
+        if options.sweep:
+            from experiments.report import prediction_plots
+
+            found = sweep(t, q.cluster, options.sweep, SWEEPS[options.sweep], q.chosen or SHOWN, costs, layout)
+            print(prediction_plots.sweep_table(found, options.sweep))
+            path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
+            print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
+        elif options.crossover:
+            found_rates = crossover(t, q.cluster, q.chosen, costs, layout)
+            for name, rate in found_rates.items():
+                print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
+        else:
+            print(predict(t, q.cluster, q.chosen, costs, layout))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def evaluate(results: str) -> None:
+    """Writes results/published/tables/predict.md and the plot of the paper's speedups. Raises UserError."""
+    from experiments.records.record import read_all, write_file
+    from experiments.report import prediction, prediction_plots
+
+    outcomes = prediction.evaluate(read_all(results), prediction.load(results))
+    if not outcomes:
+        raise UserError(f"no replayed cell in {results}/records: run make paper-table or make bench")
+    page = prediction.markdown(outcomes) + "\n\n" + prediction_plots.published() + "\n"
+    path = Path(results) / "tables" / "predict.md"
+    write_file(path, page.encode(), "the table of predictions")
+    print(f"{path}: {len(outcomes)} cells")
+    print(prediction_plots.draw_paper(Path(results) / "plots" / "predict_paper.png"))
+    for name in ("resnet50_b32_tf32", "bert_base_b12_tf32"):
+        t = timelines.load(name)
+        found = sweep(t, Question().cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))
+        print(prediction_plots.draw_sweep(found, "nodes", Path(results) / "plots" / f"predict_{name}_nodes.png"))
+
+
+def fit(results: str) -> None:
+    """Writes results/predict/machines.json."""
+    from experiments.cells import fit as fits
+    from experiments.cells import predicted
+    from experiments.records.record import read_all, write_file
+    from experiments.report import prediction
+
+    records = read_all(results)
+    kernels, pairs = predicted.kernel_rates(records), prediction.cases(records)
+    if not kernels or not pairs:
+        raise UserError(
+            f"{results}/records lacks replayed cells or the kernel benchmark: run make paper-table and make bench"
+        )
+    machines: dict[str, dict[str, dict[str, float]]] = {}
+    for link in predicted.START:
+        here = [p for p in pairs if p[0].link == link]
+        for model in sorted({of.model for of, _ in here}):
+            others = [p for p in here if p[0].model != model]
+            if others:
+                machines.setdefault(link, {})[model] = dict(fits.fit(others, link, kernels).values)
+                print(f"{link}, {model}: fitted to {len(others)} cells of other models", flush=True)
+    path = Path(results) / prediction.FOLDER / prediction.FILE
+    write_file(path, prediction.dump(machines).encode(), "what was fitted")
+    print(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", nargs="*", metavar="key=value")
+    parser.add_argument("--sweep", choices=tuple(SWEEPS))
+    parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--out", type=Path, help="file of a sweep's plot")
+    parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--validate", action="store_true")
+    parser.add_argument("--results", default=str(record.PUBLISHED))
+    options = parser.parse_args(arguments)
+    try:
+        if options.fit:
+            fit(options.results)
+        elif options.evaluate:
+            evaluate(options.results)
+        elif options.validate:
+            from experiments import predict_validate
+
+            return predict_validate.run(options.question)
+        else:
+            answer(ask(options.question), options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
+    sys.exit(main())

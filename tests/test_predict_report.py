@@ -1,0 +1,200 @@
+"""What is said of predictions: the evaluation is made again from the committed records; published times; the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from birder.predict import Costs
+from experiments import predict as entry
+from experiments import predict_validate
+from experiments.cells import fit, predicted, published, timelines
+from experiments.cells.predicted import Machine
+from experiments.config import compose
+from experiments.records.record import PUBLISHED, ResultRecord, read_all
+from experiments.report import prediction, prediction_plots
+from launch.errors import UserError
+
+RESULTS = PUBLISHED
+
+
+@pytest.fixture(scope="module")
+def records() -> list[ResultRecord]:
+    return read_all(RESULTS)
+
+
+@pytest.fixture(scope="module")
+def outcomes(records: list[ResultRecord]) -> list[prediction.Outcome]:
+    return prediction.evaluate(records, prediction.load(RESULTS))
+
+
+def test_every_replayed_cell_is_predicted_and_its_setup_is_what_ran(records: list[ResultRecord]) -> None:
+    found = prediction.cases(records)
+    ran = [r for r in records if r.exp in ("paper", "bench") and "kernels" not in r.config[r.exp]]
+    assert len(found) == len({r.id for r in ran})
+    for of, record in found:
+        assert of.timeline.elements == record.config[record.exp]["elements"], of.id
+
+
+def test_the_evaluation_is_what_the_docs_say(outcomes: list[prediction.Outcome]) -> None:
+    """Bounds: what docs/predict.md states, rounded up. The targets were 3 %, 8 % and 15 %: the median meets its own."""
+    emulated = [o for o in outcomes if o.case.link == "emulated"]
+    whole = prediction.summary(emulated)
+    assert whole.cells == 303
+    assert whole.median < 0.015 < prediction.TARGETS["median"]
+    assert whole.p95 < 0.085
+    assert whole.worst < 0.35
+    every = prediction.summary(outcomes)
+    assert every.cells == 363
+    assert every.median < prediction.TARGETS["median"]
+
+
+def test_the_page_is_what_the_records_make(outcomes: list[prediction.Outcome]) -> None:
+    page = (RESULTS / "tables" / "predict.md").read_text(encoding="utf-8")
+    assert page == prediction.markdown(outcomes) + "\n\n" + prediction_plots.published() + "\n"
+
+
+def test_a_machine_is_fitted_without_the_cells_that_it_predicts(records: list[ResultRecord]) -> None:
+    """Going on from where the committed fit ended moves little: it is the fit to the other model's cells, and of no others.
+
+    Fits end after a fixed number of rounds, so that some values still move a little: 0.1 in the logarithm of the rate-like
+    ones that matter most.
+    """
+    machines = prediction.load(RESULTS)
+    kernels = predicted.kernel_rates(records)
+    pairs = [p for p in prediction.cases(records) if p[0].link == "loopback"]
+    for model, values in machines["loopback"].items():
+        others = [p for p in pairs if p[0].model != model]
+        assert 0 < len(others) < len(pairs)
+        again = fit.fit(others, "loopback", kernels, Machine("loopback", values, kernels), rounds=2)
+        for name in ("rate", "k4", "k8", "fast", "sgdm"):
+            assert abs(np.log(again.values[name] / values[name])) < 0.1, name
+
+
+def test_a_fit_comes_near_to_a_machine_that_is_known(records: list[ResultRecord]) -> None:
+    """Cells that a machine has made itself: fitted, half of them are met to 2 %, the scale of a fit's errors."""
+    kernels = predicted.kernel_rates(records)
+    begin = predicted.start("loopback", kernels)
+    truth = Machine("loopback", {**begin.values, "rate": 20.0, "sgdm": 0.15}, kernels)
+    made = []
+    for of, record in prediction.cases(records):
+        if of.link == "loopback" and of.nodes == 2:
+            step = predicted.step(of, truth)
+            split = {"update_ms": step.update_ms, "encode_ms": step.encode_ms}
+            made.append((of, _with_times(record, step.ms, split)))
+    found = fit.fit(made, "loopback", kernels, rounds=5)
+
+    def median(machine: Machine) -> float:
+        return float(np.median([abs(predicted.step(of, machine).ms / r.timing["median_ms"] - 1) for of, r in made]))
+
+    assert median(found) < fit.SCALE < median(begin)
+
+
+def _with_times(record: ResultRecord, ms: float, split: dict[str, float]) -> ResultRecord:
+    return replace(record, timing={**record.timing, "median_ms": ms, "split": split})
+
+
+def test_published_all_reduces_come_out_where_the_assumptions_hold() -> None:
+    found = {b.what: b for b in published.profiles()}
+    assert len(found) == len(published.PROFILES)
+    # InfiniBand, 8 nodes: ring and all-reduce by nodes lie on either side of, or within 5 % of, what was measured.
+    for batch in (1, 16, 64):
+        b = found[f"InfiniBand, 8 x 8, batch {batch}"]
+        assert b.by_nodes is not None
+        assert b.by_nodes < b.published * 1.05
+        assert b.predicted == pytest.approx(b.published, rel=0.05)
+    # Two nodes of eight: half as much as a ring, which is why the ring is 72 % off there.
+    two = found["InfiniBand, 2 x 8, batch 16"]
+    assert two.by_nodes == pytest.approx(two.published, rel=0.1)
+    assert published.bert_large(1, 1, 1, 1).elements == pytest.approx(336.2e6, rel=1e-3)
+
+
+def test_the_papers_speedups_need_a_slow_link_or_fast_computing() -> None:
+    compute, rates, found = prediction_plots.claims("bert_base_b12_tf32", "birder_hierarchical", grid=4)
+    assert found.shape == (len(rates), len(compute))
+    assert np.all(np.diff(found[:, 0]) <= 1e-6)  # a faster link, a smaller speedup
+    assert np.all(np.diff(found[0]) <= 1e-6)  # more computing, a smaller speedup
+    assert found.max() > 6.3 > found.min()
+
+
+# ---- the command line ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["timeline=resnet50_b32_tf32", "cluster.nodes=8"], "x as fast as bf16"),
+        (["model=bert_base", "batch=12", "gpu=A100", "cluster.gbps=800", "cluster.latency_us=2"], "do not compress"),
+        (["timeline=resnet50_b32_tf32", "methods=fp32,birder", "--crossover"], "below"),
+        (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=h100"], "h100: 70%"),
+        (["model=tests.toy_module:make", "batch=4", "steps=2", "methods=fp32,bf16,none"], "on cpu"),
+    ],
+)
+def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(arguments) == 0
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("over", ["gbps", "nodes"])
+def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sweep.png"
+    assert entry.main(["timeline=resnet50_b32_tf32", "--sweep", over, "--out", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([x for x in lines if x.startswith("|")]) == 2 + len(entry.SWEEPS[over])
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say timeline=NAME or model=NAME"),
+        (["timelin=x"], "did you mean timeline=?"),
+        (["timeline=nothing"], "no timeline nothing"),
+        (["model=resnet50", "batch=33"], "no timeline of resnet50, batch 33"),
+        (["timeline=resnet50_b32_tf32", "cluster.nodes=many"], "must be a whole number"),
+        (["timeline=resnet50_b32_tf32", "cluster.nodes=0"], "at least 1 node"),
+        (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),
+        (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
+        (["model=tests.toy_module:nothing"], "no attribute 'nothing'"),
+        (["--validate", "moon"], "knows resnet50, bert_squad"),
+        (["--evaluate", "--results", "nowhere"], "--fit makes it"),
+    ],
+)
+def test_bad_questions_end_with_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_the_commands_of_the_validation_compose() -> None:
+    every = list(predict_validate.cells(list(predict_validate.MODELS)))
+    assert len(every) == 2 * 3 * 3 * 5
+    for cell in every[:5] + every[-5:]:
+        made = compose.compose(cell.command()[2:])
+        assert made.config.cluster.nodes == cell.nodes
+        assert made.config.cluster.link_gbps == cell.gbps
+
+
+def test_a_validation_predicts_from_the_bound_and_the_link_alone() -> None:
+    cell = predict_validate.Cell("resnet50", 4, 10.0, "fp32")
+    bound = {"timing": {"median_ms": 1000.0, "split": {"update_ms": 50.0}}}
+    own = {
+        "timing": dict.fromkeys(("median_ms", "p10_ms", "p90_ms"), 1.0),
+        "ranks_per_node": 1,
+        "link": {"mbit_per_s": 800.0},
+    }
+
+    found = predict_validate.outcome(cell, bound, own, Costs())
+    wire = 2 * 3 / 4 * 4 * timelines.load("resnet50_b32_tf32").elements * 8 / 800e3
+    assert 1000 < found.predicted_ms < 1000 + wire
+    assert found.predicted_ms > 50 + wire
+
+
+def test_nothing_is_shown_beside_cells_where_nothing_was_fitted(tmp_path: Path, records: list[ResultRecord]) -> None:
+    assert prediction.beside(tmp_path, records) == {}
+    with pytest.raises(UserError, match="--fit makes it"):
+        prediction.load(tmp_path)
