@@ -16,6 +16,7 @@ EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 STEPS = 2
 # What makes a workload small, of the arguments that it has.
 SMALLEST = {
+    "preset": "tiny",
     "image_size": 32,
     "synthetic_images": 8,
     "train_questions": 8,
