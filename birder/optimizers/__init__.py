@@ -1,5 +1,7 @@
 """Optimizers: one file for each method, `base.py` for what they share."""
 
+# Imported for their classes, which enter themselves as forms and variants of SLAMB and 0/1 Adam.
+from birder.optimizers import slamb_released, zero_one_adam_deepspeed  # noqa: F401
 from birder.optimizers.adam import AdamW, BertAdam
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.birder import Birder

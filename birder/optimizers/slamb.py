@@ -66,13 +66,17 @@ class SLAMB(BucketOptimizer):
     first_sync: ClassVar[int] = 0
     """sync_phase where none is given."""
 
+    released: ClassVar[dict[str, type[SLAMB]]] = {}
+    """The classes of the released code's forms, by name; they enter themselves."""
+
+    def __init_subclass__(cls, form: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if form is not None:
+            SLAMB.released[form] = cls
+
     def __new__(cls, *args: Any, form: str = "paper", **kwargs: Any) -> SLAMB:
         """An instance of the subclass that has the rules of `form`."""
-        if cls is SLAMB and form in ("v1", "v2"):
-            from birder.optimizers.slamb_released import SLAMBv1, SLAMBv2
-
-            return super().__new__(SLAMBv1 if form == "v1" else SLAMBv2)
-        return super().__new__(cls)
+        return super().__new__(cls.released.get(form, cls) if cls is SLAMB else cls)
 
     def __init__(
         self,

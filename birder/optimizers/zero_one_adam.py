@@ -62,13 +62,17 @@ class ZeroOneAdam(OneBitMethod):
     aligned: ClassVar[bool] = False
     """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
 
+    variants: ClassVar[dict[str, type[ZeroOneAdam]]] = {}
+    """The classes of other variants, by name; they enter themselves."""
+
+    def __init_subclass__(cls, variant: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if variant is not None:
+            ZeroOneAdam.variants[variant] = cls
+
     def __new__(cls, *args: Any, variant: str = "paper", **kwargs: Any) -> ZeroOneAdam:
         """An instance of the subclass that has the rules of `variant`."""
-        if cls is ZeroOneAdam and variant == "deepspeed":
-            from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam
-
-            return super().__new__(DeepSpeedZeroOneAdam)
-        return super().__new__(cls)
+        return super().__new__(cls.variants.get(variant, cls) if cls is ZeroOneAdam else cls)
 
     def __init__(
         self,

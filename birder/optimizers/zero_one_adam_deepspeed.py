@@ -24,7 +24,7 @@ from birder.optimizers.onebit import SignedScales
 from birder.optimizers.zero_one_adam import ZeroOneAdam
 
 
-class DeepSpeedZeroOneAdam(ZeroOneAdam):
+class DeepSpeedZeroOneAdam(ZeroOneAdam, variant="deepspeed"):
     """`ZeroOneAdam(variant="deepspeed")` (see the module's docstring for the equations)."""
 
     aligned: ClassVar[bool] = True
