@@ -23,6 +23,7 @@ CHUNK = 1000  # questions tokenized at once: bounds the memory that Python lists
 class BertSquad(Workload):
     """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
 
+    embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
     model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
     preset:          base | large | tiny, the shape where `model` is None.
@@ -60,6 +61,7 @@ class BertSquad(Workload):
         max_answer_len: int = 30,
         eval_batch: int = 32,
         vocab_size: int = 2000,
+        embedded_words: int | None = None,
     ) -> None:
         if seq_len - max_query_len - 3 <= doc_stride or doc_stride < 0:
             raise UserError(
@@ -81,7 +83,7 @@ class BertSquad(Workload):
         self.train_questions, self.dev_questions = train_questions, dev_questions
         self.n_best, self.max_answer_len = n_best, max_answer_len
         self.eval_batch = eval_batch
-        self.vocab_size = vocab_size
+        self.vocab_size, self.embedded_words = vocab_size, embedded_words
         self._from_files = bool(data_path or train_file or dev_file)
         self.synthetic = not self._from_files and dataset == "synthetic"
         self.data_name = "synthetic questions" if self.synthetic else "SQuAD 1.1"
@@ -112,9 +114,8 @@ class BertSquad(Workload):
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForQuestionAnswering
 
-        return bert.load_model(
-            AutoModelForQuestionAnswering, self.model, self.init, self.preset, len(self.tokenizer), self.seq_len
-        )
+        words = max(len(self.tokenizer), self.embedded_words or 0)
+        return bert.load_model(AutoModelForQuestionAnswering, self.model, self.init, self.preset, words, self.seq_len)
 
     def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
         return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
