@@ -8,6 +8,14 @@ BIN := $(VENV)/bin
 # An environment named by the user is used as it is; the default one is made here, and updated with pyproject.toml.
 READY := $(if $(filter .venv,$(VENV)),.venv/.ready)
 
+# A misspelt variable would be ignored without a word: those that are typed must be used below.
+USED = $(shell grep -oE '\$$\([A-Z]+\)' $(firstword $(MAKEFILE_LIST)) | tr -d '$$()') SHELL MAKEFLAGS
+LISTED = $(shell sed -n 's/^.= \([A-Z]*\) = .*/\1/p' $(firstword $(MAKEFILE_LIST)))
+NEAR = import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1, 0))
+TYPED := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$v))
+$(if $(TYPED),$(foreach v,$(filter-out $(USED),$(TYPED)),$(error no variable $v: did you mean $\
+$(shell $(PYTHON) -c '$(NEAR)' '$v' $(LISTED) 2>/dev/null || echo one of $(LISTED))? make help lists them)))
+
 OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	$(if $(SEED),'seed=$(SEED)') $(if $(DATA),'data.path=$(DATA)') $(if $(CLUSTER),'cluster=$(CLUSTER)') \
 	$(if $(HOSTS),'cluster.hosts="$(HOSTS)"') $(if $(SCALE),'scale=$(SCALE)') $(if $(OPT),'--methods=$(OPT)') $(ARGS)
@@ -105,6 +113,7 @@ help:  ## show this text
 #= NODES = number of nodes; without a cluster they are emulated on this machine
 #= RANKS = ranks (GPUs) per node
 #= OPT = which optimizers, e.g. sgdm,birder
+#= EXP = of make exp and make publish: a file of conf/exp
 #= SEED = random seed
 #= DATA = folder or file of the data set
 #= CLUSTER = how nodes are started: local, emulated, ssh, slurm (a file of conf/cluster)
@@ -115,6 +124,7 @@ help:  ## show this text
 #= GPU = for make predict: e.g. a100
 #= GBPS = for make predict: Gbit/s of a node's NIC
 #= ARGS = anything else for experiments/compare.py or replay.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
+#= GROUP = of make publish: the group of runs to move
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 

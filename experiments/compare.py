@@ -15,7 +15,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -28,14 +28,12 @@ from omegaconf import OmegaConf
 from experiments import run
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.report import published, tables
+from experiments.report import tables
+from experiments.report.headline import headline
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
-
-if TYPE_CHECKING:
-    from experiments.workloads.base import Workload
 
 
 def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
@@ -62,32 +60,6 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     if unknown := [m for m in methods if m not in known]:
         raise UserError(f"experiment '{base.config.exp}' compares no '{unknown[0]}'; it has: {', '.join(known)}")
     return [m for m in made if m.choices["optimizer"] in methods]
-
-
-def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool, shaped: bool = False) -> str:
-    """What the numbers to come are and are not, in plain words, and how to get those of the full setting."""
-    cluster, scale, exp = resolved["cluster"], resolved["scale"]["name"], resolved["exp"]
-    nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
-    shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
-    here = cluster["name"] in ("local", "emulated")
-    place = f"Emulated: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
-    if shaped:
-        place += f", joined by links that stand for {cluster['link_gbps']:g} Gbit/s"
-    data = f"synthetic data ({workload.data_name})" if workload.synthetic else workload.data_name
-    meaning = "shows step time and bytes, not accuracy" if workload.synthetic else "a short run"
-    if scale == "paper":
-        return f"{place}; {data}; paper scale."
-    whose = "The paper's setting" if any(published.beside(exp, k) for k in ("speedup", "accuracy")) else "The full run"
-    command = make_command(exp) + (f" NODES={nodes}" if nodes_given else "") + " SCALE=paper"
-    if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
-        command += " DATA=/path/to/data"
-    return f"{place}; {data}; {scale} scale: {meaning}. {whose}: {command}"
-
-
-def make_command(exp: str) -> str:
-    """How `make` runs an experiment: by a target of its own, or as `make exp EXP=NAME`."""
-    listed = re.search(r"^EXPERIMENTS := (.*)$", (compose.ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    return f"make {exp}" if listed and exp in listed[1].split() else f"make exp EXP={exp}"
 
 
 def compare(

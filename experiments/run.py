@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -24,7 +25,9 @@ from omegaconf import DictConfig
 
 from experiments.config import compose
 from experiments.config.compose import Composed
+from experiments.config.kinds import one_line
 from experiments.records import record
+from experiments.report.headline import headline
 from experiments.timing import calibrate
 from launch import lock
 from launch.errors import UserError
@@ -32,16 +35,33 @@ from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.spec import RunSpec
 
+if TYPE_CHECKING:
+    from experiments.workloads.base import Workload
+
+LONGEST = 290
+"""Characters of a message about bad input."""
 _keep: list[object] = []  # the store of a world that rank 0 hosts must outlive `share`
 
 
-def launch(composed: Composed, *, command: str, group: str | None = None) -> RunSpec:
-    """Checks, starts and waits for one run. Raises UserError or RunFailed."""
-    compose.check(composed)
+def launch(composed: Composed, *, command: str, group: str | None = None, alone: bool = False) -> RunSpec:
+    """Checks, starts and waits for one run. Raises UserError or RunFailed.
+
+    alone: no part of a comparison, so that its first line says what its numbers are.
+    """
+    workload = compose.check(composed)
+    if alone:
+        introduce(composed, workload)
     calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
     compose.launcher(spec.config).launch(spec)
     return spec
+
+
+def introduce(composed: Composed, workload: Workload) -> None:
+    """Prints what the numbers of a run are and are not."""
+    resolved = compose.resolve(composed)
+    nodes_given = any(o.startswith("cluster.nodes=") for o in composed.overrides)
+    print(headline(resolved, workload, nodes_given=nodes_given, shaped=calibrate.shapes(resolved)), flush=True)
 
 
 def under_torchrun() -> bool:
@@ -53,7 +73,9 @@ def join(composed: Composed, *, command: str) -> RunSpec:
     """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
     rank = int(os.environ["RANK"])
     take_place(composed)
-    compose.check(composed, rank_zero=rank == 0)
+    workload = compose.check(composed, rank_zero=rank == 0)
+    if rank == 0:
+        introduce(composed, workload)
     command = under(composed.config.cluster, command)
     spec = compose.make_spec(composed, command=command) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
@@ -115,9 +137,12 @@ def typed(script: str, arguments: list[str]) -> str:
 
 def report(error: BaseException) -> int:
     """Tells the user in one line what ended a run, and returns the exit status."""
-    if isinstance(error, UserError | RunFailed):
+    if isinstance(error, UserError):
+        print("error:", one_line(" ".join(str(error).split()), LONGEST), file=sys.stderr, flush=True)
+        return 2
+    if isinstance(error, RunFailed):
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError) else 1
+        return 1
     if isinstance(error, KeyboardInterrupt):
         print("interrupted: every process of the run has ended", file=sys.stderr, flush=True)
         return 130
@@ -135,6 +160,7 @@ def main() -> int:
     sys.argv[1:] = arguments
     jobs = 0
     failed: list[tuple[str, int]] = []
+    bugs: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         nonlocal jobs
@@ -145,16 +171,21 @@ def main() -> int:
             if under_torchrun():
                 join(composed, command=typed("run", composed.overrides))
             else:
-                launch(composed, command=typed("run", composed.overrides))
+                launch(composed, command=typed("run", composed.overrides), alone=True)
         except (UserError, RunFailed) as error:
             # The other jobs of a sweep go on.
             failed.append((" ".join(composed.overrides), report(error)))
+        except Exception as error:
+            bugs.append(error)
+            raise
 
     # Hydra's own reports of errors are many lines long: have it raise, and say it in one.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
     except compose.CONFIG_ERRORS as error:
+        if bugs:
+            raise
         return report(compose.explain(error, [a for a in arguments if _is_override(a)]))
     except (KeyboardInterrupt, Stopped, UserError) as error:
         return report(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,14 @@ def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[st
         ["+exp=digits", "optimizer.lr=-1"],
         ["+exp=digits", "nonsense=1"],
         ["+exp=digits", "a[b"],
+        ["+exp=digits", "+train.max_step=5"],
+        ["+exp=digits", "~optimizer.lr"],
+        ["+exp=digits", "train=5"],
+        ["+exp=digits", "optimizer._target_=birder.Nosuch"],
+        ["+exp=digits", "cluster.nodes=99999999999999999999999", "--dry-run"],
+        ["+exp=digits", "run_name=2024"],
+        ["exp=0"],
+        ["wandb=null"],
         ["+exp=resnet50", "data.path=/no/such/folder"],
         ["+exp=resnet50", "workload.image_size=3"],
         ["--cfg", "job", "--resolve", "+exp=nothing"],
@@ -69,6 +78,20 @@ def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.Monkey
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert [p for p in Path.cwd().rglob("*") if p.name != "multirun.yaml" and p.is_file()] == []
+
+
+def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """One run and a comparison begin alike: emulated, synthetic, quick."""
+    monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
+    assert typed(monkeypatch, "+exp=bert_squad", "scale=quick") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("Emulated: 2 nodes of 1 rank as processes on this machine; synthetic data (")
+    assert "quick scale: shows step time and bytes, not accuracy." in first
+    assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
+    monkeypatch.setattr(compare.tables, "write", lambda *a: None)
+    monkeypatch.setattr(compare.tables, "print_group", lambda *a: None)
+    assert compare.compare(["+exp=bert_squad", "scale=quick"], ["birder"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
 
 
 @pytest.mark.parametrize("name", ["run.py", "compare.py"])
@@ -179,6 +202,21 @@ def test_make_with_a_bad_node_count(nodes: str) -> None:
     shown = f"'{nodes}'" if nodes == "four" else nodes
     assert lines == [f"error: cluster.nodes must be a whole number, 1 or more, not {shown}"]
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize(("given", "near"), [("NODE=4", "NODES"), ("DATAS=x", "DATA"), ("node=4", "NODES")])
+def test_make_with_an_unknown_variable(given: str, near: str) -> None:
+    for target in ("digits", "test", "tables"):
+        done = make(f"VENV={sys.prefix}", target, given)
+        assert done.returncode == 2
+        name = given.partition("=")[0]
+        assert f"no variable {name}: did you mean {near}? make help lists them" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_make_knows_the_variables_that_it_lists() -> None:
+    listed = re.findall(r"^#= (\w+) = ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert make("-n", "help", *(f"{name}=x" for name in listed if name != "PYTHON")).returncode == 0
 
 
 def test_make_help_lists_targets_and_variables() -> None:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from experiments import compare
-from experiments.config import compose, validate
+from experiments.config import compose, rules
+from experiments.report import headline
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -119,7 +120,8 @@ def test_betas(betas: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["+exp=nothing"], "no experiment 'nothing'; there are: " + ", ".join(EXPERIMENTS)),
+        (["+exp=bert_squat"], "no experiment 'bert_squat'; there are: bert_squad, "),  # the nearest first
+        (["+exp=nothing"], f" and {len(EXPERIMENTS) - 12} more"),
         (["exp=digits"], "+exp=NAME"),
         (["optimizer=sgd"], "no optimizer 'sgd'; there are: " + ", ".join(OPTIMIZERS)),
         (["workload=mnist"], "no workload 'mnist'; there are: "),
@@ -127,6 +129,18 @@ def test_betas(betas: str) -> None:
         (["optimizer.lrr=1"], "did you mean optimizer.lr"),
         (["clutser.nodes=2"], "did you mean cluster.nodes"),
         (["momentun=2"], "no key 'momentun'"),
+        (["+train.max_step=5"], "no key 'train.max_step' in the configuration; did you mean train.max_steps?"),
+        (["++train.epoch=3"], "did you mean train.epochs?"),
+        (["+checkpoint.evry=5"], "did you mean checkpoint.every?"),
+        (["+evalute=false"], "did you mean evaluate?"),
+        (["+optimizer.lrr=1"], "did you mean optimizer.lr"),
+        (["+optimizer.nesterov=true"], "no key 'optimizer.nesterov'"),  # SGDM's, not Birder's
+        (["+cluster.link_gbps=1"], "no key 'cluster.link_gbps'"),  # of cluster=emulated
+        (["hparams=digits"], "no key 'hparams'"),
+        (["~optimizer.lr"], "optimizer.lr is missing: it cannot be left out or removed"),
+        (["~seed"], "seed is missing"),
+        (["~train.epochs"], "train.epochs is missing"),
+        (["~optimizer"], "a run needs both a workload and an optimizer"),
         (["nodes=2"], "did you mean cluster.nodes"),
         (["a[b"], "cannot read the override 'a[b'"),
         (["~nothing"], "no key 'nothing'"),
@@ -139,13 +153,49 @@ def test_unknown_names(overrides: list[str], words: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["run_name=2024"], "run_name names a folder: letters, digits"),
+        (["results_dir=1e3"], "results_dir must be the path of a folder, not 1000.0"),
+        (["output_dir=''"], "output_dir must be the path of a folder, not ''"),
+        (["+exp=digits", "exp=0"], "a group is chosen by the name of a file"),
+        (["wandb=null"], "a group is chosen by the name of a file"),
+        (["train=5"], "train is a section: set its keys, such as train.batch_per_rank=VALUE, not 5"),
+        (["+profile=5"], "a group is chosen by the name of a file"),
+        (["seed=9223372036854775808"], "seed must be at most 4294967295"),
+        (["comm.bucket_mb=1e300"], "comm.bucket_mb must be at most 100000, not 1e+300"),
+        (["cluster.nodes=99999999999999999999999"], "cluster.nodes must be at most 10000"),
+        (["optimizer._target_=birder.Nosuch"], "no class optimizer._target_='birder.Nosuch'"),
+        (["optimizer._target_=torch.nn.Linear"], "optimizer._target_='torch.nn.Linear' is no BucketOptimizer"),
+        (["workload._target_=os.system"], "workload._target_='os.system' is no Workload"),
+        (["cluster._target_=subprocess.Popen"], "cluster._target_='subprocess.Popen' is no Launcher"),
+        (["optimizer._target_=5"], "optimizer._target_ must be the full name of a class, not 5"),
+        (["data.path=/no/such/place"], "data.path='/no/such/place' does not exist (digits does not read it)"),
+        (["workload.model=5"], "workload.model must be text, not 5"),
+        (["workload.train_images=1.5"], "workload.train_images must be a whole number, or null, not 1.5"),
+        (["+scales.quick.epoch=1"], "scales.paper has no 'epoch', which another scale has"),
+        (["seed=${seed}"], "Recursive interpolation detected (at seed)"),
+        (["cluster=slurm", "cluster.partition='a\nb'"], "cluster.partition must be text on one line"),
+        (["optimizer.lr=[" + "1," * 500 + "1]"], "..."),
+    ],
+)
+def test_values_that_once_ended_in_a_traceback(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose.check(compose.compose(overrides))
+    message = str(error.value)
+    assert words in message
+    assert message.isprintable()
+    assert len(message) < 300
+
+
 def test_missing_value_names_its_key() -> None:
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps has no value: set it with optimizer\.warmup_steps="):
         resolved("workload=digits", "optimizer=onebit_adam", "optimizer.warmup_steps=???")
 
 
 def test_workload_with_unknown_argument() -> None:
-    with pytest.raises(UserError, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(UserError, match=r"no key 'workload\.colour' in the configuration; did you mean workload\."):
         compose.check(compose.compose(["+exp=digits", "+workload.colour=blue"]))
 
 
@@ -153,7 +203,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file, not a folder"):
         compose.check(compose.compose(["+exp=digits", f"output_dir={tmp_path}/file/deeper"]))
-    validate.check_writable("output_dir", tmp_path / "to" / "be" / "made")
+    rules.check_writable("output_dir", tmp_path / "to" / "be" / "made")
     assert not (tmp_path / "to").exists()
 
 
@@ -259,12 +309,19 @@ def test_variants_of_a_comparison() -> None:
 
 def test_headline_says_what_it_is() -> None:
     config = resolved("+exp=resnet50", "cluster.nodes=4", "scale=quick")
-    line = compare.headline(config, compose.workload(config), nodes_given=True)
+    line = headline.headline(config, compose.workload(config), nodes_given=True)
     assert line.startswith("Emulated: 4 nodes")
     for words in ("synthetic", "quick scale", "not accuracy", "make resnet50 NODES=4 SCALE=paper DATA=/path/to/data"):
         assert words in line
 
 
+def test_headline_of_a_run_that_no_file_describes() -> None:
+    config = resolved("workload=digits", "scale=quick")
+    line = headline.headline(config, compose.workload(config), nodes_given=False)
+    assert line.startswith("Emulated: 1 node of 2 ranks as processes on this machine; ")
+    assert "make" not in line
+
+
 def test_headline_names_a_command_that_there_is() -> None:
-    assert compare.make_command("resnet50") == "make resnet50"
-    assert compare.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"
+    assert headline.make_command("resnet50") == "make resnet50"
+    assert headline.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"

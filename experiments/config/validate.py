@@ -1,237 +1,279 @@
-"""Ranges of every configuration key, checked in the launcher before anything heavy is imported or started.
+"""Checks a configuration against its schema (schema.py) before anything heavy is imported or started.
 
-The rules are by key, so a new optimizer or cluster that uses the usual names is covered; what a class alone can know,
-its constructor checks on the workers.
+Every mistake ends in a `UserError` of one line that names the key, what it may be, and what was given.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Union
 
-from experiments.records import labels
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from experiments.config import kinds
+from experiments.config.kinds import shown
+from experiments.config.schema import Config, Section
+from experiments.config.schema_cluster import CLUSTERS, Cluster
+from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
 from launch.errors import UserError
 
-Rule = Callable[[Any], bool]
+PLACES = ("data.path", "cluster.hosts")
+"""Where data and hosts are: the scale and the number of nodes may depend on them."""
+FIRST = (
+    "cluster.nodes",
+    "cluster.ranks_per_node",
+    "train.lr_batch",
+    "train.batch_per_rank",
+    "train.accumulate",
+)
+"""The shape of the world and the batch: other keys are computed from these, so these are checked first."""
+GROUPS = ("workload", "optimizer", "cluster", "scale", "wandb")
+"""Sections that a file is chosen for."""
+OF_CLASSES = ("workload", "optimizer", "cluster")
+"""Sections that name a class."""
+SECTIONS: dict[str, tuple[dict[str, type[Any]], type[Section]]] = {
+    "optimizer": (OPTIMIZERS, Optimizer),
+    "cluster": (CLUSTERS, Cluster),
+}
+"""Sections whose keys depend on their class: the schemas by class, and what all of them have."""
 
 
-def whole(minimum: int) -> tuple[Rule, str]:
-    """A whole number, `minimum` or more. True and 4.0 are none."""
-    return (
-        lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= minimum,
-        f"a whole number, {minimum} or more",
+def check_structure(raw: dict[str, Any]) -> None:
+    """Raises UserError for an unknown or a missing key, and for a value in the place of a section.
+
+    raw: a configuration whose references (${...}) are not resolved.
+    """
+    for prefix, model, values in _parts(raw):
+        for error in _errors(model, values):
+            key, field = _at(model, error["loc"])
+            kind = error["type"]
+            is_section = field is not None and section_of(field.annotation) is not None
+            if kind == "extra_forbidden" or kind == "invalid_key":
+                raise unknown(_join(prefix, *error["loc"]), keys_of(raw))
+            if kind == "missing" or (is_section and not str(error["input"]).startswith("${")):
+                raise _error(prefix, key, field, error, values)
+
+
+def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, Any]) -> None:
+    """Raises UserError for a key that is out of range; a key that this configuration has not is left out.
+
+    get: the resolved value of a key. raw: the configuration, which need not be resolved.
+    """
+    every = {_join(prefix, *path): field for prefix, model, _ in _parts(raw) for path, field in fields(model)}
+    for key in keys:
+        if (field := every.get(key)) is not None and not _missing(raw, key):
+            value = get(key)
+            try:
+                _adapter(field).validate_python(value)
+            except ValidationError as error:
+                raise _wrong(key, field, error.errors(include_url=False), value) from error
+
+
+def check(config: dict[str, Any]) -> None:
+    """Raises UserError for the first mistake in a resolved configuration."""
+    for prefix, model, values in _parts(config):
+        errors = _errors(model, values)
+        for error in errors:
+            key, field = _at(model, error["loc"])
+            same = [e for e in errors if _at(model, e["loc"])[0] == key]
+            if error["type"] in ("extra_forbidden", "invalid_key"):
+                raise unknown(_join(prefix, *error["loc"]), keys_of(config))
+            raise _error(prefix, key, field, error, values, same)
+
+
+def keys_of(config: dict[str, Any]) -> list[str]:
+    """The keys that a configuration may have, sections included, for suggestions."""
+    found = list(GROUPS)
+    for prefix, model, _ in _parts(config):
+        found += [_join(prefix, *path) for path, _ in fields(model)]
+    workload = config.get("workload")
+    return found + [f"workload.{key}" for key in (workload if isinstance(workload, dict) else ())]
+
+
+def unknown(key: str, known: Sequence[str]) -> UserError:
+    """What to say of a key that does not exist, with the nearest names: of its section, else of all."""
+    if key in known:
+        return UserError(f"{key} cannot be set like this: set its keys one by one")
+    section, _, last = key.rpartition(".")
+    siblings = [k for k in known if k.rpartition(".")[0] == section]
+    names = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in siblings], n=2, cutoff=0.6)
+    near = [_join(section, name) for name in names]
+    around = [k for k in known if not key.startswith(f"{k}.")]
+    near = near or difflib.get_close_matches(key, around, n=2, cutoff=0.6)
+    near = near or [k for k in known if k.rpartition(".")[2] == last][:3]  # the right name in the wrong section
+    near = near or (siblings[:8] if section else [])
+    hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
+    return UserError(f"no key {shown(str(key))} in the configuration; {hint}")
+
+
+def arguments(cls: type, section: dict[str, Any], prefix: str) -> None:
+    """Raises UserError unless `section` suits the constructor of `cls`: names and types as it declares them."""
+    model = signature(cls)
+    values = {key: value for key, value in section.items() if key != "_target_"}
+    errors = _errors(model, values)
+    for error in errors:
+        key, field = _at(model, error["loc"])
+        if error["type"] in ("extra_forbidden", "invalid_key"):
+            raise unknown(_join(prefix, *error["loc"]), [_join(prefix, *path) for path, _ in fields(model)])
+        raise _error(prefix, key, field, error, values)
+
+
+def _parts(config: dict[str, Any]) -> Iterator[tuple[str, type[BaseModel], Any]]:
+    """The whole, then the sections whose schema depends on their class: (prefix, schema, values)."""
+    yield "", Config, config
+    for name in OF_CLASSES:
+        section = config.get(name)
+        if not isinstance(section, dict):
+            continue
+        target = section.get("_target_")
+        if not isinstance(target, str) or not target:
+            raise UserError(f"{name}._target_ must be the full name of a class, not {shown(target)}")
+        if name in SECTIONS:
+            model = SECTIONS[name][0].get(target) or _open(name)
+            yield name, model, {key: value for key, value in section.items() if key != "_target_"}
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    kind: Any = typing.Annotated[field.annotation, field]  # type: ignore[valid-type]
+    return TypeAdapter(kind)
+
+
+@functools.cache
+def _open(name: str) -> type[BaseModel]:
+    """The schema of a class that has none: what all have, and the usual names where they mean the same everywhere."""
+    schemas, common = SECTIONS[name]
+    usual: dict[str, FieldInfo] = {}
+    twofold: set[str] = set()
+    for model in schemas.values():
+        for key, field in model.model_fields.items():
+            if key in usual and (usual[key].annotation, usual[key].metadata) != (field.annotation, field.metadata):
+                twofold.add(key)
+            usual.setdefault(key, field)
+    fields: dict[str, Any] = {
+        key: (typing.Annotated[field.annotation, *field.metadata, field], None)
+        for key, field in usual.items()
+        if key not in twofold and key not in common.model_fields
+    }
+    return create_model(
+        f"Any{name}", __base__=type("Open", (common,), {"model_config": ConfigDict(extra="allow")}), **fields
     )
 
 
-def number(rule: Rule, words: str) -> tuple[Rule, str]:
-    """A finite int or float for which `rule` holds."""
-    return lambda v: is_number(v) and rule(v), f"a number {words}"
+@functools.cache
+def signature(cls: type) -> type[BaseModel]:
+    """The arguments of a constructor as a schema; those of the classes above it where it passes them on."""
+    fields: dict[str, Any] = {}
+    open_ended = False
+    for level in cls.__mro__:
+        if "__init__" not in vars(level) or level is object:
+            continue
+        constructor = vars(level)["__init__"]
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        try:
+            hints = typing.get_type_hints(constructor)
+        except NameError:  # a name that is only imported for type checkers
+            hints = {}
+        for p in parameters:
+            if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
+                needed = p.default is p.empty and not open_ended  # a class above may be given what the user is not
+                fields.setdefault(p.name, (hints.get(p.name, Any), ... if needed else p.default))
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if not open_ended:
+            break
+    config = ConfigDict(extra="allow" if open_ended else "forbid", strict=True, allow_inf_nan=False,
+                        arbitrary_types_allowed=True, protected_namespaces=())  # fmt: skip
+    return create_model(cls.__name__, __config__=config, **fields)
 
 
-def optional(rule: tuple[Rule, str]) -> tuple[Rule, str]:
-    """null, or what `rule` asks for."""
-    return lambda v: v is None or rule[0](v), f"{rule[1]}, or null"
+def _errors(model: type[BaseModel], values: Any) -> list[Any]:
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        order = {"extra_forbidden": 0, "invalid_key": 0, "missing": 1}  # names first, then values
+        return sorted(error.errors(include_url=False), key=lambda e: order.get(e["type"], 2))
+    return []
 
 
-def one_of(*options: Any) -> tuple[Rule, str]:
-    """One of `options`; a bool only matches a bool."""
-    return (
-        lambda v: any(v == o and isinstance(v, bool) == isinstance(o, bool) for o in options),
-        "one of " + ", ".join(str(o).lower() if isinstance(o, bool) else str(o) for o in options),
-    )
+def _error(
+    prefix: str, path: tuple[str, ...], field: FieldInfo | None, error: Any, values: Any, same: Sequence[Any] = ()
+) -> UserError:
+    key = _join(prefix, *path)
+    if error["type"] == "missing":
+        if key in GROUPS:
+            return UserError(f"{key} is missing: choose one with {key}=NAME")
+        return UserError(f"{key} is missing: it cannot be left out or removed")
+    value = values
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else value
+    free = list(path)
+    while isinstance(value, dict) and len(free) < len(error["loc"]) and error["loc"][len(free)] in value:
+        free.append(error["loc"][len(free)])  # a key of the user's own, in a section with free keys
+        value = value[free[-1]]
+    if len(free) > len(path) and field is not None and section_of(field.annotation) is dict:
+        kind = "keys with values" if error["type"] == "dict_type" else "a finite number, text, true, false or null"
+        return UserError(f"{shown(_join(prefix, *free))[1:-1]} must be {kind}, not {shown(value)}")
+    if field is None:
+        return UserError(f"{key or 'the configuration'} must hold keys with values, not {shown(value)}")
+    return _wrong(key, field, same or [error], value)
 
 
-def is_number(value: Any) -> bool:
-    """Whether `value` is a finite int or float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _wrong(key: str, field: FieldInfo, errors: Sequence[Any], value: Any) -> UserError:
+    """What to say of a value that its kind refuses."""
+    if (section := section_of(field.annotation)) is not None:
+        first = next(iter(getattr(section, "model_fields", {})), "KEY")
+        return UserError(f"{key} is a section: set its keys, such as {key}.{first}=VALUE, not {shown(value)}")
+    for error in errors:
+        most = error.get("ctx", {}).get("le", 0)
+        if error["type"] == "less_than_equal" and most >= kinds.LIMIT:
+            return UserError(f"{key} must be at most {most:.15g}, not {shown(value)}")
+    words = kinds.words(field.annotation, field.metadata)
+    return UserError(f"{key} {words.verb} {words.text}, not {shown(value)}")
 
 
-def _betas(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(is_number(v) and 0 <= v < 1 for v in value)
+def _at(model: Any, where: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
+    """The key that the place of an error lies in, and its field."""
+    path: list[str] = []
+    field = None
+    for part in where:
+        inner = getattr(model, "model_fields", {}).get(part)
+        if inner is None:
+            break
+        path.append(str(part))
+        field, model = inner, section_of(inner.annotation)
+    return tuple(path), field
 
 
-def _bounds(value: Any) -> bool:
-    pair = isinstance(value, list) and len(value) == 2 and all(is_number(v) for v in value)
-    return pair and 0 <= value[0] <= value[1] and value[1] > 0
+def section_of(annotation: Any) -> Any:
+    """The schema of a key that is a section (dict for one with free keys), else None."""
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return next((s for s in map(section_of, typing.get_args(annotation)) if s is not None), None)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return dict if typing.get_origin(annotation) is dict else None
 
 
-def _dilation(value: Any) -> bool:
-    return value == "auto" or (is_number(value) and value >= 1)
+def fields(model: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    for name, field in model.model_fields.items():
+        yield (*prefix, name), field
+        section = section_of(field.annotation)
+        if section is not None and section is not dict:
+            yield from fields(section, (*prefix, name))
 
 
-def _milestones(value: Any) -> bool:
-    return isinstance(value, list) and all(is_number(v) and v > 0 for v in value) and value == sorted(set(value))
+def _missing(raw: dict[str, Any], key: str) -> bool:
+    value: Any = raw
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return True
+        value = value[part]
+    return False
 
 
-def _span(value: Any) -> bool:
-    return is_number(value) and (0 <= value < 1 or (isinstance(value, int) and value >= 1))
-
-
-def _rates(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(is_number(v) and v > 0 for v in value)
-
-
-def _warmup(value: Any) -> bool:
-    return is_number(value) and (0 < value < 1 or (isinstance(value, int) and value >= 1))
-
-
-_POSITIVE = number(lambda v: v > 0, "above 0")
-_NOT_NEGATIVE = number(lambda v: v >= 0, "of 0 or more")
-_DECAY = number(lambda v: 0 <= v < 1, "from 0 up to, but not including, 1")
-_FRACTION = number(lambda v: 0 <= v <= 1, "from 0 to 1")
-_SWITCH = one_of(True, False)
-
-# The shape of the world and the batch: other keys are computed from these, so these come first.
-FIRST: dict[str, tuple[Rule, str]] = {
-    "cluster.nodes": whole(1),
-    "cluster.ranks_per_node": whole(1),
-    "train.lr_batch": one_of("total", "per_gpu"),
-    "train.batch_per_rank": whole(1),
-    "train.accumulate": whole(1),
-}
-
-REST: dict[str, tuple[Rule, str]] = {
-    "seed": whole(0),
-    "tune": optional((_rates, "a list of learning rates, such as [0.01,0.1]")),
-    "resume": one_of("never", "auto"),
-    "resume_with": one_of("unchanged", "changed"),
-    "cluster.backend": one_of("auto", "nccl", "gloo"),
-    "cluster.device": one_of("auto", "cpu", "cuda"),
-    "cluster.max_restarts": whole(0),
-    "cluster.timeout_s": _POSITIVE,
-    "cluster.silence_s": _POSITIVE,
-    "cluster.dry_run": _SWITCH,
-    "cluster.wait": _SWITCH,
-    "cluster.poll_s": _POSITIVE,
-    "cluster.cpus_per_node": optional(whole(1)),
-    "cluster.link_gbps": _POSITIVE,
-    "cluster.dilation": (_dilation, "auto, or a number of 1 or more"),
-    "turns.mode": one_of("auto", "turns", "runs"),
-    "turns.rounds": whole(1),
-    "turns.steps": whole(1),
-    "train.epochs": whole(1),
-    "train.max_steps": optional(whole(1)),
-    "train.precision": one_of("fp32", "tf32", "bf16", "fp16"),
-    "train.lr_schedule.name": one_of("constant", "linear", "cosine", "polynomial", "exponential", "step"),
-    "train.lr_schedule.warmup": optional((_span, "a fraction of all steps from 0 up to 1, or a number of steps")),
-    "train.lr_schedule.every": optional((_span, "a number of steps, or a fraction of all steps")),
-    "train.lr_schedule.final": optional(_NOT_NEGATIVE),
-    "train.lr_schedule.power": optional(_POSITIVE),
-    "train.lr_schedule.gamma": optional(_POSITIVE),
-    "train.lr_schedule.milestones": optional((_milestones, "a rising list of epochs, such as [30,60,90]")),
-    "train.eval_every": whole(0),
-    "train.timing_warmup": whole(0),
-    "train.threads": optional(whole(1)),
-    "train.max_grad_norm": optional(_POSITIVE),
-    "comm.enabled": _SWITCH,
-    "comm.topology": one_of("flat", "hierarchical"),
-    "comm.overlap": _SWITCH,
-    "comm.bucket_mb": _POSITIVE,
-    "comm.hook": optional(one_of("bf16", "fp16", "powersgd")),
-    "comm.powersgd_rank": whole(1),
-    "profile.steps": whole(1),
-    "checkpoint.every": whole(0),
-    "checkpoint.keep": whole(1),
-    "wandb.mode": one_of("auto", "online", "offline", "disabled"),
-    "optimizer.lr": _NOT_NEGATIVE,
-    "optimizer.momentum": _DECAY,
-    "optimizer.beta": _DECAY,
-    "optimizer.betas": (_betas, "two numbers from 0 up to, but not including, 1, such as [0.9,0.999]"),
-    "optimizer.eps": _NOT_NEGATIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.warmup_steps": (_warmup, "a number of steps, 1 or more, or a fraction of all steps between 0 and 1"),
-    "optimizer.decoupled": _SWITCH,
-    "optimizer.idle": one_of("decay", "hold"),
-    "optimizer.intra": one_of("gradient", "u"),
-    "optimizer.reduce": one_of("two_phase", "one_phase"),
-    "optimizer.gradient_ratio": optional(whole(1)),
-    "optimizer.model_ratio": whole(1),
-    "optimizer.reset_every": whole(1),
-    "optimizer.ratio": whole(1),
-    "optimizer.block": whole(1),
-    "optimizer.implementation": one_of("I", "II"),
-    "optimizer.nesterov": _SWITCH,
-    "optimizer.bias_correction": _SWITCH,
-    "optimizer.min_coeff": _NOT_NEGATIVE,
-    "optimizer.max_coeff": optional(_POSITIVE),
-    "optimizer.phi": optional((_bounds, "two rising numbers of 0 or more, such as [0.0,10.0]")),
-    "optimizer.coeff_beta": _DECAY,
-    "optimizer.factor_min": number(lambda v: 0 < v <= 1, "above 0, at most 1"),
-    "optimizer.factor_max": number(lambda v: v >= 1, "of 1 or more"),
-    "optimizer.factor_threshold": _DECAY,
-    "optimizer.beta3": _FRACTION,
-    "optimizer.fraction": number(lambda v: 2**-15 <= v <= 1, "from 2^-15 to 1"),
-    "optimizer.sync_every": whole(1),
-    "optimizer.sync_phase": optional(whole(0)),
-    "optimizer.dense_below": whole(0),
-    "optimizer.unseen": one_of("step", "hold"),
-    "optimizer.form": one_of("paper", "v1", "v2"),
-    "optimizer.kappa": whole(1),
-    "optimizer.local_doubling": (_warmup, "a number of steps, 1 or more, or a fraction of all steps between 0 and 1"),
-    "optimizer.local_limit": whole(1),
-    "optimizer.variant": one_of("paper", "deepspeed", "released"),
-    "optimizer.wire": one_of("fp32", "bf16", "fp16"),
-}
-
-
-def check(get: Callable[[str], Any], has: Callable[[str], bool], rules: dict[str, tuple[Rule, str]]) -> None:
-    """Raises UserError for the first key of `rules` that is present (`has`) and whose value (`get`) breaks its rule."""
-    for key, (rule, words) in rules.items():
-        if has(key) and not rule(value := get(key)):
-            raise UserError(f"{key} must be {words}, not {shown(value)}")
-
-
-def check_hook(config: dict[str, Any]) -> None:
-    """Raises UserError where a resolved configuration asks for one of PyTorch's hooks with what does not go with it."""
-    comm, optimizer, train = config["comm"], config["optimizer"], config["train"]
-    if (hook := comm["hook"]) is None:
-        return
-    ask = f"comm.hook={hook}"
-    if (name := labels.class_name(optimizer)) not in labels.DENSE:
-        raise UserError(
-            f"{ask} sends gradients, {name} sends messages of its own: take optimizer=sgdm or optimizer=adamw"
-        )
-    if (wire := optimizer.get("wire", "fp32")) != "fp32":
-        raise UserError(f"{ask} says what is sent, and so does optimizer.wire={wire}: leave optimizer.wire=fp32")
-    if not comm["enabled"]:
-        raise UserError(f"{ask} does not go with comm.enabled=false: without communication there is no hook")
-    if comm["topology"] != "flat":
-        raise UserError(f"{ask} knows no nodes: set comm.topology=flat")
-    if not comm["overlap"]:
-        raise UserError(f"{ask} runs beside backward: set comm.overlap=true")
-    if hook != "powersgd":
-        return
-    if train["timing_warmup"] < 2:
-        raise UserError(f"{ask} compresses from the third step on, so the first two are not to be timed: "
-                        "set train.timing_warmup=2 or more")  # fmt: skip
-    if train["precision"] == "fp16":
-        raise UserError(f"{ask} would keep an overflow in its error for ever: set train.precision=bf16 or fp32")
-    if config["checkpoint"]["every"] or config["resume"] == "auto":
-        raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
-
-
-def check_name(key: str, name: Any) -> None:
-    """Raises UserError unless `name` is safe as the name of a file."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str(name)):
-        raise UserError(f"{key} names a folder: letters, digits, '.', '_', '-', at most 100 of them, not {shown(name)}")
-
-
-def check_writable(key: str, folder: Path) -> None:
-    """Raises UserError unless files can be made in `folder`, or in the nearest parent that exists. Makes nothing."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise UserError(f"{key}={folder}: {there} is a file, not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key}={folder} cannot be written to: choose another folder with {key}=FOLDER")
-
-
-def shown(value: Any) -> str:
-    """`value` as the user would type it, within one line."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
-    return f"'{text}'" if isinstance(value, str) else text
+def _join(*parts: Any) -> str:
+    return ".".join(str(part) for part in parts if part != "")

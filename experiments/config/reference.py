@@ -1,0 +1,61 @@
+"""The table of all keys, written from the schema into docs/configuration.md: `python -m experiments.config.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from experiments.config import kinds, validate
+from experiments.config.schema import Config
+from experiments.config.schema_cluster import CLUSTERS, Cluster
+from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
+FREE = ("workload", "optimizer", "cluster", "scales")
+"""Sections whose keys the table does not list under their own name."""
+
+
+def tables() -> str:
+    """One table of the keys of every run, one of the launchers', one of the optimizers'."""
+    parts = ["### Every run\n", _table(_rows(Config, ""))]
+    parts += ["### Launchers: `cluster.`\n", "All of them:\n", _table(_rows(Cluster, "cluster."))]
+    for target, model in CLUSTERS.items():
+        if rows := list(_own(model, Cluster, "cluster.")):
+            parts += [f"`cluster={target.split('.')[1]}`:\n", _table(rows)]
+    parts += ["### Optimizers: `optimizer.`\n", "All of them:\n", _table(_rows(Optimizer, "optimizer."))]
+    for target, chosen in OPTIMIZERS.items():
+        parts += [f"`{target}`:\n", _table(_own(chosen, Optimizer, "optimizer."))]
+    return "\n".join(parts)
+
+
+def page(text: str) -> str:
+    """`text`, a version of the page, with the tables of now."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{tables()}\n{END}{tail}"
+
+
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+    for path, field in validate.fields(model):
+        if (path[0] in FREE and not prefix) or validate.section_of(field.annotation) not in (None, dict):
+            continue
+        words = kinds.words(field.annotation, field.metadata).text
+        yield f"`{prefix}{'.'.join(path)}`", words, field.description or ""
+
+
+def _own(model: type[BaseModel], common: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+    shared = {key for key, _, _ in _rows(common, prefix)}
+    return (row for row in _rows(model, prefix) if row[0] not in shared)
+
+
+def _table(rows: Iterator[tuple[str, str, str]] | list[tuple[str, str, str]]) -> str:
+    lines = ["| key | value | meaning |", "|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

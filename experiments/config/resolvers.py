@@ -1,0 +1,49 @@
+"""What ${...} in conf/ may call.
+
+${scaled:key}    the value of `key` in `scales.<scale.name>` of the workload's file
+${lr_rule:0.1}   0.1 * batch / 256, the batch being that of one GPU or of all, as `train.lr_batch` says
+${auto_scale:}   "paper" where there are a GPU and data at `data.path`, else "quick"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.config.kinds import shown
+from launch.errors import UserError
+
+
+def _scaled(key: str, *, _root_: DictConfig) -> Any:
+    name = str(_root_.scale.name)
+    scales = _root_.get("scales") or {}
+    if name not in scales:
+        raise UserError(f"scale.name must be one of {', '.join(map(str, scales)) or 'quick, paper'}, not {shown(name)}")
+    if key not in scales[name]:
+        raise UserError(f"this workload sets no {shown(key)} for scale {name}: add it to scales.{name}")
+    return scales[name][key]
+
+
+def _lr_rule(base: float, *, _root_: DictConfig) -> float:
+    train, cluster = _root_.train, _root_.cluster
+    batch = train.batch_per_rank * train.accumulate
+    if train.lr_batch == "total":
+        batch *= cluster.nodes * cluster.ranks_per_node
+    return float(base) * batch / 256
+
+
+def _auto_scale(*, _root_: DictConfig) -> str:
+    from launch.local import visible_gpus
+
+    path = _root_.data.path
+    return "paper" if path is not None and Path(path).exists() and visible_gpus() else "quick"
+
+
+def register() -> None:
+    """Makes them known to OmegaConf."""
+    resolvers: dict[str, Callable[..., Any]] = {"scaled": _scaled, "lr_rule": _lr_rule, "auto_scale": _auto_scale}
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)

@@ -1,0 +1,73 @@
+"""Rules that concern several keys at once, or the machine: what a schema of single keys cannot say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from experiments.config.kinds import shown
+from experiments.records import labels
+from launch.errors import UserError
+
+
+def check_hook(config: dict[str, Any]) -> None:
+    """Raises UserError where a resolved configuration asks for one of PyTorch's hooks with what does not go with it."""
+    comm, optimizer, train = config["comm"], config["optimizer"], config["train"]
+    if (hook := comm["hook"]) is None:
+        return
+    ask = f"comm.hook={hook}"
+    if (name := labels.class_name(optimizer)) not in labels.DENSE:
+        raise UserError(
+            f"{ask} sends gradients, {name} sends messages of its own: take optimizer=sgdm or optimizer=adamw"
+        )
+    if (wire := optimizer.get("wire", "fp32")) != "fp32":
+        raise UserError(f"{ask} says what is sent, and so does optimizer.wire={wire}: leave optimizer.wire=fp32")
+    if not comm["enabled"]:
+        raise UserError(f"{ask} does not go with comm.enabled=false: without communication there is no hook")
+    if comm["topology"] != "flat":
+        raise UserError(f"{ask} knows no nodes: set comm.topology=flat")
+    if not comm["overlap"]:
+        raise UserError(f"{ask} runs beside backward: set comm.overlap=true")
+    if hook != "powersgd":
+        return
+    if train["timing_warmup"] < 2:
+        raise UserError(f"{ask} compresses from the third step on, so the first two are not to be timed: "
+                        "set train.timing_warmup=2 or more")  # fmt: skip
+    if train["precision"] == "fp16":
+        raise UserError(f"{ask} would keep an overflow in its error for ever: set train.precision=bf16 or fp32")
+    if config["checkpoint"]["every"] or config["resume"] == "auto":
+        raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Raises UserError unless files can be made in `folder`, or in the nearest parent that exists. Makes nothing."""
+    there = folder
+    try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        is_folder = there.is_dir()
+    except OSError as error:  # a name that is too long, a loop of links
+        raise UserError(f"{key}={shown(str(folder))} cannot be a folder: {error.strerror}") from error
+    if not is_folder:
+        raise UserError(f"{key}={shown(str(folder))}: {shown(str(there))} is a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key}={shown(str(folder))} cannot be written to: choose another folder with {key}=FOLDER")
+
+
+def check_scales(scales: dict[str, dict[str, Any]]) -> None:
+    """All scales hold the same keys, so that a misspelt one does not pass."""
+    every = {key for scale in scales.values() for key in scale}
+    for name, scale in scales.items():
+        if absent := sorted(every - set(scale)):
+            raise UserError(f"scales.{name} has no '{shown(absent[0])[1:-1]}', which another scale has: give it to all")
+
+
+def check_data(path: str | None, workload: str) -> None:
+    """Raises UserError for data that do not exist, also where the workload does not read any."""
+    try:
+        there = path is None or Path(path).exists()
+    except OSError:
+        there = False
+    if not there:
+        raise UserError(f"data.path={shown(path)} does not exist ({workload} does not read it)")

@@ -1,0 +1,157 @@
+"""Arguments of the optimizers, as in the files of conf/optimizer. Ranges are those of the constructors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from experiments.config.kinds import (
+    AtLeastOne,
+    AtMostOne,
+    Betas,
+    Bounds,
+    Count,
+    CountOrZero,
+    Decay,
+    Fraction,
+    NotNegative,
+    Positive,
+    Share,
+    Steps,
+    Switch,
+    doc,
+)
+from experiments.config.schema import Section
+
+Wire = Literal["fp32", "bf16", "fp16"]
+
+
+class Optimizer(Section):
+    lr: NotNegative = doc("base learning rate, before the schedule's factor")
+    weight_decay: NotNegative = doc("of all parameters but those that the workload leaves out")
+
+
+class _Momentum(Optimizer):
+    momentum: Decay = doc("weight of the past in the momentum")
+
+
+class _Adam(Optimizer):
+    betas: Betas = doc("weights of the past in momentum and variance")
+    eps: NotNegative = doc("added to the root of the variance")
+    wire: Wire = doc("what dense all-reduces carry", "fp32")
+
+
+class SGDM(_Momentum):
+    nesterov: Switch = doc("Nesterov's form of the momentum", False)
+    wire: Wire = doc("what the all-reduce carries", "fp32")
+
+
+class AdamW(_Adam):
+    pass
+
+
+class BertAdam(_Adam):
+    tensor_clip: Positive | None = doc("norm to which each tensor's gradient is clipped", 1.0)
+
+
+class LAMB(_Adam):
+    bias_correction: Switch = doc("as published; DeepSpeed's code has none")
+    min_coeff: NotNegative = doc("lower bound of the ratio |x|/|r|")
+    max_coeff: Positive | None = doc("upper bound of the ratio")
+    phi: Bounds | None = doc("bounds of |x| in the ratio")
+
+
+class OneBitAdam(_Adam):
+    warmup_steps: Steps = doc("dense steps before the variance is frozen")
+    bias_correction: Switch = doc("as in Adam; DeepSpeed's code has none")
+
+
+class OneBitLAMB(_Adam):
+    warmup_steps: Steps = doc("dense steps before variance and ratios are frozen")
+    min_coeff: NotNegative = doc("lower bound of the ratio |x|/|r| in the warm-up")
+    max_coeff: Positive | None = doc("upper bound of the ratio in the warm-up")
+    coeff_beta: Decay = doc("weight of the past in the average of the ratios")
+    factor_min: AtMostOne = doc("lower bound of the factor on the frozen ratio")
+    factor_max: AtLeastOne = doc("upper bound of that factor")
+    factor_threshold: Decay = doc("how much that factor may change in a step")
+
+
+class ZeroOneAdam(_Adam):
+    warmup_steps: Steps = doc("steps in which all ranks sync and the variance is refreshed")
+    kappa: Count = doc("variance rounds after which the gap between them doubles")
+    local_doubling: Steps = doc("steps in which the interval between syncs doubles")
+    local_limit: Count = doc("largest interval between syncs")
+    variant: Literal["paper", "deepspeed"] = doc("Algorithm 1, or the reference implementation")
+
+
+class Birder(Optimizer):
+    beta: Decay = doc("weight of the past in both moments")
+    decoupled: Switch = doc("weight decay x -= lr*wd*x; false: g += wd*x")
+    eps: NotNegative = doc("u = m/(b + eps)")
+    idle: Literal["decay", "hold"] = doc("b where the gradient is exactly 0")
+    intra: Literal["gradient", "u"] = doc("what is averaged inside a node, with comm.topology=hierarchical")
+    reduce: Literal["two_phase", "one_phase"] = doc("the paper's exchange, or the same law from half the bytes")
+
+
+class _Blocks(_Momentum):
+    nesterov: Switch = doc("Nesterov's form of the momentum")
+    variant: Literal["paper", "released"] = doc("as published, or as in the released code")
+    block: Count = doc("elements of a block, the unit of choice")
+    wire: Wire = doc("what updates and errors are sent as", "fp32")
+
+
+class CSER(_Blocks):
+    gradient_ratio: Count | None = doc("R_C2: 1/R_C2 of the updates are sent; null: none")
+    model_ratio: Count = doc("R_C1: 1/R_C1 of the errors are averaged")
+    reset_every: Count = doc("H, steps between these averages")
+    implementation: Literal["I", "II"] = doc("I keeps the error, II does without")
+
+
+class QSparseLocalSGD(_Blocks):
+    ratio: Count = doc("R: 1/R of the elements are sent")
+    sync_every: Count = doc("H, steps between messages")
+
+
+class EFSGD(_Blocks):
+    ratio: Count = doc("R: 1/R of the elements are sent")
+
+
+class SLAMB(_Adam):
+    beta3: Fraction = doc("weight left of a fresh element for each step without being averaged")
+    fraction: Share = doc("k, the share of elements sent in a step")
+    sync_every: Count = doc("H, steps between averages of the models")
+    sync_phase: CountOrZero | None = doc("models are averaged in steps t with t mod H = this; null: as published")
+    dense_below: CountOrZero = doc("smaller tensors are sent whole")
+    form: Literal["paper", "v1", "v2"] = doc("as published, or the released code's two forms")
+    unseen: Literal["step", "hold"] = doc("elements with v = 0: step by m/eps, or stay")
+    min_coeff: NotNegative = doc("lower bound of the ratio |x|/|r|")
+    max_coeff: Positive | None = doc("upper bound of the ratio")
+    bias_correction: Switch = doc("of both moments")
+
+
+class SparseLoCo(_Adam):
+    sync_every: Count = doc("H, local steps between synchronisations")
+    top_k: Count = doc("k, entries sent of each chunk of a parameter")
+    chunk: Count = doc("elements of a chunk, a multiple of 32")
+    error_decay: Fraction = doc("what a synchronisation leaves of the error")
+    outer_lr: NotNegative = doc("learning rate of the outer step")
+    outer_momentum: Decay = doc("Nesterov momentum of the outer step; 0: none")
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    f"birder.{cls.__name__}": cls
+    for cls in (
+        SGDM,
+        AdamW,
+        BertAdam,
+        LAMB,
+        OneBitAdam,
+        OneBitLAMB,
+        ZeroOneAdam,
+        Birder,
+        CSER,
+        QSparseLocalSGD,
+        EFSGD,
+        SLAMB,
+        SparseLoCo,
+    )
+}
