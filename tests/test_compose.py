@@ -85,7 +85,7 @@ def test_scale_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("train.batch_per_rank=0", "train.batch_per_rank must be"),
         ("train.epochs=-1", "train.epochs must be"),
         ("train.max_steps=0", "train.max_steps must be a whole number, 1 or more, or null"),
-        ("train.precision=fp8", "train.precision must be one of fp32, bf16, fp16"),
+        ("train.precision=fp8", "train.precision must be one of fp32, tf32, bf16, fp16"),
         ("train.lr_schedule.name=cyclic", "train.lr_schedule.name must be one of constant, linear, cosine, "),
         ("train.lr_schedule.warmup=1.5", "train.lr_schedule.warmup must be a fraction of all steps"),
         ("train.max_grad_norm=0", "train.max_grad_norm must be"),

@@ -159,7 +159,7 @@ def _train_only(rank: int, world: int, spec: RunSpec) -> None:
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    spec = make_spec(tmp_path, "r", "optimizer=sgdm", "optimizer.lr=1e30", "checkpoint.every=0")
+    spec = make_spec(tmp_path, "r", "optimizer=sgdm", "optimizer.lr=1e6", "checkpoint.every=0")
     with pytest.raises(RuntimeError, match=r"the loss is (nan|inf) at step \d+: lower optimizer.lr"):
         run_ranks(_train_only, 1, spec, grouped=False)
     assert not (tmp_path / "results" / "records").exists()

@@ -36,7 +36,9 @@ class Cluster(Section):
 
 
 class Local(Cluster):
-    device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda with nccl, else cpu; cuda with gloo: ranks may share a GPU")
+    device: Literal["auto", "cpu", "cuda"] = doc(
+        "auto: cuda with nccl, else cpu; cuda with gloo: ranks may share a GPU"
+    )
 
 
 class Emulated(Cluster):
