@@ -7,6 +7,7 @@ the run is refused in one clear line within LIMIT_S; and when nothing is left: n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -359,16 +361,23 @@ def done(results: Path) -> dict[int, Trial]:
     return {t.number: t for t in (Trial(**json.loads(line)) for line in lines)}
 
 
+def next_trial(pending: list[Trial], tried: Iterable[Trial]) -> Trial:
+    """The one whose fault, method and cluster were tried least, so that a few trials already reach many of each."""
+    seen = list(tried)
+    faults, methods = Counter(t.fault for t in seen), Counter(t.method for t in seen)
+    places = Counter((t.fault, t.cluster) for t in seen)
+    return min(pending, key=lambda t: (faults[t.fault] + methods[t.method], places[t.fault, t.cluster], t.number))
+
+
 def go_through(seed: int, count: int, seconds: float, folder: Path, results: Path) -> list[Trial]:
     """The first `count` trials of a seed, those that `results` does not hold yet, as far as the time reaches."""
     end, earlier = time.monotonic() + seconds, done(results)
-    for trial in plan(seed, clusters()):
-        if trial.number >= count or time.monotonic() > end:
-            return list(earlier.values())
-        if trial.number not in earlier:
-            earlier[trial.number] = attempt(trial, folder)
-            with open(results, "a") as file:
-                file.write(json.dumps(asdict(trial)) + "\n")
-            print(f"{trial.number}: {trial.fault}, {trial.moment}, {trial.method} on {trial.cluster}: {trial.outcome}"
-                  f" in {trial.seconds:.0f} s {trial.said}", flush=True)  # fmt: skip
+    pending = [t for t in itertools.islice(plan(seed, clusters()), count) if t.number not in earlier]
+    while pending and time.monotonic() < end:
+        pending.remove(trial := next_trial(pending, earlier.values()))
+        earlier[trial.number] = attempt(trial, folder)
+        with open(results, "a") as file:
+            file.write(json.dumps(asdict(trial)) + "\n")
+        print(f"{trial.number}: {trial.fault}, {trial.moment}, {trial.method} on {trial.cluster}: {trial.outcome}"
+              f" in {trial.seconds:.0f} s {trial.said}", flush=True)  # fmt: skip
     return list(earlier.values())
