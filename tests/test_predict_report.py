@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from birder.predict import Costs
+from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
 from experiments import predict_validate
-from experiments.cells import fit, predicted, published, timelines
+from experiments.cells import fit, predicted, published, suite, timelines
 from experiments.cells.predicted import Machine
 from experiments.config import compose
-from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import prediction, prediction_plots
+from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
+from experiments.report import prediction, prediction_plots, replay_page, replayed
+from experiments.report.formats import number
 from launch.errors import UserError
 
 RESULTS = PUBLISHED
+FITTED = prediction.load(RESULTS)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,10 @@ def test_the_evaluation_is_what_the_docs_say(outcomes: list[prediction.Outcome])
     assert whole.median < 0.015 < prediction.TARGETS["median"]
     assert whole.p95 < 0.085
     assert whole.worst < 0.35
+    sending = [o for o in emulated if o.sends]
+    assert len(sending) == 243
+    # The interval of every prediction rests on this number.
+    assert prediction.summary(sending).p95 < MODEL_ERROR + 0.005
     every = prediction.summary(outcomes)
     assert every.cells == 363
     assert every.median < prediction.TARGETS["median"]
@@ -55,6 +62,14 @@ def test_the_evaluation_is_what_the_docs_say(outcomes: list[prediction.Outcome])
 def test_the_page_is_what_the_records_make(outcomes: list[prediction.Outcome]) -> None:
     page = (RESULTS / "tables" / "predict.md").read_text(encoding="utf-8")
     assert page == prediction.markdown(outcomes) + "\n\n" + prediction_plots.published() + "\n"
+
+
+def test_the_table_of_the_docs_is_that_of_the_page(outcomes: list[prediction.Outcome]) -> None:
+    page = (ROOT / "docs" / "predict.md").read_text(encoding="utf-8")
+    made = prediction.table(outcomes).markdown().splitlines()[2:]
+    assert len(made) == 5
+    for row in filter(None, made):
+        assert row.replace("%", " %").replace("  ", " ") in page.splitlines(), row
 
 
 def test_a_machine_is_fitted_without_the_cells_that_it_predicts(records: list[ResultRecord]) -> None:
@@ -194,7 +209,56 @@ def test_a_validation_predicts_from_the_bound_and_the_link_alone() -> None:
     assert found.predicted_ms > 50 + wire
 
 
-def test_nothing_is_shown_beside_cells_where_nothing_was_fitted(tmp_path: Path, records: list[ResultRecord]) -> None:
-    assert prediction.beside(tmp_path, records) == {}
+def test_a_folder_without_a_fit_takes_the_published_one(
+    tmp_path: Path, records: list[ResultRecord], outcomes: list[prediction.Outcome]
+) -> None:
+    cells_alone = [r for r in records if "kernels" not in r.config.get("bench", {})]
+    found = prediction.beside(tmp_path, cells_alone)
+    assert {name: o.predicted_ms for name, o in found.items()} == {o.case.id: o.predicted_ms for o in outcomes}
+    own = {link: {model: {**values, "k8": 9.0} for model, values in of.items()} for link, of in FITTED.items()}
+    write_file(tmp_path / prediction.FOLDER / prediction.FILE, prediction.dump(own).encode(), "a fit")
+    slower = prediction.beside(tmp_path, cells_alone)
+    eight = [name for name, o in found.items() if o.case.nodes == 8 and o.case.method.name == "birder"]
+    assert eight
+    assert all(slower[name].predicted_ms > found[name].predicted_ms for name in eight)
+
+
+def test_ranges_are_read_from_records_old_and_new(records: list[ResultRecord]) -> None:
+    """Records of cells once called their smallest and largest step p10 and p90."""
+    old = next(r for r in records if r.id == "paper-resnet50_b32-tf32-n2-9.4-birder")
+    times = {"min_ms" if k == "p10_ms" else "max_ms" if k == "p90_ms" else k: v for k, v in old.timing.items()}
+    kernels = predicted.kernel_rates(records)
+    (a,), (b,) = (prediction.evaluate([r], FITTED, kernels) for r in (old, replace(old, timing=times)))
+    assert (a.low_ms, a.high_ms) == (b.low_ms, b.high_ms) == (a.low_ms, max(a.low_ms, a.high_ms))
+
+
+def test_a_cell_of_another_setup_is_not_predicted(records: list[ResultRecord]) -> None:
+    """A suite that has changed since: the name is the same, the elements are not."""
+    known = next(r for r in records if r.id == "paper-resnet50_b32-tf32-n2-9.4-birder")
+    about = known.config["paper"]
+    assert predicted.case(known) is not None
+    for changed in ({**about, "elements": about["elements"] + 1}, {k: v for k, v in about.items() if k != "elements"}):
+        assert predicted.case(replace(known, config={**known.config, "paper": changed})) is None
+
+
+@pytest.mark.parametrize("name", ["paper", "bench"])
+def test_the_page_of_a_suite_shows_every_cells_prediction(name: str) -> None:
+    made = suite.load(name)
+    results = replayed.load(made, RESULTS)
+    assert set(results.predicted) == set(results.records)
+    page = replay_page.markdown(results)
+    details = page[page.index("## " + next(s.heading for s in made.report.sections if s.kind == "details")) :]
+    for cell, o in results.predicted.items():
+        scale = results.records[cell].link["dilation"] if name == "paper" else 1.0
+        (line,) = (row for row in details.splitlines() if f"/{o.case.id}.json" in row)
+        assert f"| {number(scale * o.predicted_ms)} ({100 * o.error:+.1f} %) |" in line
+        assert o.measured_ms == pytest.approx(results.clock(cell))
+    assert prediction.table(list(results.predicted.values())).markdown() in page
+    shown = replay_page.markdown(replace(results, predicted={}))
+    assert "## Check: predicted" not in shown
+    assert shown.count("| —") > page.count("| —")
+
+
+def test_a_folder_without_a_fit_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--fit makes it"):
         prediction.load(tmp_path)

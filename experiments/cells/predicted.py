@@ -145,9 +145,10 @@ def _suite(name: str) -> Suite:
 
 
 def case(record: ResultRecord) -> Case | None:
-    """The set-up of a cell's record; None for any other record, the kernel benchmark's too, and for an unknown method."""
+    """The set-up of a cell's record; None for any other record, the kernel benchmark's too, for an unknown method, and
+    where the suite has changed since, so that a cell of that name holds another number of elements."""
     about = record.config.get(record.exp, {}) if record.exp in suite.names() else {}
-    if record.status != "completed" or "method" not in about:
+    if record.status != "completed" or not {"method", "elements"} <= set(about) or "workload" not in record.config:
         return None
     plan = _suite(record.exp)
     cell = Cell(about["model"], about.get("rate"), int(about["nodes"]), about.get("link"), about["method"])
@@ -161,6 +162,8 @@ def case(record: ResultRecord) -> Case | None:
     gpus, fraction, dilation = plan.gpus_per_node, plan.fraction(cell), float(record.link["dilation"])
     whole = timelines.load(record.config["workload"]["timeline"])
     part = select(whole, fraction) if setup.whole else flattened(whole, fraction)
+    if part.elements != about["elements"]:
+        return None
     delay = bucket_delay_ms(whole) if gpus > 1 and setup.wire in ("fp32", "bf16") else 0.0
     mb = WHOLE if setup.one_bucket else BUCKET_MB * fraction
     shaped = cell.link is None or plan.links[cell.link].goodput_mbit is not None

@@ -129,7 +129,9 @@ class Method(_Part):
 class Section(_Part):
     """A part of the page (experiments/report/replay_page.py). terminal: shown there too. columns: heading -> quantity."""
 
-    kind: Literal["summary", "reproduced", "fastest", "plot", "check", "times", "memory", "details", "kernels"]
+    kind: Literal[
+        "summary", "reproduced", "fastest", "plot", "check", "predicted", "times", "memory", "details", "kernels"
+    ]
     heading: str = ""
     note: str = ""
     terminal: bool = False

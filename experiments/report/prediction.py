@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.cells import predicted
 from experiments.cells.predicted import Case, Machine
-from experiments.records.record import ResultRecord
+from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report.formats import number, percent
 from experiments.report.table import Table
 from launch.errors import UserError
 
 FOLDER, FILE = "predict", "machines.json"
 TARGETS = {"median": 0.03, "p95": 0.08, "worst": 0.15}
+RANGE, OLD_RANGE = ("min_ms", "max_ms"), ("p10_ms", "p90_ms")
+"""Names of the fastest and slowest step in records of cells, and what older ones call the same two."""
 UNSTEADY = 1.1
 """A cell whose slowest step is so many times its fastest is called unsteady."""
 
@@ -35,6 +37,11 @@ class Outcome:
     def error(self) -> float:
         """Predicted over measured, less 1."""
         return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def sends(self) -> bool:
+        """Whether anything leaves a node: cells that send nothing are the timeline's wait, and easy."""
+        return self.case.nodes > 1 and self.case.method.name != "none"
 
     @property
     def steady(self) -> bool:
@@ -71,9 +78,16 @@ def cases(records: Sequence[ResultRecord]) -> list[tuple[Case, ResultRecord]]:
     return [found[name] for name in sorted(found)]
 
 
-def evaluate(records: Sequence[ResultRecord], machines: dict[str, dict[str, dict[str, float]]]) -> list[Outcome]:
-    """Every cell for which there is a machine that was fitted without its model."""
-    kernels = predicted.kernel_rates(list(records))
+def evaluate(
+    records: Sequence[ResultRecord],
+    machines: dict[str, dict[str, dict[str, float]]],
+    kernels: Mapping[str, float] | None = None,
+) -> list[Outcome]:
+    """Every cell for which there is a machine that was fitted without its model.
+
+    kernels: ns per byte; None: of the kernel benchmark's record among `records`.
+    """
+    kernels = predicted.kernel_rates(list(records)) if kernels is None else kernels
     found = []
     for of, record in cases(records):
         values = machines.get(of.link, {}).get(of.model)
@@ -81,18 +95,17 @@ def evaluate(records: Sequence[ResultRecord], machines: dict[str, dict[str, dict
             continue
         scale = float(record.link["dilation"])
         ms = predicted.step(of, Machine(of.link, values, kernels)).ms
-        times = (ms, *(record.timing[k] for k in ("median_ms", "p10_ms", "p90_ms")))
+        t = record.timing
+        times = (ms, *(float(t[k]) for k in ("median_ms", *(RANGE if "min_ms" in t else OLD_RANGE))))
         found.append(Outcome(of, *(t / scale for t in times)))
     return found
 
 
-def beside(results_dir: str | Path, records: Sequence[ResultRecord]) -> dict[str, float]:
-    """{id of a cell's record: predicted ms}, of the cluster's clock; empty where nothing was fitted."""
-    try:
-        machines = load(results_dir)
-    except UserError:
-        return {}
-    return {o.case.id: o.predicted_ms for o in evaluate(records, machines)}
+def beside(results_dir: str | Path, records: Sequence[ResultRecord]) -> dict[str, Outcome]:
+    """{id of a cell's record: outcome}. A folder without a fit, or without the kernel benchmark, takes the published one."""
+    folder = results_dir if (Path(results_dir) / FOLDER / FILE).is_file() else PUBLISHED
+    kernels = predicted.kernel_rates(list(records)) or predicted.kernel_rates(read_all(PUBLISHED))
+    return {o.case.id: o for o in evaluate(records, load(folder), kernels)}
 
 
 def summary(outcomes: Sequence[Outcome]) -> Summary:
@@ -127,17 +140,29 @@ def line(name: str, outcomes: Sequence[Outcome]) -> list[str]:
     return [name, str(s.cells), f"{s.median:.1%}", f"{s.p95:.1%}", f"{s.worst:.1%}", percent(s.inside / s.cells)]
 
 
+def by_link(outcomes: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
+    """Those on links of a set rate, those on loopback."""
+    emulated, loopback = ([o for o in outcomes if o.case.link == link] for link in ("emulated", "loopback"))
+    return emulated, loopback
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """All, and by what makes a cell easy or hard. A part that is empty has no row."""
+    emulated, loopback = by_link(outcomes)
+    sending = [o for o in emulated if o.sends]
+    parts: dict[str, Sequence[Outcome]] = {
+        "all": outcomes if emulated and loopback else [],
+        "links of a set rate": emulated,
+        "of these, cells that send anything": sending,
+        "of those, steady ones": [o for o in sending if o.steady],
+        "loopback": loopback,
+    }
+    return Table.text(HEAD, [line(name, part) for name, part in parts.items() if part])
+
+
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """Summary, errors by method and the worst cells, as a page."""
-    emulated = [o for o in outcomes if o.case.link == "emulated"]
-    loopback = [o for o in outcomes if o.case.link == "loopback"]
-    steady = [o for o in emulated if o.steady]
-    parts: list[tuple[str, list[Outcome]]] = [
-        ("all", list(outcomes)),
-        ("links of a set rate", emulated),
-        ("of these, steady ones", steady),
-        ("loopback", loopback),
-    ]
+    emulated, loopback = by_link(outcomes)
     names = sorted({(o.case.suite, o.case.name) for o in emulated})
     by_method = [
         line(f"{suite}, {name}", [o for o in emulated if (o.case.suite, o.case.name) == (suite, name)])
@@ -149,7 +174,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
             "Made by `python experiments/predict.py --evaluate` from records alone; docs/predict.md says how. Each cell is "
             "predicted by a machine that was fitted to the cells of the other model: no time of the cell, nor of any cell "
             "of its model.",
-            Table.text(HEAD, [line(name, part) for name, part in parts if part]).grid().rstrip(),
+            table(outcomes).grid().rstrip(),
             "## By method, links of a set rate",
             Table.text(HEAD, by_method).grid().rstrip(),
             "## The worst ten, links of a set rate",

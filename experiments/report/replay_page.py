@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from experiments.cells import traffic
 from experiments.cells.suite import Cell, Place, Section, Suite
 from experiments.records.record import ResultRecord, write_file
-from experiments.report import replay_check, replay_verdicts
+from experiments.report import prediction, replay_check, replay_verdicts
 from experiments.report.formats import DASH, number, percent, size, times
 from experiments.report.replay_plots import plot
 from experiments.report.replayed import Results, load
@@ -79,7 +80,7 @@ def show(
 ) -> None:
     """Prints what the page says, honesty first: its sections for a terminal, the kernels of `device`, where the files are."""
     results = load(suite, results_dir)
-    results = Results(suite, results.records, {d: r for d, r in results.kernels.items() if d == device})
+    results = replace(results, kernels={d: r for d, r in results.kernels.items() if d == device})
     console = console or Console(width=WIDTH)
     if results.records and not kernels_only:
         Note(honesty(results), "caution").show(console)
@@ -167,6 +168,12 @@ def _picture(results: Results, section: Section) -> Iterator[Block]:
 
 def _check(results: Results, section: Section) -> Iterator[Block]:
     yield replay_check.table(results)
+
+
+def _predicted(results: Results, section: Section) -> Iterator[Block]:
+    """How far the cells are from what is predicted for them."""
+    if results.predicted:
+        yield prediction.table(list(results.predicted.values()))
 
 
 def _times(results: Results, section: Section) -> Iterator[Block]:
@@ -294,6 +301,12 @@ def _gpu(results: Results, c: Cell) -> str:
     return percent(ms / results.clock(c))
 
 
+def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
+    """What is predicted, on a clock that is so many times slower than the cluster's, and how far off it is."""
+    o = results.predicted.get(c)
+    return DASH if o is None else f"{number(clock * o.predicted_ms)} ({100 * o.error:+.1f} %)"
+
+
 def _of_step(results: Results, c: Cell, *keys: str) -> str:
     return percent(sum(results.clock(c, key) for key in keys) / results.clock(c))
 
@@ -304,7 +317,9 @@ QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
     "dilation": lambda rs, c: number(rs.records[c].link["dilation"]),
     "share": lambda rs, c: _share(rs.records[c].config[rs.suite.name]["fraction"]),
     "here": _here,
+    "predicted_here": lambda rs, c: _foreseen(rs, c, float(rs.records[c].link["dilation"])),
     "step": lambda rs, c: number(rs.clock(c)),
+    "predicted": _foreseen,
     "encode": lambda rs, c: number(rs.clock(c, "encode_ms")),
     "wire": lambda rs, c: number(rs.clock(c, "wire_ms")),
     "exposed": lambda rs, c: number(rs.clock(c, "exposed_wire_ms")),
@@ -360,6 +375,7 @@ SECTIONS: dict[str, Callable[[Results, Section], Iterator[Block]]] = {
     "fastest": _fastest,
     "plot": _picture,
     "check": _check,
+    "predicted": _predicted,
     "times": _times,
     "memory": _memory,
     "details": _details,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experiments.cells.suite import Cell, Place, Setting, Suite
 from experiments.records.record import ResultRecord, read_all
+from experiments.report import prediction
 from launch.errors import UserError
 
 
 @dataclass(frozen=True)
 class Results:
-    """All cells of a suite that have been measured, and the kernels by device."""
+    """All cells of a suite that have been measured, the kernels by device, and cells beside what is predicted for them."""
 
     suite: Suite
     records: dict[Cell, ResultRecord]
     kernels: dict[str, ResultRecord]
+    predicted: Mapping[Cell, prediction.Outcome] = field(default_factory=dict)
 
     def ms(self, place: Place, method: str, key: str = "median_ms") -> float | None:
         """`clock` of what this place of a table shows; None where nothing was measured."""
@@ -76,7 +78,9 @@ def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
 
 def load(suite: Suite, results_dir: str | Path) -> Results:
     """Results of a folder. Raises UserError when there are none."""
-    results = collect(suite, read_all(results_dir))
+    known = read_all(results_dir)
+    results = collect(suite, known)
     if not results.records and not results.kernels:
         raise UserError(f"no record of {suite.subject} in {results_dir}/records: leave out --tables-only")
-    return results
+    found = prediction.beside(results_dir, known)
+    return replace(results, predicted={c: found[r.id] for c, r in results.records.items() if r.id in found})
