@@ -128,14 +128,27 @@ def test_all_names_of_the_library_are_there() -> None:
         predict.magic  # noqa: B018
 
 
+METHODS_OF_THE_EXAMPLE = ("fp32", "bf16", "birder", "birder_one_phase", "onebit_adam", "none")
+
+
 def test_three_lines_under_torchrun() -> None:
-    """The script of examples/: two ranks on gloo, a transformer of its own."""
+    """The script of examples/: two ranks on gloo, a transformer of its own; then each method is switched on and measured."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "examples/predict.py", "--steps", "2"], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [*command, "examples/predict.py", "--steps", "2", "--measure"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "1 x 2 ranks" in done.stdout
     assert "16 x 8 ranks, 10 Gbit/s between nodes" in done.stdout
     assert re.search(r"measured now, with the communication there is: [\d.]+ ms", done.stdout)
+    switched = done.stdout.partition("switched on")[2].splitlines()[1:]
+    assert [row.split()[0] for row in switched] == [*METHODS_OF_THE_EXAMPLE]
+    for row in switched:
+        expected, low, _, high, found, difference = row.split()[1:]
+        assert float(low) <= float(expected) <= float(high)
+        assert float(difference.rstrip("%")) == pytest.approx(100 * (float(expected) / float(found) - 1), abs=0.2)
     assert re.search(r"^(do not compress|it hardly pays|.* is [\d.]+x as fast as bf16)", done.stdout, re.M)
