@@ -42,7 +42,7 @@ class Attachment:
         self.overlap = overlap
         self.communicate = communicate
         self._paused = False
-        self._finite = True
+        self._finite: Tensor | None = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,13 +103,14 @@ class Attachment:
         A GradScaler looks at its own rank's gradients. If it skipped a step on one rank only, the others would wait for
         that rank's messages for ever, and the loss scales would drift apart.
         """
+        # Nothing of it is looked at on the host: the scaler does that, once.
         buffer = bucket.buffer()
-        self._finite &= bool(torch.isfinite(buffer).all())
+        finite = torch.isfinite(buffer).all().view(1)
+        self._finite = finite if self._finite is None else finite & self._finite.to(buffer.device)
         if bucket.is_last():
-            bad = torch.tensor([not self._finite], dtype=torch.bool, device=buffer.device)
-            if bool(self.optimizer.comm.union(bad)):
-                buffer[0] = float("inf")
-            self._finite = True
+            bad = self.optimizer.comm.union(~self._finite)
+            buffer[:1] = torch.where(bad, torch.full_like(buffer[:1], float("inf")), buffer[:1])
+            self._finite = None
 
 
 def hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:

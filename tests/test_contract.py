@@ -320,17 +320,19 @@ def test_a_group_across_two_nodes_counts_what_crosses(monkeypatch: pytest.Monkey
         Topology.of_ranks([0, 1, 2])
 
 
-def packed(rank: int, world: int) -> tuple:
+def packed(rank: int, world: int, count: int) -> tuple:
     comm = TwoPhase(dist.group.WORLD, Topology.from_env(world))
-    flags = torch.arange(8000) % 5 == rank
+    flags = torch.arange(count) % 5 == rank
     union = comm.union(flags)
-    return union.numpy(), comm.counter.total
+    return union.numpy(), comm.counter.total, comm.counter.collectives
 
 
-def test_a_union_sends_one_bit_for_each_flag() -> None:
-    for union, sent in run_ranks(packed, 3):
-        assert (union == (torch.arange(8000) % 5 < 3).numpy()).all()
-        assert sent == 2 * 2 * -(-1000 // 3)
+@pytest.mark.parametrize(("count", "nbytes", "calls"), [(8000, 2 * 2 * -(-1000 // 3), 2), (101, 2 * 13, 1)])
+def test_a_union_sends_one_bit_for_each_flag(count: int, nbytes: int, calls: int) -> None:
+    """To each server and back; few of them to every peer in one collective."""
+    for union, sent, collectives in run_ranks(packed, 3, count):
+        assert (union == (torch.arange(count) % 5 < 3).numpy()).all()
+        assert (sent, collectives) == (nbytes, calls)
 
 
 def test_the_model_of_the_contract_is_a_linear_layer() -> None:

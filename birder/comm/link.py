@@ -20,6 +20,9 @@ from birder.comm.trace import note_wait, note_wire
 OUTSIDE_TAGS = 1 << 20
 """Tags of calls that no task makes are used again after so many."""
 
+FEW = 512
+"""Bytes of flags up to which sending all of them to every peer takes less time than a collective more."""
+
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A process group of `ranks`: all of them call it, and no other rank has to.
@@ -234,17 +237,19 @@ class Link:
         return total
 
     def all_or(self, flags: Tensor) -> Tensor:
-        """The union over ranks of bool[c], as bool[c]."""
+        """The union over ranks of bool[c], as bool[c]: one gather of the bits where they are few, else two collectives."""
         from birder.kernels.reference import pack, unpack
 
         if self.size == 1:
             return flags
-        bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % (8 * self.size))))
-        rows = self.all_to_all(bits.view(self.size, -1))
+        few = flags.numel() <= 8 * FEW
+        bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % (8 if few else 8 * self.size))))
+        rows = self.all_gather(bits) if few else self.all_to_all(bits.view(self.size, -1))
         part = rows[0]
         for row in rows[1:]:
             part = part | row
-        return unpack(self.all_gather(part).view(-1))[: flags.numel()].bool()
+        united = part if few else self.all_gather(part).view(-1)
+        return unpack(united)[: flags.numel()].bool()
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         """The sum over ranks of a scalar, added up in rank order."""

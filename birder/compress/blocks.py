@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from birder.kernels.philox import BLOCK_STREAM, words
+from birder import kernels
+from birder.kernels.philox import BLOCK_STREAM, word
 
 
-def sample_blocks(first: int, count: int, ratio: int, *, seed: int, step: int, stream: int) -> Tensor:
-    """The chosen block of each of the runs first .. first+count-1, int64[count], rising. Bias below ratio/2^32."""
-    run = torch.arange(first, first + count, dtype=torch.int64)
-    word = words(run, seed=seed, step=step, stream=BLOCK_STREAM + stream)[0]
-    return run * ratio + ((word * ratio) >> 32)
+def _drawn(run: int, ratio: int, *, seed: int, step: int, stream: int) -> int:
+    """The place within that run of its chosen block, as `kernels.chosen_blocks` draws it."""
+    return (word(run, seed=seed, step=step, stream=BLOCK_STREAM + stream) * ratio) >> 32
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,17 @@ class Blocks:
             return cls(block, offset, whole, torch.empty(0, dtype=torch.int64, device=device), ())
         run = block * ratio
         first, last = start // run, (start + numel - 1) // run
-        chosen = sample_blocks(first, last - first + 1, ratio, seed=seed, step=step, stream=stream)
-        rows = chosen - (start + offset) // block
-        ends = ((start, slice(0, offset)), (start + numel - 1, slice(offset + whole * block, numel)))
-        numbers = set(chosen[[0, -1]].tolist())  # a cut block lies in the first or in the last run
-        edges = tuple(cut for element, cut in ends if cut.stop > cut.start and element // block in numbers)
-        return cls(block, offset, whole, rows[(rows >= 0) & (rows < whole)].to(device), edges)
+        base, draw = (start + offset) // block, {"seed": seed, "step": step, "stream": stream}
+        rows = kernels.chosen_blocks(first, last - first + 1, ratio, device=device, **draw) - base
+        # The first and the last run alone may choose a cut block, or one that is not here. They are drawn on the host too, so
+        # that nobody waits for the device to learn how many blocks there are.
+        ends = {number: number * ratio + _drawn(number, ratio, **draw) for number in (first, last)}
+        begin, end = (0 <= chosen - base < whole for chosen in (ends[first], ends[last]))
+        inside = rows[int(not begin) : len(rows) - int(not end)] if last > first else rows[: int(begin)]
+        cuts = ((start, slice(0, offset)), (start + numel - 1, slice(offset + whole * block, numel)))
+        chosen_ends = set(ends.values())
+        edges = tuple(cut for element, cut in cuts if cut.stop > cut.start and element // block in chosen_ends)
+        return cls(block, offset, whole, inside, edges)
 
     @property
     def numel(self) -> int:

@@ -12,16 +12,16 @@ from birder import kernels
 
 
 def split(
-    error: Tensor, squares: Tensor, mask: Tensor | None, count: int, out: Tensor | None = None
+    error: Tensor, squares: Tensor, mask: Tensor | None, count: int | Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """C(z) in one pass. 1 bit for each element, and one scale.
 
     error:   fp32[d]: z, 0 outside of the mask; becomes z - C(z).
     squares: the sum of the squares of z, fp64[].
-    mask:    bool[d] or None; coordinates outside count as absent: `count` is the number of coordinates inside.
+    mask:    bool[d] or None; coordinates outside count as absent: `count` is the number of coordinates inside, or int64[].
     Returns the packed bits, uint8[d/8], in `out` where it is given, and the scale, fp32[].
     """
-    scale = (squares / max(count, 1)).sqrt().float()
+    scale = (squares / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))).sqrt().float()
     return kernels.split_signs(error, scale, mask, out=out), scale
 
 

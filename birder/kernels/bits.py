@@ -8,8 +8,8 @@ from torch import Tensor
 
 def pack(flags: Tensor) -> Tensor:
     """bool[8c] -> uint8[c]."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flags.device)
-    return (flags.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (flags.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
 
 
 def unpack(bits: Tensor) -> Tensor:

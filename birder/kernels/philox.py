@@ -60,6 +60,17 @@ def words(number: Tensor, *, seed: int, step: int, stream: int) -> tuple[Tensor,
     return philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
 
 
+def word(number: int, *, seed: int, step: int, stream: int) -> int:
+    """The first of the `words` of one number, on the host and without tensors."""
+    c0, c1, c2, c3 = number & MASK, number >> 32, step & MASK, stream
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MUL_0, c2 * MUL_1
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & MASK, (p0 >> 32) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    return c0
+
+
 def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, device: torch.device) -> Tensor:
     """Uniform integers in [0, 65536) for the elements start .. start+numel-1, as int64[numel].
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import Communicator
 from birder.compress.scaled_sign import split
+from birder.late import Late
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit
 
@@ -40,8 +41,9 @@ class Support:
     mask: Tensor | None  # bool[padded]; None: all of them
     shard: slice
     chunk: slice
-    shard_count: int
-    chunk_count: int
+    shard_count: Tensor  # int64[], on the device
+    chunk_count: Tensor
+    whole: Late  # 1 where the mask is True everywhere
 
     @property
     def in_shard(self) -> Tensor | None:
@@ -61,8 +63,12 @@ class Support:
         begin = comm.shard * size
         shard_part = slice(begin, begin + size)
         chunk_part = slice(begin + comm.worker * chunk, begin + (comm.worker + 1) * chunk)
-        counts = int(mask[shard_part].sum()), int(mask[chunk_part].sum())
-        return cls(None if mask.all() else mask, shard_part, chunk_part, *counts)
+        return cls(mask, shard_part, chunk_part, mask[shard_part].sum(), mask[chunk_part].sum(), Late(mask.all()))
+
+    def forget_a_mask_of_all(self) -> None:
+        """Once it is known that all coordinates take part, no mask is read any more, which changes no result."""
+        if self.mask is not None and self.whole.there and self.whole.read()[0]:
+            self.mask = None
 
 
 class OneBitMethod(BucketOptimizer):
@@ -133,6 +139,7 @@ class OneBitMethod(BucketOptimizer):
         """Of `taking_part`; computed once, until `forget_support`."""
         if unit.index not in self._support:
             self._support[unit.index] = Support.of(self.taking_part(unit), self.comm)
+        self._support[unit.index].forget_a_mask_of_all()
         return self._support[unit.index]
 
     def forget_support(self, unit: Unit) -> None:

@@ -156,17 +156,18 @@ class OneBitLAMB(OneBitMethod):
 
     def _freeze(self) -> None:
         """Equation (4), over all tensors that have momentum; the same on all ranks since m is."""
-        sizes = [
-            [float(torch.linalg.vector_norm(m)) / m.numel() ** 0.5 for m in unit.views(unit.state["m"])]
-            for unit in self.units
-        ]
-        floor = VANISHED * max((size for row in sizes for size in row), default=0.0)
-        present = [size for row in sizes for size in row if size > floor]
-        mean = sum(present) / max(len(present), 1)
+        sizes = []
+        for unit in self.units:
+            norms = torch.stack([torch.linalg.vector_norm(m) for m in unit.views(unit.state["m"])]).double()
+            roots = [p.numel() ** 0.5 for p in unit.params]
+            sizes.append(torch.stack([norm / root for norm, root in zip(norms.unbind(), roots, strict=True)]))
+        everything = torch.cat([row.to(sizes[0].device) for row in sizes]) if sizes else torch.zeros(1)
+        floor = VANISHED * everything.max()
+        present = everything > floor
+        mean = torch.where(present, everything, 0.0).sum() / present.sum().clamp(min=1)
         for unit, row in zip(self.units, sizes, strict=True):
             unit.state["fresh"].copy_(unit.state["v"])
-            scales = [mean / size if size > floor else 0.0 for size in row]
-            unit.state["scale"].copy_(torch.tensor(scales))
+            unit.state["scale"].copy_(torch.where(row > floor.to(row.device), mean.to(row.device) / row, 0.0))
 
     def _compressed(self, unit: Unit) -> None:
         state, group = unit.state, unit.group

@@ -2,6 +2,9 @@
 
 A flag for every BLOCK coordinates is united over ranks in each step, and where a flag is up also a bit for each coordinate.
 A coordinate has been seen on a rank when b, the mean of |g|, is above 0 there.
+
+While there is a map, the host waits for the device once a step, for the flags, and in a step with news a second time:
+how many bits are sent depends on what the flags say, and the update on those bits. Units seen whole wait for nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import Communicator
+from birder.late import sent
 from birder.optimizers.layout import Unit
 
 BLOCK = 1024
@@ -24,31 +28,37 @@ def unite_seen(comm: Communicator, units: list[Unit]) -> None:
     if not units:
         return
     blocks = [_unseen_blocks(comm, unit) for unit in units]
-    flags = comm.union(torch.cat(blocks))
+    flags = comm.union(torch.cat(blocks)).cpu()
     if not flags.any():
         return
+    news = []
     for unit, changed in zip(units, flags.split([part.numel() for part in blocks]), strict=True):
         if not changed.any():
             continue
         for k, part in enumerate(changed.split(PART)):
             if part.any():
-                _unite(comm, unit, slice(k * PART * BLOCK, (k * PART + len(part)) * BLOCK), part)
-        if int(unit.state["active"].sum()) == sum(p.numel() for p in unit.params):  # padding is never seen
+                where = slice(k * PART * BLOCK, (k * PART + len(part)) * BLOCK)
+                _unite(comm, unit, where, len(part), sent(part.nonzero().view(-1), unit.device))
+        news.append(unit)
+    counts = torch.stack([unit.state["active"].sum() for unit in news]).cpu().tolist()
+    for unit, seen in zip(news, counts, strict=True):
+        if seen == sum(p.numel() for p in unit.params):  # padding is never seen
             del unit.state["active"]
 
 
-def _unite(comm: Communicator, unit: Unit, where: slice, blocks: Tensor) -> None:
-    """Unites which coordinates of `where` have been seen, in those `blocks` of it where any rank has news: bool[k]."""
+def _unite(comm: Communicator, unit: Unit, where: slice, blocks: int, numbers: Tensor) -> None:
+    """Unites which coordinates of `where` have been seen, in those of its `blocks` where any rank has news: their numbers."""
     active = unit.state["active"][where]
     b, own = unit.state["b"], _own(comm, unit)
     # The elements of `where` of which this rank keeps b.
     begin, end = max(where.start, own.start), min(where.start + len(active), own.stop)
-    news = torch.zeros(len(blocks) * BLOCK, dtype=torch.bool, device=unit.device)
+    news = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=unit.device)
     if begin < end:
         mine = slice(begin - where.start, end - where.start)
         news[mine] = (b[begin - own.start : end - own.start] > 0) & ~active[mine]
     news = news.view(-1, BLOCK)
-    news[blocks] = comm.union(news[blocks].flatten()).view(-1, BLOCK)
+    united = comm.union(news.index_select(0, numbers).flatten())
+    news.index_copy_(0, numbers, united.view(-1, BLOCK))
     active |= news.flatten()[: len(active)]
 
 

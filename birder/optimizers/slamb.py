@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from birder.compress.masks import random_mask
+from birder.late import Late
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require, require_whole
@@ -56,7 +57,8 @@ class SLAMB(BucketOptimizer):
     options:     wire (of the momentum), max_grad_norm, seed (of the masks); see `BucketOptimizer`.
 
     State, rank-local: m and v, fp32[d], and tau, uint8[d] (int16 where 8 bits could be too few); with form="v1" instead of
-    tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows.
+    tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows. Between steps also the
+    mask of the next one, bool[d], drawn ahead so that the host need not wait for the number of its elements.
 
     Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
     """
@@ -113,6 +115,8 @@ class SLAMB(BucketOptimizer):
         self.sync_phase = self.first_sync if sync_phase is None else sync_phase
         self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
+        self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
+        self._powers: dict[torch.device, Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -166,9 +170,9 @@ class SLAMB(BucketOptimizer):
         m, v, (beta1, beta2) = unit.state["m"], unit.state["v"], unit.group["betas"]
         v.mul_(beta2).add_(grad.square().mul_(1 - beta2))  # (1)
         m.mul_(beta1).add_(grad.mul_(1 - beta1))
-        mask = self.mask(unit, step)
-        chosen = mask.nonzero().view(-1)
-        if chosen.numel():  # the same on all ranks
+        mask, count = self._mask_and_count(unit, step)
+        chosen = torch.nonzero_static(mask, size=count).view(-1)
+        if count:  # the same on all ranks
             m.index_copy_(0, chosen, self.comm.mean(m.index_select(0, chosen), WIRES[self.wire]))  # (2)
         self.grow_older(unit, mask)
         unit.result = mask
@@ -178,16 +182,32 @@ class SLAMB(BucketOptimizer):
         tau = unit.state["tau"]
         tau.add_(tau < self.tau_limit).mul_(~mask)
 
+    def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
+        """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
+        known, mask, count = self._ahead.pop(unit.index, (0, None, None))
+        if known != step or mask is None or count is None:
+            mask, count = self._draw(unit, step)
+        self._ahead[unit.index] = (step + 1, *self._draw(unit, step + 1))
+        return mask, count.read()[0]
+
+    def _draw(self, unit: Unit, step: int) -> tuple[Tensor, Late]:
+        mask = self.mask(unit, step)
+        return mask, Late(mask.sum())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+        self._ahead.clear()
+
     def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
         """s of (3) for parameter i, fp32 in its shape."""
-        powers = [self.beta3**tau for tau in range(min(step, self.tau_limit) + 1)]
-        return self.look_up(powers, unit.view(unit.state["tau"], i))
+        return self.look_up(self.tau_limit + 1, unit.view(unit.state["tau"], i))
 
-    @staticmethod
-    def look_up(powers: list[float], index: Tensor) -> Tensor:
-        """powers[index], fp32 in the shape of `index`."""
-        table = torch.tensor(powers, dtype=torch.float32, device=index.device)
-        return table.index_select(0, index.reshape(-1).int()).view(index.shape)
+    def look_up(self, ages: int, age: Tensor) -> Tensor:
+        """beta3^age for whole numbers below `ages`, fp32 in the shape of `age`."""
+        if age.device not in self._powers:
+            powers = [self.beta3**k for k in range(ages)]
+            self._powers[age.device] = torch.tensor(powers, dtype=torch.float32).to(age.device)
+        return self._powers[age.device].index_select(0, age.reshape(-1).int()).view(age.shape)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

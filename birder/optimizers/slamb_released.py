@@ -52,9 +52,9 @@ class SLAMBv1(SLAMB, form="v1"):
         """tau follows from the number of the chunk."""
 
     def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
+        chunk = unit.view(unit.state["chunk"], i).int()
         # Before its first turn an element is as old as the run.
-        powers = [self.beta3 ** min(step, (step - c) % self.chunks) for c in range(self.chunks)]
-        return self.look_up(powers, unit.view(unit.state["chunk"], i))
+        return self.look_up(self.chunks, chunk.neg_().add_(step).remainder_(self.chunks).clamp_(max=step))
 
     def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
         lr, decay = unit.group["lr"], unit.group["weight_decay"]
