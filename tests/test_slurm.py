@@ -398,7 +398,7 @@ def test_interrupt_during_the_submission(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    code = "from launch import slurm_job; slurm_job.submit(['sbatch'])"
+    code = "from launch.slurm import job; job.submit(['sbatch'])"
     begun = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
     until(lambda: (tmp_path / "asked").exists(), within_s=60)
     begun.send_signal(signal.SIGINT)
