@@ -59,4 +59,5 @@ def allow_tf32(precision: str, device: torch.device) -> None:
     tf32 = precision == "tf32"
     if tf32 and device.type != "cuda":
         raise UserError("train.precision=tf32 is a GPU's format: use fp32 or bf16 on a CPU")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
