@@ -79,7 +79,7 @@ def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = [int(sent) for sent in re.findall(r"rank \d sent (\d+) bytes", done.stdout)]
     # 128 elements after padding: 8 bytes up and 8 down in each of 10 steps. In the first step also the map of seen
-    # coordinates: two bytes of flags (a whole one for each rank), 128 of coordinates. fp32 would send 1,680.
+    # coordinates: one byte of flags, 128 of coordinates. fp32 would send 1,680.
     assert said == [289, 289]
 
 
