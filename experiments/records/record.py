@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -20,6 +19,7 @@ from typing import Any
 
 from experiments.records import labels, privacy
 from launch.errors import UserError
+from launch.files import write_whole
 from launch.spec import RunSpec
 
 SCHEMA = 1
@@ -198,24 +198,12 @@ def save_curve(source: str | Path, results_dir: str | Path, run_id: str) -> str 
 
 def write_file(path: Path, content: bytes, what: str) -> None:
     """Writes a file whole or not at all. `what` names it in the UserError that a full disk raises."""
-    temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:60]}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        if isinstance(error, OSError):
-            why = error.strerror or str(error)
-            raise UserError(f"could not write the {what} {path}: {why}; free space or set results_dir=...") from error
-        raise
+        write_whole(path, content)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"could not write the {what} {path}: {why}; free space or set results_dir=...") from error
 
 
 def read(path: str | Path) -> ResultRecord:
@@ -283,12 +271,17 @@ def software() -> dict[str, Any]:
     return versions
 
 
+def read_link(run_dir: Path) -> dict[str, Any]:
+    """What the launcher wrote of the link of a run; empty where it wrote nothing."""
+    try:
+        return dict(json.loads((run_dir / LINK_FILE).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
 def _link_of(spec: RunSpec) -> dict[str, Any]:
     """What the launcher wrote of the link, and over it what the user says of it (`cluster.link`)."""
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        found = dict(json.loads((spec.path / LINK_FILE).read_text()))
-    return {**found, **(spec.config["cluster"].get("link") or {})}
+    return {**read_link(spec.path), **(spec.config["cluster"].get("link") or {})}
 
 
 def _link_kind(config: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ class _World:
         self.bounds = [v for v in described if not v["config"]["comm"]["enabled"]]
         """What the comparison calls its runs without communication: the bound stands for them."""
         self.watch = Stopwatch(shard.device)
-        self.link = self._agree(lambda: link.known(spec.path))
+        self.link = self._agree(lambda: record.read_link(spec.path))
         self.shapes = bool(self.link.get("shaped")) and self.link.get("set_mbit_per_s") is None
         self.held = True
         self.mbit: float | None = None
@@ -230,7 +230,7 @@ class _World:
         def set_and_check() -> tuple[float, dict[str, Any]]:
             mbit = link.capacity(self.config, dilation)
             link.ask(self.spec.path, f"check {mbit:.6g}")
-            return mbit, link.known(self.spec.path)
+            return mbit, record.read_link(self.spec.path)
 
         self.mbit, self.link = self._agree(set_and_check)
         self.link["dilation"] = dilation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.records import labels, record
+from experiments.records import labels
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -21,14 +20,6 @@ ANSWER_S = 120.0
 """How long the supervisor of emulated nodes may take to set and measure a rate."""
 PROBE_MB, PROBES = 16, 3
 """Size of a message of the probe, MiB, and how many are timed after a first one."""
-
-
-def known(run_dir: Path) -> dict[str, Any]:
-    """What the launcher wrote of the link; empty where it wrote nothing."""
-    try:
-        return dict(json.loads((run_dir / record.LINK_FILE).read_text()))
-    except (OSError, ValueError):
-        return {}
 
 
 def ask(run_dir: Path, request: str) -> None:
