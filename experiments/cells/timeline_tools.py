@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import shlex
 from collections.abc import Callable
@@ -179,4 +178,4 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
         )
     except ValueError as error:
         raise UserError(f"model={where}: {error}") from None
-    return dataclasses.replace(made_of, wall_ms=None)
+    return replace(made_of, wall_ms=None)

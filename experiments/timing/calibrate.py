@@ -22,39 +22,18 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from birder.predict.timeline import Timeline
 from experiments.cells.timelines import load
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.timing import plan
+from experiments.timing.dilation import LEAST, Calibration
 from launch import lock
 
-LEAST = 1.0
-"""A machine that is faster than the target emulates it without dilation."""
 SHOWN = 20.0
 """Stands in for the measured value where nothing is started (dry runs)."""
 _PREFIX = "calibration-"
 _NEW_S = 600.0
 """A folder that is younger may not have come to its lock yet."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """What was measured. Times in ms per optimizer step."""
-
-    here_ms: float
-    timeline: Timeline
-
-    @property
-    def dilation(self) -> float:
-        """Three significant digits, so that runs of one comparison share it exactly."""
-        return float(f"{max(LEAST, self.here_ms / self.timeline.step_ms):.3g}")
-
-    def __str__(self) -> str:
-        return (
-            f"Time dilation {self.dilation:g}: forward and backward take {self.here_ms:.0f} ms here, "
-            f"{self.timeline.step_ms:.3g} ms on {self.timeline.gpu} (timeline {self.timeline.name})"
-        )
 
 
 def settle(composed: list[Composed]) -> None:

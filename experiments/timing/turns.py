@@ -27,6 +27,7 @@ import torch.distributed as dist
 from experiments.cells import timelines
 from experiments.records import record
 from experiments.timing import machine, plan, results
+from experiments.timing.dilation import Calibration
 from experiments.timing.entries import Bound, Entry, Shared, Variant
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import link
@@ -43,8 +44,6 @@ BOUND_TURNS = 3
 """Turns from which the bound's step is taken, the median."""
 MEMORY = 0.8
 """Share of the memory available that the methods may take together."""
-LEAST = 1.0
-"""A machine that is faster than the target emulates it without dilation."""
 
 
 def train(spec: RunSpec) -> None:
@@ -217,13 +216,9 @@ class _World:
         if not self.shapes:
             return self.link.get("dilation")
         if asked == "auto":
-            timeline = timelines.load(self.config["timeline"])
-            # Three significant digits: what tables print is what was set.
-            dilation = float(f"{max(LEAST, 1000 * bound_s / timeline.step_ms):.3g}")
-            self._say(
-                f"Time dilation {dilation:g}: forward and backward take {1000 * bound_s:.0f} ms here, "
-                f"{timeline.step_ms:.3g} ms on {timeline.gpu} (timeline {timeline.name})"
-            )
+            calibration = Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))
+            dilation = calibration.dilation
+            self._say(str(calibration))
         else:
             dilation = float(asked)
 
