@@ -74,7 +74,7 @@ class LocalLauncher(Launcher):
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         agents = [Agent(self.command(spec_path, spec, k), self.environment(k)) for k in range(self.nodes)]
-        if cause := supervise(agents, spec.path, terminal=terminal_fd()):
+        if cause := supervise(agents, spec.path, terminal=terminal_fd(), silence_s=self.silence_s):
             failure.report(cause)
 
 

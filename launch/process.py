@@ -105,6 +105,29 @@ def alive(pid: int) -> bool:
     return True
 
 
+def descendants(pid: int) -> list[int]:
+    """Process ids of all descendants of process `pid`, parents first."""
+    children: dict[int, list[int]] = {}
+    for child, parent in _parents():
+        children.setdefault(parent, []).append(child)
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(0), [])
+        found += below
+        todo += below
+    return found
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                # The command name in parentheses may itself hold spaces and parentheses.
+                yield int(entry.name), int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+
+
 def pid_space() -> str:
     """Names the space in which this process's ids mean something: the machine, its boot, its PID namespace."""
     try:

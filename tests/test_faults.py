@@ -199,6 +199,23 @@ def test_stopped_rank(start: Callable[..., Run]) -> None:
     assert_ends_in_time(run, message, began, waits_for_silence=True)
 
 
+def test_rank_stopped_while_it_loads(start: Callable[..., Run]) -> None:
+    """Before ranks have met nobody asks it: the launcher itself looks."""
+    run = start()
+    found: list[int] = []
+
+    def appeared() -> bool:
+        found[:] = [
+            pid for pid in descendants(run.launcher.pid) if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return len(found) == 2 * NODES  # each agent names the program too
+
+    run.wait_for(appeared)
+    began = time.monotonic()
+    os.kill(run.pid(1), signal.SIGSTOP)
+    assert_ends_in_time(run, r"rank 1 on node \d: Stopped: its process has been stopped for", began, waits_for_silence=True)
+
+
 @needs_network
 def test_link_cut_for_good(start: Callable[..., Run]) -> None:
     run = start()

@@ -316,7 +316,7 @@ def test_host_ends_what_its_command_leaves(tmp_path: Path, how: str) -> None:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip() != "")
         orphan = int((tmp_path / "pid").read_text())
         if how == "input ends":
-            assert orphan in remote.descendants(started.pid)
+            assert orphan in process.descendants(started.pid)
             assert started.stdin is not None
             started.stdin.close()
         code = started.wait(timeout=60)

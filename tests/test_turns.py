@@ -22,7 +22,7 @@ METHODS = (
     ["optimizer=local_sgd", "optimizer.reset_every=3"],
     ["optimizer=birder"],
 )
-ROUNDS = 4
+ROUNDS, ANEW = 4, 3
 
 
 def described(tmp_path: Path, *methods: list[str]) -> RunSpec:
@@ -113,10 +113,12 @@ def test_records(tmp_path: Path) -> None:
 
 def test_where_memory_does_not_hold_all_each_method_is_made_in_its_turn(tmp_path: Path) -> None:
     methods = [m for m in METHODS if m[0] != "optimizer=local_sgd"]
-    seen, records = in_turns(described(tmp_path, *methods), memory=0.0)
+    spec = described(tmp_path, *methods)
+    spec.config["turns"]["rounds_anew"] = ANEW
+    seen, records = in_turns(spec, memory=0.0)
     assert {r.status for r in records.values()} == {"completed"}
     assert {r.turns["held"] for r in records.values()} == {"one"}
-    assert {len(r.turns["ms"]) for r in records.values()} == {ROUNDS}
+    assert {len(r.turns["ms"]) for r in records.values()} == {ANEW}
     losses = seen[0]["Birder fp32"]
     begun = 2 + 2  # steps of a turn: warm-up, those that count
     assert losses[2 : 2 + begun] == losses[2 + begun : 2 + 2 * begun]  # after the first try, every turn begins anew

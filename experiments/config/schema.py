@@ -95,6 +95,7 @@ class Turns(Section):
         "in one world, or one run after the other; auto: turns if only time counts"
     )
     rounds: Count = doc("every method has a turn in each")
+    rounds_anew: Count = doc("no more than these where memory holds one method at a time, made anew in each turn")
     steps: Count = doc("of a turn, at least; methods whose steps differ in kind take whole cycles")
 
 

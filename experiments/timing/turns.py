@@ -145,6 +145,7 @@ class _World:
         if not self.held:
             for entry in self.variants:
                 entry.free()
+            self.rounds = min(self.rounds, int(self.config["turns"]["rounds_anew"]))
             self._say(
                 f"Memory does not hold all methods at once ({taken / 2**30:.1f} GiB a rank): each is made anew in turn"
             )
@@ -176,7 +177,6 @@ class _World:
         order: list[Entry] = [e for e in self._all() if e.failed is None]
         random.Random(f"{self.spec.seed} {number} turns").shuffle(order)
         for entry in order:
-            steps = entry.lengths(self.rounds, self.steps)[number] if timed else 1
             if not self.held and isinstance(entry, Variant):
                 if not timed:
                     continue
@@ -184,6 +184,8 @@ class _World:
                 if not self._make(entry):
                     continue
                 self._set_link()
+            # Made anew, a method plans anew too.
+            steps = entry.lengths(self.rounds, self.steps)[number] if timed else 1
             self._turn(entry, steps, timed)
             if not self.held:
                 entry.free()

@@ -142,6 +142,7 @@ class EmulatedLauncher(LocalLauncher):
             "run_dir": str(spec.path.resolve()),
             "nodes": self.nodes,
             "mbit_per_s": rate,
+            "silence_s": self.silence_s,
             "link": link(
                 kind="emulated",
                 shaped=True,

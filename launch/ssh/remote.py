@@ -3,8 +3,8 @@
 `python -m launch.ssh.remote run NODE RUN_DIR COMMAND...`     runs COMMAND (torchrun) as long as standard input is open
 `python -m launch.ssh.remote gather RUN_DIR RESULTS_DIR ID`   writes a tar of what a run has left to standard output
 
-`run` first reads one line of JSON, {"files": {name: text}, "environment": {...}}: files for a run directory that is not
-the launcher's own, and variables that no command line should show. Standard input ends when the launcher wants the
+`run` first reads one line of JSON, {"files": {name: text}, "environment": {...}, "silence_s": s}: files for a run directory
+that is not the launcher's own, variables that no command line should show, and how long a rank may be stopped. Standard input ends when the launcher wants the
 ranks to end, and also when it, its ssh or the connection is no more.
 
 Leaves <run_dir>/agents/node<k>.json: {code, vanished}. code: exit status of COMMAND, null when it was ended from here;
@@ -21,11 +21,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from launch import failure, process
 from launch.local import _STALE, _STALE_PREFIXES, cores
+from launch.stopped import StoppedWatch
 
 KEPT = ("logs", "ranks", "errors", "agents", "curve.csv")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,7 +54,7 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
         with process.stop_signals():
             # Rank 0 finds the user's terminal as its standard input (experiments/training/worker.py).
             started.append(process.start(command, env, run_dir / "logs" / f"node{node}.log", stdin=1))
-            _wait(started[0])
+            _wait(started[0], StoppedWatch(run_dir, request["silence_s"]))
     except process.Stopped:
         pass  # ended by a signal: as if standard input had ended
     finally:
@@ -64,7 +64,7 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
                 _report(node, run_dir, code)
             finally:
                 torchrun = {p.pid for p in started}
-                process.end(started, others=lambda: [p for p in descendants(os.getpid()) if p not in torchrun])
+                process.end(started, others=lambda: [p for p in process.descendants(os.getpid()) if p not in torchrun])
                 shutil.rmtree(run_dir / failure.TORCHRUN, ignore_errors=True)
     return 1 if code is None else code if code >= 0 else 128 - code
 
@@ -81,32 +81,10 @@ def gather(run_dir: Path, results_dir: Path, run_id: str) -> None:
                 tar.add(path, f"results/{folder}/{path.name}")
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids of all descendants of process `pid`, parents first."""
-    children: dict[int, list[int]] = {}
-    for child, parent in _parents():
-        children.setdefault(parent, []).append(child)
-    found, todo = [], [pid]
-    while todo:
-        below = children.get(todo.pop(0), [])
-        found += below
-        todo += below
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                # The command name in parentheses may itself hold spaces and parentheses.
-                yield int(entry.name), int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-
-
-def _wait(child: subprocess.Popen, poll_s: float = 0.1) -> None:
+def _wait(child: subprocess.Popen, watch: StoppedWatch, poll_s: float = 0.1) -> None:
     """Waits until `child` or standard input ends."""
     while child.poll() is None:
+        watch.look([child.pid])
         if select.select([0], [], [], poll_s)[0] and not os.read(0, 4096):
             return
 

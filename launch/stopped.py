@@ -1,0 +1,75 @@
+"""Ranks that are stopped (SIGSTOP, for example) before they can be missed: while they load, nobody asks them yet.
+
+Once ranks have met, each is watched by another one (experiments/training/heartbeat.py), on whatever machine. Before that the
+process that started a node's torchrun looks itself. Linux only; elsewhere the others wait for `cluster.timeout_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from launch.files import write_whole
+from launch.process import descendants
+
+LATER_S = 12.0
+"""Longer than `silence_s`, so that ranks that have met find it first and say what each of them sees."""
+LOOK_S = 5.0
+"""All processes of the machine are looked through: not more often."""
+
+
+class StoppedWatch:
+    """Kills processes below some torchrun agents that have been stopped for `silence_s` + LATER_S.
+
+    A rank is killed on its own account: `errors/rank<r>.json` says why (format: launch/failure.py).
+    """
+
+    def __init__(self, run_dir: Path, silence_s: float) -> None:
+        self.run_dir = run_dir
+        self.limit_s = silence_s + LATER_S
+        self._stopped: dict[int, float] = {}  # process id -> seconds
+        self._looked = time.monotonic()
+
+    def look(self, agents: Iterable[int]) -> None:
+        """To be called often. agents: process ids."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        # If this process was stopped itself, or the machine slept, nobody can be blamed for that time.
+        passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        try:
+            if os.readlink("/proc/self") != str(os.getpid()):
+                return  # a PID namespace with the /proc of another one: ids there mean other processes
+        except OSError:
+            return
+        found = [pid for agent in agents for pid in (agent, *descendants(agent)) if _is_stopped(pid)]
+        self._stopped = {pid: self._stopped.get(pid, 0.0) + passed for pid in found}
+        for pid, seconds in self._stopped.items():
+            if seconds >= self.limit_s:
+                self._end(pid, seconds)
+
+    def _end(self, pid: int, seconds: float) -> None:
+        with contextlib.suppress(OSError):
+            pairs = (entry.partition("=") for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+            environment = {name: value for name, _, value in pairs}
+            if (rank := environment.get("RANK")) is not None:
+                said = {"rank": int(rank), "node": int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0)))}
+                message = f"its process has been stopped for {seconds:.0f} s"
+                said |= {"time": time.time(), "type": "Stopped", "message": message, "traceback": ""}
+                said |= {"peers": [], "user_error": False}
+                (self.run_dir / "errors").mkdir(exist_ok=True)
+                write_whole(self.run_dir / "errors" / f"rank{rank}.json", json.dumps(said))
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped. One that a debugger holds is not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
