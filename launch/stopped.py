@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from launch.files import write_whole
 from launch.process import descendants
@@ -58,7 +59,10 @@ class StoppedWatch:
             pairs = (entry.partition("=") for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
             environment = {name: value for name, _, value in pairs}
             if (rank := environment.get("RANK")) is not None:
-                said = {"rank": int(rank), "node": int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0)))}
+                said: dict[str, Any] = {
+                    "rank": int(rank),
+                    "node": int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0))),
+                }
                 message = f"its process has been stopped for {seconds:.0f} s"
                 said |= {"time": time.time(), "type": "Stopped", "message": message, "traceback": ""}
                 said |= {"peers": [], "user_error": False}

@@ -56,7 +56,9 @@ def test_a_fault_at_random(trial: Trial, place: Place) -> None:
     again = dataclasses.replace(trial)
     campaign.attempt(trial, place.folder)
     place.longest = max(place.longest, trial.seconds)
-    if trial.outcome == "wrong":  # on a machine with other work a moment may last longer than it may: once more, and said
+    if (
+        trial.outcome == "wrong"
+    ):  # on a machine with other work a moment may last longer than it may: once more, and said
         warnings.warn(f"a trial was repeated: {trial}", stacklevel=1)
         trial = campaign.attempt(again, place.folder)
     if trial.outcome == "missed":

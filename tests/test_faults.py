@@ -213,7 +213,9 @@ def test_rank_stopped_while_it_loads(start: Callable[..., Run]) -> None:
     run.wait_for(appeared)
     began = time.monotonic()
     os.kill(run.pid(1), signal.SIGSTOP)
-    assert_ends_in_time(run, r"rank 1 on node \d: Stopped: its process has been stopped for", began, waits_for_silence=True)
+    assert_ends_in_time(
+        run, r"rank 1 on node \d: Stopped: its process has been stopped for", began, waits_for_silence=True
+    )
 
 
 @needs_network

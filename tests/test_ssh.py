@@ -22,7 +22,7 @@ from experiments.records import record
 from launch import failure, hosts, process
 from launch.base import ROOT
 from launch.errors import UserError
-from launch.ssh import connection, remote
+from launch.ssh import connection
 from launch.ssh.launcher import SshLauncher
 from tests import ssh_site
 from tests.ssh_site import HOSTS, Site

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.config import compose
 from experiments.records import record
-from experiments.timing import plan
+from experiments.timing import machine, plan
 from launch.spec import RunSpec
 from tests.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def _train(rank: int, world: int, spec: RunSpec, alone: bool, memory: float) -> 
 
     Method.step = noted  # type: ignore[method-assign]
     turns.MEMORY = memory
-    turns.DRIFT = 1e9  # a busy machine is not what is tested
+    machine.DRIFT = 1e9  # a busy machine is not what is tested
     (loop if alone else turns).train(spec)
     return seen
 

@@ -10,8 +10,6 @@ from experiments.report.formats import number, percent, times
 from experiments.timing import intervals, machine
 from experiments.timing.intervals import Ratio, Rounds
 
-DRIFT = 0.10
-"""A bound that has changed by more than this share between the dilation's measurement and the end is told."""
 TIE = " ="
 
 
@@ -71,7 +69,7 @@ def caution(about: dict[str, Any]) -> str | None:
             f"the rounds, the hypervisor {percent(busy['steal'])}; load {number(busy['load'])}."
         )
     drift = about.get("drift") or 0.0
-    if abs(drift) > DRIFT:
+    if abs(drift) > machine.DRIFT:
         words.append(
             f"The machine's pace has changed: the bound took {drift:+.0%} of the time from which the dilation was taken, "
             "also when the rounds were repeated."

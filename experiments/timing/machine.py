@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+DRIFT = 0.05
+"""A bound that has changed by more than this share since the dilation was measured: the rounds are repeated, once."""
 BUSY = 0.05
 """Share of the cores' time, taken by others or by the hypervisor, from which a table says that the machine was busy."""
 

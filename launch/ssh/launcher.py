@@ -159,7 +159,7 @@ class SshLauncher(Launcher):
             started = connection.start(self.command(spec_path, spec, node), subprocess.PIPE, terminal_fd(), log)
         files = [] if self.shared[node] else [spec_path, spec.path / "link.json"]
         passed_on = {name: os.environ[name] for name, value in self.env.items() if value is None}
-        request = {"files": {f.name: f.read_text() for f in files}, "environment": passed_on}
+        request: dict[str, Any] = {"files": {f.name: f.read_text() for f in files}, "environment": passed_on}
         request["silence_s"] = self.silence_s
         assert started.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its exit status will tell

@@ -4,8 +4,8 @@
 `python -m launch.ssh.remote gather RUN_DIR RESULTS_DIR ID`   writes a tar of what a run has left to standard output
 
 `run` first reads one line of JSON, {"files": {name: text}, "environment": {...}, "silence_s": s}: files for a run directory
-that is not the launcher's own, variables that no command line should show, and how long a rank may be stopped. Standard input ends when the launcher wants the
-ranks to end, and also when it, its ssh or the connection is no more.
+that is not the launcher's own, variables that no command line should show, and how long a rank may be stopped. Standard input
+ends when the launcher wants the ranks to end, and also when it, its ssh or the connection is no more.
 
 Leaves <run_dir>/agents/node<k>.json: {code, vanished}. code: exit status of COMMAND, null when it was ended from here;
 vanished: rank files of this node's processes that were gone without a word before anything was ended on purpose.
