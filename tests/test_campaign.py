@@ -18,7 +18,7 @@ import pytest
 from tests import campaign, campaign_table, soak
 from tests.campaign import Trial
 
-TIME_S = 600.0
+TIME_S = 300.0
 """What continuous integration gives: a trial that would not end by then, were it as long as the longest, is skipped."""
 FULL, FULL_S = 200, 1800.0
 METHODS = ("sgdm", "onebit_adam", "birder", "cser")

@@ -59,7 +59,8 @@ class ResultRecord:
     turns:                of a method that took turns with others in one world, else empty: {world: the id that these share;
                           ms, steps: per round, a step's milliseconds on the slowest rank and the number of steps; seed;
                           held: "all", or "one" where memory held one method at a time; repeated; bound_ms: {before, after};
-                          drift: by what share the bound has changed; busy: {others, steal, load, cores} of the machine}.
+                          drift: by what share the bound differs from that behind the dilation; dilations: of each round,
+                          where links follow the bound; busy: {others, steal, load, cores} of the machine}.
     state_bytes_per_rank: bytes of optimizer state on one rank.
     metric:               {name, value, target, higher_is_better, all: {...}}; empty when nothing was evaluated.
     curve:                path of the curve (columns step, seconds, loss, metric) relative to the results folder.

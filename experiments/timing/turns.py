@@ -6,17 +6,19 @@ ended leaves the ranks no sooner than the slowest of them: a turn is as long as 
 
     warm up   each method, past its dense stage; emulated links have no rate yet
     bound     forward and backward alone, nothing sent, nothing updated; the dilation and the links' rate follow from it
-    rounds    each method, the bound among them
-    check     the bound again; if this machine's pace has changed the rounds are repeated, once
+    rounds    each method, the bound among them; before each the links are set anew from the bound's last turns
+    check     the bound again; if the links did not keep up with this machine's pace the rounds are repeated, once
 
 Where memory does not hold all methods at once, each is made, warmed up and freed in every turn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +41,8 @@ from launch.errors import UserError
 from launch.spec import RunSpec
 
 BOUND_TURNS = 9
-"""Turns of the bound from which the dilation is taken, their median. What it errs by, every ratio errs by: single turns vary
-by 3 to 5 %, the median of three by up to 7 % between worlds on the same machine."""
+"""The bound's last turns, from whose median the dilation of the next round is taken. What it errs by, every ratio of that
+round errs by: single turns vary by 3 to 5 %, the median of three differed by up to 7 % between worlds on the same machine."""
 CHECK_TURNS = 3
 """Turns of the bound after the rounds, which have had one each."""
 MEMORY = 0.8
@@ -89,6 +91,10 @@ class _World:
         self.shapes = bool(self.link.get("shaped")) and self.link.get("set_mbit_per_s") is None
         self.held = True
         self.mbit: float | None = None
+        self.pace: deque[float] = deque(maxlen=BOUND_TURNS)
+        """Seconds a step of the bound in its last turns, on the slowest rank."""
+        self.set_to: list[tuple[float, float, float]] = []
+        """For each round: the pace, the dilation that follows, the links' rate."""
         self.repeated = False
 
     # ---- the course of events ---------------------------------------------------------------------------------------
@@ -111,14 +117,18 @@ class _World:
             busy = machine.busy(readings, self._readings())
             after = self._measure_bound(CHECK_TURNS)
             now = statistics.median([after, *self.bound.per_step()])
-            drift = now / before - 1
+            drift = now / (statistics.median(pace for pace, _, _ in self.set_to) if self.set_to else before) - 1
             self.repeated = repeated
             if abs(drift) <= machine.DRIFT or repeated:
                 break
             self._say(f"This machine's pace has changed by {drift:+.0%}: the rounds are repeated")
             before, dilation = now, self._settle(now)
+            self.set_to.clear()
             for entry in self._all():
                 entry.forget()
+        if self.set_to:
+            dilation = statistics.median(dilation for _, dilation, _ in self.set_to)
+            self._check_link(statistics.median(mbit for _, _, mbit in self.set_to), dilation)
         about = {
             "world": self.spec.id,
             "seed": self.spec.seed,
@@ -126,6 +136,7 @@ class _World:
             "repeated": self.repeated,
             "bound_ms": {"before": round(1000 * before, 3), "after": round(1000 * after, 3)},
             "drift": round(drift, 4),
+            "dilations": [dilation for _, dilation, _ in self.set_to],
             "busy": busy,
         }
         results.write(self, about, dilation, probed)
@@ -169,6 +180,7 @@ class _World:
         began = time.monotonic()
         self._one_round(-1, timed=False)  # the first after the links have got their rate
         for number in range(self.rounds):
+            self._follow()
             self._one_round(number, timed=True)
             left = (time.monotonic() - began) / (number + 2) * (self.rounds - number - 1)
             self._say(f"round {number + 1}/{self.rounds}, {left:.0f} s left")
@@ -200,6 +212,8 @@ class _World:
         entry.end(timed)  # only now have all ranks what was sent to them
         if timed:
             entry.keep(max(everyone), steps)
+            if entry is self.bound:
+                self.pace.append(max(everyone) / steps)
 
     # ---- dilation and links -----------------------------------------------------------------------------------------
 
@@ -210,6 +224,7 @@ class _World:
             dist.barrier()
             steps = max(2, self.steps)
             taken.append(max(self._same(self.bound, self.bound.turn(steps, self.watch))) / steps)
+        self.pace += taken
         return statistics.median(taken)
 
     def _settle(self, bound_s: float) -> float | None:
@@ -224,16 +239,31 @@ class _World:
         else:
             dilation = float(asked)
 
-        def set_and_check() -> tuple[float, dict[str, Any]]:
-            mbit = link.capacity(self.config, dilation)
-            link.ask(self.spec.path, f"check {mbit:.6g}")
-            return mbit, record.read_link(self.spec.path)
-
-        self.mbit, self.link = self._agree(set_and_check)
-        self.link["dilation"] = dilation
+        self.mbit = self._agree(lambda: link.capacity(self.config, dilation))
+        self._check_link(self.mbit, dilation)
         if self.link.get("note"):
             self._say(self.link["note"])
         return dilation
+
+    def _check_link(self, mbit: float, dilation: float) -> None:
+        """Sets emulated links to a rate and measures what they carry then."""
+
+        def check() -> dict[str, Any]:
+            link.ask(self.spec.path, f"check {mbit:.6g}")
+            return record.read_link(self.spec.path)
+
+        self.link = {**self._agree(check), "dilation": dilation}
+
+    def _follow(self) -> None:
+        """Sets emulated links anew from the bound's last turns: this machine's pace changes, the cluster's does not."""
+        if not self.shapes or self.config["cluster"].get("dilation") != "auto":
+            return
+        pace = statistics.median(self.pace)
+        dilation = Calibration(1000 * pace, timelines.load(self.config["timeline"])).dilation
+        with contextlib.suppress(UserError):  # more than this machine can carry: as it was
+            self.mbit = link.capacity(self.config, dilation)
+            self.set_to.append((pace, dilation, self.mbit))
+        self._set_link()
 
     def _free_link(self) -> None:
         self._ask_rate(link.FREE_MBIT)
