@@ -1,8 +1,9 @@
 """Replays a suite of cells: `python experiments/replay.py suite=paper|bench|FILE.yaml [nodes=2,8] [methods=A,B] [...]`.
 
 Every option is a key (`nodes=2`, `profile=true`) or a flag (`--nodes 2`, `--profile`). Computation is waited for, everything
-else is real (experiments/cells). Every cell is a record; page and picture are made from all records there are, so that a
-subset can be measured again alone. Exit status: 0; 1 a run failed; 2 bad input, or nothing to measure on; 130 Ctrl-C.
+else is real (experiments/cells). Methods that are compared take turns. Every cell is a record; page and picture are made from
+all records there are, so that a subset can be measured again alone. Exit status: 0; 1 a run failed; 2 bad input, or nothing
+to measure on; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     for option in LISTS if suite else ():
         known, default = _known(suite, option)
         parser.add_argument(f"--{option}", default=",".join(default), help=f"of {', '.join(known)}")
-    parser.add_argument("--steps", type=int, help="timed steps of every cell; default: the suite's, 2 or 3")
+    parser.add_argument(
+        "--steps", type=int, help="timed steps of every cell, one in each round; default: the suite's rounds"
+    )
     parser.add_argument("--mbit", type=float, default=suite and suite.mbit, help="rate of the emulated links, Mbit/s")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing, make the page from the records")
     parser.add_argument("--results", default=record.LOCAL, help="results folder")

@@ -266,11 +266,13 @@ def test_two_emulated_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     found = measured(tmp_path, "emulated", "fp32", "powersgd1", "birder_one_phase")
     assert len(found) == 3
+    assert len({r.turns["world"] for r in found.values()}) == 1
     t = timelines.load(tmp_path / "tiny.json")
     for name, r in found.items():
         about = r.config["bench"]
         assert r.link["shaped"]
-        assert r.link["dilation"] == pytest.approx(about["fraction"] * 9450 / r.link["mbit_per_s"], rel=0.01)
+        carried = max(r.link["mbit_per_s"], 0.945 * BENCH.mbit)
+        assert r.link["dilation"] == pytest.approx(about["fraction"] * 9450 / carried, rel=0.01)
         assert r.timing["median_ms"] >= 0.99 * r.link["dilation"] * t.step_ms
         assert r.bytes_per_step["nic_tx"] > r.bytes_per_step["payload_inter"] > 0
         assert about["elements"] < t.elements, name

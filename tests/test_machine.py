@@ -7,8 +7,8 @@ import dataclasses
 import psutil
 import pytest
 
-from experiments.timing import machine
-from experiments.timing.machine import Reading
+from experiments.training import machine
+from experiments.training.machine import Reading
 
 IDLE = Reading("a", 2, 100.0, 10.0, 50.0, 0.0, 1.5, 8 << 30)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.records.record import ResultRecord
-from experiments.report import plots, speedup, turns
+from experiments.report import plots, sentences, speedup, turns
 from tests.records import cells, full_group, run
 
 PACE = (1.0, 1.1, 0.9, 1.3, 1.0, 0.95, 1.05, 1.2, 1.0, 0.9)
@@ -60,13 +60,13 @@ def test_speedups_have_intervals_and_ties_are_marked() -> None:
     assert shown[7] == "12.3"
     assert "| update, ms |" in text
     assert cells(text, "SGDM fp32")[4] == "1.00x"  # with itself
-    assert "Not to be told from" in str(speedup.conclusion(table))
+    assert "Not to be told from" in str(sentences.conclusion(table))
     assert "10 rounds in shuffled order" in text
     assert "busy" not in text
     close = [timed("SGDM fp32", 1000.0), timed("Birder", 999.0, 3)]
     (table,) = speedup.build(close)
     assert cells(speedup.markdown(table), "Birder")[4].endswith("] =")
-    assert "(a tie)" in str(speedup.conclusion(table)) or "do not compress" in str(speedup.conclusion(table))
+    assert "(a tie)" in str(sentences.conclusion(table)) or "do not compress" in str(sentences.conclusion(table))
 
 
 def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from experiments import replay
-from experiments.cells import engine, suite
+from experiments.cells import measured, suite
 from experiments.records.record import ROOT
 from experiments.report import plots, replay_page, replayed
 from launch.errors import UserError
@@ -95,13 +95,13 @@ def test_a_key_and_a_flag_say_the_same() -> None:
 
 def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percentile() -> None:
     def node(*walls: float) -> dict[str, Any]:
-        return {"steps": [{"wall_ms": w, **dict.fromkeys(engine.PARTS, w / 10)} for w in walls]}
+        return {"steps": [{"wall_ms": w, **dict.fromkeys(measured.PARTS, w / 10)} for w in walls]}
 
-    found = engine.timing([node(10.0, 30.0, 20.0), node(12.0, 11.0, 25.0)], samples=64)
+    found = measured.timing([node(10.0, 30.0, 20.0), node(12.0, 11.0, 25.0)], samples=64)
     assert found["steps_ms"] == [12.0, 30.0, 25.0]
     assert (found["steps"], found["median_ms"], found["min_ms"], found["max_ms"]) == (3, 25.0, 12.0, 30.0)
     assert found["samples_per_s"] == pytest.approx(1000 * 64 / 25)
-    assert set(found["split"]) == set(engine.PARTS)
+    assert set(found["split"]) == set(measured.PARTS)
     assert not {"p10_ms", "p90_ms"} & set(found)
 
 

@@ -146,7 +146,7 @@ def _suite(name: str) -> Suite:
 
 def case(record: ResultRecord) -> Case | None:
     """The set-up of a cell's record; None for any other record, the kernel benchmark's too, for an unknown method, and
-    where the suite has changed since, so that a cell of that name holds another number of elements."""
+    where the suite has changed since, so that no share that is known gives the number of elements that were there."""
     about = record.config.get(record.exp, {}) if record.exp in suite.names() else {}
     if record.status != "completed" or not {"method", "elements"} <= set(about) or "workload" not in record.config:
         return None
@@ -159,10 +159,13 @@ def case(record: ResultRecord) -> Case | None:
     method = METHODS.get("onebit_adam_fused" if fused else SAME.get(cell.method, cell.method))
     if method is None:
         return None
-    gpus, fraction, dilation = plan.gpus_per_node, plan.fraction(cell), float(record.link["dilation"])
+    gpus, dilation = plan.gpus_per_node, float(record.link["dilation"])
     whole = timelines.load(record.config["workload"]["timeline"])
-    part = select(whole, fraction) if setup.whole else flattened(whole, fraction)
-    if part.elements != about["elements"]:
+    # Older records do not hold the share; then a method's own was all there was.
+    tried = [about["share"]] if "share" in about else [plan.fraction(cell), setup.fraction]
+    parts = [(share, select(whole, share) if setup.whole else flattened(whole, share)) for share in tried]
+    fraction, part = next(((f, p) for f, p in parts if p.elements == about["elements"]), (None, None))
+    if fraction is None or part is None:
         return None
     delay = bucket_delay_ms(whole) if gpus > 1 and setup.wire in ("fp32", "bf16") else 0.0
     mb = WHOLE if setup.one_bucket else BUCKET_MB * fraction

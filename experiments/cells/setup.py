@@ -1,17 +1,11 @@
-"""One method behind DDP on a replay model: what a cell runs, what it took, what memory it needed."""
+"""One method behind DDP on a replay model: what a cell runs, and what it took."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import math
-import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import hydra.utils
-import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -65,6 +59,8 @@ class Setup:
             self.optimizer.steps = self.optimizer.warmup_steps
         if self.optimizer.compressed:
             self.step()
+        elif self.method.hook != "powersgd":
+            self.optimizer.step()  # the first use of its state, with the gradients that the passes left
         if self.method.hook == "powersgd":
             self.attachment.begin_compressing()  # buckets are final: compressed from here on
             self.step()
@@ -100,47 +96,28 @@ class Setup:
         waited = comm.take_waited() if isinstance(comm, FlatNode | HierarchicalNode) else 0.0
         return max(0.0, self.optimizer.pipeline.take_busy() - waited)
 
-    def measure(self, steps: int) -> list[dict[str, Any]]:
-        """Runs `steps` steps on every node; what each node found, the same list everywhere.
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Runs `steps` steps, beginning and ending when all nodes do; what this node found.
 
-        steps: what `step` returns, for each; sent, collectives: of all steps; nic: (sent, received) or None.
+        steps: what `step` returns, for each; sent, collectives: of all steps; nic: (sent, received) or None; state: bytes
+        that are kept between steps.
         """
         nic, counter = NicMeter(), self.attachment.counter
         dist.barrier()
         counter.reset()
         nic.resume()
         taken = [self.step() for _ in range(steps)]
+        began = time.perf_counter()
+        self.optimizer.pipeline.wait()  # what the last step still sends is this method's
+        taken[-1]["wall_ms"] += 1000 * (time.perf_counter() - began)
+        dist.barrier()  # only now have all nodes what was sent to them
         nic.pause()
-        return gathered({"steps": taken, "sent": counter.inter, "collectives": counter.collectives, "nic": nic.total})
+        state = int(self.optimizer.state_bytes() + self.attachment.state_bytes())
+        sent = {"sent": counter.inter, "collectives": counter.collectives, "nic": nic.total}
+        return {"steps": taken, **sent, "state": state}
 
     def close(self) -> None:
         """Ends what the setup started."""
         self.attachment.close()
         for p in self.model.parameters():
             p.grad = None
-
-
-class Memory:
-    """The most memory that this process has held since the object was made, above what it held then. Linux only."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        try:
-            ctypes.CDLL(None).malloc_trim(0)  # what earlier cells have freed goes back to the system
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            self.before = float(psutil.Process().memory_info().rss)
-        except (OSError, AttributeError):
-            self.before = math.nan
-
-    def peak(self) -> int | None:
-        """Bytes; None where it cannot be measured."""
-        if math.isnan(self.before):
-            return None
-        return round(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before)
-
-
-def gathered(mine: Any) -> list[Any]:
-    """What every node has, in the order of ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -10,18 +10,21 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from birder.predict.timeline import Timeline
 from experiments.cells import timelines
+from experiments.cells.page import Data, Report
 from launch.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "suite"
 Share = Annotated[float, BeforeValidator(lambda text: float(Fraction(str(text)))), Field(gt=0, le=1)]
 """A share of a model's elements, as a number or as 1/48."""
+ALONE = 2
+"""Rounds of cells on one node."""
 
 
 Setting = tuple[str, str | None, str]
@@ -51,15 +54,12 @@ class Cell:
         return asdict(self)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Model(_Part):
+class Model(Data):
     """timeline:     its name, with {rate}, or a path; default: <model>_{rate}.
     architecture: what models of the same parameters share; default: the model's name.
     short:        what distinguishes it from others of its architecture.
     fraction:     a further factor on the methods' fractions over emulated links.
+    fractions:    method -> share of the elements, in the place of its own times that factor.
     published:    the experiment under which results/paper keeps its published speedup.
     default:      measured where no models are asked for.
     """
@@ -69,11 +69,12 @@ class Model(_Part):
     architecture: str = ""
     short: str = ""
     fraction: Share = 1.0
+    fractions: dict[str, Share] = Field(default_factory=dict)
     published: str | None = None
     default: bool = True
 
 
-class Link(_Part):
+class Link(Data):
     """gbit: what the real link is called.
 
     goodput_mbit: Mbit/s of TCP of the real link, which an emulated one stands for; None: this machine's loopback as it is.
@@ -83,17 +84,16 @@ class Link(_Part):
     title: str
     gbit: float | None = None
     goodput_mbit: float | None = Field(None, gt=0)
-    fractions: dict[str, dict[int, Share]] = {}
+    fractions: dict[str, dict[int, Share]] = Field(default_factory=dict)
 
 
-class Method(_Part):
+class Method(Data):
     """A row of the tables.
 
     optimizer: class of `birder` (or, with two dots, of this repository), and its arguments.
     wire:      what travels, as in records.
     fraction:  share of every tensor's elements that is replayed over emulated links. The less a method sends, the more of it,
                so that a step lasts about as long as others: seconds. What a message costs here does not shrink with it.
-    steps:     timed steps. Computation is a wait, so they differ little.
     hook, rank: one of PyTorch's own hooks (experiments/training/torch_hooks.py).
     whole:     keeps a selection of whole tensors in the place of a part of each: what a matrix costs depends on its shape.
     checks:    no row, but measured beside that method for the check, with one link and rate.
@@ -104,7 +104,6 @@ class Method(_Part):
     optimizer: dict[str, Any]
     wire: str
     fraction: Share
-    steps: int = Field(3, ge=1)
     hook: str | None = None
     rank: int = 1
     overlap: bool = True
@@ -126,51 +125,12 @@ class Method(_Part):
         return ("hierarchical" if self.hierarchical else "flat") if self.wire == "1bit" else self.wire
 
 
-class Section(_Part):
-    """A part of the page (experiments/report/replay_page.py). terminal: shown there too. columns: heading -> quantity."""
-
-    kind: Literal[
-        "summary", "reproduced", "fastest", "plot", "check", "predicted", "times", "memory", "details", "kernels"
-    ]
-    heading: str = ""
-    note: str = ""
-    terminal: bool = False
-    timelines: bool = False
-    by_place: bool = False
-    columns: dict[str, str] = {}
-
-
-class Plot(_Part):
-    kind: Literal["lines", "bars"]
-    file: str
-    alt: str
-    title: str
-
-
-class Report(_Part):
-    """honesty: what the numbers are not; a clause falls away where nothing is known of what it names in {}.
-
-    ratios:       method -> heading of the speedups over it; one that begins with "of" is a percentage.
-    node_columns: numbers of nodes that have a column even when nothing was measured there.
-    ours:         the method that verdicts are about.
-    """
-
-    title: str
-    made_by: str
-    plot: Plot
-    summary: str
-    honesty: tuple[str, ...]
-    about: str
-    ratios: dict[str, str]
-    ours: str
-    sections: tuple[Section, ...]
-    node_columns: tuple[int, ...] = ()
-
-
-class Suite(_Part):
+class Suite(Data):
     """record: name of a cell's record; a new measurement replaces the old one. mbit: token-bucket rate of the emulated links.
 
     gpus_per_node: what one process stands for. any_link: cells that send nothing are measured once, whatever the link.
+    rounds:        timed steps of every cell; cells of one model and rate take turns, a step of each in every round.
+                   Intervals want four at least (experiments/timing/intervals.py).
     """
 
     name: str
@@ -179,17 +139,19 @@ class Suite(_Part):
     gpus_per_node: int = Field(ge=1)
     nodes: tuple[int, ...]
     mbit: float = Field(gt=0)
+    rounds: int = Field(4, ge=1)
     models: dict[str, Model]
     links: dict[str, Link]
     methods: dict[str, Method]
     report: Report
-    rates: dict[str, str] = {}
+    rates: dict[str, str] = Field(default_factory=dict)
     any_link: bool = False
     kernels: bool = False
 
     @model_validator(mode="after")
     def _names_exist(self) -> Suite:
         named = [self.report.ours, *self.report.ratios, *(m.checks for m in self.methods.values() if m.checks)]
+        named += [method for model in self.models.values() for method in model.fractions]
         if unknown := [name for name in named if name not in self.methods]:
             raise ValueError(f"no method '{unknown[0]}'; there are: {', '.join(self.methods)}")
         if bad := [name for name, m in self.methods.items() if "_target_" not in m.optimizer]:
@@ -223,7 +185,12 @@ class Suite(_Part):
         """Share of the elements that is to be there."""
         if cell.link and (by_model := self.links[cell.link].fractions):
             return by_model[cell.model][cell.nodes]
-        return self.methods[cell.method].fraction * self.models[cell.model].fraction
+        model, method = self.models[cell.model], self.methods[cell.method]
+        return model.fractions.get(cell.method, method.fraction * model.fraction)
+
+    def rounds_on(self, nodes: int) -> int:
+        """How many rounds cells have. On one node nothing crosses a link and nothing is compared: no more than ALONE."""
+        return self.rounds if nodes > 1 else min(self.rounds, ALONE)
 
     def dilation(self, cell: Cell, fraction: float, mbit_per_s: float | None) -> float:
         """How much slower a cell runs than the cluster that it stands for: fraction x wished rate / measured rate.

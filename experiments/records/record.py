@@ -61,6 +61,7 @@ class ResultRecord:
                           held: "all", or "one" where memory held one method at a time; repeated; bound_ms: {before, after};
                           drift: by what share the bound differs from that behind the dilation; dilations: of each round,
                           where links follow the bound; busy: {others, steal, load, cores} of the machine}.
+                          Of a suite's cell: world, ms, steps, seed, held, busy, on the clock of the cell (link.dilation).
     state_bytes_per_rank: bytes of optimizer state on one rank.
     metric:               {name, value, target, higher_is_better, all: {...}}; empty when nothing was evaluated.
     curve:                path of the curve (columns step, seconds, loss, metric) relative to the results folder.

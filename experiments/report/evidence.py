@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import speedup
+from experiments.report import sentences, speedup
 from experiments.report.speedup import SpeedupTable
 from experiments.report.table import Note
 
@@ -35,5 +35,5 @@ def note(table: SpeedupTable, theirs: SpeedupTable | None, known: list[ResultRec
     exp = table.records[0].exp
     if theirs is not None:
         r = theirs.records[0]
-        return [Note(f"Published: {speedup.honesty(theirs.records)}; {speedup.hardware(r)} ({where(exp)}).")]
+        return [Note(f"Published: {sentences.honesty(theirs.records)}; {sentences.hardware(r)} ({where(exp)}).")]
     return [Note(f"Published: nothing of this setting; others: {where(exp)}.")] if known else []

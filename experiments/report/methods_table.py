@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, evidence, plots, speedup
+from experiments.report import accuracy, arithmetic, evidence, plots, sentences, speedup, turns
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import NOT_A_VARIANT, flatten
-from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
+from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.speedup import Row
 from experiments.report.table import WIDTH, Column, Note, Table
 from launch.errors import UserError
@@ -93,10 +93,13 @@ class MethodsTable:
         dense = [x.payload for x in self.lines if x.record and x.record.wire == "fp32" and x.payload]
         return line.payload / dense[0] if dense and line.payload is not None else None
 
-    def speedup(self, line: Line) -> float | None:
-        """Step time of the fastest fp32 all-reduce over that of the method."""
-        dense = [t.seconds for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.seconds]
-        return min(dense) / line.timed.seconds if dense and line.timed and line.timed.seconds else None
+    def versus(self, line: Line) -> str:
+        """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
+        dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.seconds]
+        base, mine = min(dense, key=lambda t: t.seconds or 0.0, default=None), line.timed
+        if base is None or mine is None or not base.seconds or not mine.seconds:
+            return DASH
+        return turns.faster(base.seconds / mine.seconds, turns.ratio(base.record, mine.record), mine is base)
 
 
 def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
@@ -150,7 +153,7 @@ def columns(table: MethodsTable) -> list[Column]:
         Column(
             "step time, ms", short="step ms", value=lambda line: speedup.step_time(line.timed) if line.timed else DASH
         ),
-        Column("speed vs fp32", short="vs fp32", value=lambda line: times(table.speedup(line))),
+        Column("speed vs fp32", short="vs fp32", value=table.versus),
         Column("records", terminal=False, value=_links),
     ]
 
@@ -165,8 +168,13 @@ def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
     chosen = "the accuracy on a held-out part of the training set" if table.scores.tuned else "the test metric itself"
     intro = INTRO.format(chosen=chosen, metric=table.metric, edge=EDGE.strip())
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
-    notes = (Note(intro), Note(clock_note(table), "caution"))
-    return Table.of([*columns(table), *published], table.lines, title=table.scores.title, notes=notes, footnotes=failed)
+    notes = [Note(intro), Note(clock_note(table), "caution")]
+    notes += [Note(said, "caution" if cautious else "plain") for said, cautious in turns.notes(table.timed)]
+    if checked := arithmetic.of_runs(table.timed):
+        notes.append(Note(arithmetic.listed(checked)))
+    return Table.of(
+        [*columns(table), *published], table.lines, title=table.scores.title, notes=tuple(notes), footnotes=failed
+    )
 
 
 def markdown(table: MethodsTable) -> str:
@@ -178,7 +186,7 @@ def clock_note(table: MethodsTable) -> str:
     """Where the step times come from, in plain words."""
     if not table.timed:
         return "Step times have not been measured."
-    note = f"Step times: short runs, {speedup.honesty(table.timed)}; {speedup.hardware(table.timed[0])}."
+    note = f"Step times: short runs, {sentences.honesty(table.timed)}; {sentences.hardware(table.timed[0])}."
     groups = {r.group for r in table.timed}
     return note if len(groups) == 1 else f"{note} They were measured at {len(groups)} different times."
 

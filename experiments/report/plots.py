@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments.records.record import ResultRecord
-from experiments.report import accuracy, speedup
+from experiments.report import accuracy, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.speedup import SpeedupTable
 from launch.errors import UserError
@@ -56,8 +56,8 @@ def step_times(table: SpeedupTable) -> bytes | None:
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         mean = ", the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
         axes.set_xlabel(f"step time, ms (median, p10 to p90{mean})")
-        words = textwrap.wrap(speedup.honesty(table.records), 110)
-        figure.suptitle("\n".join([speedup.title(rows[0].record), *words]), fontsize=8)
+        words = textwrap.wrap(sentences.honesty(table.records), 110)
+        figure.suptitle("\n".join([sentences.title(rows[0].record), *words]), fontsize=8)
         return png(figure, [[row.label, row.record.timing] for row in rows])
 
 

@@ -15,13 +15,14 @@ from typing import Any
 from rich.console import Console
 
 from experiments.cells import traffic
-from experiments.cells.suite import Cell, Place, Section, Suite
+from experiments.cells.page import Section
+from experiments.cells.suite import Cell, Place, Suite
 from experiments.records.record import ResultRecord, write_file
-from experiments.report import prediction, replay_check, replay_verdicts
+from experiments.report import prediction, replay_check, replay_verdicts, replay_words
 from experiments.report.formats import DASH, number, percent, size, times
 from experiments.report.replay_plots import plot
 from experiments.report.replayed import Results, load
-from experiments.report.speedup import hardware
+from experiments.report.sentences import hardware
 from experiments.report.table import WIDTH, Column, Note, Table
 
 Block = str | Table
@@ -63,7 +64,12 @@ def markdown(results: Results) -> str:
     lines = [f"<!-- {mark(suite)} from the records; do not edit. -->", f"# {report.title}", ""]
     if results.records:
         about = report.about.format(hardware=hardware(next(iter(results.records.values()))))
-        lines += [f"**{honesty(results)}.**{about}", ""]
+        lines += [f"**{replay_words.honesty(results)}.**{about}", ""]
+        lines += [
+            line
+            for said, cautious in replay_words.rounds(results)
+            for line in (f"**{said}**" if cautious else said, "")
+        ]
     for section in report.sections:
         for block in _blocks(results, section):
             lines += [block.markdown()] if isinstance(block, Table) else [block, ""]
@@ -83,7 +89,9 @@ def show(
     results = replace(results, kernels={d: r for d, r in results.kernels.items() if d == device})
     console = console or Console(width=WIDTH)
     if results.records and not kernels_only:
-        Note(honesty(results), "caution").show(console)
+        Note(replay_words.honesty(results), "caution").show(console)
+        for said, cautious in replay_words.rounds(results):
+            Note(said, "caution" if cautious else "plain").show(console)
     for section in suite.report.sections:
         if section.terminal and (section.kind == "kernels" or not kernels_only):
             for block in _blocks(results, section):
@@ -95,33 +103,6 @@ def show(
     for path in paths(suite, results_dir):
         if path.is_file():
             console.print(str(path), soft_wrap=True, markup=False, highlight=False)
-
-
-def honesty(results: Results) -> str:
-    """What these numbers are not. A clause that names what is not known falls away."""
-    suite, records = results.suite, results.records.items()
-    loopback = [name for name, link in suite.links.items() if link.goodput_mbit is None]
-    links = [r.link for c, r in records if c.link not in loopback]
-    shares = sorted({r.config[suite.name]["fraction"] for _, r in records})
-    known = {
-        "rates": ", ".join(number(rate) for rate in sorted({at.get("set_mbit_per_s") or 0 for at in links}) if rate),
-        "goodputs": _range([r.link["mbit_per_s"] for c, r in records if c.nodes > 1]),
-        "slower": _range([at["dilation"] for at in links]),
-        "shares": ", ".join(dict.fromkeys(map(_share, shares))),
-        "loopback": "loopback" if any(c.link in loopback for c, _ in records) else "",
-    }
-    lacking = [f"{{{key}}}" for key, value in known.items() if not value]
-    clauses = [clause for clause in suite.report.honesty if not any(key in clause for key in lacking)]
-    return f"{suite.report.summary}: " + "; ".join(clauses).format(**known)
-
-
-def _range(values: list[float | None]) -> str:
-    known = sorted(v for v in values if v)
-    return f"{number(known[0])} to {number(known[-1])}" if known else ""
-
-
-def _share(fraction: float) -> str:
-    return "1" if fraction == 1 else f"1/{1 / fraction:.3g}"
 
 
 def _blocks(results: Results, section: Section) -> Iterator[Block]:
@@ -139,9 +120,10 @@ def _summary(results: Results, section: Section) -> Iterator[Block]:
         place = Place(*setting[:2], suite.nodes[-1], setting[2])
         row = [_setting(suite, place), number(results.ms(place, "fp32")), number(results.ms(place, ours))]
         for base in ("fp32", "bf16"):
-            row += [times(results.speedup(place, ours, base)), times(results.best(setting, ours, base))]
+            best = results.best_place(setting, ours, base)
+            row += [results.versus(place, ours, base), DASH if best is None else results.versus(best, ours, base)]
         factor = replay_verdicts.headline(results, place.model)[1]
-        rows.append([*row, times(results.speedup(place, "none")), times(factor)])
+        rows.append([*row, results.versus(place, "none"), times(factor)])
     name = suite.methods[ours].label.partition(",")[0]
     head = ("assumption", "fp32, ms", f"{name}, ms", "vs fp32", "best", "vs bf16", "best", "bound", "paper")
     yield Table.text(head, rows)
@@ -207,8 +189,7 @@ def _grid(results: Results, places: list[Place], title: str) -> Table:
         if any(results.ms(p, name) for p in places):
             row = [method.label, *(number(results.ms(p, name)) for p in places)]
             for base, heading in ratios.items():
-                text = percent if heading.startswith("of ") else times
-                row += [text(results.speedup(p, name, base)) for p in apart]
+                row += [results.versus(p, name, base, share=heading.startswith("of ")) for p in apart]
             rows.append(row)
     return Table.text(("method", *head), rows, title=title)
 
@@ -315,7 +296,7 @@ QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
     "cell": _cell,
     "method": lambda rs, c: rs.suite.methods[c.method].label,
     "dilation": lambda rs, c: number(rs.records[c].link["dilation"]),
-    "share": lambda rs, c: _share(rs.records[c].config[rs.suite.name]["fraction"]),
+    "share": lambda rs, c: replay_words.share(rs.records[c].config[rs.suite.name]["fraction"]),
     "here": _here,
     "predicted_here": lambda rs, c: _foreseen(rs, c, float(rs.records[c].link["dilation"])),
     "step": lambda rs, c: number(rs.clock(c)),

@@ -24,7 +24,8 @@ def plot(results: Results, mark: str) -> bytes:
 
 def _lines(results: Results) -> tuple[Figure, list[Any]]:
     """Speedup against fp32 over GPUs, one panel for each model (rows) and assumption (columns)."""
-    suite, drawn = results.suite, []
+    suite = results.suite
+    drawn: list[Any] = []
     columns = list(dict.fromkeys((p.rate, p.link) for p in suite.places()))
     gpus = [n * suite.gpus_per_node for n in suite.nodes]
     figure = Figure(figsize=(13, 1.2 + 2.9 * len(results.models)), layout="constrained")
@@ -34,12 +35,18 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
         for axes, (rate, link) in zip(row, columns, strict=True):
             places = suite.across((model, rate, link))
             for name, method in suite.rows.items() if (model, rate, link) in results.settings() else ():
-                points = [(n, results.speedup(p, name)) for n, p in zip(gpus, places, strict=True)]
-                known = [(x, y) for x, y in points if y is not None]
+                points = [(n, p, results.speedup(p, name)) for n, p in zip(gpus, places, strict=True)]
+                known = [(x, y) for x, _, y in points if y is not None]
                 if known:
                     look = {"marker": "o", "markersize": 3, "color": method.colour, "label": method.label}
                     axes.plot(*zip(*known, strict=True), **look)
                     drawn.append([model, rate, link, name, known])
+                ratios = [(x, y, results.ratio(p, name)) for x, p, y in points if y is not None and name != "fp32"]
+                for x, y, ratio in ratios:
+                    if ratio is not None:
+                        whiskers = [[max(0.0, y - ratio.low)], [max(0.0, ratio.high - y)]]
+                        axes.errorbar(x, y, yerr=whiskers, fmt="none", ecolor=method.colour, elinewidth=0.8, capsize=2)
+                        drawn.append([x, ratio.low, ratio.high])
             if factor:
                 axes.axhline(factor, linestyle=":", color="black", linewidth=1, label="the paper's best")
             axes.set_xscale("log", base=2)
@@ -67,8 +74,10 @@ def _bars(results: Results) -> tuple[Figure, list[Any]]:
                 ms = results.ms(place, name)
                 if ms is not None:
                     axes.barh(i, ms, color=suite.methods[name].colour)
-                    axes.text(ms, i, f" {number(ms)}", va="center", fontsize=6)
-                    drawn.append([model, link, nodes, name, ms])
+                    ratio = results.ratio(place, name) if name != "fp32" else None
+                    said = "" if ratio is None else f", {results.versus(place, name)}"
+                    axes.text(ms, i, f" {number(ms)}{said}", va="center", fontsize=6)
+                    drawn.append([model, link, nodes, name, ms, *([said] if said else [])])
             bound = results.ms(place, "none")
             if bound is not None:
                 axes.axvline(bound, color="#888888", linewidth=0.8, linestyle=":")

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from experiments.cells.suite import Place
 from experiments.report import published
-from experiments.report.formats import number, percent, times
+from experiments.report.formats import number, percent
 from experiments.report.replayed import Results
 
 NEAR = 0.15
 """An assumption reproduces a published factor when its best speedup is this close to it."""
 TIE = 0.03
-"""Step times that differ by less count as equal."""
+"""Step times without rounds that differ by less count as equal; those of rounds, when the interval of their ratio holds 1."""
 
 
 def headline(results: Results, model: str) -> tuple[str, float | None]:
@@ -29,20 +29,21 @@ def reproduced(results: Results) -> list[str]:
     suite, said = results.suite, []
     for architecture, model in {suite.architecture(m): m for m in results.models}.items():
         quoted, factor = headline(results, model)
-        found: list[tuple[float, str]] = []
+        found: list[tuple[float, str, str]] = []
         for setting in results.settings():
             for base in ("fp32", "bf16"):
-                best = results.best(setting, suite.report.ours, base)
-                if best is not None and suite.architecture(setting[0]) == architecture:
+                place = results.best_place(setting, suite.report.ours, base)
+                if place is not None and suite.architecture(setting[0]) == architecture:
                     rate, link = suite.rates.get(setting[1] or ""), suite.links[setting[2]].gbit
                     where = f"{suite.models[setting[0]].short}, {rate}, {link:g} Gbit/s, against {base}"
-                    found.append((best, where))
+                    best = results.speedup(place, suite.report.ours, base) or 0.0
+                    found.append((best, where, results.versus(place, suite.report.ours, base)))
         if factor is not None and found:
             said.append(_reproduced(quoted, factor, found))
     return said
 
 
-def _reproduced(quoted: str, factor: float, found: list[tuple[float, str]]) -> str:
+def _reproduced(quoted: str, factor: float, found: list[tuple[float, str, str]]) -> str:
     # How far off in either direction: half of a factor is as far from it as twice.
     ordered = sorted(found, key=lambda f: (max(f[0] / factor, factor / f[0]), f[1]))
     near = [f for f in ordered if abs(f[0] / factor - 1) <= NEAR]
@@ -53,8 +54,8 @@ def _reproduced(quoted: str, factor: float, found: list[tuple[float, str]]) -> s
     return text + "." + "".join(f" {word}: {_list(some)}." for word, some in (("Less", below), ("More", above)) if some)
 
 
-def _list(found: list[tuple[float, str]]) -> str:
-    return "; ".join(f"{where} ({times(value)})" for value, where in found)
+def _list(found: list[tuple[float, str, str]]) -> str:
+    return "; ".join(f"{where} ({text})" for _, where, text in found)
 
 
 def fastest(results: Results) -> list[str]:
@@ -72,21 +73,23 @@ def _fastest(results: Results, place: Place) -> Iterator[str]:
         if bound:
             apart = own / bound - 1
             took += f", {abs(100 * apart):.0f} % {'above' if apart >= 0 else 'below'} the bound without communication"
-        others = [(ms, suite.methods[name].label) for ms, name in ranking if name != ours]
-        ms, label = others[0]
-        if own <= ms:
+        ms, name = next((ms, name) for ms, name in ranking if name != ours)
+        label, ratio = suite.methods[name].label, results.ratio(place, ours, name)
+        like = f"is as fast as the fastest compressed method ({took})"
+        if ratio is not None and ratio.tie:
+            verdict = f"{like}, not to be told from {label}, {number(ms)} ms"
+        elif own <= ms:
             verdict = f"is the fastest compressed method ({took}); the next is {label}, {number(ms)} ms"
-        elif own < ms * (1 + TIE):
-            verdict = (
-                f"is as fast as the fastest compressed method ({took}), within {TIE:.0%} of {label}, {number(ms)} ms"
-            )
+        elif ratio is None and own < ms * (1 + TIE):
+            verdict = f"{like}, within {TIE:.0%} of {label}, {number(ms)} ms"
         else:
             verdict = f"is not the fastest compressed method ({took}): {label} takes {number(ms)} ms"
         yield f"{where}: {suite.methods[ours].label.partition(' (')[0]} {verdict}."
     dense = results.ms(place, "fp32")
     if suite.links[place.link].goodput_mbit is None and dense is not None and ranking:
         slow, name = ranking[0]
-        label = suite.methods[name].label
-        advice = "do not compress: " if slow > dense else ""
-        longer = f"takes {slow / dense:.2f} times as long as fp32 DDP"
+        label, ratio = suite.methods[name].label, results.ratio(place, "fp32", name)
+        advice = "do not compress: " if slow > dense and not (ratio is not None and ratio.tie) else ""
+        between = "" if ratio is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+        longer = f"takes {slow / dense:.2f}{between} times as long as fp32 DDP"
         yield f"{where}: {advice}{label}, the fastest compressed method, {longer}."

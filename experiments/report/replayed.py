@@ -8,7 +8,9 @@ from pathlib import Path
 
 from experiments.cells.suite import Cell, Place, Setting, Suite
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import prediction
+from experiments.report import prediction, turns
+from experiments.timing import intervals
+from experiments.timing.intervals import Ratio
 from launch.errors import UserError
 
 
@@ -36,10 +38,29 @@ class Results:
         ours, theirs = (self.ms(place, m) for m in (method, base))
         return theirs / ours if ours and theirs else None
 
+    def ratio(self, place: Place, method: str, base: str = "fp32") -> Ratio | None:
+        """`speedup` with its interval; None unless both took turns in the same rounds."""
+        cells = [self.suite.cell(place, m) for m in (base, method)]
+        found = [self.records[c] for c in cells if c in self.records]
+        if len(found) < 2 or found[0].turns.get("world") != found[1].turns.get("world"):
+            return None
+        theirs, mine = (turns.rounds(r, float(r.link["dilation"])) for r in found)
+        return None if theirs is None or mine is None else intervals.ratio(theirs, mine)
+
+    def versus(self, place: Place, method: str, base: str = "fp32", share: bool = False) -> str:
+        """`speedup` as text, with its interval where there is one. share: as a percentage."""
+        text = turns.share if share else turns.faster
+        return text(self.speedup(place, method, base), self.ratio(place, method, base), method == base)
+
+    def best_place(self, setting: Setting, method: str, base: str = "fp32") -> Place | None:
+        """Where, over the numbers of nodes above one, the speedup is largest."""
+        found = [(self.speedup(p, method, base), p) for p in self.suite.across(setting) if p.nodes > 1]
+        return max(((s, p) for s, p in found if s is not None), default=(None, None))[1]
+
     def best(self, setting: Setting, method: str, base: str = "fp32") -> float | None:
-        """The largest speedup over the numbers of nodes, where there is more than one."""
-        found = [self.speedup(p, method, base) for p in self.suite.across(setting) if p.nodes > 1]
-        return max((s for s in found if s is not None), default=None)
+        """The speedup there."""
+        place = self.best_place(setting, method, base)
+        return None if place is None else self.speedup(place, method, base)
 
     def places(self) -> list[Place]:
         """Where anything has been sent over a link, in the order of the tables."""

@@ -10,7 +10,7 @@ from experiments.report import speedup
 from experiments.report.formats import DASH, number, percent, times
 from experiments.report.speedup import SpeedupTable
 from experiments.report.table import Column, Note, Table
-from experiments.timing import machine
+from experiments.training import machine
 
 BASES = ("fp32", "bf16")
 IDLE, BUSY = 0.05, 0.10

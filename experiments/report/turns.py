@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from experiments.records.record import ResultRecord
 from experiments.report.formats import number, percent, times
-from experiments.timing import intervals, machine
+from experiments.timing import intervals
 from experiments.timing.intervals import Ratio, Rounds
+from experiments.training import machine
 
 TIE = " ="
 
 
-def rounds(r: ResultRecord) -> Rounds | None:
-    """The rounds in a record; None where it has none, as in every record of a run of its own."""
-    return intervals.of_record(r.turns, r.timing.get("typical")) if r.status == "completed" else None
+def rounds(r: ResultRecord, dilation: float = 1.0) -> Rounds | None:
+    """The rounds in a record; None where it has none, as in every record of a run of its own.
+
+    dilation: what their times are divided by, where records of one world have each its own clock.
+    """
+    found = intervals.of_record(r.turns, r.timing.get("typical")) if r.status == "completed" else None
+    return found if found is None else replace(found, ms=tuple(ms / dilation for ms in found.ms))
 
 
 def ratio(base: ResultRecord, other: ResultRecord) -> Ratio | None:

@@ -7,6 +7,7 @@ method, with a fixed seed: the same rounds give the same interval.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ def of_record(turns: dict[str, Any] | None, typical: str | None) -> Rounds | Non
     return Rounds(tuple(turns["ms"]), tuple(turns["steps"]), typical == "mean")
 
 
+@functools.lru_cache(maxsize=4096)
 def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Ratio | None:
     """Step time of `base` over that of `other`, paired by rounds. None for too few rounds, or not as many of both."""
     if len(base.ms) != len(other.ms) or len(base.ms) < LEAST_ROUNDS:

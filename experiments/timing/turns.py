@@ -28,13 +28,14 @@ import torch.distributed as dist
 
 from experiments.cells import timelines
 from experiments.records import record
-from experiments.timing import machine, plan, results
+from experiments.timing import plan, results
 from experiments.timing.dilation import Calibration
 from experiments.timing.entries import Bound, Entry, Shared, Variant
 from experiments.timing.shared_ddp import SharedDDP
-from experiments.training import link
+from experiments.training import link, machine
 from experiments.training.clock import Stopwatch
 from experiments.training.method import Length
+from experiments.training.together import gathered
 from experiments.training.world import world
 from experiments.workloads.base import Shard, Workload
 from launch.errors import UserError
@@ -112,9 +113,9 @@ class _World:
         probed = link.of_run(self.spec, self.shard.device)
         drift = 0.0
         for repeated in (False, True):
-            readings = self._readings()
+            readings = gathered(machine.read())
             self._all_rounds()
-            busy = machine.busy(readings, self._readings())
+            busy = machine.busy(readings, gathered(machine.read()))
             after = self._measure_bound(CHECK_TURNS)
             now = statistics.median([after, *self.bound.per_step()])
             drift = now / (statistics.median(pace for pace, _, _ in self.set_to) if self.set_to else before) - 1
@@ -282,8 +283,7 @@ class _World:
 
     def _same(self, entry: Entry, seconds: float = 0.0) -> list[float]:
         """Every rank's seconds. A failure of any rank is one of the method, on all of them."""
-        told: list[Any] = [None] * self.shard.world_size
-        dist.all_gather_object(told, (seconds, entry.failed))
+        told = gathered((seconds, entry.failed))
         entry.failed = next((failed for _, failed in told if failed is not None), None)
         return [took for took, _ in told]
 
@@ -301,20 +301,13 @@ class _World:
             raise UserError(value) if kind == "wrong" else RuntimeError(value)
         return value
 
-    def _readings(self) -> list[machine.Reading]:
-        everyone: list[Any] = [None] * self.shard.world_size
-        dist.all_gather_object(everyone, machine.read())
-        return everyone
-
     def _memory(self) -> float:
         """Bytes that the methods of one rank may take, the same on all."""
-        readings = self._readings()
+        readings = gathered(machine.read())
         mine = readings[self.shard.rank].free / machine.ranks_here(readings, self.shard.rank)
         if self.shard.device.type == "cuda":
             mine = min(mine, float(torch.cuda.mem_get_info(self.shard.device)[0]))
-        told: list[Any] = [None] * self.shard.world_size
-        dist.all_gather_object(told, mine)
-        return MEMORY * min(told)
+        return MEMORY * min(gathered(mine))
 
     def _at(self, entry: Entry) -> None:
         """Leaves word whose turn it is, for whoever finds the world broken."""

@@ -88,6 +88,9 @@ class HookAttachment:
     counter: payload bytes and collectives of this rank, by arithmetic from what the hook sends for each bucket.
     """
 
+    _watching = 0
+    """How many connections have torch's hooks tell them what they do: the last one to close gives them back."""
+
     def __init__(self, model: DistributedDataParallel, name: str, rank: int, topology: Topology, trace: Trace) -> None:
         group = model.process_group
         self.name = name
@@ -101,7 +104,9 @@ class HookAttachment:
                 group, rank, DENSE_STEPS, min_compression_rate=LOW_RANK_RATE, orthogonalization_epsilon=epsilon
             )
         self.trace = trace
-        if trace.on:
+        self._watches = trace.on
+        if self._watches:
+            HookAttachment._watching += 1
             default_hooks.dist = powersgd.dist = _Collectives()  # type: ignore[assignment]
         # On gloo a bucket's second and third all-reduce start in whatever thread has finished the one before, and ranks
         # would mix up those of several buckets. There one bucket follows the other.
@@ -119,8 +124,11 @@ class HookAttachment:
             self._paused = False
 
     def close(self) -> None:
-        """Gives torch's hooks back as they were. No backward pass may follow."""
-        default_hooks.dist = powersgd.dist = dist
+        """Gives torch's hooks back as they were, where no other connection needs them. No backward pass may follow."""
+        HookAttachment._watching -= self._watches
+        self._watches = False
+        if HookAttachment._watching == 0:
+            default_hooks.dist = powersgd.dist = dist
         if self._in_order is not None:
             self._in_order.shutdown()
 
