@@ -37,7 +37,7 @@ exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
 	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
 
 cser zero_one_adam slamb: $(READY)
-	@$(BIN)/python experiments/families.py $@ $(OVERRIDES)
+	@$(BIN)/python experiments/compare.py --paper $@ $(OVERRIDES)
 
 cser:          ## CSER (NeurIPS 2020) and its family against SGD and 1-bit Adam, 5 minutes
 zero_one_adam: ## 0/1 Adam (ICLR 2023) against Adam and 1-bit Adam, and its volume over whole runs, 5 minutes

@@ -4,11 +4,12 @@ For each row of `compare` in conf/exp/methods.yaml that has learning rates to tr
 
     tune    one run with each rate and the first seed; the best on the held-out part of the training set is chosen
     seeds   the chosen rate with the other seeds
-    time    every row on emulated links, some steps, nothing evaluated
+    time    all rows on emulated links, in turns in one world (experiments/compare.py), nothing evaluated
 
-Runs that are recorded are not run again, so that an interrupted table is gone on with by the same command. A run whose loss
-became no number is recorded and counts; one that failed otherwise is tried again. Exit status: 0; 1 a run failed otherwise
-than by its loss; 2 bad input; 130 Ctrl-C.
+Runs that are recorded are not run again, so that an interrupted table is gone on with by the same command; when the time of
+one row is missing all take their turns again, for only then they can be compared. A run whose loss became no number is
+recorded and counts; one that failed otherwise is tried again. Exit status: 0; 1 a run failed otherwise than by its loss; 2
+bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 
-from experiments import run
+from experiments import compare, run
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import labels, privacy, record
@@ -39,6 +40,7 @@ from experiments.report import methods_table, tables
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.differences import NOT_A_VARIANT, flatten
 from experiments.report.methods_table import EXP
+from experiments.timing import plan as worlds
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
@@ -48,8 +50,9 @@ SEEDS = (0, 1, 2)
 TIMING = (
     *("cluster=emulated", "cluster.link_gbps=0.1", "cluster.dilation=1"),
     *("+evaluate=false", "train.max_steps=99", "train.timing_warmup=3"),
+    *("turns.mode=turns", "turns.rounds=10", "turns.steps=10"),
 )
-"""What timed runs have besides: 96 steps, whole intervals of all methods, on links of 100 Mbit/s as they are."""
+"""What timed rows have besides: 100 steps, or whole cycles of a method's own, on links of 100 Mbit/s as they are."""
 OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
 DIVERGED = "the loss is "
 """How a reason begins that is the method's own doing (experiments/training/loop.py)."""
@@ -132,9 +135,9 @@ class Plan:
     def run(self, part: str, what: str, composed: Composed, group: str | None = None) -> ResultRecord | None:
         """The record of `composed`, which is run if it is not there and its part is asked for. None: there is none."""
         resolved = compose.resolve(composed)
-        name = identity(json.loads(json.dumps(privacy.clean(resolved, Path.cwd()))))
+        name = name_of(composed)
         title = f"{labels.method(resolved)}, {what}"
-        if (there := self.known.get(name)) and (there.status == "completed" or DIVERGED in (there.reason or "")):
+        if (there := self.known.get(name)) and counts(there):
             print(f"{title}: recorded, {_told(there)}", flush=True)
             return there
         if part not in self.parts:
@@ -151,6 +154,51 @@ class Plan:
             self.failed += not (isinstance(error, RunFailed) and DIVERGED in str(error))
         self.read(resolved["results_dir"])
         return self.known.get(name)
+
+    def time(self, composed: list[Composed]) -> None:
+        """Times all rows in one world, unless each has its time already, or that part is not asked for.
+
+        With turns.mode=runs each has a run of its own, if it lacks its time.
+        """
+        group = f"{compose.new_stamp()}-{EXP}-{secrets.token_hex(2)}"
+        if apart(composed) is not None:
+            for c in composed:
+                self.run("time", "step time", c, group)
+            return
+        there = [self.known.get(name_of(c)) for c in composed]
+        titles = [f"{labels.method(compose.resolve(c))}, step time" for c in composed]
+        if all(r is not None and counts(r) for r in there):
+            for title, r in zip(titles, there, strict=True):
+                assert r is not None
+                print(f"{title}: recorded, {_told(r)}", flush=True)
+        elif "time" in self.parts:
+            self.todo += len(composed)
+            for title in titles:
+                print(f"{title}: to run, in turns", flush=True)
+            if not self.dry_run:
+                self._take_turns(composed, group)
+
+    def _take_turns(self, composed: list[Composed], group: str) -> None:
+        compare.in_turns(composed, group)
+        self.read(compose.resolve(composed[0])["results_dir"])
+        for c in composed:
+            found = self.known.get(name_of(c))
+            self.failed += found is None or not counts(found)
+
+
+def name_of(composed: Composed) -> str:
+    """The identity of the run that `composed` describes."""
+    return identity(json.loads(json.dumps(privacy.clean(compose.resolve(composed), Path.cwd()))))
+
+
+def apart(composed: Sequence[Composed]) -> str | None:
+    """Why rows are timed in runs of their own; None where they take turns. Raises UserError where that is not possible."""
+    return worlds.why_runs([compose.resolve(c) for c in composed], synthetic=False)
+
+
+def counts(r: ResultRecord) -> bool:
+    """Whether the run need not be tried again: it ended well, or its loss became no number."""
+    return r.status == "completed" or DIVERGED in (r.reason or "")
 
 
 def train(plan: Plan, row: Variant) -> None:
@@ -169,14 +217,6 @@ def train(plan: Plan, row: Variant) -> None:
         plan.run("seeds", f"lr {best[1]:g}, seed {seed}", plan.compose(row, rate, f"seed={seed}"))
 
 
-def timing_group(records: Sequence[ResultRecord]) -> str:
-    """The group of the timed runs there are, if this is the machine that made them; else a new one."""
-    for r in sorted(records, key=lambda r: (r.time, r.id), reverse=True):
-        if methods_table.is_timing(r) and r.group and record.hardware(r.hardware.get("device")) == r.hardware:
-            return r.group
-    return f"{compose.new_stamp()}-{EXP}-{secrets.token_hex(2)}"
-
-
 def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     """Runs what is missing and prints the table. Returns the exit status; raises UserError before anything has run."""
     base = compose.compose([f"+exp={EXP}", *plan.overrides])
@@ -190,16 +230,16 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     for row in rows:
         compose.check(plan.compose(row, *(f"optimizer.lr={lr:g}" for lr in row.rates[:1])))
         compose.check(plan.compose(row, *TIMING))
+    # What a step costs does not depend on the rate: the smallest one, with which the loss stays a number.
+    rates = [[f"optimizer.lr={min(row.rates):g}"] if row.rates else [] for row in rows]
+    timed = [plan.compose(row, *TIMING, *rate) for row, rate in zip(rows, rates, strict=True)]
+    apart(timed)
     results_dir = resolved["results_dir"]
     if Path(results_dir).is_dir():
         plan.read(results_dir)
     for row in rows:
         train(plan, row)
-    group = timing_group(list(plan.known.values()))
-    for row in rows:
-        # What a step costs does not depend on the rate: the smallest one, with which the loss stays a number.
-        rate = [f"optimizer.lr={min(row.rates):g}"] if row.rates else []
-        plan.run("time", "step time", plan.compose(row, *TIMING, *rate), group)
+    plan.time(timed)
     if plan.dry_run:
         print(f"{plan.todo} runs to do at least, of {len(rows)} methods")
         return 0

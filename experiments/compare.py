@@ -3,6 +3,8 @@
 Runs the variants that the experiment lists under `compare` on the same machine, then prints their table and brings its
 files in `results` up to date. What is only timed takes turns in one world of ranks (experiments/timing/turns.py); where
 accuracy counts, one run follows the other: `turns.mode` says. Under torchrun methods take turns in that world.
+`--paper cser|slamb|zero_one_adam` in the place of +exp=NAME: the methods of that paper side by side (conf/paper), with what
+the paper compares: bytes per step, rounds, step time and metric, against dense methods and 1-bit Adam.
 Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
@@ -13,7 +15,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,9 @@ if not __package__:  # run as a script: import from the repository, not from thi
 from omegaconf import OmegaConf
 
 from experiments import run
-from experiments.config import compose
+from experiments.config import compose, papers
 from experiments.config.compose import Composed
-from experiments.report import tables
+from experiments.report import comparison, tables
 from experiments.report.headline import headline
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
@@ -83,7 +85,7 @@ def compare(
     apart = plan.why_runs([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     print(headline(first, workloads[0], nodes_given=nodes_given, shaped=shaped), flush=True)
     group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
-    status, failed = _in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
+    status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
     if not first["cluster"].get("wait", True):
         print("The table comes with `make tables`, once these jobs have ended.")
     elif failed < len(chosen) and not first["cluster"]["dry_run"]:
@@ -113,7 +115,7 @@ def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
     return status, failed
 
 
-def _in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
+def in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
     """All in one world. Where a method breaks it, the others go on in another one. Returns as `_one_by_one`."""
     left, failed, status, attempt = chosen, 0, 0, 0
     while left:
@@ -135,6 +137,27 @@ def _in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
             status = run.report(RunFailed(line))
         return status, failed + len(lines)
     return status, failed
+
+
+def of_paper(name: str, given: list[str], methods: list[str] | None) -> int:
+    """Runs and prints all comparisons of a paper; returns the worst exit status. Raises UserError before anything has run."""
+    if any(o.startswith("+exp=") for o in given):
+        raise UserError("experiments are the paper's own: python experiments/compare.py +exp=NAME runs one of them")
+    paper = papers.load(name)
+    parts = [(part, part.kept(given, methods)) for part in paper.asked(given)]
+    known = {m for part in paper.parts for m in part.kept(given, None)}
+    if unknown := [m for m in methods or () if m not in known]:
+        raise UserError(f"'{name}' compares no '{unknown[0]}'; it has: {', '.join(sorted(known))}")
+    status = 0
+    for part, chosen in parts:
+        if chosen:
+            status = max(status, compare(part.given(given), chosen, comparison.show))
+    resolved = compose.resolve(compose.compose(paper.parts[0].given(given)))
+    if paper.volume and not resolved["cluster"]["dry_run"]:
+        from experiments import volume
+
+        status = max(status, volume.main(["--results", str(resolved["results_dir"])]))
+    return status
 
 
 def join(overrides: list[str], methods: list[str] | None) -> int:
@@ -167,18 +190,24 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     return 0
 
 
-def main() -> int:
-    """The command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
+    parser.add_argument(
+        "--paper", choices=papers.names(), help="the methods of a paper, in the place of one experiment"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, +exp=NAME among them")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
     methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
     try:
         if run.under_torchrun():
+            if options.paper:
+                raise UserError("--paper starts runs of its own: not under torchrun")
             return join(options.overrides, methods)
-        return compare([*options.overrides, *["cluster.dry_run=true"] * options.dry_run], methods)
+        overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
+        return of_paper(options.paper, overrides, methods) if options.paper else compare(overrides, methods)
     except (UserError, KeyboardInterrupt, Stopped) as error:
         return run.report(error)
 

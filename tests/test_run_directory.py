@@ -162,7 +162,7 @@ def catches_sigint(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "entry", ["run.py +exp=digits", "compare.py +exp=digits", "all_methods.py", "families.py cser"]
+    "entry", ["run.py +exp=digits", "compare.py +exp=digits", "all_methods.py", "compare.py --paper cser"]
 )
 def test_ctrl_c_during_imports_shows_no_traceback(entry: str) -> None:
     root = Path(__file__).resolve().parents[1]

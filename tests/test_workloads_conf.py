@@ -15,7 +15,7 @@ EXPERIMENTS = sorted(p.stem for p in (CONF / "exp").glob("*.yaml"))
 WORKLOADS = sorted(p.stem for p in (CONF / "workload").glob("*.yaml"))
 # Of CSER, 0/1 Adam and SLAMB: tests/test_experiments_more.py.
 OF_OTHERS = {name for name in EXPERIMENTS if name.startswith(("cser_", "zero_one_", "slamb_"))}
-# tests/test_all_methods.py, tests/test_families.py.
+# tests/test_all_methods.py, tests/test_papers.py.
 OF_ALL_METHODS = {"methods", "methods_digits"}
 OF_THE_PAPER = {"resnet50", "resnet50_b128", "bert_squad", "cifar100", "ptb", "wikipedia"} | OF_OTHERS
 

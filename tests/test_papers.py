@@ -10,40 +10,51 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import compare, families
-from experiments.config import compose
+from experiments import compare
+from experiments.config import compose, papers
+from experiments.config.papers import Paper, Part
 from experiments.records import labels, record
 from experiments.records.record import ResultRecord
+from experiments.report import comparison
 from launch.errors import UserError
 from tests.records import run
 
+LINKS = ("cluster=emulated", "cluster.link_gbps=0.1", "cluster.dilation=1")
 
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+
+def digits(paper: Paper) -> Part:
+    (part,) = [p for p in paper.parts if p.accuracy]
+    return part
+
+
+@pytest.mark.parametrize("name", papers.names())
 def test_every_part_holds_its_methods_and_composes(name: str) -> None:
-    for part in families.FAMILIES[name]:
-        kept = families.kept(part, [], None)
+    for part in papers.load(name).parts:
+        kept = part.kept([], None)
         assert part.methods is None or sorted(kept) == sorted(part.methods)
-        for variant in compare.variants(compose.compose(families.overrides_of(part, ["scale=quick"])), kept):
+        assert part.accuracy or part.overrides == LINKS
+        for variant in compare.variants(compose.compose(part.given(["scale=quick"])), kept):
             compose.resolve(variant)
-    assert any(part.exp == families.DIGITS for part in families.FAMILIES[name])
+    assert digits(papers.load(name)).exp == "methods_digits"
 
 
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
-def test_each_family_has_a_dense_method_1_bit_adam_and_its_own(name: str) -> None:
-    (part,) = [p for p in families.FAMILIES[name] if p.exp == families.DIGITS]
-    variants = compare.variants(compose.compose(families.overrides_of(part, [])), families.kept(part, [], None))
+@pytest.mark.parametrize("name", papers.names())
+def test_each_paper_has_a_dense_method_1_bit_adam_and_its_own(name: str) -> None:
+    part = digits(papers.load(name))
+    variants = compare.variants(compose.compose(part.given([])), part.kept([], None))
     made = {labels.method(compose.resolve(v)) for v in variants}
     assert made & {"SGDM fp32", "SGDM Nesterov fp32", "AdamW fp32"}
     assert {"1-bit Adam", {"cser": "CSER", "zero_one_adam": "0/1 Adam", "slamb": "SLAMB"}[name]} <= made
 
 
 def test_the_users_overrides_replace_a_parts_own() -> None:
-    part = families.Part("cser_cifar100", families.LINKS)
-    assert families.overrides_of(part, ["cluster.link_gbps=2"])[2:] == ["cluster.dilation=1", "cluster.link_gbps=2"]
-    given = families.overrides_of(part, ["cluster=local", "cluster.nodes=2"])
+    part = Part(exp="cser_cifar100", overrides=LINKS)
+    assert part.given(["cluster.link_gbps=2"])[2:] == ["cluster.dilation=1", "cluster.link_gbps=2"]
+    given = part.given(["cluster=local", "cluster.nodes=2"])
     assert given == ["+exp=cser_cifar100", "cluster=local", "cluster.nodes=2"]
-    assert [p.exp for p in families.parts_of("cser", ["data.path=x"])] == ["cser_cifar100"]
-    assert [p.exp for p in families.parts_of("slamb", ["scale=quick"])][-1] == families.DIGITS
+    assert [p.exp for p in papers.load("cser").asked(["data.path=x"])] == ["cser_cifar100"]
+    assert [p.exp for p in papers.load("cser").asked(["scale=paper"])] == ["cser_cifar100"]
+    assert [p.exp for p in papers.load("slamb").asked(["scale=quick"])][-1] == "methods_digits"
 
 
 def test_parts_run_one_after_the_other_with_the_methods_that_they_have(
@@ -57,12 +68,12 @@ def test_parts_run_one_after_the_other_with_the_methods_that_they_have(
 
     monkeypatch.setattr(compare, "compare", instead)
     where = f"results_dir={tmp_path}/results"
-    assert families.main(["zero_one_adam", where, "--methods", "birder,onebit_adam"]) == 0
+    assert compare.main(["--paper", "zero_one_adam", where, "--methods", "birder,onebit_adam"]) == 0
     assert ran == [("+exp=zero_one_bert_base", ["onebit_adam"]), ("+exp=methods_digits", ["onebit_adam", "birder"])]
     assert "0/1 Adam: rounds and volume of a whole run" in capsys.readouterr().out
     assert (tmp_path / "results/tables/zero_one_adam_volume.md").is_file()
     for wrong in (["slamb", "--methods", "lion"], ["cser", "+exp=digits"]):
-        assert families.main(wrong) == 2
+        assert compare.main(["--paper", *wrong]) == 2
         assert capsys.readouterr().err.startswith("error: ")
 
 
@@ -87,7 +98,7 @@ def test_the_comparison_of_a_group(tmp_path: Path) -> None:
     for r in group():
         record.write(r, tmp_path)
     out = io.StringIO()
-    families.show(tmp_path, "g", Console(file=out, width=118))
+    comparison.show(tmp_path, "g", Console(file=out, width=118))
     text = out.getvalue()
     lines = {
         line.split("│")[1].strip(): [c.strip() for c in line.split("│")[2:-1]]
@@ -100,13 +111,13 @@ def test_the_comparison_of_a_group(tmp_path: Path) -> None:
     assert "1-bit Adam failed: the loss is nan" in text
     assert max(len(line) for line in text.splitlines() if "│" in line) <= 118
     with pytest.raises(UserError, match="no record of group 'absent'"):
-        families.show(tmp_path, "absent")
+        comparison.show(tmp_path, "absent")
 
 
 def test_the_comparison_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
     record.write(run("SGDM fp32", 10.0, exp="cser_cifar100"), tmp_path)
     out = io.StringIO()
-    families.show(tmp_path, "g", Console(file=out, width=118))
+    comparison.show(tmp_path, "g", Console(file=out, width=118))
     assert "acceleration, CIFAR-100, nearly: 10x (CSER, NeurIPS 2020, abstract; verified)" in out.getvalue()
     line = next(line for line in out.getvalue().splitlines() if line.startswith("│ SGDM"))
     assert line.rstrip("│ ").endswith("—")  # synthetic data: no accuracy

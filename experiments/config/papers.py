@@ -1,0 +1,79 @@
+"""The comparisons of one paper, as data: conf/paper/*.yaml. Its experiments at quick scale, then the same methods on a real
+task that needs no download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from experiments.config import compose
+from launch.errors import UserError
+
+FOLDER = compose.CONF / "paper"
+
+
+class Part(BaseModel):
+    """One comparison.
+
+    exp: its experiment. overrides: what it has by default. methods: optimizers to keep, None for all. accuracy: it is
+    there for accuracies alone, and left out where the paper's own experiments give them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    exp: str
+    overrides: tuple[str, ...] = ()
+    methods: tuple[str, ...] | None = None
+    accuracy: bool = False
+
+    def given(self, overrides: Sequence[str]) -> list[str]:
+        """All overrides of the part: its own, but for what the user has given."""
+        keys = {o.lstrip("+").partition("=")[0] for o in overrides}
+        own = [
+            o
+            for o in self.overrides
+            if o.partition("=")[0] not in keys and not (o.startswith("cluster") and "cluster" in keys)
+        ]
+        return [f"+exp={self.exp}", *own, *overrides]
+
+    def kept(self, overrides: Sequence[str], methods: Sequence[str] | None) -> list[str]:
+        """The optimizers that are to be run: the part's, or those of them that the user names. Raises UserError."""
+        listed = OmegaConf.to_container(compose.compose(self.given(overrides)).config.compare, resolve=True)
+        assert isinstance(listed, list)
+        every = [str(o) for variant in listed for o in variant]
+        known = dict.fromkeys(o.partition("=")[2] for o in every if o.startswith("optimizer="))
+        return [m for m in known if (self.methods is None or m in self.methods) and (methods is None or m in methods)]
+
+
+class Paper(BaseModel):
+    """volume: the bytes of whole runs are counted too (experiments/volume.py)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    parts: tuple[Part, ...]
+    volume: bool = False
+
+    def asked(self, overrides: Sequence[str]) -> list[Part]:
+        """What is to be run. With the user's data, or at paper scale, the paper's experiments have a metric of their own."""
+        whole = any(o == "scale=paper" or o.startswith("data.path=") for o in overrides)
+        return [p for p in self.parts if not (whole and p.accuracy)]
+
+
+def names() -> list[str]:
+    """All papers of conf/paper."""
+    return sorted(p.stem for p in FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Paper:
+    """The paper `name`. Raises UserError."""
+    if name not in names():
+        raise UserError(f"no paper '{name}'; there are: {', '.join(names())}")
+    path = FOLDER / f"{name}.yaml"
+    try:
+        return Paper.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValidationError) as error:
+        raise UserError(f"{path} is not a readable paper: {' '.join(str(error).split())}") from None
