@@ -15,8 +15,9 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from birder.attachment import Attachment
     from birder.comm import Topology
-    from birder.ddp import Attachment, attach
+    from birder.ddp import attach
     from birder.optimizers import (
         CSER,
         EFSGD,
@@ -59,7 +60,7 @@ __all__ = [
     "attach",
     "overall_ratio",
 ]
-_ROOMS = {"Attachment": "birder.ddp", "attach": "birder.ddp", "Topology": "birder.comm"}
+_ROOMS = {"Attachment": "birder.attachment", "attach": "birder.ddp", "Topology": "birder.comm"}
 """Where a name stands that is not one of the optimizers'."""
 
 

@@ -1,68 +1,29 @@
-"""`attach`: connects an optimizer of this package to DistributedDataParallel. The only communication hook there is."""
+"""`attach`: connects an optimizer of this package to DistributedDataParallel, with the only hook there is, or to FSDP2."""
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
-import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import (
-    ByteCounter,
-    Communicator,
-    Hierarchical,
-    Link,
-    Pipeline,
-    StreamPipeline,
-    ThreadPipeline,
-    Topology,
-    TwoPhase,
-)
-from birder.comm.link import backend_for, new_group
+from birder.attachment import Attachment, check_agreement, pipeline_for, queue_after_backward
+from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase
+from birder.comm.link import new_group
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.contract import WIRES, Plan
+from birder.optimizers.contract import Plan
 
 
-class Attachment:
-    """The connection that `attach` makes.
-
-    counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
-    """
+class BucketAttachment(Attachment):
+    """The connection to DistributedDataParallel: gradients come bucket by bucket."""
 
     def __init__(self, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool) -> None:
-        # No reference to the model: DDP holds this object where Python's collector sees no cycle.
-        self.optimizer = optimizer
-        self.link = link
-        self.counter: ByteCounter = link.counter
-        self.overlap = overlap
-        self.communicate = communicate
-        self._paused = False
+        super().__init__(optimizer, link, overlap, communicate)
         self._finite: Tensor | None = None
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, backward passes neither communicate nor touch the optimizer.
-
-        One such pass makes DDP rebuild its buckets, so that a resumed run has those of the interrupted one.
-        """
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def state_bytes(self) -> int:
-        """Bytes that the connection itself keeps on this rank between steps: none, all state is the optimizer's."""
-        return 0
-
-    def close(self) -> None:
-        """Ends the communication thread, if there is one."""
-        self.optimizer.pipeline.close()
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
         """What DDP calls for every bucket that is ready, in the same order on every rank."""
@@ -70,32 +31,14 @@ class Attachment:
             return _done(bucket.buffer())
         plan = self.optimizer.plan(self.optimizer.steps + 1)
         if plan is Plan.DENSE:
-            return self._all_reduce_mean(bucket.buffer(), bucket.index())
+            return self.all_reduce_mean(bucket.buffer(), bucket.index())
         if self.overlap:
             self.optimizer.feed(bucket.parameters(), bucket.gradients())
             if bucket.is_last():
-                _after_backward(self.optimizer.note_gradients)
+                _after_ddp(self.optimizer.note_gradients)
         else:
             self._agree_on_overflow(bucket)
         return _done(bucket.buffer())
-
-    def _all_reduce_mean(self, buffer: Tensor, number: int) -> Future[Any]:
-        wire, trace = WIRES[self.optimizer.wire], self.optimizer.pipeline.trace
-        with trace.span("encode", number):
-            sent = buffer if buffer.dtype == wire else buffer.to(wire)
-            sent.div_(self.link.size)
-        self.link.count_ring_all_reduce(sent.numel() * sent.element_size())
-        began = time.perf_counter()
-        work = dist.all_reduce(sent, group=self.link.group, async_op=True)
-        assert work is not None
-
-        def finish(future: Future[Any]) -> Tensor:
-            reduced = future.value()[0]  # raises what the collective met
-            trace.add("wire", number, began, time.perf_counter())
-            with trace.span("decode", number):
-                return buffer if sent is buffer else buffer.copy_(reduced)
-
-        return work.get_future().then(finish)
 
     def _agree_on_overflow(self, bucket: dist.GradBucket) -> None:
         """Makes a gradient that is not finite on one rank visible on all of them.
@@ -113,15 +56,16 @@ class Attachment:
             self._finite = None
 
 
-def hook(state: Attachment, bucket: dist.GradBucket) -> Future[Tensor]:
+def hook(state: BucketAttachment, bucket: dist.GradBucket) -> Future[Tensor]:
     """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
     return state.on_bucket(bucket)
 
 
 def attach(
-    model: DistributedDataParallel,
+    model: nn.Module,
     optimizer: BucketOptimizer,
     *,
+    mesh: DeviceMesh | None = None,
     hierarchical: bool = False,
     communicator: Callable[[dist.ProcessGroup, Topology], Communicator] | None = None,
     topology: Topology | None = None,
@@ -131,8 +75,11 @@ def attach(
 ) -> Attachment:
     """Makes `model` communicate as `optimizer` wants. Call once on every rank, before the first step.
 
-    model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered.
+    model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
+                  torch.distributed.fsdp.fully_shard made of a model.
     optimizer:    one of `birder.optimizers`, over (some of) the model's parameters.
+    mesh:         for FSDP2: replicas x shards, 2-D; parameters are sharded over its second dimension alone
+                  (birder/fsdp.py). `hierarchical` and `communicator` are not for it.
     hierarchical: nodes are the workers: reduce-scatter inside a node, 1 bit between nodes. For methods that compress.
     communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
                   same on every rank. `hierarchical` then has no say.
@@ -146,9 +93,18 @@ def attach(
     Raises TypeError for a model or optimizer of another kind, ValueError for parameters that the model does not have,
     RuntimeError when ranks disagree on parameters, hyper-parameters or completed steps.
     """
+    if mesh is not None:
+        from birder.fsdp import attach_shards  # loads FSDP, which takes its time
+
+        if hierarchical or communicator is not None:
+            raise ValueError("FSDP shards inside a node itself: leave out hierarchical and communicator with mesh=")
+        return attach_shards(
+            model, optimizer, mesh, topology=topology, overlap=overlap, communicate=communicate, unit_mb=unit_mb
+        )
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first"
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first "
+            "(one that FSDP's fully_shard made needs mesh=)"
         )
     if not isinstance(optimizer, BucketOptimizer):
         raise TypeError(f"attach needs an optimizer of the birder package, got {type(optimizer).__name__}")
@@ -167,7 +123,7 @@ def attach(
     device = next(model.parameters()).device
     # Before anything that ranks do together: those that differ would wait for each other.
     digest = optimizer.digest(topology, hierarchical, overlap, communicate, unit_mb)
-    _check_agreement(Link(group, topology, ByteCounter()), digest, device)
+    check_agreement(Link(group, topology, ByteCounter()), digest, device)
     comm: Communicator | None = None
     pipeline = Pipeline()
     if optimizer.compressed and communicate:
@@ -175,36 +131,19 @@ def attach(
         own = new_group(dist.get_process_group_ranks(group))
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
-            pipeline = _pipeline(device, own)
+            pipeline = pipeline_for(device, own)
     pipeline.trace.on = device.type == "cpu"
     optimizer.bind(comm, pipeline, unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
-    attachment = Attachment(optimizer, link, overlap, communicate)
+    attachment = BucketAttachment(optimizer, link, overlap, communicate)
     model.register_comm_hook(attachment, hook)
     return attachment
 
 
-def _after_backward(call: Callable[[], None]) -> None:
+def _after_ddp(call: Callable[[], None]) -> None:
     """Calls it when the backward pass under way is over, and DDP has put its gradients where they belong."""
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
     # DDP queues the end of its work after the last bucket's hook: what is queued when this call's turn comes, comes after.
-    queue(lambda: queue(call))
-
-
-def _pipeline(device: torch.device, group: dist.ProcessGroup) -> Pipeline:
-    if device.type == "cuda":
-        return StreamPipeline(device)
-    # Two threads need messages that are told apart by tags, which `Link` has on gloo alone.
-    return ThreadPipeline() if backend_for(group, device) == "gloo" else Pipeline()
-
-
-def _check_agreement(link: Link, digest: int, device: torch.device) -> None:
-    digests = link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device)).view(-1).tolist()
-    odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
-    if odd:
-        raise RuntimeError(
-            f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them alike"
-        )
+    queue_after_backward(lambda: queue_after_backward(call))
 
 
 def _done(value: Tensor) -> Future[Any]:

@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # DDP imports these when it is first used, which takes seconds.
 for _name in (
     "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
     "torch.nn.parallel.distributed",
     "safetensors.torch",
     "hypothesis",

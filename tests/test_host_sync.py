@@ -13,7 +13,7 @@ import torch.distributed as dist
 import birder
 from birder.comm import StreamPipeline
 from birder.comm import link as link_module
-from birder.ddp import Attachment
+from birder.ddp import BucketAttachment
 from birder.late import sent
 from tests.fake_gpu import GPU, AskedFor, FakeGpu, Streams
 from tests.test_streams import METHODS, communicator
@@ -117,7 +117,7 @@ def test_agreement_on_an_overflow_waits_for_nothing(monkeypatch):
     gpu = FakeGpu()
     monkeypatch.setattr(link_module, "dist", Nccl())
     with gpu.running(monkeypatch):
-        attachment = Attachment(SimpleNamespace(comm=communicator("flat")), communicator("flat").all, False, True)
+        attachment = BucketAttachment(SimpleNamespace(comm=communicator("flat")), communicator("flat").all, False, True)
         for last in (False, False, True):
             flat = torch.randn(100, device=GPU)
             attachment._agree_on_overflow(

@@ -4,6 +4,7 @@ from birder.comm.communicator import Communicator, Hierarchical, SingleProcess, 
 from birder.comm.counter import ByteCounter
 from birder.comm.link import Link
 from birder.comm.pipeline import Pipeline, StreamPipeline, ThreadPipeline
+from birder.comm.replicas import Replicas
 from birder.comm.topology import Topology
 from birder.comm.trace import Span, Trace
 
@@ -13,6 +14,7 @@ __all__ = [
     "Hierarchical",
     "Link",
     "Pipeline",
+    "Replicas",
     "SingleProcess",
     "Span",
     "StreamPipeline",

@@ -37,6 +37,8 @@ class Communicator(ABC):
     shard: int = 0
     world_size: int = 1
     rank: int = 0
+    holders: int = 1
+    """Ranks among which every parameter is divided before its gradient comes here, by FSDP."""
 
     @property
     def multiple(self) -> int:
@@ -94,6 +96,10 @@ class Communicator(ABC):
     @abstractmethod
     def total(self, value: Tensor) -> Tensor:
         """The sum of a scalar tensor over all ranks."""
+
+    def across_holders(self, values: Tensor, *, largest: bool = False) -> Tensor:
+        """The sum, or the maximum, over the ranks that hold the other parts of the same parameters. [k] -> [k]."""
+        return values
 
 
 class SingleProcess(Communicator):

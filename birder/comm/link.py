@@ -113,7 +113,7 @@ class Link:
         self._outside = (self._outside + 1) % OUTSIDE_TAGS
         return OUTSIDE + self._outside
 
-    def _count_pairwise(self, nbytes: int) -> None:
+    def count_pairwise(self, nbytes: int) -> None:
         """One collective in which this rank sends `nbytes` to every peer."""
         self.counter.collective()
         for peer, near in enumerate(self.near):
@@ -146,7 +146,7 @@ class Link:
         """
         if self.size == 1:
             return lambda: rows
-        self._count_pairwise(rows[0].numel() * rows.element_size())
+        self.count_pairwise(rows[0].numel() * rows.element_size())
         received = torch.empty_like(rows) if out is None else out.view(rows.shape)
         if self._backend(rows) != "gloo":
             return _arrival(dist.all_to_all_single(received, rows, group=self.group, async_op=True), received)
@@ -179,7 +179,7 @@ class Link:
         """
         if self.size == 1:
             return lambda: part.unsqueeze(0)
-        self._count_pairwise(part.numel() * part.element_size())
+        self.count_pairwise(part.numel() * part.element_size())
         shape = self.size, part.numel()
         gathered = part.new_empty(shape) if out is None else out.view(shape)
         if self._backend(part) != "gloo":
@@ -200,7 +200,7 @@ class Link:
             return flat
         rows = flat.view(self.size, -1)
         if self._backend(flat) == "nccl":
-            self._count_pairwise(rows[0].numel() * rows.element_size())
+            self.count_pairwise(rows[0].numel() * rows.element_size())
             part = self._buffer(flat)[: rows.shape[1]]
             dist.reduce_scatter_tensor(part, flat, group=self.group)
             return part.div_(self.size)
@@ -208,7 +208,7 @@ class Link:
 
     def _buffer(self, like: Tensor) -> Tensor:
         """As large as `like`, the same in all calls: units take turns with it."""
-        if self._received is None or self._received.numel() < like.numel():
+        if self._received is None or self._received.numel() < like.numel() or self._received.dtype != like.dtype:
             self._received = torch.empty_like(like)
         return self._received[: like.numel()]
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birder.kernels import bits as packed
 from birder.kernels import reference
 from birder.kernels.reference import ratio, unpack
 from birder.kernels.reference_feedback import partial_sums
@@ -85,6 +86,12 @@ def backend(device: torch.device) -> ModuleType:
     return _cuda() if device.type == "cuda" else reference
 
 
+def _by_offset(offsets: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Which tensors begin at a multiple of 32 elements, as those of whole parameters do, and which do not."""
+    odd = [i for i, offset in enumerate(offsets) if offset % 32]
+    return [i for i, offset in enumerate(offsets) if offset % 32 == 0], odd
+
+
 def _whole_bytes(flat: Tensor) -> None:
     if flat.numel() % 8:
         raise ValueError(f"the number of elements must be a multiple of 8, for whole bytes of bits, got {flat.numel()}")
@@ -127,15 +134,24 @@ def assemble(rows: Tensor, **options: Any) -> Tensor:
 
 
 def apply_bits(params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, **options: Any) -> None:
-    """See `reference_many.apply_bits`."""
-    if params:
-        backend(bits.device).apply_bits(params, offsets, bits, **options)
+    """See `reference_many.apply_bits`. Of shards of parameters an offset may be any."""
+    even, odd = _by_offset(offsets)
+    for i in odd:
+        first, count = offsets[i], params[i].numel()
+        active = options["active"] if options["active"] is None else options["active"][first : first + count]
+        mine = packed.part(bits, first, count)
+        backend(bits.device).apply_bits([params[i]], [0], mine, **options | {"active": active})
+    if even:
+        backend(bits.device).apply_bits([params[i] for i in even], [offsets[i] for i in even], bits, **options)
 
 
 def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], **options: Any) -> None:
-    """See `reference_many.take`. All gradients on the device of `flat`."""
-    if grads:
-        backend(flat.device).take(flat, grads, offsets, **options)
+    """See `reference_many.take`. All gradients on the device of `flat`; of shards of parameters an offset may be any."""
+    even, odd = _by_offset(offsets)
+    if odd:
+        reference.take(flat, [grads[i] for i in odd], [offsets[i] for i in odd], **options)
+    if even:
+        backend(flat.device).take(flat, [grads[i] for i in even], [offsets[i] for i in even], **options)
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:

@@ -18,6 +18,19 @@ def unpack(bits: Tensor) -> Tensor:
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
 
+def part(bits: Tensor, first: int, count: int) -> Tensor:
+    """The bits of `count` elements from element `first` on: uint8[c] -> uint8[ceil(count/8)]. What follows them is any."""
+    begin, skip = divmod(first, 8)
+    size = (count + 7) // 8
+    low = bits[begin : begin + size]
+    if not skip:
+        return low
+    high = torch.zeros_like(low)
+    rest = bits[begin + 1 : begin + 1 + size]
+    high[: rest.numel()] = rest
+    return (low >> skip) | (high << (8 - skip))
+
+
 def into(out: Tensor | None, value: Tensor) -> Tensor:
     """`value`, copied into `out` where that is given."""
     return value if out is None else out.copy_(value)

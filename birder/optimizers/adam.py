@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import is_number, require, require_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit, with_gradient
+from birder.optimizers.norms import norms
 
 
 def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: float, beta2: float) -> None:
@@ -35,6 +36,9 @@ class AdamW(BucketOptimizer):
     x = x - lr weight_decay x;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
     x = x - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps)
     """
+
+    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
+    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -80,6 +84,9 @@ class BertAdam(BucketOptimizer):
     have lr 0.
     """
 
+    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
+    on_shards: ClassVar[bool] = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -117,9 +124,8 @@ class BertAdam(BucketOptimizer):
                 continue
             group, (beta1, beta2) = unit.group, unit.group["betas"]
             if group["tensor_clip"] is not None:
-                norms = torch._foreach_norm(grads)
-                factors = [(group["tensor_clip"] / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
-                grads = list(torch._foreach_mul(grads, factors))
+                factors = (group["tensor_clip"] / (norms(self.comm, grads) + 1e-6)).clamp(max=1.0)
+                grads = list(torch._foreach_mul(grads, list(factors.unbind())))
             adam_moments(m, v, grads, beta1, beta2)
             denominator = torch._foreach_sqrt(v)
             torch._foreach_add_(denominator, group["eps"])

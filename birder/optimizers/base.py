@@ -15,7 +15,8 @@ from birder.comm import Communicator, Pipeline, SingleProcess
 from birder.optimizers.checks import check_parameter, require
 from birder.optimizers.contract import Method
 from birder.optimizers.exchange import GradientExchange
-from birder.optimizers.layout import make_units, round_up
+from birder.optimizers.layout import make_units, round_up, sharded
+from birder.optimizers.shards import lay_out
 from birder.optimizers.state import MethodState
 
 
@@ -56,13 +57,18 @@ class BucketOptimizer(GradientExchange, MethodState):
         if self._bound:
             raise RuntimeError("this optimizer is bound already: attach it once, before its first step")
         require(unit_mb > 0, "unit_mb", unit_mb, "positive")
+        self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
+        if self._sharded and comm is None:
+            raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
         self.comm = comm or SingleProcess()
         self.pipeline = pipeline or Pipeline()
         self.units = make_units(self.param_groups, int(unit_mb * 2**20), self.alignment)
         multiple = math.lcm(self.comm.multiple, self.alignment * self.comm.shards)
         for unit in self.units:
+            if self._sharded:
+                lay_out(unit, multiple)
             unit.padded = round_up(unit.numel, multiple)
-            for i, p in enumerate(unit.params):
+            for i, p in enumerate(unit.wholes):
                 self._where[p] = (unit, i)
             self.init_unit(unit)
         self._bound = True
@@ -114,10 +120,13 @@ class BucketOptimizer(GradientExchange, MethodState):
                 loss = closure()
         if hasattr(self, "found_inf"):
             raise RuntimeError(
-                "a GradScaler is in use, but messages were taken during backward: use attach(..., overlap=False)"
+                "with FSDP there is no GradScaler, ranks would skip different steps: use MixedPrecisionPolicy with bfloat16"
+                if self._sharded
+                else "a GradScaler is in use, but messages were taken during backward: use attach(..., overlap=False)"
             )
         if not self._bound:
             self._bind_alone()
+        self._refresh_shards()
         self._check_fingerprint()
         step = self.steps + 1
         plan = self.plan(step)
@@ -142,4 +151,4 @@ class BucketOptimizer(GradientExchange, MethodState):
         # torch.amp.GradScaler asks this. While messages are taken during backward it is answered with yes, which makes
         # the scaler hand over its scale, by which `step` can tell that there is one. Otherwise the scaler does its
         # ordinary work: unscale p.grad, skip the step on overflow.
-        return self._feeding
+        return self._feeding or self._sharded

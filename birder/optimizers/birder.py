@@ -58,6 +58,8 @@ class Birder(BucketOptimizer):
     """
 
     compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"m": "mean", "b": "mean", "active": "copy"}
+    on_shards: ClassVar[bool] = True
     handles_nonfinite: ClassVar[bool] = True
 
     def __init__(
@@ -112,28 +114,38 @@ class Birder(BucketOptimizer):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
         comm, buffers = self.comm, unit.buffers
         size = unit.padded // comm.shards
-        start = unit.start + comm.shard * size
+        runs = unit.numbered(comm.shard * size, size)  # one, but with FSDP
         averages = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
-        counter: dict[str, Any] = {"seed": self.seed, "step": step, "worker": comm.worker, "start": start}
-        m, b = unit.state["m"], unit.state["b"]
+        counter: dict[str, Any] = {"seed": self.seed, "step": step}
+        m, b, bits = unit.state["m"], unit.state["b"], buffers["bits"]
         if self.intra == "gradient" or comm.shards == 1:
-            bits = kernels.encode(comm.shard_mean(grad), m, b, **averages, **counter, out=buffers["bits"])  # (1)-(4)
+            g = comm.shard_mean(grad)
+            for at, start in runs:  # (1)-(4)
+                draw = {**counter, "worker": comm.worker, "start": start}
+                kernels.encode(g[at], m[at], b[at], **averages, **draw, out=bits[_bytes(at)])
         else:
-            u = comm.shard_mean(kernels.ratio(grad, m, b, **averages))  # (1)-(3), mean over the node
-            bits = kernels.binarize(u.clamp_(-1.0, 1.0), **counter)  # (4)
-        counter = {"seed": self.seed, "step": step}
+            u = comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clamp_(-1.0, 1.0)  # (1)-(3), mean over the node
+            for at, start in runs:  # (4)
+                kernels.binarize(u[at], **counter, worker=comm.worker, start=start, out=bits[_bytes(at)])
+        rows, chunk = buffers["rows"], buffers["chunk"]
         if self.reduce == "one_phase":
-            sent = kernels.owned(bits, n=comm.workers, worker=comm.worker, start=start, **counter, out=buffers["chunk"])
+            n = comm.workers
+            for at, start in runs:
+                kernels.owned(
+                    bits[_bytes(at)], n=n, worker=comm.worker, start=start, **counter, out=chunk[_bytes(at, n)]
+                )
             yield
-            rows = comm.gather_workers(sent, buffers["rows"])
-            part = kernels.assemble(rows, start=start, **counter, out=bits)
-            unit.result = comm.gather_shards(part, buffers["result"])  # (5)
+            rows = comm.gather_workers(chunk, rows)
+            for at, start in runs:
+                kernels.assemble(_columns(rows, _bytes(at, n)), start=start, **counter, out=bits[_bytes(at)])
+            unit.result = comm.gather_shards(bits, buffers["result"])  # (5)
             return
-        received = comm.start_scatter(bits, buffers["rows"])
+        received = comm.start_scatter(bits, rows)
         yield
         rows = received()
-        first = start + comm.worker * (size // comm.workers)
-        chunk = kernels.reduce_bits(rows, start=first, **counter, out=buffers["chunk"])
+        served = size // comm.workers
+        for at, start in unit.numbered(comm.shard * size + comm.worker * served, served):
+            kernels.reduce_bits(_columns(rows, _bytes(at)), start=start, **counter, out=chunk[_bytes(at)])
         unit.result = comm.gather(chunk, buffers["result"])  # (5)
 
     def after_units(self, step: int) -> None:
@@ -146,8 +158,26 @@ class Birder(BucketOptimizer):
             kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (6)
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        if "active" in tensors and int(tensors["active"].sum()) == sum(p.numel() for p in unit.params):
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "active"}  # seen whole
         if "active" in tensors:
             unit.state.setdefault("active", unit.zeros(dtype=torch.bool))
         else:
             unit.state.pop("active", None)
         super().load_unit(unit, tensors)
+
+    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
+        active = unit.zeros(dtype=torch.bool)
+        for view in unit.views(active):
+            view.fill_(True)
+        return {"active": active} | unit.state
+
+
+def _bytes(elements: slice, n: int = 1) -> slice:
+    """Where the bits of these elements stand; or one worker's share of them, of n."""
+    return slice(elements.start // (8 * n), elements.stop // (8 * n))
+
+
+def _columns(rows: Tensor, part: slice) -> Tensor:
+    """These bytes of each worker: uint8[n, c] -> uint8[n, part], contiguous. All of them are not copied."""
+    return rows[:, part].contiguous()

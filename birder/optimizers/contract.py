@@ -52,6 +52,14 @@ class Method(torch.optim.Optimizer):
     """Whether the method sends messages of its own in some of its steps."""
     local_models: ClassVar[bool] = False
     """Whether parameters may differ between ranks after a step. `averaged` is then what to evaluate."""
+    carried: ClassVar[dict[str, str]] = {}
+    """Of what kind each state is, by its name: "copy", the same on all ranks; "mean", each worker's own; "cut", the server's.
+    It says what becomes of it with another number of workers or, under FSDP, of shards (birder/fsdp_state.py)."""
+    on_shards: ClassVar[bool] = False
+    """Whether the method works on any part of a parameter: on elements, and on norms from birder/optimizers/norms.py. FSDP's
+    parameters are refused by others."""
+    by_tensor: ClassVar[frozenset[str]] = frozenset()
+    """States that are a number for each parameter, in the order of `unit.params`, not for each element."""
     handles_nonfinite: ClassVar[bool] = False
     """Whether the method's own arithmetic takes gradients that are not finite for 0."""
 
@@ -80,9 +88,12 @@ class Method(torch.optim.Optimizer):
         self.pipeline = Pipeline()
         self._bound = False
         self._feeding = False
+        self._sharded = False
         self._where: dict[Tensor, tuple[Unit, int]] = {}
         self._versions: dict[Tensor, int] = {}
         """`p.grad._version` at the end of the last backward pass that fed gradients."""
+        self._samples: Tensor | None = None
+        """Of FSDP's gradients also a few elements."""
         super().__init__(params, defaults)
         for group in self.param_groups:
             self.check_group(group)

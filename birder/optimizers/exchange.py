@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +11,17 @@ from torch import Tensor
 from birder import kernels
 from birder.optimizers.checks import check_gradient
 from birder.optimizers.contract import Method, Plan
-from birder.optimizers.layout import Unit
+from birder.optimizers.layout import Unit, gradient
+from birder.optimizers.shards import refresh
+
+SAMPLE = 64
+"""Elements of a shard's gradient by which it is noticed that it was changed."""
 
 
 class GradientExchange(Method):
     """The part of `BucketOptimizer` that takes gradients and runs `exchange` on the pipeline."""
 
-    def feed(self, params: list[Tensor], grads: list[Tensor]) -> None:
+    def feed(self, params: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Takes gradients that are ready during backward; a unit that is complete is submitted to the pipeline.
 
         Raises RuntimeError when a parameter is fed twice in a step.
@@ -33,19 +38,25 @@ class GradientExchange(Method):
 
     def _open_units(self) -> None:
         self._feeding = True
+        self._refresh_shards()
         for unit in self.units:
             unit.waiting = set(range(len(unit.params)))
             unit.result = None
             if unit.grad is None:
                 unit.grad = unit.zeros()
 
+    def _refresh_shards(self) -> None:
+        if self._sharded:
+            for unit in self.units:
+                refresh(unit)
+
     def _put(self, unit: Unit, pairs: list[tuple[int, Tensor | None]], factor: Tensor | None) -> None:
         """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
         if not unit.waiting.issuperset(i for i, _ in pairs):
             self._feeding = False
             raise RuntimeError(
-                "backward ran twice before step(): with a 1-bit method accumulate gradients under ddp.no_sync(), "
-                "and synchronise only in the last backward"
+                "backward ran twice before step(): with a 1-bit method accumulate gradients under ddp.no_sync(), with FSDP "
+                "after model.set_requires_gradient_sync(False), and synchronise only in the last backward"
             )
         assert unit.grad is not None
         grad, step = unit.grad, self.steps + 1
@@ -66,17 +77,28 @@ class GradientExchange(Method):
     def note_gradients(self) -> None:
         """Called when a backward pass that fed gradients is over: from now on changing `p.grad` would have no effect."""
         self._versions = {p: p.grad._version for p in self._where if p.grad is not None}
+        self._samples = self._sample() if self._sharded else None
 
     def _check_untouched(self) -> None:
         """Raises RuntimeError when gradients were changed after their messages had been taken."""
         versions, self._versions = self._versions, {}
-        if any(p.grad is not None and p.grad._version != version for p, version in versions.items()):
+        samples, self._samples = self._samples, None
+        changed = any(p.grad is not None and p.grad._version != version for p, version in versions.items())
+        if changed or (samples is not None and not torch.equal(samples, self._sample())):
             self._feeding = False
             self.pipeline.wait()
             raise RuntimeError(
                 "gradients were changed after backward (clipped?), but messages had been taken during it: clip with the "
                 "optimizer's own max_grad_norm and turn the framework's clipping off, or use attach(..., overlap=False)"
             )
+
+    def _sample(self) -> Tensor:
+        """The bits of a few elements of every gradient: torch counts no version when it changes many shards at a time.
+
+        None of GPUs', where the host would have to wait for them.
+        """
+        found = [g.reshape(-1)[:SAMPLE] for g in self._gradients() if g.device.type == "cpu"]
+        return torch.cat(found).view(torch.int32) if found else torch.zeros(0)
 
     def _exchange_all(self, step: int) -> None:
         """Sees to it that every unit of this step has been exchanged."""
@@ -89,12 +111,14 @@ class GradientExchange(Method):
             if self.max_grad_norm is not None:
                 alone = self.plan(step) is Plan.SKIP
                 squares = self._squares(finite=True)
-                if not alone:
+                if alone:
+                    squares = self._of_all_shards(squares)
+                else:
                     squares = self.comm.total(squares) / self.comm.world_size
                 factor = self._clip_factor(squares.sqrt())
         for unit in self.units:
             if unit.waiting:  # after feeding: what DDP does not reduce, the same on every rank
-                left = [(i, None if fed else unit.params[i].grad) for i in sorted(unit.waiting)]
+                left = [(i, None if fed else gradient(unit.wholes[i])) for i in sorted(unit.waiting)]
                 self._put(unit, left, factor)
         self.pipeline.submit(functools.partial(self.after_units, step))
         self._feeding = False
@@ -102,14 +126,20 @@ class GradientExchange(Method):
 
     def _clip_gradients(self) -> None:
         """Clips `p.grad`, the average gradient of a DENSE step, by its norm."""
-        grads = [p.grad for u in self.units for p in u.params if p.grad is not None]
-        torch._foreach_mul_(grads, self._clip_factor(self._squares(finite=False).sqrt()))
+        squares = self._of_all_shards(self._squares(finite=False))
+        torch._foreach_mul_(self._gradients(), self._clip_factor(squares.sqrt()))
+
+    def _gradients(self) -> list[Tensor]:
+        return [g for unit in self.units for p in unit.wholes if (g := gradient(p)) is not None]
+
+    def _of_all_shards(self, squares: Tensor) -> Tensor:
+        return self.comm.across_holders(squares.reshape(1)).reshape(())
 
     def _squares(self, finite: bool) -> Tensor:
         """The sum of squares of this rank's gradients, fp64[]. finite: without the elements that count as 0."""
         device = self.units[0].device if self.units else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for g in (p.grad for u in self.units for p in u.params if p.grad is not None):
+        for g in self._gradients():
             check_gradient(g)
             kept = torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) if finite else g
             # In fp64: the squares of fp32 numbers above 1e19 are infinite in fp32.

@@ -15,16 +15,18 @@ One-process reference: tests/test_lamb.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from birder.comm import Communicator
 from birder.optimizers.adam import adam_moments, check_adam
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit, with_gradient
+from birder.optimizers.norms import norms
 
 
 def check_lamb(group: dict[str, Any]) -> None:
@@ -38,11 +40,14 @@ def check_lamb(group: dict[str, Any]) -> None:
 
 
 def trust_ratios(
-    params: list[Tensor], updates: list[Tensor], group: dict[str, Any], phi: tuple[float, float] | None = None
+    comm: Communicator,
+    params: list[Tensor],
+    updates: list[Tensor],
+    group: dict[str, Any],
+    phi: tuple[float, float] | None = None,
 ) -> Tensor:
     """c of equation (3) for every tensor, fp32[len(params)], within [min_coeff, max_coeff] of the group."""
-    x = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float32) for p in params])
-    r = torch.stack([torch.linalg.vector_norm(u) for u in updates])
+    x, r = norms(comm, [*params, *updates]).chunk(2)
     size = x if phi is None else x.clamp(*phi)
     c = (size / r).clamp(group["min_coeff"], group["max_coeff"])
     return torch.where((x > 0) & (r > 0), c, torch.ones_like(c))
@@ -61,6 +66,9 @@ class LAMB(BucketOptimizer):
 
     Raises ValueError for arguments out of range.
     """
+
+    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
+    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -115,6 +123,6 @@ class LAMB(BucketOptimizer):
                 torch._foreach_div_(r, 1 - beta1**step)
             if group["weight_decay"]:
                 torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
-            c = trust_ratios(params, list(r), group, group["phi"])  # (3)
+            c = trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)
             torch._foreach_mul_(r, list(c.unbind()))
             torch._foreach_add_(params, r, alpha=-group["lr"])  # (4)

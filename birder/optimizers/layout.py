@@ -23,6 +23,24 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def sharded(p: Tensor) -> bool:
+    """Whether this rank holds only a part of the tensor: whether it is one of FSDP's (a DTensor)."""
+    return hasattr(type(p), "to_local")
+
+
+def local(t: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; it shares the memory."""
+    if not sharded(t):
+        return t
+    with torch.no_grad():
+        return t.to_local()  # type: ignore[attr-defined]
+
+
+def gradient(p: Tensor) -> Tensor | None:
+    """The part of a parameter's gradient that this rank holds; None where there is no gradient."""
+    return None if p.grad is None else local(p.grad)
+
+
 @dataclass
 class Unit:
     """Parameters of one group, side by side in flat buffers of `padded` fp32 elements.
@@ -43,6 +61,10 @@ class Unit:
     offsets: list[int]
     start: int
     numel: int
+    wholes: list[Tensor] = field(default_factory=list)
+    """The optimizer's own parameters. `params` are the same ones; or of FSDP's the shards on this rank (shards.py)."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """(place in the flat buffers, element number) where each run of consecutive numbers begins; none: one from `start`."""
     padded: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
@@ -63,6 +85,17 @@ class Unit:
     def views(self, flat: Tensor) -> list[Tensor]:
         """All parameters' parts of a flat buffer."""
         return [self.view(flat, i) for i in range(len(self.params))]
+
+    def numbered(self, begin: int, size: int) -> list[tuple[slice, int]]:
+        """The runs of consecutive element numbers in `size` elements from `begin` on: (where in these, first number)."""
+        runs = self.runs or [(0, self.start)]
+        found = []
+        for k, (place, number) in enumerate(runs):
+            end = runs[k + 1][0] if k + 1 < len(runs) else self.padded
+            low, high = max(place, begin), min(end, begin + size)
+            if low < high:
+                found.append((slice(low - begin, high - begin), number + low - place))
+        return found
 
     def zeros(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""
@@ -88,7 +121,7 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
     for group in groups:
         open_unit: Unit | None = None
         for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
-            size = round_up(p.numel(), align)
+            size = round_up(p.numel(), align)  # of FSDP's parameters: all of it, so that all ranks cut alike
             if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
                 open_unit = Unit(len(units), group, [], [], start, 0)
                 units.append(open_unit)
@@ -96,14 +129,16 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
             open_unit.offsets.append(open_unit.numel)
             open_unit.numel += size
             start += size
+    for unit in units:
+        unit.wholes = list(unit.params)
     return units
 
 
 def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
     """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
-    chosen = [i for i, p in enumerate(unit.params) if p.grad is not None]
-    params = [unit.params[i] for i in chosen]
-    for p in params:
-        check_gradient(p.grad)  # type: ignore[arg-type]
-    grads = [p.grad.to(torch.float32) for p in params]  # type: ignore[union-attr]
+    found = {i: g for i, p in enumerate(unit.wholes) if (g := gradient(p)) is not None}
+    for g in found.values():
+        check_gradient(g)
+    chosen = list(found)
+    params, grads = [unit.params[i] for i in chosen], [g.to(torch.float32) for g in found.values()]
     return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)

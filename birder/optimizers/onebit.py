@@ -75,6 +75,7 @@ class OneBitMethod(BucketOptimizer):
     """Base of the methods that send the 1-bit mean: the two errors, and which coordinates take part."""
 
     compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"worker_error": "mean", "server_error": "cut"}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._support: dict[int, Support] = {}

@@ -17,7 +17,7 @@ One-process reference: `OneBitAdam` in tests/reference.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -44,6 +44,9 @@ class OneBitAdam(OneBitMethod):
 
     Raises ValueError for arguments out of range.
     """
+
+    carried: ClassVar[dict[str, str]] = {**OneBitMethod.carried, "m": "copy", "v": "copy"}
+    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ One-process reference: tests/reference_onebit_lamb.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from birder.optimizers.checks import require, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.lamb import check_lamb, trust_ratios
 from birder.optimizers.layout import Unit
+from birder.optimizers.norms import maxima, norms
 from birder.optimizers.onebit import OneBitMethod
 
 VANISHED = 1e-9
@@ -61,6 +62,13 @@ class OneBitLAMB(OneBitMethod):
 
     Raises ValueError for arguments out of range.
     """
+
+    carried: ClassVar[dict[str, str]] = {
+        **OneBitMethod.carried,
+        **dict.fromkeys(("m", "v", "fresh", "coeff", "factor", "scale"), "copy"),
+    }
+    on_shards: ClassVar[bool] = True
+    by_tensor: ClassVar[frozenset[str]] = frozenset({"coeff", "factor", "scale"})
 
     def __init__(
         self,
@@ -149,7 +157,7 @@ class OneBitLAMB(OneBitMethod):
         r = unit.views(state["m"] / state["v"].sqrt().add_(group["eps"]))
         if group["weight_decay"]:
             torch._foreach_add_(r, unit.params, alpha=group["weight_decay"])  # (1)
-        c = trust_ratios(unit.params, r, group)
+        c = trust_ratios(self.comm, unit.params, r, group)
         average = state["coeff"] * self.coeff_beta + c * (1 - self.coeff_beta)
         state["coeff"].copy_(torch.where(c != 1, average, state["coeff"]))  # (3)
         self._move(unit, r, c)  # (2)
@@ -158,9 +166,9 @@ class OneBitLAMB(OneBitMethod):
         """Equation (4), over all tensors that have momentum; the same on all ranks since m is."""
         sizes = []
         for unit in self.units:
-            norms = torch.stack([torch.linalg.vector_norm(m) for m in unit.views(unit.state["m"])]).double()
-            roots = [p.numel() ** 0.5 for p in unit.params]
-            sizes.append(torch.stack([norm / root for norm, root in zip(norms.unbind(), roots, strict=True)]))
+            lengths = norms(self.comm, unit.views(unit.state["m"])).double()
+            roots = [p.numel() ** 0.5 for p in unit.wholes]
+            sizes.append(torch.stack([length / root for length, root in zip(lengths.unbind(), roots, strict=True)]))
         everything = torch.cat([row.to(sizes[0].device) for row in sizes]) if sizes else torch.zeros(1)
         floor = VANISHED * everything.max()
         present = everything > floor
@@ -182,11 +190,11 @@ class OneBitLAMB(OneBitMethod):
         fresh.mul_(beta2).addcmul_(g, g, value=1 - beta2)  # (8)
         frozen = state["v"].sqrt().add_(group["eps"])
         r = unit.views(m / frozen)
-        f = torch.stack([q.max() for q in unit.views(frozen.div_(fresh.sqrt().add_(group["eps"])))])
+        f = maxima(self.comm, unit.views(frozen.div_(fresh.sqrt().add_(group["eps"]))))
         if group["weight_decay"]:
-            before = torch.stack([torch.linalg.vector_norm(part) for part in r])
+            before = norms(self.comm, r)
             torch._foreach_add_(r, unit.params, alpha=group["weight_decay"])  # (9)
-            after = torch.stack([torch.linalg.vector_norm(part) for part in r])
+            after = norms(self.comm, r)
             p = torch.where(after > 0, before / after, 1.0).clamp(max=1.0)
             f = p * f + (1 - p)  # (10)
         last = state["factor"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,9 @@ class SGDM(BucketOptimizer):
 
     g = mean_i g_i + weight_decay x;  buf = momentum buf + g;  x = x - lr buf        (nesterov: x - lr (g + momentum buf))
     """
+
+    carried: ClassVar[dict[str, str]] = {"momentum": "copy"}
+    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from birder.comm import Pipeline, SingleProcess
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
 
-NOT_COPIED = {"comm", "pipeline", "units", "_where", "_versions", "_bound", "_feeding", "step"}
+NOT_COPIED = {"comm", "pipeline", "units", "_where", "_versions", "_samples", "_bound", "_feeding", "_sharded", "step"}
 """Attributes that stay behind when an optimizer is copied or pickled: what belongs to this process and its peers."""
 
 
@@ -80,6 +80,10 @@ class MethodState(Method):
                 "on every rank after DistributedDataParallel has been built, which gives all ranks those of rank 0"
             )
 
+    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
+        """`unit.state`, and what the method has dropped from it because it is known by now."""
+        return dict(unit.state)
+
     # ---- saving and restoring ----------------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
@@ -123,7 +127,7 @@ class MethodState(Method):
             self._load_units(state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for unit in self.units:  # torch replaces the group dicts
-            unit.group = next(g for g in self.param_groups if any(p is unit.params[0] for p in g["params"]))
+            unit.group = next(g for g in self.param_groups if any(p is unit.wholes[0] for p in g["params"]))
         self.steps = int(state_dict["steps"])
 
     def _bind_alone(self) -> None:
@@ -143,13 +147,14 @@ class MethodState(Method):
     def _load_units(self, state_dict: dict[str, Any]) -> None:
         name, mine = type(self).__name__, self.comm.signature
         saved = tuple(state_dict["signature"])
-        if self.compressed and saved != mine:
+        differs = self.compressed or self.comm.holders > 1  # from rank to rank
+        if differs and saved != mine:
             raise ValueError(
                 f"state of {name} was saved with {saved[0]} workers x {saved[1]} shards, "
                 f"this run has {mine[0]} x {mine[1]}: resume with the same number of nodes and ranks"
             )
         rank = state_dict.get("rank", self.comm.rank)
-        if self.compressed and rank != self.comm.rank:
+        if differs and rank != self.comm.rank:
             raise ValueError(
                 f"state of {name} was saved by rank {rank}, this is rank {self.comm.rank}: "
                 "it differs from rank to rank, so save and load it on every rank"
@@ -184,6 +189,6 @@ class MethodState(Method):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
             self.comm, self.pipeline = SingleProcess(), Pipeline()
-            self.units, self._where, self._versions = [], {}, {}
-            self._bound = self._feeding = False
+            self.units, self._where, self._versions, self._samples = [], {}, {}, None
+            self._bound = self._feeding = self._sharded = False
         super().__setstate__(state)
