@@ -115,6 +115,7 @@ def resolve(composed: Composed) -> dict[str, Any]:
     validate.check(everything)
     rules.check_scales(everything["scales"])
     rules.check_hook(everything)
+    rules.check_sharded(everything)
     schedules.check(everything["train"]["lr_schedule"])
     if everything["run_name"] is None and everything["resume"] == "auto":
         raise UserError("resume=auto needs run_name=NAME, the name of the run to go on with")

@@ -40,6 +40,12 @@ def check_hook(config: dict[str, Any]) -> None:
         raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
 
 
+def check_sharded(config: dict[str, Any]) -> None:
+    """Raises UserError where a resolved configuration asks for FSDP2 with what does not go with it."""
+    if config["comm"]["topology"] == "hsdp" and config["train"]["precision"] == "fp16":
+        raise UserError("comm.topology=hsdp has no GradScaler: set train.precision=bf16 or fp32")
+
+
 def check_writable(key: str, folder: Path) -> None:
     """Raises UserError unless files can be made in `folder`, or in the nearest parent that exists. Makes nothing."""
     there = folder

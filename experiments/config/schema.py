@@ -76,7 +76,9 @@ class Train(Section):
 
 class Comm(Section):
     enabled: Switch = doc("false: no communication: the bound of any speedup, never a training result")
-    topology: Literal["flat", "hierarchical"] = doc("who is a worker: every rank, or every node")
+    topology: Literal["flat", "hierarchical", "hsdp"] = doc(
+        "who is a worker: every rank, every node, or every node with the model sharded over its ranks by FSDP2"
+    )
     overlap: Switch = doc("false: communicate after backward, not beside it")
     bucket_mb: Megabytes = doc("size of buckets and units, MB")
     hook: Literal["bf16", "fp16", "powersgd"] | None = doc("PyTorch's own hook, with a dense optimizer")

@@ -41,13 +41,14 @@ def method(config: dict[str, Any]) -> str:
         return f"PowerSGD rank {comm['powersgd_rank']}" if hook == "powersgd" else f"PyTorch {hook} hook"
     name = class_name(config["optimizer"])
     label = str((config.get("method") or {}).get("label") or ONE_BIT.get(name, name))
+    sharded = " hsdp" if comm.get("topology") == "hsdp" else ""
     if name in DENSE:
-        return f"{label} {wire(config)}"
+        return f"{label} {wire(config)}{sharded}"
     if config["optimizer"].get("reduce") == "one_phase":
         label += " one-phase (this project's)"
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":
         label += " hierarchical"
-    return label
+    return label + sharded
 
 
 def is_compressed(wire: str) -> bool:

@@ -49,6 +49,8 @@ def why_runs(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
 
 def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
     first = resolved[0]
+    if any(config["comm"]["topology"] == "hsdp" for config in resolved):
+        return "comm.topology=hsdp has a model of its own"
     for other in resolved[1:]:
         for key in (*SHARED, *SHARED_KEYS):
             if _value(other, key) != _value(first, key):

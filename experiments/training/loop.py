@@ -11,7 +11,6 @@ from typing import Any
 import hydra.utils
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from experiments.records import labels, record
 from experiments.training import link, step_profile
@@ -20,6 +19,7 @@ from experiments.training.method import Length, Method, batches
 from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.rounds import Rounds
+from experiments.training.sharded import gathered, wrap
 from experiments.training.track import Tracker
 from experiments.training.world import world
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
@@ -50,12 +50,7 @@ class _Run:
         self.accumulate = int(self.settings["accumulate"])
         self.length = Length(self.config, self.workload, shard.world_size)
         model = self.workload.build_model().to(shard.device)
-        self.ddp = DistributedDataParallel(
-            model,
-            device_ids=[shard.device] if shard.device.type == "cuda" else None,
-            bucket_cap_mb=self.config["comm"]["bucket_mb"],
-            gradient_as_bucket_view=True,
-        )
+        self.ddp = wrap(model, spec, shard.device)
         self.method = Method(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
         self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
@@ -163,6 +158,7 @@ class _Run:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.no_grad(),
             self.optimizer.averaged(),
+            gathered(self.ddp),
         ):
             self.metrics = self.workload.evaluate(self.ddp.module, self.shard)
         self.ddp.train()

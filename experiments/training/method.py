@@ -16,6 +16,7 @@ import birder
 from birder import BucketOptimizer
 from experiments.config import schedules
 from experiments.training import step_profile
+from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
@@ -84,7 +85,7 @@ class Method:
         self,
         config: dict[str, Any],
         workload: Workload,
-        ddp: DistributedDataParallel,
+        ddp: Wrapped,
         shard: Shard,
         length: Length,
         seed: int,
@@ -98,8 +99,10 @@ class Method:
         half = self.settings["precision"] == "fp16"
         self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
         self.attachment: birder.Attachment | HookAttachment
-        if comm.get("hook") and comm["enabled"]:
-            self.attachment = self._hook(comm)
+        if isinstance(ddp, ShardedModel):
+            self.attachment = self._shards(ddp, comm)
+        elif comm.get("hook") and comm["enabled"]:
+            self.attachment = self._hook(ddp, comm)
         else:
             self.attachment = birder.attach(
                 ddp,
@@ -114,12 +117,24 @@ class Method:
         if shard.device.type == "cuda":
             self._watch_updates()
 
-    def _hook(self, comm: dict[str, Any]) -> HookAttachment:
+    def _shards(self, model: ShardedModel, comm: dict[str, Any]) -> birder.Attachment:
+        """FSDP2 inside a node."""
+        try:
+            return birder.attach(
+                model.module,
+                self.optimizer,
+                mesh=model.mesh,
+                overlap=comm["overlap"],
+                communicate=comm["enabled"],
+                unit_mb=comm["bucket_mb"],
+            )
+        except TypeError as e:
+            raise UserError(f"comm.topology=hsdp: {e}") from e
+
+    def _hook(self, ddp: DistributedDataParallel, comm: dict[str, Any]) -> HookAttachment:
         """One of PyTorch's own hooks."""
         try:
-            return attach_hook(
-                self.ddp, self.optimizer, comm["hook"], rank=comm["powersgd_rank"], unit_mb=comm["bucket_mb"]
-            )
+            return attach_hook(ddp, self.optimizer, comm["hook"], rank=comm["powersgd_rank"], unit_mb=comm["bucket_mb"])
         except ValueError as e:
             raise UserError(f"comm.hook: {e}") from e
 
@@ -194,7 +209,7 @@ class Method:
 
 def forward_backward(
     workload: Workload,
-    ddp: DistributedDataParallel,
+    ddp: Wrapped,
     stream: Iterator[Batch],
     settings: dict[str, Any],
     device: torch.device,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from birder import Attachment, BucketOptimizer, checkpoint
+from birder.optimizers.layout import local as held
+from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment
 from experiments.workloads.base import Workload
 from launch.errors import UserError
@@ -22,7 +23,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
-        ddp: DistributedDataParallel,
+        ddp: Wrapped,
         optimizer: BucketOptimizer,
         workload: Workload,
         scaler: torch.amp.GradScaler | None,
@@ -48,13 +49,17 @@ class Checkpoints:
         if self.scaler is not None:
             local["scaler"] = self.scaler.state_dict()
         shared: dict[str, Any] = {}
-        parameters = {name: p.detach() for name, p in self.ddp.module.named_parameters()}
+        parameters = self._parameters()
         try:
-            # Models that differ between ranks are kept by each rank for itself.
-            (local if self.optimizer.local_models else shared)["parameters"] = parameters
+            # Models, or shards, that differ between ranks are kept by each rank for itself.
+            own = self.optimizer.local_models or isinstance(self.ddp, ShardedModel)
+            (local if own else shared)["parameters"] = parameters
             checkpoint.save(self.folder, step, shared, local, self.keep)
         except OSError as e:
             raise UserError(f"{e}; free space or set output_dir=FOLDER on another disk") from e
+
+    def _parameters(self) -> dict[str, Any]:
+        return {name: held(p).detach() for name, p in self.ddp.module.named_parameters()}
 
     def find(self) -> checkpoint.Restored | None:
         """The newest whole checkpoint, read; None where there is none. Every rank calls it. Raises UserError."""
@@ -69,7 +74,7 @@ class Checkpoints:
         try:
             with torch.no_grad():
                 saved = (local if "parameters" in local else shared)["parameters"]
-                _copy(dict(self.ddp.module.named_parameters()), saved, "parameter")
+                _copy(self._parameters(), saved, "parameter")
                 _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
             self.optimizer.load_state_dict(local["optimizer"])
             self.workload.load_state_dict(local["workload"])
@@ -96,9 +101,7 @@ def _copy(mine: dict[str, Any], saved: dict[str, Any], what: str) -> None:
         tensor.copy_(saved[name])
 
 
-def prime_buckets(
-    ddp: DistributedDataParallel, attachment: Attachment | HookAttachment, workload: Workload, batch: Any
-) -> None:
+def prime_buckets(ddp: Wrapped, attachment: Attachment | HookAttachment, workload: Workload, batch: Any) -> None:
     """One backward pass without effect, after which DDP rebuilds its buckets as it did in the interrupted run.
 
     The sums of a ring all-reduce depend, in their last bit, on where in a bucket an element lies. Call before `apply`,

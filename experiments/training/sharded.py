@@ -1,0 +1,85 @@
+"""A model that FSDP2 shards over the ranks of a node, as the training loop knows DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from launch.spec import RunSpec
+
+
+class ShardedModel(nn.Module):
+    """A replica on every node, sharded over its ranks: every block of an nn.ModuleList by itself, the rest together.
+
+    module: the model. mesh: nodes x ranks per node.
+    """
+
+    def __init__(self, model: nn.Module, nodes: int, ranks_per_node: int, device: torch.device) -> None:
+        super().__init__()
+        self.mesh = init_device_mesh(device.type, (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
+        inside = self.mesh["shard"]
+        for blocks in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+            for block in blocks:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block, mesh=inside)
+        fully_shard(model, mesh=inside, reshard_after_forward=False)
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @property
+    def _root(self) -> FSDPModule:
+        return cast(FSDPModule, self.module)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on this rank."""
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every rank has the whole model. Forward passes send nothing: ranks may differ in how many they make."""
+        parts = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        self._root.set_reshard_after_forward(False)
+        for part in parts:
+            part.unshard()
+        try:
+            yield
+        finally:
+            self._root.set_reshard_after_forward(True)
+            self._root.set_reshard_after_forward(False, recurse=False)
+            for part in parts:
+                part.reshard()
+
+
+Wrapped = DistributedDataParallel | ShardedModel
+
+
+def wrap(model: nn.Module, spec: RunSpec, device: torch.device) -> Wrapped:
+    """The model under what `comm.topology` says: FSDP2 for hsdp, DistributedDataParallel for any other."""
+    comm = spec.config["comm"]
+    if comm["topology"] == "hsdp":
+        return ShardedModel(model, spec.nodes, spec.ranks_per_node, device)
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=comm["bucket_mb"],
+        gradient_as_bucket_view=True,
+    )
+
+
+def gathered(model: Wrapped) -> contextlib.AbstractContextManager[None]:
+    """Inside, every rank can run `model.module` by itself."""
+    return model.gathered() if isinstance(model, ShardedModel) else contextlib.nullcontext()
