@@ -11,7 +11,8 @@ import pytest
 
 from experiments.config import compose
 from experiments.records import record
-from experiments.timing import machine, plan
+from experiments.timing import plan
+from experiments.training import machine
 from launch.spec import RunSpec
 from tests.ranks import run_ranks
 
