@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from experiments.cells.suite import Cell, Suite
 from experiments.records import record
 from experiments.training import heartbeat, machine, step_profile, worker
 from experiments.training.together import gathered
+from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
 from launch.spec import RunSpec
 
@@ -57,10 +59,12 @@ def train(spec: RunSpec) -> None:
 def carried(link: dict[str, Any], mbit: float) -> float:
     """Mbit/s of TCP that links set to `mbit` carry. link: what the launcher knows of them; empty where nothing crosses one.
 
-    A machine that is busy for a moment can only make a link look slower than its token bucket, never faster: where
-    that was measured what the bucket lets through counts.
+    That is what their token buckets let through: the launcher's short measurement is a few percent off, by the bucket's
+    first burst or by a moment in which the machine was busy. Where it is further off this machine cannot carry so much,
+    and what was measured counts.
     """
-    return max(float(link.get("mbit_per_s") or 0.0), GOODPUT * mbit)
+    told, measured = GOODPUT * mbit, float(link.get("mbit_per_s") or 0.0)
+    return measured if measured and abs(measured / told - 1) > TOLERANCE else told
 
 
 class Node:
@@ -99,7 +103,8 @@ class Node:
     def _measure(self, cells: Sequence[Scaled], setups: Setups) -> None:
         """The rounds of cells that are compared, and their records."""
         mine: dict[Cell, list[dict[str, Any]]] = {s.cell: [] for s in cells}
-        before = gathered(machine.read())
+        name = ", ".join(filter(None, [cells[0].cell.model, cells[0].cell.rate]))
+        before, began = gathered(machine.read()), time.monotonic()
         for number in range(self.rounds):
             for same in self._order(cells, number):
                 with setups.use(same[0]) as setup:
@@ -108,9 +113,12 @@ class Node:
                         mine[s.cell].append(setup.turn(1))
                         if number + 1 == self.rounds and self.plan.get("profile"):
                             self._profile(s, setup)
+            if self.rank == 0:
+                left = (time.monotonic() - began) * (self.rounds / (number + 1) - 1)
+                print(f"{name}, {self.size} nodes: round {number + 1}/{self.rounds}, {left:.0f} s left", flush=True)
         busy = machine.busy(before, gathered(machine.read()))
         everyone = gathered({cell: measured.together(turns) for cell, turns in mine.items()})
-        about = {"world": f"{self.spec.id} {'-'.join(filter(None, [cells[0].cell.model, cells[0].cell.rate]))}"}
+        about = {"world": f"{self.spec.id}, {name}"}
         for s in cells:
             nodes = [of[s.cell] for of in everyone]
             self._done += 1

@@ -67,7 +67,10 @@ class Setups:
     def use(self, scaled: Scaled) -> Iterator[Setup]:
         """The setup of a cell, for a turn."""
         key = scaled.key
-        setup = self._held.get(key) or self._make(scaled)
+        setup = self._held.get(key)
+        if setup is None:
+            setup = self._make(scaled)
+            setup.step()  # without waiting: what others have is warm, too
         watched = None if key in self.peaks else Memory()
         yield setup
         if watched is not None:

@@ -29,7 +29,7 @@ def honesty(results: Results) -> str:
 
 def _range(values: list[float | None]) -> str:
     known = sorted(v for v in values if v)
-    return f"{number(known[0])} to {number(known[-1])}" if known else ""
+    return " to ".join(dict.fromkeys([number(known[0]), number(known[-1])])) if known else ""
 
 
 def share(fraction: float) -> str:
