@@ -62,9 +62,14 @@ class Birder:
         hold: bool = False,
         seed: int = 0,
         parts: list[tuple[int, int, int]] | None = None,
+        beta2: float | None = None,
+        weyl: bool = False,
     ) -> None:
-        """parts: for the one-phase form (start, end, size) of each unit: its elements, and those of one shard."""
-        self.parts = parts
+        """parts: for the one-phase form (start, end, size) of each unit: its elements, and those of one shard.
+
+        weyl: a bit's threshold is a 32-bit word, drawn once in its upper half, that goes round by a number in each step.
+        """
+        self.parts, self.beta2, self.weyl = parts, beta2, weyl
         self.params, self.workers, self.lr, self.beta, self.seed = params, workers, lr, beta, seed
         self.weight_decay, self.decoupled, self.hold = weight_decay, decoupled, hold
         self.elements = element_numbers(params)
@@ -92,6 +97,9 @@ class Birder:
     def _server(self, bits: Tensor, elements: np.ndarray) -> Tensor:
         """The bit of one worker, drawn by log2(n) random bits; for odd n the average against a random number."""
         n = self.workers
+        if self.weyl and n > 1:
+            draw = self._turned(elements, SERVER, 0x6A09E667, 0)
+            return draw < (bits.sum(0) * 65536 + n // 2) // n
         if n & (n - 1):
             draw = draws(elements, seed=self.seed, step=self.steps, stream=SERVER)
             return draw < (bits.sum(0) * 65536 + n // 2) // n
@@ -113,20 +121,32 @@ class Birder:
         word = (elements - first) // 32
         group = first // 32 + word // self.workers * self.workers
         zero = np.zeros_like(group)
-        counter = [group & 0xFFFFFFFF, group >> 32, zero + self.steps, zero + (1 << 25)]
+        counter = [group & 0xFFFFFFFF, group >> 32, zero + (0 if self.weyl else self.steps), zero + (1 << 25)]
         drawn = philox(counter, [self.seed & 0xFFFFFFFF, self.seed >> 32])[0]
-        shift = (drawn * np.uint64(self.workers)) >> np.uint64(32)
-        return torch.from_numpy((word % self.workers + shift.astype(np.int64)) % self.workers)
+        shift = ((drawn * np.uint64(self.workers)) >> np.uint64(32)).astype(np.int64)
+        turn = self.steps if self.weyl else 0
+        return torch.from_numpy((word % self.workers + shift + turn) % self.workers)
+
+    def _turned(self, elements: np.ndarray, stream: int, by: int, ahead: int) -> Tensor:
+        word = draws(elements, seed=self.seed, step=0, stream=stream) * 2**16 + self.steps * by + ahead
+        return (word % 2**32) >> 16
 
     def _worker(self, w: int, i: int, g: Tensor, p: Tensor) -> Tensor:
         if not self.decoupled:
             g = g + self.weight_decay * p.flatten()
         m, b = self.m[i][w], self.b[i][w]
         idle = g == 0
+        second = self.beta if self.beta2 is None else self.beta2
         m.copy_(self.beta * m + (1 - self.beta) * g)
-        b.copy_(torch.where(idle & self.hold, b, self.beta * b + (1 - self.beta) * g.abs()))
-        u = torch.where(b > 0, m / b, 0.0)
+        b.copy_(torch.where(idle & self.hold, b, second * b + (1 - second) * g.abs()))
+        if self.beta2 is None:
+            u = torch.where(b > 0, m / b, 0.0)
+        else:  # m/(1 - beta^t) over b/(1 - beta2^t)
+            u = torch.where(b > 0, m * ((1 - second**self.steps) / (1 - self.beta**self.steps)) / b, 0.0).clamp(-1, 1)
         threshold = torch.floor(u * 32768 + 32768.5).long()
+        if self.weyl:
+            ahead = w * 2**32 // self.workers if self.parts is None else 0
+            return self._turned(self.elements[i], 0, 0x9E3779B9, ahead) < threshold
         return draws(self.elements[i], seed=self.seed, step=self.steps, stream=w) < threshold
 
 

@@ -57,9 +57,10 @@ def test_elements_beyond_2_to_the_35_have_numbers_of_their_own():
     seed=st.integers(0, 2**64 - 1),
     hold=st.booleans(),
     eps=st.sampled_from([0.0, 1e-8, 1e-3]),
+    ours=st.booleans(),
 )
-def test_fused_encode_equals_the_reference(bytes_, dtype, seed, hold, eps):
-    kernel_checks.encode(cpu, "cpu", 8 * bytes_, dtype, seed, hold, eps)
+def test_fused_encode_equals_the_reference(bytes_, dtype, seed, hold, eps, ours):
+    kernel_checks.encode(cpu, "cpu", 8 * bytes_, dtype, seed, hold, eps, ours)
 
 
 def test_half_precision_gradients_are_taken_as_they_are():

@@ -95,7 +95,7 @@ def test_hyper_parameters_give_way_to_experiment_and_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("birder: {beta1: 0.9}", "birder has no 'beta1'; it takes beta, decoupled, "),
+        ("birder: {beta1: 0.9}", "birder has no 'beta1'; it takes beta, beta2, bits, "),
         ("bider: {lr: 0.1}", "has an entry for 'bider'"),
         ("birder: {train: {lr_bach: total}}", "birder sets train.lr_bach, which is no key of"),
         ("birder: 0.1", "birder must hold arguments"),

@@ -27,6 +27,11 @@ def test_encode(numel, dtype, hold):
     kernel_checks.encode(cuda, DEVICE, numel, dtype, seed=2**63 + 12345 + numel, hold=hold, eps=1e-8 * hold)
 
 
+@pytest.mark.parametrize("dtype", kernel_checks.DTYPES)
+def test_encode_with_two_betas_and_turned_draws(dtype):
+    kernel_checks.encode(cuda, DEVICE, 2048 + 1032, dtype, seed=2**63 + 77, eps=1e-8, ours=True)
+
+
 def test_certain_signs_never_flip():
     kernel_checks.certain_signs(cuda, DEVICE, 4096)
 

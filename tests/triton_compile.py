@@ -28,6 +28,8 @@ TILE, WORDS = {"BYTES": BYTES}, {"WORDS": 256}
 MASKED, LONG = {"MASKED": True}, {"ORDERED": True, "ALIGNED": True}
 PERMUTED = {"ORDERED": False, "ALIGNED": True}
 COUNTER = [I32, I32, I32, I32, I64]
+LAW = [R] * 6
+"""beta, 1 - beta, the same of the second, scale, eps."""
 EVEN = 16
 """Arrays begin at multiples of so many bytes, and numbers of elements and bytes are multiples of it, as in real units."""
 
@@ -43,10 +45,10 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(cuda._encode, [F, F, F, U, I64, R, R, R, *COUNTER], {"HOLD": True, **TILE}, (3, 2)),
-    Case(cuda._encode, ["*bf16", F, F, U, I32, R, R, R, *COUNTER], {"HOLD": False, **TILE}, (2, 2)),
-    Case(cuda._encode, ["*fp16", F, F, U, I32, R, R, R, *COUNTER], {"HOLD": False, **TILE}, (2, 2)),
-    Case(cuda._reduce, [U, U, I32, I32, *COUNTER], TILE),
+    Case(cuda._encode, [F, F, F, U, I64, *LAW, I32, *COUNTER], {"HOLD": True, **TILE}, (3, 2)),
+    Case(cuda._encode, ["*bf16", F, F, U, I32, *LAW, I32, *COUNTER], {"HOLD": False, **TILE}, (2, 2)),
+    Case(cuda._encode, ["*fp16", F, F, U, I32, *LAW, I32, *COUNTER], {"HOLD": False, **TILE}, (2, 2)),
+    Case(cuda._reduce, [U, U, I32, I32, I32, *COUNTER], TILE),
     Case(cuda._copied, ["*i32", "*i32", I32, I32, *COUNTER], {"LEVELS": 4, "WORDS": 256}),
     Case(cuda._unseen, [F, U, U, I32, I32], {"WIDTH": 1024}, (1, 0)),
     Case(cuda_many._apply, [ROWS, U, U, R, R], {"DECAYS": True, "PARTIAL": True, **LONG}, (1, 1)),
@@ -56,11 +58,11 @@ CASES = [
     Case(cuda_many._take, [ROWS, F, F], {"KIND": tl.float32, "SCALED": True, "SCREENED": True, **LONG}, (1, 1)),
     Case(cuda_many._take, [ROWS, F, F], {"KIND": tl.bfloat16, "SCALED": False, "SCREENED": True, **LONG}, (0, 1)),
     Case(cuda_many._take, [ROWS, F, F], {"KIND": tl.float16, "SCALED": False, "SCREENED": True, **PERMUTED}),
-    Case(cuda_draw._binarize, [F, U, I32, *COUNTER], TILE, (1, 0)),
+    Case(cuda_draw._binarize, [F, U, I32, I32, *COUNTER], TILE, (1, 0)),
     Case(cuda_draw._mask, [U, I64, I32, *COUNTER], TILE),
     Case(cuda_draw._blocks, ["*i64", I32, I32, *COUNTER], WORDS),
     Case(cuda_draw._owned, ["*i32", "*i32", I32, I32, I32, *COUNTER], WORDS),
-    Case(cuda_draw._assemble, ["*i32", "*i32", I32, I32, *COUNTER], WORDS),
+    Case(cuda_draw._assemble, ["*i32", "*i32", I32, I32, I32, *COUNTER], WORDS),
     Case(cuda_feedback._tree, [D, D, I32], {}, warps=WARPS),
     Case(cuda_feedback._sum_squares, [F, U, D, I32], MASKED, (1, 1), WARPS),
     Case(cuda_feedback._add_message, [F, F, U, D, I64], MASKED, (2, 1), WARPS),

@@ -58,21 +58,23 @@ BYTES = 4096
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _moments(g, m, b, threshold, beta, rest, eps, hold):
+def _moments(g, m, b, threshold, beta, rest, beta2, rest2, scale, eps, hold):
+    one = np.float32(1)
     zero, half, bias, inf = np.float32(0), np.float32(32768.0), np.float32(32768.5), np.float32(np.inf)
     for e in range(g.size):
         x = g[e]
         x = x if abs(x) < inf else zero  # false for NaN too
-        scaled = x * rest
         old = b[e]
-        new_m = m[e] * beta + scaled
-        new_b = old * beta + abs(scaled)
+        new_m = m[e] * beta + x * rest
+        new_b = old * beta2 + abs(x) * rest2
         if hold:
             new_b = old if x == zero else new_b
         m[e] = new_m
         b[e] = new_b
-        u = new_m / (new_b + eps)
+        u = new_m * scale / (new_b + eps)
         u = u if new_b > zero else zero
+        u = u if u < one else one
+        u = u if u > -one else -one
         threshold[e] = np.int32(u * half + bias)
 
 
@@ -95,7 +97,7 @@ def _widen_fp16(half, wide):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _encode(g, m, b, out, beta, rest, eps, hold, k0, k1, step, stream, block):
+def _encode(g, m, b, out, beta, rest, beta2, rest2, scale, eps, hold, shift, k0, k1, step, stream, block):
     words = np.empty(TILE // 2, np.uint32)
     draws = words.view(np.uint16)
     threshold = np.empty(TILE, np.int32)
@@ -104,12 +106,12 @@ def _encode(g, m, b, out, beta, rest, eps, hold, k0, k1, step, stream, block):
         count = min(TILE, g.size - low)
         part = slice(low, low + count)
         draw(words, count // LANES, k0, k1, step, stream, block + np.uint64(low // LANES))
-        _moments(g[part], m[part], b[part], threshold, beta, rest, eps, hold)
-        below(draws, threshold, flags, out[low // LANES : (low + count) // LANES])
+        _moments(g[part], m[part], b[part], threshold, beta, rest, beta2, rest2, scale, eps, hold)
+        below(draws, shift, threshold, flags, out[low // LANES : (low + count) // LANES])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _encode_half(g, brain, m, b, out, beta, rest, eps, hold, k0, k1, step, stream, block):
+def _encode_half(g, brain, m, b, out, beta, rest, beta2, rest2, scale, eps, hold, shift, k0, k1, step, stream, block):
     wide = np.empty(TILE, np.uint32)
     for low in range(0, g.size, TILE):
         count = min(TILE, g.size - low)
@@ -120,11 +122,14 @@ def _encode_half(g, brain, m, b, out, beta, rest, eps, hold, k0, k1, step, strea
             _widen_fp16(g[part], wide)
         x = wide.view(np.float32)[:count]
         number = block + np.uint64(low // LANES)
-        _encode(x, m[part], b[part], out[bits], beta, rest, eps, hold, k0, k1, step, stream, number)
+        _encode(
+            x, m[part], b[part], out[bits],
+            beta, rest, beta2, rest2, scale, eps, hold, shift, k0, k1, step, stream, number,
+        )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def _reduce(rows, out, k0, k1, step, stream, block):
+def _reduce(rows, out, shift, k0, k1, step, stream, block):
     words = np.empty(TILE // 2, np.uint32)
     draws = words.view(np.uint16)
     ones = np.empty(TILE, np.int32)
@@ -142,7 +147,8 @@ def _reduce(rows, out, k0, k1, step, stream, block):
             for e in range(count * LANES):
                 ones[e] += np.int32(counts[e])
         for e in range(count * LANES):  # draw < (65536 ones + n//2) // n, without the division
-            flags[e] = (np.int32(draws[e]) + np.int32(1)) * n <= (ones[e] << 16) + half
+            drawn = np.int32(np.uint16(draws[e] + shift))
+            flags[e] = (drawn + np.int32(1)) * n <= (ones[e] << 16) + half
         pack(flags, out[low : low + count])
 
 
@@ -191,10 +197,10 @@ def _owned(groups, worker, out, k0, k1, step, first):
 
 
 @njit(nogil=True, cache=True)
-def _assemble(rows, out, k0, k1, step, first):
+def _assemble(rows, turn, out, k0, k1, step, first):
     n = rows.shape[0]
     for i in range(out.shape[0]):
-        row = _shift(first + np.uint64(i * n), n, k0, k1, step)
+        row = (_shift(first + np.uint64(i * n), n, k0, k1, step) + turn) % n
         for j in range(n):
             out[i, j] = rows[row, i]
             row = row + 1 if row + 1 < n else 0
@@ -245,13 +251,18 @@ def encode(
     step: int,
     worker: int,
     start: int,
+    beta2: float | None = None,
+    scale: float = 1.0,
+    shift: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.encode`."""
+    beta2 = beta if beta2 is None else beta2
     out = torch.empty(g.numel() // LANES, dtype=torch.uint8) if out is None else out
     k0, k1 = _keys(seed)
     state = m.numpy(), b.numpy(), out.numpy()
-    law = np.float32(beta), np.float32(1.0 - beta), np.float32(eps), hold
+    first, second = (np.float32(beta), np.float32(1.0 - beta)), (np.float32(beta2), np.float32(1.0 - beta2))
+    law = *first, *second, np.float32(scale), np.float32(eps), hold, np.uint16(shift)
     counter = k0, k1, np.uint64(step & 0xFFFFFFFF), np.uint64(worker), np.uint64(start // LANES)
     if g.dtype == torch.float32:
         _encode(g.numpy(), *state, *law, *counter)
@@ -261,32 +272,38 @@ def encode(
     return out
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def reduce_bits(
+    rows: Tensor, *, seed: int, step: int, start: int, shift: int | None = None, out: Tensor | None = None
+) -> Tensor:
     """See `reference.reduce_bits`."""
     out = torch.empty(rows.shape[1], dtype=torch.uint8) if out is None else out
     key, step_word, n = _keys(seed), np.uint64(step & 0xFFFFFFFF), len(rows)
     if n == 1:
         return out.copy_(rows[0])
-    if n & (n - 1) == 0:
+    if n & (n - 1) == 0 and shift is None:
         _copied(rows.numpy(), out.numpy(), *key, step_word, np.uint64(SELECT_STREAM), start // LANES)
     else:
-        _reduce(rows.numpy(), out.numpy(), *key, step_word, np.uint64(SERVER_STREAM), np.uint64(start // LANES))
+        counter = *key, step_word, np.uint64(SERVER_STREAM), np.uint64(start // LANES)
+        _reduce(rows.numpy(), out.numpy(), np.uint16(shift or 0), *counter)
     return out
 
 
-def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def owned(
+    bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None
+) -> Tensor:
     """See `one_phase.owned`."""
     out = torch.empty(bits.numel() // n, dtype=torch.uint8) if out is None else out
     groups, words = bits.numpy().view(np.int32).reshape(-1, n), out.numpy().view(np.int32)
-    _owned(groups, worker, words, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
+    _owned(groups, (worker - turn) % n, words, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
     return out
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None) -> Tensor:
     """See `one_phase.assemble`."""
     out = torch.empty(rows.numel(), dtype=torch.uint8) if out is None else out
-    groups = out.numpy().view(np.int32).reshape(-1, len(rows))
-    _assemble(rows.numpy().view(np.int32), groups, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
+    groups, turn = out.numpy().view(np.int32).reshape(-1, len(rows)), turn % len(rows)
+    counter = *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32)
+    _assemble(rows.numpy().view(np.int32), turn, groups, *counter)
     return out
 
 

@@ -73,10 +73,11 @@ def expand(bits, out):
 
 
 @njit(nogil=True, cache=True)
-def below(draws, threshold, flags, out):
-    """The packed bits of draw < threshold: uint16[8c], int32[8c] -> uint8[c]."""
+def below(draws, shift, threshold, flags, out):
+    """The packed bits of (draw + shift) mod 2^16 < threshold: uint16[8c], uint16, int32[8c] -> uint8[c]."""
     for e in range(out.size * LANES):
-        flags[e] = np.uint8(np.int32(draws[e]) < threshold[e])
+        drawn = np.int32(np.uint16(draws[e] + shift))
+        flags[e] = np.uint8(drawn < threshold[e])
     pack(flags, out)
 
 

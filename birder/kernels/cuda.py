@@ -53,24 +53,46 @@ __all__ = [
 ]
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "step", "stream", "block"])
-def _encode(g, m, b, out, count, beta, rest, eps, k0, k1, step, stream, block, HOLD: tl.constexpr, BYTES: tl.constexpr):
+@triton.jit(do_not_specialize=["shift", "k0", "k1", "step", "stream", "block"])
+def _encode(
+    g,
+    m,
+    b,
+    out,
+    count,
+    beta,
+    rest,
+    beta2,
+    rest2,
+    scale,
+    eps,
+    shift,
+    k0,
+    k1,
+    step,
+    stream,
+    block,
+    HOLD: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     byte = first_byte(BYTES)
     e = elements(byte)
     live = e < count * 8
     x = tl.load(g + e, mask=live, other=0.0).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # false for NaN too
-    scaled = x * rest
     old = tl.load(b + e, mask=live, other=0.0)
-    new_m = tl.load(m + e, mask=live, other=0.0) * beta + scaled
-    new_b = old * beta + tl.abs(scaled)
+    new_m = tl.load(m + e, mask=live, other=0.0) * beta + x * rest
+    new_b = old * beta2 + tl.abs(x) * rest2
     if HOLD:
         new_b = tl.where(x == 0.0, old, new_b)
     tl.store(m + e, new_m, mask=live)
     tl.store(b + e, new_b, mask=live)
-    u = tl.div_rn(new_m, tl.where(new_b > 0.0, new_b + eps, 1.0))
+    u = tl.div_rn(new_m * scale, tl.where(new_b > 0.0, new_b + eps, 1.0))
     u = tl.where(new_b > 0.0, u, 0.0)
-    plus = draw(block.to(tl.int64) + byte, k0, k1, step, stream) < threshold(u)
+    u = tl.where(u < 1.0, u, 1.0)
+    u = tl.where(u > -1.0, u, -1.0)
+    drawn = (draw(block.to(tl.int64) + byte, k0, k1, step, stream) + shift) & 0xFFFF
+    plus = drawn < threshold(u)
     tl.store(out + byte, pack(plus), mask=byte < count)
 
 
@@ -78,14 +100,15 @@ WORDS = 256
 """32-bit words of bits that one program copies."""
 
 
-@triton.jit(do_not_specialize=["n", "k0", "k1", "step", "stream", "block"])
-def _reduce(rows, out, count, n, k0, k1, step, stream, block, BYTES: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "shift", "k0", "k1", "step", "stream", "block"])
+def _reduce(rows, out, count, n, shift, k0, k1, step, stream, block, BYTES: tl.constexpr):
     byte = first_byte(BYTES)
     ones = tl.zeros((BYTES, 8), tl.int32)
     for r in range(n):
         ones += unpack(tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=byte < count, other=0))
     # draw < (65536 ones + n//2) // n, without the division
-    plus = (draw(block.to(tl.int64) + byte, k0, k1, step, stream) + 1) * n <= ones * 65536 + n // 2
+    drawn = (draw(block.to(tl.int64) + byte, k0, k1, step, stream) + shift) & 0xFFFF
+    plus = (drawn + 1) * n <= ones * 65536 + n // 2
     tl.store(out + byte, pack(plus), mask=byte < count)
 
 
@@ -135,23 +158,29 @@ def encode(
     step: int,
     worker: int,
     start: int,
+    beta2: float | None = None,
+    scale: float = 1.0,
+    shift: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.encode`."""
+    beta2 = beta if beta2 is None else beta2
     out = torch.empty(g.numel() // LANES, dtype=torch.uint8, device=g.device) if out is None else out
-    law = beta, 1.0 - beta, eps
-    counter = word(seed), word(seed >> 32), word(step), worker, start // LANES
+    law = beta, 1.0 - beta, beta2, 1.0 - beta2, float(scale), eps
+    counter = shift, word(seed), word(seed >> 32), word(step), worker, start // LANES
     programs = triton.cdiv(out.numel(), BYTES)
     launch(_encode, programs, g, m, b, out, out.numel(), *law, *counter, HOLD=hold, BYTES=BYTES)
     return out
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def reduce_bits(
+    rows: Tensor, *, seed: int, step: int, start: int, shift: int | None = None, out: Tensor | None = None
+) -> Tensor:
     """See `reference.reduce_bits`."""
     n, count = rows.shape
     out = torch.empty(count, dtype=torch.uint8, device=rows.device) if out is None else out
     key = word(seed), word(seed >> 32), word(step)
-    if n & (n - 1) == 0:
+    if n & (n - 1) == 0 and shift is None:
         if count == 0:
             return out
         if count % 4 or start % 32:  # a unit of an optimizer never is like that
@@ -160,7 +189,7 @@ def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor |
         views, constants = (rows.view(torch.int32), out.view(torch.int32)), {"LEVELS": levels, "WORDS": WORDS}
         launch(_copied, triton.cdiv(words, WORDS), *views, words, n, *key, SELECT_STREAM, start // 32, **constants)
         return out
-    counter = *key, SERVER_STREAM, start // LANES
+    counter = shift or 0, *key, SERVER_STREAM, start // LANES
     launch(_reduce, triton.cdiv(count, BYTES), rows, out, count, n, *counter, BYTES=BYTES)
     return out
 

@@ -21,12 +21,12 @@ WORDS = 256
 """Words or blocks that one program draws for."""
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "step", "stream", "block"])
-def _binarize(u, out, count, k0, k1, step, stream, block, BYTES: tl.constexpr):
+@triton.jit(do_not_specialize=["shift", "k0", "k1", "step", "stream", "block"])
+def _binarize(u, out, count, shift, k0, k1, step, stream, block, BYTES: tl.constexpr):
     byte = first_byte(BYTES)
     e = elements(byte)
     x = tl.load(u + e, mask=e < count * 8, other=0.0)
-    plus = draw(block.to(tl.int64) + byte, k0, k1, step, stream) < threshold(x)
+    plus = ((draw(block.to(tl.int64) + byte, k0, k1, step, stream) + shift) & 0xFFFF) < threshold(x)
     tl.store(out + byte, pack(plus), mask=byte < count)
 
 
@@ -60,19 +60,21 @@ def _owned(words, out, count, n, worker, k0, k1, step, stream, first, WORDS: tl.
     tl.store(out + i, tl.load(words + i * n + place, mask=i < count, other=0), mask=i < count)
 
 
-@triton.jit(do_not_specialize=["n", "k0", "k1", "step", "stream", "first"])
-def _assemble(rows, out, count, n, k0, k1, step, stream, first, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "turn", "k0", "k1", "step", "stream", "first"])
+def _assemble(rows, out, count, n, turn, k0, k1, step, stream, first, WORDS: tl.constexpr):
     e = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     group, j = e // n, (e % n).to(tl.int32)
-    row = (j + _below(first.to(tl.int64) + group * n, n, k0, k1, step, stream)) % n
+    row = (j + turn + _below(first.to(tl.int64) + group * n, n, k0, k1, step, stream)) % n
     taken = tl.load(rows + row.to(tl.int64) * (count // n) + group, mask=e < count, other=0)
     tl.store(out + e, taken, mask=e < count)
 
 
-def binarize(u: Tensor, *, seed: int, step: int, worker: int, start: int, out: Tensor | None = None) -> Tensor:
+def binarize(
+    u: Tensor, *, seed: int, step: int, worker: int, start: int, shift: int = 0, out: Tensor | None = None
+) -> Tensor:
     """See `reference.binarize`."""
     out = torch.empty(u.numel() // LANES, dtype=torch.uint8, device=u.device) if out is None else out
-    counter = word(seed), word(seed >> 32), word(step), worker, start // LANES
+    counter = shift, word(seed), word(seed >> 32), word(step), worker, start // LANES
     launch(_binarize, triton.cdiv(out.numel(), BYTES), u, out, out.numel(), *counter, BYTES=BYTES)
     return out
 
@@ -95,20 +97,22 @@ def chosen_blocks(
     return out
 
 
-def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def owned(
+    bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None
+) -> Tensor:
     """See `one_phase.owned`."""
     out = torch.empty(bits.numel() // n, dtype=torch.uint8, device=bits.device) if out is None else out
     words, taken = bits.view(torch.int32), out.view(torch.int32)
     counter = word(seed), word(seed >> 32), word(step), OWNER_STREAM, start // 32
     programs = triton.cdiv(taken.numel(), WORDS)
-    launch(_owned, programs, words, taken, taken.numel(), n, worker, *counter, WORDS=WORDS)
+    launch(_owned, programs, words, taken, taken.numel(), n, (worker - turn) % n, *counter, WORDS=WORDS)
     return out
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None) -> Tensor:
     """See `one_phase.assemble`."""
     out = torch.empty(rows.numel(), dtype=torch.uint8, device=rows.device) if out is None else out
-    words, whole = rows.view(torch.int32), out.view(torch.int32)
-    counter = word(seed), word(seed >> 32), word(step), OWNER_STREAM, start // 32
-    launch(_assemble, triton.cdiv(whole.numel(), WORDS), words, whole, whole.numel(), len(rows), *counter, WORDS=WORDS)
+    words, whole, n = rows.view(torch.int32), out.view(torch.int32), len(rows)
+    counter = turn % n, word(seed), word(seed >> 32), word(step), OWNER_STREAM, start // 32
+    launch(_assemble, triton.cdiv(whole.numel(), WORDS), words, whole, whole.numel(), n, *counter, WORDS=WORDS)
     return out

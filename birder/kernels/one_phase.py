@@ -16,17 +16,22 @@ from birder.kernels.bits import into
 from birder.kernels.philox import shifts
 
 
-def owned(bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
-    """What this worker sends: uint8[c] -> uint8[c/n]. c is a multiple of 4n."""
+def owned(
+    bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """What this worker sends: uint8[c] -> uint8[c/n]. c is a multiple of 4n.
+
+    turn: added to s_k: with `step` fixed and a turn more in each step, every word comes from each worker in turn.
+    """
     words = bits.view(torch.int32).view(-1, n)
-    shift = shifts(len(words), n, seed=seed, step=step, start=start, device=bits.device)
+    shift = shifts(len(words), n, seed=seed, step=step, start=start, device=bits.device) + turn
     return into(out, words.gather(1, ((worker - shift) % n).unsqueeze(1)).view(-1).view(torch.uint8))
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
-    """The result from what all workers have sent: uint8[n, c/n] -> uint8[c]."""
+def assemble(rows: Tensor, *, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None) -> Tensor:
+    """The result from what all workers have sent: uint8[n, c/n] -> uint8[c]. turn: as in `owned`."""
     n = rows.shape[0]
     words = rows.view(torch.int32)
-    shift = shifts(words.shape[1], n, seed=seed, step=step, start=start, device=rows.device)
+    shift = shifts(words.shape[1], n, seed=seed, step=step, start=start, device=rows.device) + turn
     worker = (torch.arange(n, device=rows.device) + shift.unsqueeze(1)) % n
     return into(out, words.t().gather(1, worker).view(-1).view(torch.uint8))

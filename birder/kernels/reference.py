@@ -55,27 +55,43 @@ __all__ = [
 HALF_RANGE = 32768.0  # 2^15: maps u in [-1, 1] to a threshold in [0, 2^16], exact to 2^-17 in probability
 
 
-def ratio(g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool) -> Tensor:
+def ratio(
+    g: Tensor,
+    m: Tensor,
+    b: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    hold: bool,
+    beta2: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """Birder's moments, updated in place, and their ratio u in [-1, 1]: fp32[d] each; g may be bf16 or fp16 too.
 
-    m = beta m + (1-beta) g;  b = beta b + (1-beta)|g|;  u = m/(b+eps), 0 where b = 0.
+    m = beta m + (1-beta) g;  b = beta2 b + (1-beta2)|g|;  u = scale m/(b+eps), clipped to [-1, 1], 0 where b = 0.
+    beta2: None is beta. With one beta and scale 1 there is nothing to clip, since |m| <= b.
     A gradient that is not finite counts as 0. `hold`: b stays as it is where g = 0.
     """
+    beta2 = beta if beta2 is None else beta2
     g = torch.where(torch.isfinite(g), g, 0.0).float()
-    scaled = g * (1.0 - beta)
-    b_next = b * beta + scaled.abs()
+    b_next = b * beta2 + g.abs() * (1.0 - beta2)
     if hold:
         b_next = torch.where(g == 0, b, b_next)
-    m.mul_(beta).add_(scaled)
+    m.mul_(beta).add_(g * (1.0 - beta))
     b.copy_(b_next)
-    return torch.where(b > 0, m / (b + eps), 0.0)
+    return torch.where(b > 0, m * scale / (b + eps), 0.0).clamp_(-1.0, 1.0)
 
 
-def binarize(u: Tensor, *, seed: int, step: int, worker: int, start: int, out: Tensor | None = None) -> Tensor:
-    """Stochastic sign: +1 with probability (1+u)/2. fp32[8c] in [-1, 1] -> uint8[c]. +1 and -1 never flip."""
+def binarize(
+    u: Tensor, *, seed: int, step: int, worker: int, start: int, shift: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """Stochastic sign: +1 with probability (1+u)/2. fp32[8c] in [-1, 1] -> uint8[c]. +1 and -1 never flip.
+
+    shift: added to the draws, modulo 2^16 (birder/kernels/weyl.py).
+    """
     threshold = torch.floor(u * HALF_RANGE + (HALF_RANGE + 0.5)).to(torch.int64)
     draw = uniform16(u.numel(), seed=seed, step=step, stream=worker, start=start, device=u.device)
-    return into(out, pack(draw < threshold))
+    return into(out, pack((draw + shift & 0xFFFF) < threshold))
 
 
 def encode(
@@ -90,27 +106,34 @@ def encode(
     step: int,
     worker: int,
     start: int,
+    beta2: float | None = None,
+    scale: float = 1.0,
+    shift: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Birder's worker side, `ratio` and `binarize` in one: returns the packed bits uint8[numel/8]."""
-    u = ratio(g, m, b, beta=beta, eps=eps, hold=hold)
-    return into(out, binarize(u, seed=seed, step=step, worker=worker, start=start))
+    u = ratio(g, m, b, beta=beta, eps=eps, hold=hold, beta2=beta2, scale=scale)
+    return into(out, binarize(u, seed=seed, step=step, worker=worker, start=start, shift=shift))
 
 
-def reduce_bits(rows: Tensor, *, seed: int, step: int, start: int, out: Tensor | None = None) -> Tensor:
+def reduce_bits(
+    rows: Tensor, *, seed: int, step: int, start: int, shift: int | None = None, out: Tensor | None = None
+) -> Tensor:
     """Birder's server side: the average of n workers' bits, binarised again. uint8[n, c] -> uint8[c], n < 32768.
 
     With k of n bits set the average is a = 2k/n - 1 and +1 is drawn with probability (1+a)/2 = k/n. That is as often as the
     bit of one worker drawn at random is set. Where n is a power of two that bit is copied: log2(n) random bits draw the
     worker, and nothing is unpacked or added. For other n a threshold is compared with 16 random bits.
+
+    shift: added to these 16 bits, modulo 2^16, which are then drawn for every n (birder/kernels/weyl.py).
     """
     n, c = rows.shape
-    if n & (n - 1) == 0:
+    if n & (n - 1) == 0 and shift is None:
         return into(out, _copied(rows, seed=seed, step=step, first=start // 8))
     ones = unpack(rows).sum(0, dtype=torch.int64)
     threshold = (ones * 65536 + n // 2) // n
     draw = uniform16(8 * c, seed=seed, step=step, stream=SERVER_STREAM, start=start, device=rows.device)
-    return into(out, pack(draw < threshold))
+    return into(out, pack((draw + (shift or 0) & 0xFFFF) < threshold))
 
 
 def _copied(rows: Tensor, *, seed: int, step: int, first: int) -> Tensor:

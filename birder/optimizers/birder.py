@@ -12,6 +12,12 @@ Server of a chunk, then every rank:
     (5) a = mean_i q_i;  q = Q(a)
     (6) x = x - lr q - lr weight_decay x
 
+Of this project, and off by default: one phase for (5); thresholds of Q that are evenly spread over steps (`bits`); and with
+`beta2`, for step t from 1,
+
+    (2') b_i = beta2 b_i + (1 - beta2) |g_i|
+    (3') u_i = clip(m_i/(1 - beta^t) / (b_i/(1 - beta2^t)), -1, 1)
+
 One bit for each parameter goes each way: worker to server by all-to-all, server to worker by all-gather.
 One-process reference: `Birder` in tests/reference.py.
 """
@@ -25,6 +31,7 @@ import torch
 from torch import Tensor
 
 from birder import kernels
+from birder.kernels import weyl
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require, require_flag, require_number
 from birder.optimizers.contract import Plan
@@ -44,6 +51,9 @@ class Birder(BucketOptimizer):
                "hold": b stays, so that u decays with m. The same wherever gradients are not exactly 0.
     intra:     with hierarchical communication, what the reduce-scatter inside a node carries. "gradient": the node is one
                worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
+    beta2:     this project's: (2') and (3') with this coefficient for b, in [0, 1). None: `beta` for both, the paper's.
+    bits:      how Q draws. "independent": anew in each step, the paper's. "weyl": this project's; every bit has the same
+               probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py).
     reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
                same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
     options:   max_grad_norm, seed; see `BucketOptimizer`.
@@ -74,19 +84,26 @@ class Birder(BucketOptimizer):
         idle: str = "decay",
         intra: str = "gradient",
         reduce: str = "two_phase",
+        beta2: float | None = None,
+        bits: str = "independent",
         **options: Any,
     ) -> None:
         require(idle in ("decay", "hold"), "idle", repr(idle), "decay or hold")
         require(intra in ("gradient", "u"), "intra", repr(intra), "gradient or u")
         require(reduce in ("two_phase", "one_phase"), "reduce", repr(reduce), "two_phase or one_phase")
+        require(bits in ("independent", "weyl"), "bits", repr(bits), "independent or weyl")
         require_flag("decoupled", decoupled)
-        self.decoupled, self.idle, self.intra, self.reduce = decoupled, idle, intra, reduce
-        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps}, **options)
+        self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
+        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
+        super().__init__(params, defaults, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         require_number("beta", group["beta"], "in [0, 1)")
         require(group["beta"] < 1, "beta", group["beta"], "in [0, 1)")
+        if (beta2 := group["beta2"]) is not None:
+            require_number("beta2", beta2, "in [0, 1) or None")
+            require(beta2 < 1, "beta2", beta2, "in [0, 1) or None")
         require_number("eps", group["eps"])
 
     def plan(self, step: int) -> Plan:
@@ -115,29 +132,29 @@ class Birder(BucketOptimizer):
         comm, buffers = self.comm, unit.buffers
         size = unit.padded // comm.shards
         runs = unit.numbered(comm.shard * size, size)  # one, but with FSDP
-        averages = {"beta": unit.group["beta"], "eps": unit.group["eps"], "hold": self.idle == "hold"}
-        counter: dict[str, Any] = {"seed": self.seed, "step": step}
+        averages = self._averages(unit.group, step)
+        workers, servers, owners = self._draws(step)
         m, b, bits = unit.state["m"], unit.state["b"], buffers["bits"]
         if self.intra == "gradient" or comm.shards == 1:
             g = comm.shard_mean(grad)
             for at, start in runs:  # (1)-(4)
-                draw = {**counter, "worker": comm.worker, "start": start}
+                draw = {**workers, "start": start}
                 kernels.encode(g[at], m[at], b[at], **averages, **draw, out=bits[_bytes(at)])
         else:
             u = comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clamp_(-1.0, 1.0)  # (1)-(3), mean over the node
             for at, start in runs:  # (4)
-                kernels.binarize(u[at], **counter, worker=comm.worker, start=start, out=bits[_bytes(at)])
+                kernels.binarize(u[at], **workers, start=start, out=bits[_bytes(at)])
         rows, chunk = buffers["rows"], buffers["chunk"]
         if self.reduce == "one_phase":
             n = comm.workers
             for at, start in runs:
                 kernels.owned(
-                    bits[_bytes(at)], n=n, worker=comm.worker, start=start, **counter, out=chunk[_bytes(at, n)]
+                    bits[_bytes(at)], n=n, worker=comm.worker, start=start, **owners, out=chunk[_bytes(at, n)]
                 )
             yield
             rows = comm.gather_workers(chunk, rows)
             for at, start in runs:
-                kernels.assemble(_columns(rows, _bytes(at, n)), start=start, **counter, out=bits[_bytes(at)])
+                kernels.assemble(_columns(rows, _bytes(at, n)), start=start, **owners, out=bits[_bytes(at)])
             unit.result = comm.gather_shards(bits, buffers["result"])  # (5)
             return
         received = comm.start_scatter(bits, rows)
@@ -145,8 +162,29 @@ class Birder(BucketOptimizer):
         rows = received()
         served = size // comm.workers
         for at, start in unit.numbered(comm.shard * size + comm.worker * served, served):
-            kernels.reduce_bits(_columns(rows, _bytes(at)), start=start, **counter, out=chunk[_bytes(at)])
+            kernels.reduce_bits(_columns(rows, _bytes(at)), start=start, **servers, out=chunk[_bytes(at)])
         unit.result = comm.gather(chunk, buffers["result"])  # (5)
+
+    def _averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        """What `kernels.ratio` is told of (1) to (3), or of (2') and (3') with both corrections in two numbers."""
+        beta, beta2, eps, hold = group["beta"], group["beta2"], group["eps"], self.idle == "hold"
+        if beta2 is None:
+            return {"beta": beta, "eps": eps, "hold": hold}
+        reached = 1.0 - beta2**step
+        return {"beta": beta, "beta2": beta2, "scale": reached / (1.0 - beta**step), "eps": eps * reached, "hold": hold}
+
+    def _draws(self, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Where the random numbers of a step come from: those of workers, of servers, and of owners in one phase."""
+        comm, drawn = self.comm, {"seed": self.seed, "step": step}
+        if self.bits == "independent":
+            return {**drawn, "worker": comm.worker}, drawn, drawn
+        once = {"seed": self.seed, "step": weyl.STEP}
+        apart: dict[str, int] = {} if self.reduce == "one_phase" else {"worker": comm.worker, "workers": comm.workers}
+        return (
+            {**once, "worker": 0, "shift": weyl.turned(step, **apart)},
+            {**once, "shift": weyl.turned(step, by=weyl.ROOT)},
+            {**once, "turn": step % comm.workers},
+        )
 
     def after_units(self, step: int) -> None:
         unite_seen(self.comm, [unit for unit in self.units if "active" in unit.state])
@@ -156,6 +194,11 @@ class Birder(BucketOptimizer):
             lr, active = unit.group["lr"], unit.state.get("active")
             decay = lr * unit.group["weight_decay"] if self.decoupled else 0.0
             kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (6)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("beta2", None)  # state that was saved before there was one
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
         if "active" in tensors and int(tensors["active"].sum()) == sum(p.numel() for p in unit.params):

@@ -85,6 +85,10 @@ class ZeroOneAdam(_Adam):
 
 class Birder(Optimizer):
     beta: Decay = doc("weight of the past in both moments")
+    beta2: Decay | None = doc("the same of b alone, both bias-corrected; this project's", None)
+    bits: Literal["independent", "weyl"] = doc(
+        "random bits: independent in each step, or evenly spread over steps, this project's", "independent"
+    )
     decoupled: Switch = doc("weight decay x -= lr*wd*x; false: g += wd*x")
     eps: NotNegative = doc("u = m/(b + eps)")
     idle: Literal["decay", "hold"] = doc("b where the gradient is exactly 0")

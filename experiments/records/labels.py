@@ -8,6 +8,7 @@ from typing import Any
 # most of what they send is one bit per parameter.
 ONE_BIT = {"Birder": "Birder", "OneBitAdam": "1-bit Adam"}
 DENSE = {"SGDM", "BertAdam", "AdamW", "LAMB"}
+VIRTUAL = "launch.virtual.VirtualLauncher"
 UNCOMPRESSED_WIRES = {"none", "fp32", "bf16", "fp16"}
 NO_COMMUNICATION = "no communication"
 
@@ -44,8 +45,12 @@ def method(config: dict[str, Any]) -> str:
     sharded = " hsdp" if comm.get("topology") == "hsdp" else ""
     if name in DENSE:
         return f"{label} {wire(config)}{sharded}"
-    if config["optimizer"].get("reduce") == "one_phase":
-        label += " one-phase (this project's)"
+    optimizer = config["optimizer"]
+    ours = ["one-phase"] * (optimizer.get("reduce") == "one_phase")
+    if name == "Birder":
+        ours += ["weyl bits"] * (optimizer.get("bits") == "weyl") + ["two betas"] * (optimizer.get("beta2") is not None)
+    if ours:
+        label += f" {', '.join(ours)} (this project's)"
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":
         label += " hierarchical"
     return label + sharded
@@ -59,6 +64,11 @@ def is_compressed(wire: str) -> bool:
 def workload(config: dict[str, Any]) -> str:
     """Name of the workload: the module of its class ("experiments.workloads.ptb.PennTreebank" -> "ptb")."""
     return str(config["workload"]["_target_"]).split(".")[-2]
+
+
+def is_virtual(config: dict[str, Any]) -> bool:
+    """Whether all ranks of a run are one process (launch/virtual.py), which says nothing about time."""
+    return str(config.get("cluster", {}).get("_target_", "")) == VIRTUAL
 
 
 def cluster(config: dict[str, Any]) -> str:
