@@ -116,7 +116,7 @@ help:  ## show this text
 #= EXP = of make exp and make publish: a file of conf/exp
 #= SEED = random seed
 #= DATA = folder or file of the data set
-#= CLUSTER = how nodes are started: local, emulated, ssh, slurm (a file of conf/cluster)
+#= CLUSTER = how nodes are started: local, emulated, virtual, ssh, slurm (a file of conf/cluster)
 #= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
 #= MODEL = for make predict: a model with a timeline (resnet50, bert_base), or package.module:function

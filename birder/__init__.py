@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ZeroOneAdam,
         overall_ratio,
     )
+    from birder.virtual import VirtualRanks
 
 __version__ = "0.1.0"
 
@@ -56,11 +57,17 @@ __all__ = [
     "QSparseLocalSGD",
     "SparseLoCo",
     "Topology",
+    "VirtualRanks",
     "ZeroOneAdam",
     "attach",
     "overall_ratio",
 ]
-_ROOMS = {"Attachment": "birder.attachment", "attach": "birder.ddp", "Topology": "birder.comm"}
+_ROOMS = {
+    "Attachment": "birder.attachment",
+    "attach": "birder.ddp",
+    "Topology": "birder.comm",
+    "VirtualRanks": "birder.virtual",
+}
 """Where a name stands that is not one of the optimizers'."""
 
 

@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from experiments import run
 from experiments.config import compose, papers
 from experiments.config.compose import Composed
+from experiments.records import labels
 from experiments.report import comparison, tables
 from experiments.report.headline import headline
 from experiments.timing import calibrate, plan
@@ -55,7 +56,9 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     for variant in lists:
         # Variants share everything, so a run name given by the user must tell them apart.
         name = [f"run_name={base.config.run_name}-{_slug(variant)}"] if named else []
-        made.append(compose.compose([*exp, *map(str, variant), *others, *name]))
+        one = compose.compose([*exp, *map(str, variant), *others, *name])
+        if one.config.cluster.get("_target_") != labels.VIRTUAL or one.config.comm.enabled:  # no bound without times
+            made.append(one)
     if methods is None:
         return made
     known = sorted({m.choices["optimizer"] for m in made})

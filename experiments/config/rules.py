@@ -46,6 +46,27 @@ def check_sharded(config: dict[str, Any]) -> None:
         raise UserError("comm.topology=hsdp has no GradScaler: set train.precision=bf16 or fp32")
 
 
+def check_virtual(config: dict[str, Any]) -> None:
+    """Raises UserError where a resolved configuration asks virtual workers for what they cannot do."""
+    if not labels.is_virtual(config):
+        return
+    comm, ask = config["comm"], "cluster=virtual"
+    if config["train"]["precision"] == "fp16":
+        raise UserError(f"{ask} has no loss scaling: set train.precision=bf16 or fp32")
+    if comm["hook"] is not None:
+        raise UserError(f"{ask} takes this project's methods, not comm.hook={comm['hook']}: set comm.hook=null")
+    if comm["topology"] == "hsdp":
+        raise UserError(f"{ask} shards no model: set comm.topology=flat or hierarchical")
+    if not comm["enabled"]:
+        raise UserError(f"{ask} is for accuracy, of which comm.enabled=false has none: set comm.enabled=true")
+    if config["checkpoint"]["every"] or config["resume"] == "auto":
+        raise UserError(f"{ask} keeps no checkpoints: set checkpoint.every=0 and resume=never")
+    if config.get("profile"):
+        raise UserError(f"{ask} has no times to show: leave +profile=step out")
+    if labels.workload(config) == "replay":
+        raise UserError(f"{ask} trains, and the replayed model waits instead: take cluster=local or cluster=emulated")
+
+
 def check_writable(key: str, folder: Path) -> None:
     """Raises UserError unless files can be made in `folder`, or in the nearest parent that exists. Makes nothing."""
     there = folder

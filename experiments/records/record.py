@@ -287,6 +287,8 @@ def _link_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def _link_kind(config: dict[str, Any]) -> str:
+    if labels.is_virtual(config):
+        return "none"
     return "loopback" if labels.cluster(config) in ("local", "emulated") else "network"
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.records import labels
 from experiments.report import published
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
     shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
     here = cluster["name"] in ("local", "emulated")
     place = f"Emulated: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
+    if labels.is_virtual(resolved):
+        place = f"Virtual workers: {shape}, all in one process, for accuracy and bytes, never for times"
     if shaped:
         place += f", joined by links that stand for {cluster['link_gbps']:g} Gbit/s"
     data = f"synthetic data ({workload.data_name})" if workload.synthetic else workload.data_name

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from experiments.records.labels import is_virtual
 from experiments.records.record import ResultRecord
 from experiments.report import arithmetic, sentences, turns
 from experiments.report.differences import order, variants
@@ -125,7 +126,7 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
     """The table of the latest group of each setting, or every table of `group`. Runs without a group are in none."""
     groups: dict[tuple[str, str], list[ResultRecord]] = {}
     for r in records:
-        if r.group is not None and group in (None, r.group):
+        if r.group is not None and group in (None, r.group) and not is_virtual(r.config):
             groups.setdefault((setting(r), r.group), []).append(r)
     found: dict[tuple[str, str], list[ResultRecord]] = {}
     for (shared, _), members in groups.items():

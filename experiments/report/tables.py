@@ -101,7 +101,11 @@ def print_group(
     records = [r for r in read_all(results) if r.group == group]
     if not records:
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
-    for table in speedup.build(records, group):
+    timed = speedup.build(records, group)
+    if not timed:  # virtual workers
+        for scored in accuracy.build(records):
+            accuracy.as_table(scored).show(console)
+    for table in timed:
         known = evidence.records(results, table.records[0].exp)
         theirs = evidence.matching(table, known)
         view(table, theirs).show(console)

@@ -51,6 +51,8 @@ def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
     first = resolved[0]
     if any(config["comm"]["topology"] == "hsdp" for config in resolved):
         return "comm.topology=hsdp has a model of its own"
+    if labels.is_virtual(first):
+        return "virtual workers have no times"
     for other in resolved[1:]:
         for key in (*SHARED, *SHARED_KEYS):
             if _value(other, key) != _value(first, key):

@@ -48,7 +48,7 @@ def of_run(spec: RunSpec, device: torch.device) -> dict[str, Any] | None:
 
     Called on every rank, same result on all. What the user says of the link (`cluster.link`) is kept.
     """
-    if spec.nodes < 2 or labels.cluster(spec.config) in ("local", "emulated"):
+    if spec.nodes < 2 or labels.cluster(spec.config) in ("local", "emulated") or labels.is_virtual(spec.config):
         return None
     rate = probe(spec.ranks_per_node, device)
     said = dict(spec.config["cluster"].get("link") or {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import hydra.utils
@@ -15,14 +14,15 @@ import torch.distributed as dist
 from experiments.records import labels, record
 from experiments.training import link, step_profile
 from experiments.training.clock import StepClock
-from experiments.training.method import Length, Method, batches
+from experiments.training.method import Length, Method
 from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.rounds import Rounds
 from experiments.training.sharded import gathered, wrap
 from experiments.training.track import Tracker
+from experiments.training.virtual import VirtualMethod
 from experiments.training.world import world
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.base import Shard, Workload, all_sum
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -48,18 +48,25 @@ class _Run:
         self.workload.prepare(shard)
         self.batch = int(self.settings["batch_per_rank"])
         self.accumulate = int(self.settings["accumulate"])
-        self.length = Length(self.config, self.workload, shard.world_size)
+        self.virtual = labels.is_virtual(self.config)
+        # Virtual ranks are all in this process, which is the only one of its world.
+        self.world_size = spec.nodes * spec.ranks_per_node if self.virtual else shard.world_size
+        self.length = Length(self.config, self.workload, self.world_size)
         model = self.workload.build_model().to(shard.device)
         self.ddp = wrap(model, spec, shard.device)
-        self.method = Method(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
+        made = (self.config, self.workload, self.ddp)
+        self.method: Method
+        if self.virtual:
+            self.method = VirtualMethod(*made, shard.device, self.length, spec.seed)
+        else:
+            self.method = Method(*made, shard, self.length, spec.seed)
         self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
         self.rounds = Rounds(self.attachment.counter)
         asked = self.config.get("profile")
         self.profile = step_profile.Kept(int(asked["steps"])) if asked else None
         self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
-        # Dropout and the like differ between ranks from here on.
-        torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
+        self.method.seed(spec.seed, shard.rank)
         save = self.config["checkpoint"]
         self.checkpoints = Checkpoints(
             spec.path / "checkpoints", save["keep"], self.ddp, self.optimizer, self.workload, self.method.scaler
@@ -77,10 +84,10 @@ class _Run:
             self._loop(done, tracker)
 
     def _loop(self, done: int, tracker: Tracker) -> None:
-        samples = self.workload.samples(self.batch) * self.accumulate * self.shard.world_size
+        samples = self.workload.samples(self.batch) * self.accumulate * self.world_size
         self.ddp.train()
         counted = False
-        stream, total = self._batches(done * self.accumulate), self.length.total
+        stream, total = self.method.batches(self.config, self.shard, done * self.accumulate), self.length.total
         for step in range(done + 1, total + 1):
             if self.clock.counting and not counted:
                 self.attachment.counter.reset()
@@ -120,9 +127,6 @@ class _Run:
             self._evaluate()
         self._finish(tracker, samples)
 
-    def _batches(self, start: int) -> Iterator[Batch]:
-        return batches(self.config, self.workload, self.shard, self.length, start)
-
     def _check_losses(self) -> None:
         """Raises RuntimeError for the first loss that is no number. With a GradScaler steps that overflow are skipped."""
         for step, loss in self.losses:
@@ -141,7 +145,7 @@ class _Run:
                 print(f"{line}; going on from {found.folder.name}", flush=True)
         if found.step > self.length.total:
             raise UserError(f"this run ends at step {self.length.total}, and {found.folder} is of step {found.step}")
-        prime_buckets(self.ddp, self.attachment, self.workload, next(self._batches(0)))
+        prime_buckets(self.ddp, self.attachment, self.workload, next(self.method.batches(self.config, self.shard, 0)))
         self.checkpoints.apply(found)
         return found.step
 
@@ -157,7 +161,7 @@ class _Run:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.no_grad(),
-            self.optimizer.averaged(),
+            self.method.averaged(),
             gathered(self.ddp),
         ):
             self.metrics = self.workload.evaluate(self.ddp.module, self.shard)
@@ -165,14 +169,17 @@ class _Run:
 
     def _finish(self, tracker: Tracker, samples: int) -> None:
         self.nic.pause()
-        timing = self.clock.summary(samples, uneven=self.rounds.uneven)
+        # One process that computes for all ranks says nothing about their time.
+        timing: dict[str, Any] = {"steps": 0}
+        if not self.virtual:
+            timing = self.clock.summary(samples, uneven=self.rounds.uneven)
         spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
         intra, inter = all_sum([float(counter.intra), float(counter.inter)], self.shard)
         # The ranks of a node share its interface: the first of them speaks for all.
         nic = self.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
         tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], self.shard)
-        known = steps and not unknown
-        state = all_sum([float(self.method.state_bytes())], self.shard)[0] / self.shard.world_size
+        known = steps and not unknown and not self.virtual
+        state = all_sum([float(self.method.state_bytes())], self.shard)[0] / self.world_size
         profiles: list[Any] = [None] * self.shard.world_size
         if self.profile is not None:
             dist.all_gather_object(profiles, self.profile)
@@ -210,7 +217,8 @@ class _Run:
             self.config["results_dir"],
         )
         value = f", {name} {self.metrics[name]:.2f}" if name in self.metrics else ""
-        typical = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing["steps"] else "too few steps to time"
+        typical = "virtual workers: no times" if self.virtual else "too few steps to time"
+        typical = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing["steps"] else typical
         print(f"{typical}{value}; record {written}", flush=True)
         if self.profile is not None:
             title = f"{labels.method(self.config)}, {spec.exp}, {spec.nodes} x {spec.ranks_per_node}"

@@ -138,6 +138,18 @@ class Method:
         except ValueError as e:
             raise UserError(f"comm.hook: {e}") from e
 
+    def seed(self, seed: int, rank: int) -> None:
+        """Begins torch's random numbers of this rank: dropout and the like differ between ranks."""
+        torch.manual_seed(seed * 1_000_003 + rank + 1)
+
+    def batches(self, config: dict[str, Any], shard: Shard, start: int) -> Iterator[Batch]:
+        """What `step` takes its batches from, from number `start` on."""
+        return batches(config, self.workload, shard, self.length, start)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the parameters are what is to be evaluated: where the ranks' models differ, their mean."""
+        return self.optimizer.averaged()
+
     @property
     def lr(self) -> float:
         """The learning rate of the first group, as it is now."""

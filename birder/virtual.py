@@ -1,0 +1,241 @@
+"""Virtual workers: one process that trains as n ranks would, bit for bit.
+
+For accuracy at many workers without as many processes: one model, one process, the optimizer state of every rank. The step is
+`BucketOptimizer.step` itself, once for each rank, over communicators that hand tensors over in memory
+(birder/comm/virtual.py). Never for times.
+"""
+
+# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from birder.comm import ByteCounter, Communicator, Pipeline, Topology
+from birder.comm.virtual import Turns, communicators, links, ring_sum
+from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.contract import WIRES, Plan
+
+
+class TotalCounter(ByteCounter):
+    """The bytes of all ranks, and the collectives of one: read and reset together."""
+
+    def __init__(self, counters: Sequence[ByteCounter]) -> None:
+        self.counters = counters
+
+    @property
+    def intra(self) -> int:  # type: ignore[override]
+        return sum(c.intra for c in self.counters)
+
+    @property
+    def inter(self) -> int:  # type: ignore[override]
+        return sum(c.inter for c in self.counters)
+
+    @property
+    def collectives(self) -> int:  # type: ignore[override]
+        return self.counters[0].collectives
+
+    def reset(self) -> None:
+        for counter in self.counters:
+            counter.reset()
+
+
+class VirtualRanks:
+    """The ranks of `topology`, all in this process. As `attach`, but for as many optimizers as there are ranks.
+
+    model:        in DistributedDataParallel of a process group of this process alone, with no other hook: it cuts the
+                  gradient into the buckets that real ranks would have, on which the order of a dense sum depends.
+    optimizers:   one for each rank, alike, over parameters of the model; not attached.
+    topology, hierarchical, overlap, unit_mb: as in `attach`. All is sent inside `step`; where real ranks would do so too,
+                  ranks agree on gradients that are not finite, as they do.
+    seeds:        of each rank's random numbers, as `torch.manual_seed` takes it; None: all go on with the present state.
+
+    In a step every rank computes its own gradient, one after the other, and then all of them step:
+
+        for rank in range(ranks.size):
+            with ranks.turn(rank):
+                loss(model, batches[rank]).backward()
+        ranks.step()
+
+    Outside of `turn` the model is rank 0's. Ranks keep parameters, gradient and random state of their own; buffers (batch
+    statistics) begin each step as rank 0's, as under DDP. Memory: 12 bytes for each parameter and rank, and the optimizers'
+    state.
+
+    Raises ValueError where sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizers: Sequence[BucketOptimizer],
+        *,
+        topology: Topology,
+        hierarchical: bool = False,
+        overlap: bool = True,
+        unit_mb: float = 25.0,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        self.size, self.model, self.optimizers = topology.world_size, model, list(optimizers)
+        if dist.get_world_size(model.process_group) != 1:
+            raise ValueError("virtual ranks are one process: the model's process group must be of this process alone")
+        if len(self.optimizers) != self.size:
+            raise ValueError(f"{self.size} ranks need as many optimizers, got {len(optimizers)}")
+        self._turns = Turns(self.size, self._load)
+        first = self.optimizers[0]
+        self._overlap = overlap and first.max_grad_norm is None
+        made: Sequence[Communicator | None] = [None] * self.size
+        if first.compressed:
+            made = communicators(self._turns, topology, hierarchical)
+        for optimizer, comm in zip(self.optimizers, made, strict=True):
+            optimizer.bind(comm, Pipeline(), unit_mb)
+        counters = [o.comm.counter for o in self.optimizers]
+        self.counter = TotalCounter(counters)
+        self._links = links(self._turns, topology, counters)
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._params)}
+        self._values = [[p.detach().clone() for p in self._params] for _ in range(self.size)]
+        self._grads: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
+        self._buffers = list(model.buffers())
+        self._start: list[Tensor] = []
+        self._first: list[Tensor] = []
+        self._buckets: list[list[Tensor]] = []
+        self._here = 0
+        self._device = next(model.parameters()).device
+        self._states = [self._random() for _ in range(self.size)]
+        if seeds is not None:
+            self.seed(seeds)
+        model.register_comm_hook(self, hook)
+        self._load(0)
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Begins each rank's random numbers anew."""
+        for rank, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            self._states[rank] = self._random()
+
+    @contextlib.contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Inside, the model is that of `rank`, and backward leaves this rank's gradient. Ranks come in rising order."""
+        if rank == 0:
+            self._start = [b.detach().clone() for b in self._buffers]
+            self._buckets = []
+        self._here = rank
+        self._grads[rank] = [None] * len(self._params)
+        self._load(rank)
+        _copy(self._buffers, self._start)
+        self._restore(self._states[rank])
+        try:
+            yield
+        finally:
+            self._states[rank] = self._random()
+            if rank == 0:
+                self._first = [b.detach().clone() for b in self._buffers]
+            # DDP's next backward writes into the same buckets.
+            self._grads[rank] = [None if p.grad is None else p.grad.detach().clone() for p in self._params]
+            for p in self._params:
+                p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every rank. Afterwards the model is rank 0's."""
+        first = self.optimizers[0]
+        dense = first.plan(first.steps + 1) is Plan.DENSE
+        if dense:
+            self._average()
+        agree = not dense and not self._overlap
+        self._turns.run([functools.partial(self._step, rank, agree) for rank in range(self.size)])
+        self._grads = [[None] * len(self._params) for _ in range(self.size)]
+        self._load(0)
+        _copy(self._buffers, self._first)
+
+    def _step(self, rank: int, agree: bool) -> None:
+        optimizer = self.optimizers[rank]
+        if agree:  # as `Attachment` does, in the first element of the last bucket
+            there = [g for g in self._grads[rank] if g is not None]
+            bad = optimizer.comm.union(~torch.stack([torch.isfinite(g).all() for g in there]).all().view(1))
+            first = self._grads[rank][self._place[self._buckets[-1][0]]]
+            assert first is not None
+            first.view(-1)[:1] = torch.where(
+                bad, torch.full_like(bad, torch.inf, dtype=first.dtype), first.view(-1)[:1]
+            )
+        optimizer.step()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are the mean over ranks, as in `BucketOptimizer.averaged`."""
+        if not self.optimizers[0].local_models or self.size == 1:
+            yield
+            return
+        kept = [[x.clone() for x in values] for values in self._values]
+        counted = [c.snapshot() for c in self.counter.counters]
+        self._turns.run([optimizer.average_parameters for optimizer in self.optimizers])
+        for counter, counts in zip(self.counter.counters, counted, strict=True):
+            counter.restore(counts)
+        self._load(0)
+        try:
+            yield
+        finally:
+            for values, saved in zip(self._values, kept, strict=True):
+                _copy(values, saved)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state, of all ranks together."""
+        return sum(optimizer.state_bytes() for optimizer in self.optimizers)
+
+    def note(self, bucket: dist.GradBucket) -> None:
+        """Keeps which parameters a bucket holds: rank 0's, whose first backward precedes DDP's rebuilding of its buckets."""
+        if self._here == 0:
+            self._buckets.append(list(bucket.parameters()))
+
+    def _average(self) -> None:
+        """What DDP's all-reduce leaves in the gradients of all ranks."""
+        wire = WIRES[self.optimizers[0].wire]
+        for params in self._buckets:
+            places = [self._place[p] for p in params]
+            rows = torch.stack([self._bucket(rank, places).to(wire).div_(self.size) for rank in range(self.size)])
+            for link in self._links:
+                link.count_ring_all_reduce(rows[0].numel() * rows.element_size())
+            mean = ring_sum(rows).to(torch.float32)
+            for rank in range(self.size):
+                parts = mean.split([p.numel() for p in params])
+                for i, p, part in zip(places, params, parts, strict=True):
+                    self._grads[rank][i] = part.view(p.shape).clone()
+
+    def _bucket(self, rank: int, places: list[int]) -> Tensor:
+        grads = [self._grads[rank][i] for i in places]
+        there = [torch.zeros_like(self._params[i]) if g is None else g for i, g in zip(places, grads, strict=True)]
+        return torch.cat([g.reshape(-1) for g in there])
+
+    def _load(self, rank: int) -> None:
+        """Makes parameters and gradients those of `rank`."""
+        for p, value, grad in zip(self._params, self._values[rank], self._grads[rank], strict=True):
+            p.data, p.grad = value, grad
+
+    def _random(self) -> tuple[Tensor, ...]:
+        cpu = torch.get_rng_state()
+        return (cpu, torch.cuda.get_rng_state(self._device)) if self._device.type == "cuda" else (cpu,)
+
+    def _restore(self, state: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+
+def hook(state: VirtualRanks, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Leaves a bucket as it is: nothing is sent during backward."""
+    state.note(bucket)
+    future: Future[Any] = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(into, values, strict=True):
+            target.copy_(value)

@@ -1,0 +1,107 @@
+"""A method on virtual workers: one process that trains as all ranks of `cluster.nodes` x `cluster.ranks_per_node` would."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import Topology, VirtualRanks
+from experiments.training.method import Length, Method, Part, batches, forward_backward, make_optimizer
+from experiments.training.sharded import Wrapped
+from experiments.workloads.base import Batch, Shard, Workload
+
+
+class VirtualAttachment:
+    """What the loop asks of a connection (birder/ddp.py), of virtual ranks."""
+
+    def __init__(self, ranks: VirtualRanks) -> None:
+        self.counter = ranks.counter
+
+    def state_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class VirtualMethod(Method):
+    """`Method` for every virtual rank. A batch of its stream is one of each rank, in rank order."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        workload: Workload,
+        ddp: Wrapped,
+        device: torch.device,
+        length: Length,
+        seed: int,
+    ) -> None:
+        assert isinstance(ddp, DistributedDataParallel)  # rules.check_virtual
+        self.settings, comm, cluster = config["train"], config["comm"], config["cluster"]
+        self.workload, self.ddp, self.device, self.length = workload, ddp, device, length
+        self.accumulate = int(self.settings["accumulate"])
+        topology = Topology(int(cluster["nodes"]), int(cluster["ranks_per_node"]))
+        decay = float(config["optimizer"].get("weight_decay", 0.0))
+        optimizers = [
+            make_optimizer(config, workload.param_groups(ddp.module, decay), seed, length.total)
+            for _ in range(topology.world_size)
+        ]
+        self.optimizer, self.scaler = optimizers[0], None
+        self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
+        self.ranks = VirtualRanks(
+            ddp,
+            optimizers,
+            topology=topology,
+            hierarchical=comm["topology"] == "hierarchical",
+            overlap=comm["overlap"],
+            unit_mb=comm["bucket_mb"],
+        )
+        self.attachment = VirtualAttachment(self.ranks)  # type: ignore[assignment]
+        self._kept = [workload.state_dict() for _ in optimizers]
+        self._updates: list[tuple[Any, Any]] = []
+
+    def seed(self, seed: int, rank: int) -> None:
+        self.ranks.seed([seed * 1_000_003 + r + 1 for r in range(self.ranks.size)])
+
+    def batches(self, config: dict[str, Any], shard: Shard, start: int) -> Iterator[Batch]:
+        every = (Shard(rank, self.ranks.size, shard.device) for rank in range(self.ranks.size))
+        return zip(*(batches(config, self.workload, one, self.length, start) for one in every), strict=True)
+
+    def state_bytes(self) -> int:
+        """Of all ranks together."""
+        return self.ranks.state_bytes()
+
+    def set_lr(self, step: int) -> None:
+        super().set_lr(step)
+        for optimizer in self.ranks.optimizers[1:]:
+            for group, first in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
+                group["lr"] = first["lr"]
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.averaged()
+
+    def step(self, stream: Iterator[Batch], part: Part = lambda *_: None) -> Tensor:
+        """One optimizer step of every rank; rank 0's mean loss."""
+        trace, began = self.optimizer.pipeline.trace, time.perf_counter()
+        given = [next(stream) for _ in range(self.accumulate)]
+        part("data")
+        losses = []
+        for rank in range(self.ranks.size):
+            with self.ranks.turn(rank):
+                self.workload.load_state_dict(self._kept[rank])
+                mine = iter([batch[rank] for batch in given])
+                losses.append(forward_backward(self.workload, self.ddp, mine, self.settings, self.device))
+                self._kept[rank] = self.workload.state_dict()
+        part("forward_backward")
+        trace.add("compute", None, began, time.perf_counter())
+        self.ranks.step()
+        part("optimizer_step")
+        # A loss that is no number on any rank is told; otherwise it is rank 0's, as with real ranks.
+        every = torch.stack(losses)
+        return torch.where(every.isfinite().all(), every[0], every.sum())
