@@ -32,6 +32,7 @@ FREE += (
     "scales",
     "timeline",
     "turns",
+    "parity",
     "profile",
     "evaluate",
     "train.eval_every",

@@ -90,6 +90,14 @@ class Checkpoint(Section):
     keep: Count = doc("how many of the last checkpoints stay")
 
 
+class Parity(Section):
+    """docs/accuracy.md."""
+
+    baseline: Text | None = doc("optimizer that others are compared with, by the name of its class; null: none")
+    margin: Positive | None = doc("difference that counts as none, in the metric's unit; null: no verdicts")
+    relative: Switch = doc("true: differences and the margin are shares of the baseline's value", False)
+
+
 class Turns(Section):
     """docs/timing.md."""
 
@@ -135,6 +143,7 @@ class Config(Section):
     train: Train = doc("the training loop")
     comm: Comm = doc("communication")
     checkpoint: Checkpoint = doc("checkpoints")
+    parity: Parity = doc("how tables compare accuracies")
     turns: Turns = doc("how a comparison times its variants")
     scale: Scale = doc("size of the run")
     wandb: Wandb = doc("Weights & Biases")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd
+from experiments.report.paired import Difference, Parity, difference
 from experiments.report.table import Column, Note, Table
 
 # Shown in columns or headings of their own.
@@ -48,6 +50,11 @@ class Cell:
             return None, None
         return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """The metric of every valid run, by its seed."""
+        return {r.seed: float(r.metric["value"]) for r in self.valid}
+
     def count(self) -> str:
         """How many runs have a metric, and of how many where some do not."""
         return f"{len(self.valid)}" + (f" of {len(self.records)}" if len(self.valid) < len(self.records) else "")
@@ -71,6 +78,29 @@ class AccuracyTable:
     def tuned(self) -> bool:
         """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
         return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
+
+    @cached_property
+    def parity(self) -> Parity | None:
+        """What methods are compared with and what counts as no difference; None where runs say nothing, or not the same."""
+        said = {Parity.of(r.config) for cell in self.cells for r in cell.valid}
+        return said.pop() if len(said) == 1 else None
+
+    @cached_property
+    def baseline(self) -> Cell | None:
+        """The best learning rate of the method that others are compared with; in fp32 where there is that."""
+        if self.parity is None:
+            return None
+        name = self.parity.baseline.lower()
+        mine = [c for c in self.cells if c.valid and c.valid[0].optimizer.lower() == name and _dense(c.valid[0])]
+        chosen = sorted(mine, key=lambda c: c.valid[0].wire != "fp32")
+        return self.best(chosen[0].label) if chosen else None
+
+    def compared(self, cell: Cell) -> Difference | None:
+        """The paired difference of a method's best learning rate to the baseline; None for all other rows."""
+        base = self.baseline
+        if self.parity is None or base is None or base is cell or self.best(cell.label) is not cell:
+            return None
+        return difference(cell.by_seed, base.by_seed, self.parity.relative)
 
     def best(self, label: str) -> Cell | None:
         """The learning rate with the best mean metric; one with a failed seed is no candidate.
@@ -127,6 +157,7 @@ def columns(table: AccuracyTable) -> list[Column]:
         Column("lr", value=lambda cell: DASH if cell.lr is None else f"{cell.lr:g}"),
         Column(name, value=lambda cell: _value(table, cell)),
         *map(_other, others),
+        *(_verdicts(table, table.parity) if table.baseline is not None and table.parity is not None else []),
         Column("n", value=Cell.count),
         Column("target", value=lambda _: DASH if target is None else f"{target:g}"),
         Column("best lr", value=lambda cell: "best" if table.best(cell.label) is cell else ""),
@@ -137,11 +168,18 @@ def columns(table: AccuracyTable) -> list[Column]:
 def as_table(table: AccuracyTable) -> Table:
     """The table, and above it how it is to be read."""
     better = "higher" if table.metric.get("higher_is_better", True) else "lower"
-    chosen = f"{HELD_OUT} of its first seed, on images held out of training" if table.tuned else "this same metric"
+    kept = "images" if table.metric["name"] == "top1" else "data"
+    chosen = f"{HELD_OUT} of its first seed, on {kept} held out of training" if table.tuned else "this same metric"
     notes = (
         f"Mean ± sample standard deviation over n seeds, {better} is better. Every learning rate tried is listed; "
         f"the best of a method is chosen by {chosen}. Records are named by their seed."
     )
+    if table.baseline is not None and table.parity is not None:
+        notes += (
+            f" Differences to {table.baseline.label} are those of runs with the same seed and batches, with a 95 % interval "
+            f"(Student's t). Parity: the interval lies within {table.parity.text()}, the margin that the configuration "
+            "states; better, worse: it does not, and lies on one side of 0."
+        )
     return Table.of(columns(table), table.cells, title=table.title, notes=(Note(notes),))
 
 
@@ -153,6 +191,26 @@ def markdown(table: AccuracyTable, plot: bool) -> str:
 
 def _other(name: str) -> Column:
     return Column(name, value=lambda cell: mean_sd(*cell.summary(name)))
+
+
+def _verdicts(table: AccuracyTable, parity: Parity) -> list[Column]:
+    better = bool(table.metric.get("higher_is_better", True))
+
+    def shown(cell: Cell) -> str:
+        found = table.compared(cell)
+        return "" if found is None else found.text(parity.relative)
+
+    def verdict(cell: Cell) -> str:
+        found = table.compared(cell)
+        return "" if found is None else found.verdict(parity.margin, better)
+
+    assert table.baseline is not None
+    return [Column(f"vs {table.baseline.label}", value=shown), Column("verdict", "left", value=verdict)]
+
+
+def _dense(r: ResultRecord) -> bool:
+    """Whether a run sent gradients by plain all-reduce, not by one of PyTorch's hooks."""
+    return (r.config.get("comm") or {}).get("hook") is None
 
 
 def _value(table: AccuracyTable, cell: Cell) -> str:

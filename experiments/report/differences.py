@@ -24,7 +24,7 @@ NOT_A_VARIANT = (
         "method",
     ),
     CHANGED,
-    *("exp", "scale", "scales", "cluster", "data", "workload.data_path", "turns"),
+    *("exp", "scale", "scales", "cluster", "data", "workload.data_path", "turns", "parity"),
 )
 
 

@@ -1,0 +1,94 @@
+"""Differences between methods that saw the same seeds and batches, with intervals, and what they decide.
+
+For each seed s the difference d_s is that of two runs which began with the same weights and read the same batches: what
+they share drops out. The interval is Student's, of the mean of d_s with n - 1 degrees of freedom. What difference counts as
+none, the margin, is part of the configuration (`parity`), so that it is stated before the runs and kept in their records.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LEVEL = 0.95
+"""Of the intervals."""
+PARITY, BETTER, WORSE, OPEN = "parity", "better", "worse", "not decided"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What a comparison was stated to be, before it was made.
+
+    baseline: class name of the optimizer that others are compared with, in any case of letters.
+    margin:   differences up to this count as none: in the metric's own unit, or as a share of the baseline's value.
+    relative: whether differences are shares of the baseline's value.
+    """
+
+    baseline: str
+    margin: float
+    relative: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Parity | None:
+        """As a configuration says; None where it says nothing."""
+        said = config.get("parity") or {}
+        if said.get("baseline") is None or said.get("margin") is None:
+            return None
+        return cls(str(said["baseline"]), float(said["margin"]), bool(said.get("relative", False)))
+
+    def text(self) -> str:
+        """The margin as tables show it."""
+        return f"{100 * self.margin:g} %" if self.relative else f"{self.margin:g}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of method - baseline over `n` seeds, and its 95 % interval; low and high are None for a single seed."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+    def verdict(self, margin: float, higher_is_better: bool) -> str:
+        """What the interval decides.
+
+        parity:      it lies within the margin on either side of 0.
+        better, worse: it does not, and lies on one side of 0.
+        not decided: neither, or there is no interval.
+        """
+        if self.low is None or self.high is None:
+            return OPEN
+        if -margin <= self.low and self.high <= margin:
+            return PARITY
+        if self.low > 0:
+            return BETTER if higher_is_better else WORSE
+        if self.high < 0:
+            return WORSE if higher_is_better else BETTER
+        return OPEN
+
+    def text(self, relative: bool) -> str:
+        """ "+0.31 [-0.12, 0.74]", in per cent where differences are relative."""
+        scale, unit = (100, " %") if relative else (1, "")
+        shown = f"{scale * self.value:+.2f}"
+        if self.low is not None and self.high is not None:
+            shown += f" [{scale * self.low:.2f}, {scale * self.high:.2f}]"
+        return shown + unit
+
+
+def difference(method: Mapping[int, float], baseline: Mapping[int, float], relative: bool = False) -> Difference | None:
+    """Of the seeds that both have: values by seed. None without any, and where a baseline of 0 has no shares."""
+    shared = sorted(set(method) & set(baseline))
+    if not shared or (relative and any(baseline[s] == 0 for s in shared)):
+        return None
+    d = [method[s] / baseline[s] - 1 if relative else method[s] - baseline[s] for s in shared]
+    mean = statistics.fmean(d)
+    if len(d) < 2:
+        return Difference(mean, None, None, len(d))
+    from scipy import stats
+
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(d) - 1)) * statistics.stdev(d) / math.sqrt(len(d))
+    return Difference(mean, mean - reach, mean + reach, len(d))
