@@ -21,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -34,15 +33,13 @@ from omegaconf import OmegaConf
 from experiments import compare, run
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.records import labels, privacy, record
+from experiments.recorded import Recorded, counts, name_of, score, told
+from experiments.records import labels
 from experiments.records.record import ResultRecord
 from experiments.report import methods_table, tables
-from experiments.report.accuracy import HELD_OUT
-from experiments.report.differences import NOT_A_VARIANT, flatten
 from experiments.report.methods_table import EXP
 from experiments.timing import plan as worlds
 from launch.errors import UserError
-from launch.failure import RunFailed
 from launch.process import Stopped
 
 PARTS = ("tune", "seeds", "time")
@@ -53,9 +50,6 @@ TIMING = (
     *("turns.mode=turns", "turns.rounds=10", "turns.steps=10"),
 )
 """What timed rows have besides: 100 steps, or whole cycles of a method's own, on links of 100 Mbit/s as they are."""
-OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
-DIVERGED = "the loss is "
-"""How a reason begins that is the method's own doing (experiments/training/loop.py)."""
 
 
 @dataclass(frozen=True)
@@ -85,25 +79,6 @@ def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
     return [row for row in rows if methods is None or row.optimizer in methods]
 
 
-def identity(config: dict[str, Any]) -> str:
-    """What two runs must share to be the same run: seed, shape, link and every key that may tell variants apart."""
-    flat = {
-        key: value
-        for key, value in flatten(config).items()
-        if not any(key == skip or key.startswith(skip + ".") for skip in NOT_A_VARIANT)
-    }
-    cluster = [config["cluster"].get(key) for key in OF_THE_CLUSTER]
-    return json.dumps([config["exp"], config["seed"], config["scale"]["name"], cluster, flat], sort_keys=True)
-
-
-def score(r: ResultRecord | None) -> float | None:
-    """What a learning rate is chosen by, the larger the better; None for a run that did not end well."""
-    if r is None or r.status != "completed":
-        return None
-    value = r.metric.get("all", {}).get(HELD_OUT, r.metric.get("value"))
-    return None if value is None else float(value) * (1 if r.metric.get("higher_is_better", True) else -1)
-
-
 @dataclass
 class Plan:
     """What the command line asks for, and what has become of it."""
@@ -112,9 +87,10 @@ class Plan:
     seeds: tuple[int, ...]
     parts: tuple[str, ...]
     dry_run: bool = False
-    failed: int = 0
-    todo: int = 0
-    known: dict[str, ResultRecord] = field(default_factory=dict)
+    runs: Recorded = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = Recorded(EXP, self.dry_run)
 
     def compose(self, row: Variant, *more: str) -> Composed:
         """`row` with `more`. The user's own overrides come last and so win."""
@@ -124,36 +100,9 @@ class Plan:
             mine = [o for o in mine if not o.startswith("cluster")]
         return compose.compose([f"+exp={EXP}", *row.overrides, *mine, *self.overrides])
 
-    def read(self, results_dir: str) -> None:
-        """Takes in all records there are. Of runs that are the same the latest counts, a good one before any other."""
-        for r in record.read_all(results_dir):
-            if r.exp == EXP:
-                name = identity(r.config)
-                if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
-                    self.known[name] = r
-
     def run(self, part: str, what: str, composed: Composed, group: str | None = None) -> ResultRecord | None:
         """The record of `composed`, which is run if it is not there and its part is asked for. None: there is none."""
-        resolved = compose.resolve(composed)
-        name = name_of(composed)
-        title = f"{labels.method(resolved)}, {what}"
-        if (there := self.known.get(name)) and counts(there):
-            print(f"{title}: recorded, {_told(there)}", flush=True)
-            return there
-        if part not in self.parts:
-            return None
-        self.todo += 1
-        if self.dry_run:
-            print(f"{title}: to run", flush=True)
-            return None
-        print(f"{title}: ", end="", flush=True)
-        try:
-            run.launch(composed, command=run.typed("run", composed.overrides), group=group)
-        except (RunFailed, UserError) as error:
-            run.report(error)
-            self.failed += not (isinstance(error, RunFailed) and DIVERGED in str(error))
-        self.read(resolved["results_dir"])
-        return self.known.get(name)
+        return self.runs.run(what, composed, group, asked=part in self.parts)
 
     def time(self, composed: list[Composed]) -> None:
         """Times all rows in one world, unless each has its time already, or that part is not asked for.
@@ -165,14 +114,14 @@ class Plan:
             for c in composed:
                 self.run("time", "step time", c, group)
             return
-        there = [self.known.get(name_of(c)) for c in composed]
+        there = [self.runs.known.get(name_of(c)) for c in composed]
         titles = [f"{labels.method(compose.resolve(c))}, step time" for c in composed]
         if all(r is not None and counts(r) for r in there):
             for title, r in zip(titles, there, strict=True):
                 assert r is not None
-                print(f"{title}: recorded, {_told(r)}", flush=True)
+                print(f"{title}: recorded, {told(r)}", flush=True)
         elif "time" in self.parts:
-            self.todo += len(composed)
+            self.runs.todo += len(composed)
             for title in titles:
                 print(f"{title}: to run, in turns", flush=True)
             if not self.dry_run:
@@ -180,25 +129,15 @@ class Plan:
 
     def _take_turns(self, composed: list[Composed], group: str) -> None:
         compare.in_turns(composed, group)
-        self.read(compose.resolve(composed[0])["results_dir"])
+        self.runs.read(compose.resolve(composed[0])["results_dir"])
         for c in composed:
-            found = self.known.get(name_of(c))
-            self.failed += found is None or not counts(found)
-
-
-def name_of(composed: Composed) -> str:
-    """The identity of the run that `composed` describes."""
-    return identity(json.loads(json.dumps(privacy.clean(compose.resolve(composed), Path.cwd()))))
+            found = self.runs.known.get(name_of(c))
+            self.runs.failed += found is None or not counts(found)
 
 
 def apart(composed: Sequence[Composed]) -> str | None:
     """Why rows are timed in runs of their own; None where they take turns. Raises UserError where that is not possible."""
     return worlds.why_runs([compose.resolve(c) for c in composed], synthetic=False)
-
-
-def counts(r: ResultRecord) -> bool:
-    """Whether the run need not be tried again: it ended well, or its loss became no number."""
-    return r.status == "completed" or DIVERGED in (r.reason or "")
 
 
 def train(plan: Plan, row: Variant) -> None:
@@ -236,20 +175,20 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     apart(timed)
     results_dir = resolved["results_dir"]
     if Path(results_dir).is_dir():
-        plan.read(results_dir)
+        plan.runs.read(results_dir)
     for row in rows:
         train(plan, row)
     plan.time(timed)
     if plan.dry_run:
-        print(f"{plan.todo} runs to do at least, of {len(rows)} methods")
+        print(f"{plan.runs.todo} runs to do at least, of {len(rows)} methods")
         return 0
-    if any(r.metric for r in plan.known.values()):
+    if any(r.metric for r in plan.runs.known.values()):
         tables.write(results_dir, EXP)
         methods_table.show(results_dir)
         print(f"table:  {Path(results_dir) / 'tables' / f'{EXP}.md'}")
-    if plan.failed:
-        print(f"{plan.failed} runs failed: the same command tries them again", file=sys.stderr)
-    return int(plan.failed > 0)
+    if plan.runs.failed:
+        print(f"{plan.runs.failed} runs failed: the same command tries them again", file=sys.stderr)
+    return int(plan.runs.failed > 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -273,14 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return all_methods(plan, methods)
     except (UserError, KeyboardInterrupt, Stopped) as error:
         return run.report(error)
-
-
-def _told(r: ResultRecord) -> str:
-    if r.status != "completed":
-        return f"failed: {r.reason}"
-    if r.metric:
-        return f"{r.metric['name']} {r.metric['value']:.2f}"
-    return f"{r.timing.get('median_ms', 0):.0f} ms a step"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments import all_methods, compare, run
+from experiments import all_methods, compare, recorded, run
 from experiments.all_methods import Plan
 from experiments.config import compose
 from experiments.config.compose import Composed
@@ -224,12 +224,12 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
         config[section][key] = value
         return dataclasses.replace(one, config=config)
 
-    same = all_methods.identity(one.config)
-    assert all_methods.identity(changed("data", "path", "elsewhere").config) == same
+    same = recorded.identity(one.config)
+    assert recorded.identity(changed("data", "path", "elsewhere").config) == same
     for section, key, value in (
         ("optimizer", "reset_every", 4),
         ("train", "max_steps", 7),
         ("cluster", "nodes", 2),
         ("workload", "held_out", 9),
     ):
-        assert all_methods.identity(changed(section, key, value).config) != same
+        assert recorded.identity(changed(section, key, value).config) != same

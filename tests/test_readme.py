@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import birder
-from experiments import replay
+from experiments import replay, tune
 from experiments.config import compose
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,6 +163,11 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
     script, *arguments = arguments
     if script == "experiments/replay.py":
         assert replay.parse([a for a in arguments if a != "--gpu"])
+        return
+    if script == "experiments/tune.py":
+        request = tune.Request.of(arguments)
+        for optimizer in request.optimizers:
+            compose.resolve(request.compose(optimizer))
         return
     overrides = [a for a in arguments if "=" in a and not a.startswith("--")]
     if "-m" in arguments:

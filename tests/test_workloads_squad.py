@@ -91,6 +91,20 @@ def test_perfect_logits_score_100(tmp_path: Path) -> None:
     assert workload.evaluate(Oracle(), shard) == {"f1": pytest.approx(100), "exact_match": pytest.approx(100)}
 
 
+def test_the_last_questions_are_held_out(tmp_path: Path) -> None:
+    folder = str(squad_files(tmp_path))
+    whole, workload = tiny(data_path=folder), tiny(data_path=folder, held_out=3)
+    for made in (whole, workload):
+        made.prepare(Shard())
+    assert len(workload._held_questions) == 3
+    assert len(workload._train) < len(whole._train)
+    with torch.no_grad():
+        found = workload.evaluate(workload.build_model().eval(), Shard())
+    assert set(found) == {"f1", "exact_match", "held_out"}
+    with pytest.raises(UserError, match="leaves nothing of"):
+        tiny(data_path=folder, held_out=10**6).prepare(Shard())
+
+
 def test_long_questions_are_cut(tmp_path: Path) -> None:
     root = squad_files(tmp_path)
     document = json.loads((root / "train-v1.1.json").read_text())

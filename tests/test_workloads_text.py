@@ -106,6 +106,22 @@ def test_untrained_perplexity_is_the_vocabulary(tmp_path: Path) -> None:
     assert out["loss"] == pytest.approx(math.log(workload.vocab_size), rel=1e-4)
 
 
+def test_the_end_of_the_text_is_held_out(tmp_path: Path) -> None:
+    whole = ptb(tmp_path)
+    workload = ptb(tmp_path, held_out=200)
+    assert torch.equal(workload._train, whole._train[:-200])
+    assert torch.equal(workload._held_out, whole._train[-200:])
+    model = workload.build_model()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        out = workload.evaluate(model, Shard())
+    assert out["held_out"] == pytest.approx(workload.vocab_size, rel=1e-4)
+    for count in (3, 10**6):
+        with pytest.raises(UserError, match=f"workload.held_out={count} must be"):
+            ptb(tmp_path, held_out=count)
+
+
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
     plain, tied = ptb(tmp_path), ptb(tmp_path, tie_weights=True)
     sizes = [sum(p.numel() for p in w.build_model().parameters()) for w in (plain, tied)]

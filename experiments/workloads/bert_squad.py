@@ -34,6 +34,8 @@ class BertSquad(Workload):
     doc_stride:      tokens shared by consecutive windows of one paragraph.
     max_query_len:   longer questions are cut to this many tokens.
     train_questions: number of training questions, always the same ones; None: all. Likewise dev_questions.
+    held_out:        training questions, the last ones, that are left out of training; the F1 on them is the metric
+                     `held_out`, for the choice of hyper-parameters. None: none.
     n_best:          starts and ends considered per window.
     max_answer_len:  longest answer in tokens.
     """
@@ -62,6 +64,7 @@ class BertSquad(Workload):
         eval_batch: int = 32,
         vocab_size: int = 2000,
         embedded_words: int | None = None,
+        held_out: int | None = None,
     ) -> None:
         if seq_len - max_query_len - 3 <= doc_stride or doc_stride < 0:
             raise UserError(
@@ -72,12 +75,14 @@ class BertSquad(Workload):
             ("train_questions", train_questions),
             ("dev_questions", dev_questions),
             ("max_query_len", max_query_len),
+            ("held_out", held_out),
             ("n_best", n_best),
             ("max_answer_len", max_answer_len),
         ):
             if value is not None and value < 1:
                 raise UserError(f"workload.{key}={value} must be 1 or more")
         self.model, self.init, self.preset = model, init, preset
+        self.held_out = held_out
         self.data_path, self.train_file, self.dev_file, self.dataset = data_path, train_file, dev_file, dataset
         self.seq_len, self.doc_stride, self.max_query_len = seq_len, doc_stride, max_query_len
         self.train_questions, self.dev_questions = train_questions, dev_questions
@@ -99,6 +104,11 @@ class BertSquad(Workload):
     def prepare(self, shard: Shard) -> None:
         train = self._questions("train", self.train_questions)
         dev = self._questions("dev", self.dev_questions)
+        held: list[Question] = []
+        if self.held_out and not self.synthetic:
+            if self.held_out >= len(train):
+                raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training questions")
+            train, held = train[: -self.held_out], train[-self.held_out :]  # the last articles: no text is in both
         if self.model is None:
             texts = [text for q in train for text in (q.question, q.context)]
             self.tokenizer = bert.word_tokenizer(dict.fromkeys(texts), self.vocab_size)
@@ -110,6 +120,8 @@ class BertSquad(Workload):
         # A question's windows stay on one rank, which alone can choose the best of them.
         self._dev_questions = dev[shard.rank :: shard.world_size]
         self._dev = _Windows(self, self._dev_questions, with_offsets=True)
+        self._held_questions = held[shard.rank :: shard.world_size]
+        self._held = _Windows(self, self._held_questions, with_offsets=True) if held else None
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForQuestionAnswering
@@ -136,15 +148,26 @@ class BertSquad(Workload):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
-        predictions = self.predict(model, shard.device)
-        exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in self._dev_questions])
+        found = self._scores(self.predict(model, shard.device), self._dev_questions, shard)
+        if self._held is not None:
+            predictions = self._answers(model, shard.device, self._held, self._held_questions)
+            found["held_out"] = self._scores(predictions, self._held_questions, shard)["f1"]
+        return found
+
+    @staticmethod
+    def _scores(predictions: list[str], questions: list[Question], shard: Shard) -> dict[str, float]:
+        exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in questions])
         exact, f1, count = all_sum([exact, f1, float(len(predictions))], shard)
         return {"f1": 100 * f1 / count, "exact_match": 100 * exact / count}
 
     def predict(self, model: nn.Module, device: torch.device) -> list[str]:
         """Answer texts for this rank's dev questions, each from its best-scoring window; "" where none is possible."""
-        windows = self._dev
-        texts = [""] * len(self._dev_questions)
+        return self._answers(model, device, self._dev, self._dev_questions)
+
+    def _answers(
+        self, model: nn.Module, device: torch.device, windows: _Windows, questions: list[Question]
+    ) -> list[str]:
+        texts = [""] * len(questions)
         scores = [-float("inf")] * len(texts)
         for first in range(0, len(windows), self.eval_batch):
             indices = np.arange(first, min(first + self.eval_batch, len(windows)))
@@ -155,7 +178,7 @@ class BertSquad(Workload):
                 question = int(windows.question[window])
                 if span is not None and span.score > scores[question]:
                     begin, end = windows.offsets[window, span.first, 0], windows.offsets[window, span.last, 1]
-                    texts[question] = self._dev_questions[question].context[begin:end]
+                    texts[question] = questions[question].context[begin:end]
                     scores[question] = span.score
         return texts
 

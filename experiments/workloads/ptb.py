@@ -39,6 +39,8 @@ class PennTreebank(Workload):
     unigram_bias:    the output bias starts at the logarithm of each word's frequency in the training text instead of 0.
                      Where it starts at 0, methods whose steps have a fixed size learn these frequencies through the
                      hidden state faster than through the bias, and drive the LSTM's gates into saturation on the way.
+    held_out:        words at the end of the training text to leave out of training; the perplexity on them is the metric
+                     `held_out`, for the choice of hyper-parameters. None or 0: none.
     eval_columns:    columns of the validation stream; fixes the result for any number of ranks.
     allow_synthetic: False makes a missing `data_path` an error.
     """
@@ -59,6 +61,7 @@ class PennTreebank(Workload):
         unigram_bias: bool = True,
         eval_columns: int = 16,
         allow_synthetic: bool = True,
+        held_out: int | None = None,
     ) -> None:
         if preset not in PRESETS:
             raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
@@ -66,6 +69,9 @@ class PennTreebank(Workload):
             raise UserError(f"workload.dropout={dropout} must be in [0, 1)")
         if bptt < 1 or eval_columns < 1:
             raise UserError("workload.bptt and workload.eval_columns must be 1 or more")
+        if held_out is not None and held_out < 0:
+            raise UserError(f"workload.held_out={held_out} must be 0 or more")
+        self.held_out = held_out or 0
         self.data_path = data_path
         self.hidden_size, preset_dropout = PRESETS[preset]
         self.dropout = preset_dropout if dropout is None else dropout
@@ -105,6 +111,13 @@ class PennTreebank(Workload):
             raise UserError(f"data.path: {self._file('valid')} has fewer than {2 * self.eval_columns} words")
         if self.vocab_size == 10_000 and len(self._train) == 929_589:
             self.data_name = "Penn Treebank"
+        if self.held_out:
+            if self.held_out < 2 * self.eval_columns or self.held_out >= len(self._train):
+                raise UserError(
+                    f"workload.held_out={self.held_out} must be {2 * self.eval_columns} or more, and less than the "
+                    f"{len(self._train)} words of the training text"
+                )
+            self._train, self._held_out = self._train[: -self.held_out], self._train[-self.held_out :]
 
     def build_model(self) -> nn.Module:
         model = LSTMModel(self.vocab_size, self.hidden_size, self.dropout, self.tie_weights)
@@ -149,7 +162,13 @@ class PennTreebank(Workload):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
-        columns = _columns(self._valid, self.eval_columns)[:, shard.rank :: shard.world_size].to(shard.device)
+        found = self._perplexity(model, self._valid, shard)
+        if self.held_out:
+            found["held_out"] = self._perplexity(model, self._held_out, shard)["perplexity"]
+        return found
+
+    def _perplexity(self, model: nn.Module, stream: Tensor, shard: Shard) -> dict[str, float]:
+        columns = _columns(stream, self.eval_columns)[:, shard.rank :: shard.world_size].to(shard.device)
         loss, count = 0.0, 0.0
         if columns.shape[1]:  # with more ranks than columns some have nothing to do
             shape = (LSTMModel.LAYERS, columns.shape[1], self.hidden_size)

@@ -1,0 +1,247 @@
+"""Learning rates of several methods, chosen alike:
+
+    python experiments/tune.py +exp=NAME optimizer=a,b,c budget=8 held_out=N [key=value ...]
+
+    budget    trials of each method, the same for all; default 8
+    held_out  how much of the training data is kept back to choose by, in the workload's unit (`workload.held_out`)
+    span      rates are tried from lr/span to lr*span, evenly in the logarithm, lr being the configuration's; default 10
+    rungs     lengths of training: each twice the one before, up to the whole; default 3
+    seeds     with how many seeds the chosen rate is then trained; default 5, 0: none
+
+Every trial is trained at the shortest length first, and goes on to the next one if it is among the better half so far
+(optuna's SuccessiveHalvingPruner). Each training is a run of its own with its whole schedule and a record; what is recorded
+is not run again, so that the same command goes on after an interruption. Test data decide nothing. Exit status: 0; 1 a run
+failed otherwise than by its loss; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from rich.console import Console
+
+from experiments import run
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.recorded import Recorded, score
+from experiments.records import labels
+from experiments.report import tables
+from experiments.report.accuracy import HELD_OUT
+from experiments.report.formats import DASH
+from experiments.report.table import WIDTH, Column, Note, Table
+from launch.errors import UserError
+from launch.process import Stopped
+
+EDGE = 0.1
+"""A best rate within this share of an end of the range, in the logarithm, is at its edge."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    optimizers: tuple[str, ...]
+    overrides: tuple[str, ...]
+    budget: int = 8
+    held_out: int | None = None
+    span: float = 10.0
+    rungs: int = 3
+    seeds: int = 5
+    dry_run: bool = False
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Request:
+        """Raises UserError for what is no number, out of range or missing."""
+        own: dict[str, Any] = {}
+        names: tuple[str, ...] = ()
+        rest = []
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            if argument == "--dry-run":
+                own["dry_run"] = True
+            elif key in ("budget", "held_out", "rungs", "seeds"):
+                own[key] = _whole(key, value, 0 if key == "seeds" else 1)
+            elif key == "span":
+                own[key] = _span(value)
+            elif key == "optimizer":
+                names = tuple(dict.fromkeys(n for n in value.split(",") if n))
+            elif key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs"):
+                raise UserError(
+                    f"{argument}: rates, seeds and lengths are the tuner's own; give span=, seeds= and rungs="
+                )
+            else:
+                rest.append(argument)
+        if not names:
+            raise UserError("give the methods to tune: optimizer=a,b,c")
+        return cls(names, tuple(rest), **own)
+
+    def compose(self, optimizer: str, *more: str) -> Composed:
+        kept = [] if self.held_out is None else [f"++workload.held_out={self.held_out}"]
+        return compose.compose([*self.overrides, f"optimizer={optimizer}", *kept, *more])
+
+
+@dataclass
+class Tuned:
+    """What has become of one method. rates: those tried at the whole length; low, high: the range."""
+
+    optimizer: str
+    label: str
+    low: float
+    high: float
+    tried: list[float] = field(default_factory=list)
+    whole: int = 0
+    best: float | None = None
+    score: float | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """What to do where the best rate is at the edge of those tried, or there is none."""
+        if self.best is None:
+            return f"{self.label}: no trial ended with a number: lower optimizer.lr or narrow span="
+        place = math.log(self.best / self.low) / math.log(self.high / self.low)
+        if EDGE <= place <= 1 - EDGE and min(self.tried) < self.best < max(self.tried):
+            return None
+        end = "smallest" if place < 0.5 else "largest"
+        return f"{self.label}: the best rate, {self.best:g}, is among the {end} that were tried: widen the range with span="
+
+
+def lengths(resolved: dict[str, Any], rungs: int) -> list[str]:
+    """The overrides for each length of training, the shortest first: the last one is the configuration's own."""
+    train = resolved["train"]
+    key = "epochs" if train["max_steps"] is None else "max_steps"
+    values = sorted({max(1, round(int(train[key]) / 2**k)) for k in range(rungs)})
+    return [f"train.{key}={value}" for value in values]
+
+
+def tune(request: Request, optimizer: str, runs: Recorded) -> Tuned:
+    """Makes the trials of one method."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    resolved = compose.resolve(request.compose(optimizer))
+    lr = float(resolved["optimizer"]["lr"])
+    found = Tuned(optimizer, labels.method(resolved), lr / request.span, lr * request.span)
+    rungs = lengths(resolved, request.rungs)
+
+    def objective(trial: optuna.Trial) -> float:
+        rate = float(f"{trial.suggest_float('lr', found.low, found.high, log=True):.3g}")
+        found.tried.append(rate)
+        value = -math.inf
+        for k, length in enumerate(rungs):
+            composed = request.compose(optimizer, f"optimizer.lr={rate!r}", "seed=0", length)
+            said = score(runs.run(f"trial {trial.number + 1}: lr {rate:g}, {length.removeprefix('train.')}", composed))
+            if said is None:
+                raise optuna.TrialPruned  # its loss became no number, or nothing was run
+            value = said
+            trial.report(value, 2**k)
+            if k + 1 < len(rungs) and trial.should_prune():
+                raise optuna.TrialPruned
+        found.whole += 1
+        if found.score is None or value > found.score:
+            found.best, found.score = rate, value
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # The same places of the range for every method, spread evenly, whatever the trials before them gave.
+        sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
+        study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        study.optimize(objective, n_trials=request.budget)
+    return found
+
+
+def tune_all(request: Request) -> int:
+    """Tunes every method, trains the chosen rates and prints them. Exit status; raises UserError before anything has run."""
+    made = {name: request.compose(name) for name in request.optimizers}
+    resolved = {name: compose.resolve(one) for name, one in made.items()}
+    first = resolved[request.optimizers[0]]
+    for name, one in made.items():
+        workload = compose.check(one)
+        if workload.synthetic:
+            raise UserError("tuning is of accuracies and needs real data: give data.path=ROOT")
+        if not resolved[name]["workload"].get("held_out"):
+            raise UserError("rates are chosen by a part of the training data that is held out: give held_out=N")
+    runs = Recorded(first["exp"], request.dry_run)
+    results = first["results_dir"]
+    if Path(results).is_dir():
+        runs.read(results)
+    tuned = [tune(request, name, runs) for name in request.optimizers]
+    for method in tuned:
+        if method.best is None:
+            continue
+        length = lengths(resolved[method.optimizer], request.rungs)[-1]
+        for seed in range(request.seeds):
+            composed = request.compose(method.optimizer, f"optimizer.lr={method.best!r}", f"seed={seed}", length)
+            runs.run(f"chosen: lr {method.best:g}, seed {seed}", composed)
+    if request.dry_run:
+        print(f"{runs.todo} runs to do at least, of {len(tuned)} methods: how many go on depends on how they do")
+        return 0
+    as_table(tuned, request).show(Console(width=WIDTH))
+    tables.write(results, first["exp"])
+    print(f"table:  {Path(results) / 'tables'}/{first['exp']}.md")
+    if runs.failed:
+        print(f"{runs.failed} runs failed: the same command tries them again", file=sys.stderr)
+    return int(runs.failed > 0)
+
+
+def as_table(tuned: Sequence[Tuned], request: Request) -> Table:
+    """What was chosen for each method, and from how much."""
+    columns = [
+        Column("method", "left", value=lambda t: t.label),
+        Column("lr", value=lambda t: DASH if t.best is None else f"{t.best:g}"),
+        Column(HELD_OUT, value=lambda t: DASH if t.score is None else f"{abs(t.score):.2f}"),
+        Column("range", value=lambda t: f"{t.low:.3g} to {t.high:.3g}"),
+        Column("trials", value=lambda t: f"{len(t.tried)}"),
+        Column("at whole length", value=lambda t: f"{t.whole}"),
+    ]
+    warned = tuple(Note(f"Warning: {t.warning}.", "caution") for t in tuned if t.warning)
+    title = f"{request.budget} trials of each method, chosen by a part of the training data that was held out"
+    return Table.of(columns, tuned, title=title, footnotes=warned)
+
+
+def _whole(key: str, value: str, least: int) -> int:
+    if not value.isascii() or not value.isdigit() or not least <= int(value) < 10**9:
+        raise UserError(f"{key}={value} must be a whole number, {least} or more")
+    return int(value)
+
+
+def _span(value: str) -> float:
+    try:
+        span = float(value)
+    except ValueError:
+        span = math.nan
+    if not 1 < span <= 1e6:
+        raise UserError(f"span={value} must be a number above 1: rates are tried from lr/span to lr*span")
+    return span
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or "--help" in given or "-h" in given:
+        print(__doc__)
+        return 0 if given else 2
+    try:
+        return tune_all(Request.of(given))
+    except (UserError, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+
+
+if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
+    sys.exit(main())
