@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from birder.kernels import reference
+from birder.kernels import message, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -220,22 +220,45 @@ def feedback(
     same(mine, error)
 
     scale = (squares / max(numel, 1)).sqrt().float()
-    bits = reference.split_signs(error, scale, mask)
-    same(module.split_signs(mine, scale.to(device), flags), bits)
+    parts = next(k for k in (4, 3, 2, 1) if numel // 8 % k == 0)
+    before = error.clone()
+    sent = reference.split_signs(error, scale, mask, parts=parts)
+    found = module.split_signs(mine, scale.to(device), flags, parts=parts)
+    same_messages(found, sent, numel // parts)
     same(mine, error)
+    # One message or several: the same bits, and the scale behind the bits of each.
+    whole = module.split_signs(before.to(device, copy=True), scale.to(device), flags)
+    bits = message.bits_of(sent, numel // parts)
+    same(message.bits_of(whole, numel).cpu(), bits.reshape(1, -1))
+    same(message.scales_of(sent), scale.expand(parts))
+    given = torch.full_like(sent, 7).to(device).view(-1)
+    kept = module.split_signs(before.to(device, copy=True), scale.to(device), flags, parts=parts, out=given)
+    assert kept.data_ptr() == given.data_ptr()
+    same_messages(kept, sent, numel // parts)
 
-    rows = torch.randint(0, 256, (workers, numel // 8), generator=gen, dtype=torch.uint8)
-    scales = torch.rand(workers, generator=gen)
-    squares = reference.add_average(error, rows, scales, mask)
-    same(module.add_average(mine, rows.to(device), scales.to(device), flags), squares)
+    rows = message.new_messages(workers, numel, torch.device("cpu"))
+    rows.copy_(torch.randint(0, 256, rows.shape, generator=gen, dtype=torch.uint8))
+    message.scales_of(rows).copy_(torch.rand(workers, generator=gen))
+    squares = reference.add_average(error, rows, mask)
+    same(module.add_average(mine, rows.to(device), flags), squares)
     same(mine, error)
     same(module.sum_squares(mine), squares)
 
-    parts = torch.rand(next(k for k in (4, 2, 1) if numel // 8 % k == 0), generator=gen)
+    message.scales_of(sent).copy_(torch.rand(parts, generator=gen))
     out, mine = torch.empty(numel), torch.empty(numel, device=device)
-    reference.write_signs(out, bits, parts, mask)
-    module.write_signs(mine, bits.to(device), parts.to(device), flags)
+    reference.write_signs(out, sent, mask)
+    module.write_signs(mine, sent.to(device), flags)
     same(mine, out)
+    if not masked:
+        each = message.scales_of(sent).unsqueeze(1).expand(parts, numel // parts)
+        same(out, torch.where(reference.unpack(bits.reshape(-1)).bool(), each.reshape(-1), -each.reshape(-1)))
+
+
+def same_messages(found: Tensor, expected: Tensor, elements: int) -> None:
+    """Their bits and scales; what lies between them is nobody's."""
+    assert found.shape == expected.shape == (len(expected), message.message_bytes(elements))
+    same(message.bits_of(found, elements), message.bits_of(expected, elements))
+    same(message.scales_of(found), message.scales_of(expected))
 
 
 def moved_adam(module: ModuleType, device: str, dtype: torch.dtype, keep: float) -> None:

@@ -94,13 +94,14 @@ def test_bytes_fall_when_compression_starts():
 
 
 def test_the_error_is_what_was_not_sent():
-    from birder.compress.scaled_sign import scaled_sign
-    from birder.kernels import unpack
+    from birder import kernels
+    from birder.compress.scaled_sign import split
 
-    z = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    kept, error = z.clone(), torch.empty(4096)
-    bits, scale = scaled_sign(z, error, None, slice(0, 4096), 4096)
-    sent = (unpack(bits).float() * 2 - 1) * scale
+    kept = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    error, sent = kept.clone(), torch.empty(4096)
+    message = split(error, kernels.sum_squares(error), None, 4096)
+    assert message.shape == (1, 4096 // 8 + 4)
+    kernels.write_signs(sent, message, None)
     # sent + error is z again but for the rounding of two operations.
     assert torch.allclose(sent + error, kept, rtol=0, atol=2 * torch.finfo(torch.float32).eps * 4)
     ratio = float(error.square().sum() / kept.square().sum())

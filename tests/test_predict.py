@@ -196,6 +196,18 @@ def test_hierarchical_bytes_do_not_grow_with_the_ranks_of_a_node() -> None:
     assert sent == pytest.approx([2 * 3 / 4 * 400_000] * 2, rel=ROUNDED)
 
 
+def test_scales_cost_a_collective_only_where_they_travel_alone() -> None:
+    """Behind the bits they cost nothing. Apart, as the re-created DeepSpeed sends them, every phase has one message more."""
+    t = made((3_200_000, 10.0))
+    c = Cluster(4, 1, link(1e3, latency_us=1000.0), ring=False)
+    onebit = METHODS["onebit_adam"]
+    apart = replace(onebit, rounds=(replace(onebit.rounds[0], small=2),))
+    ms = [simulate(t, c, m, FREE, one_bucket(t)).ms for m in (METHODS["birder"], onebit, apart)]
+    assert ms[0] == ms[1]
+    assert ms[2] - ms[1] == pytest.approx(2.0, rel=1e-3)
+    assert METHODS["deepspeed"].rounds[0].small == 2
+
+
 def test_every_method_has_a_step_and_rounds_that_make_up_one(subtests: pytest.Subtests) -> None:
     t = made((300_000, 10.0), (64, 9.0))
     for name, method in METHODS.items():

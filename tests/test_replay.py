@@ -134,7 +134,7 @@ def _compressed(rank: int, world: int, optimizer: str) -> dict[str, Any]:
                 return HierarchicalNode(group, topology, model)
             return TwoPhase(group, topology) if how == "plain" else FlatNode(group, topology, 8, ring=how == "ring")
 
-        # One unit: each has scales beside its bits, which the arithmetic leaves out.
+        # One unit: each has scales behind its bits, which the arithmetic leaves out.
         options: Any = {"communicator": communicator, "topology": Topology(world, 1), "unit_mb": 1.0}
         ddp = _ddp(model, 0.02)
         attachment = birder.attach(ddp, made, **options)

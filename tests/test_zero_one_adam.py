@@ -143,11 +143,11 @@ def test_bytes_of_every_step(world, variant):
     results = plain_run(world)[VARIANTS.index(variant)]
     size = results[0]["m"].size
     for step, had in enumerate(oracle_run(world, variant)[2], start=1):
-        # All-to-all and all-gather of size/n floats; of size/n bits and one scale.
+        # All-to-all and all-gather of size/n floats; of size/n bits and a scale behind them.
         dense = 2 * (world - 1) * 4 * size // world
         onebit = 2 * (world - 1) * (size // world // 8 + 4)
         expected = dense * had["variance"] + onebit * had["onebit"]
-        rounds = 2 * had["variance"] + 4 * had["onebit"]
+        rounds = 2 * had["variance"] + 2 * had["onebit"]
         for r in results:
             assert r["units"] == 1
             assert r["sent"][step - 1] == (expected, rounds if world > 1 else 0), step

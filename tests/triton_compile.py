@@ -67,11 +67,11 @@ CASES = [
     Case(cuda_feedback._sum_squares, [F, U, D, I32], MASKED, (1, 1), WARPS),
     Case(cuda_feedback._add_message, [F, F, U, D, I64], MASKED, (2, 1), WARPS),
     Case(cuda_feedback._add_momentum, [F, F, F, U, D, I32, R, R], MASKED, (3, 1), WARPS),
-    Case(cuda_feedback._add_average, [F, U, F, U, D, I32, I32], MASKED, (1, 1), WARPS),
+    Case(cuda_feedback._add_average, [F, U, F, U, D, I32, I32, I32], MASKED, (1, 1), WARPS),
     Case(cuda_feedback._average_signs, [F, U, F, I32, I32], {}, (0, 1)),
     Case(cuda_feedback._pack_signs, [F, U, I64], TILE, (1, 0)),
-    Case(cuda_feedback._split_signs, [F, F, U, U, I32], {**MASKED, **TILE}, (1, 1)),
-    Case(cuda_feedback._write_signs, [F, U, F, U, I32], {**MASKED, **TILE}, (0, 1)),
+    Case(cuda_feedback._split_signs, [F, F, U, U, F, I32, I32], {**MASKED, **TILE}, (1, 1)),
+    Case(cuda_feedback._write_signs, [F, U, F, U, I32, I32], {**MASKED, **TILE}, (0, 1)),
 ]
 
 

@@ -27,6 +27,7 @@ class Communicator(ABC):
         bits = gather(what the server makes)     uint8[c]            -> uint8[D/8]
 
     with c = D/(8 shards workers). The server on a rank owns row `worker` of its shard. D is a multiple of `multiple`.
+    Methods with error feedback send a scale behind the bits of each chunk: c is then 4 more (birder/kernels/message.py).
     `out`: where what is received goes, contiguous; a new tensor where it is not given. A single rank returns its own message.
     """
 

@@ -12,27 +12,20 @@ from birder import kernels
 
 
 def split(
-    error: Tensor, squares: Tensor, mask: Tensor | None, count: int | Tensor, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """C(z) in one pass. 1 bit for each element, and one scale.
+    error: Tensor,
+    squares: Tensor,
+    mask: Tensor | None,
+    count: int | Tensor,
+    parts: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """C(z) in one pass, as what is sent of it. 1 bit for each element, and the scale behind the bits of each part.
 
     error:   fp32[d]: z, 0 outside of the mask; becomes z - C(z).
     squares: the sum of the squares of z, fp64[].
     mask:    bool[d] or None; coordinates outside count as absent: `count` is the number of coordinates inside, or int64[].
-    Returns the packed bits, uint8[d/8], in `out` where it is given, and the scale, fp32[].
+    parts:   to how many servers it goes.
+    Returns messages (birder/kernels/message.py), uint8[parts, message_bytes(d/parts)], in `out` where it is given.
     """
     scale = (squares / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))).sqrt().float()
-    return kernels.split_signs(error, scale, mask, out=out), scale
-
-
-def scaled_sign(z: Tensor, error: Tensor, mask: Tensor | None, part: slice, count: int) -> tuple[Tensor, Tensor]:
-    """C(z) with z and the error apart.
-
-    z:     fp32[d], stays as it is.
-    error: fp32[d]; receives z - C(z).
-    mask:  bool of the whole unit of which z is `part`, or None; as in `split`.
-    Returns what `split` returns.
-    """
-    inside = None if mask is None else mask[part]
-    error.copy_(z)
-    return split(error, kernels.sum_squares(error, inside), inside, count)
+    return kernels.split_signs(error, scale, mask, parts=parts, out=out)

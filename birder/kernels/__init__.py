@@ -27,6 +27,7 @@ from torch import Tensor
 
 from birder.kernels import bits as packed
 from birder.kernels import reference
+from birder.kernels.message import message_bytes, scales_of
 from birder.kernels.reference import ratio, unpack
 from birder.kernels.reference_feedback import partial_sums
 
@@ -40,6 +41,7 @@ __all__ = [
     "binarize",
     "chosen_blocks",
     "encode",
+    "message_bytes",
     "move_adam",
     "owned",
     "pack_signs",
@@ -47,6 +49,7 @@ __all__ = [
     "random_mask",
     "ratio",
     "reduce_bits",
+    "scales_of",
     "split_signs",
     "sum_squares",
     "take",
@@ -92,9 +95,12 @@ def _by_offset(offsets: Sequence[int]) -> tuple[list[int], list[int]]:
     return [i for i, offset in enumerate(offsets) if offset % 32 == 0], odd
 
 
-def _whole_bytes(flat: Tensor) -> None:
-    if flat.numel() % 8:
-        raise ValueError(f"the number of elements must be a multiple of 8, for whole bytes of bits, got {flat.numel()}")
+def _whole_bytes(flat: Tensor, parts: int = 1) -> None:
+    if flat.numel() % (8 * parts):
+        each = f" in each of {parts} parts" if parts > 1 else ""
+        raise ValueError(
+            f"the number of elements{each} must be a multiple of 8, for whole bytes of bits, got {flat.numel()}"
+        )
 
 
 def encode(g: Tensor, m: Tensor, b: Tensor, **options: Any) -> Tensor:
@@ -185,22 +191,22 @@ def add_momentum(error: Tensor, g: Tensor, m: Tensor, **options: Any) -> Tensor:
     return backend(error.device).add_momentum(error, g, m, **options)
 
 
-def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
-) -> Tensor:
+def add_average(error: Tensor, messages: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """See `reference_feedback.add_average`."""
-    return backend(error.device).add_average(error, rows, scales, mask, sums=sums)
+    return backend(error.device).add_average(error, messages, mask, sums=sums)
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+def split_signs(
+    error: Tensor, scale: Tensor, mask: Tensor | None, *, parts: int = 1, out: Tensor | None = None
+) -> Tensor:
     """See `reference_feedback.split_signs`."""
-    _whole_bytes(error)
-    return backend(error.device).split_signs(error, scale, mask, out=out)
+    _whole_bytes(error, parts)
+    return backend(error.device).split_signs(error, scale, mask, parts=parts, out=out)
 
 
-def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:
+def write_signs(out: Tensor, messages: Tensor, mask: Tensor | None) -> None:
     """See `reference_feedback.write_signs`."""
-    backend(out.device).write_signs(out, bits, scales, mask)
+    backend(out.device).write_signs(out, messages, mask)
 
 
 def move_adam(params: list[Tensor], m: list[Tensor], v: list[Tensor], **options: float) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from birder.kernels import reference_feedback
 from birder.kernels.cpu_bits import TILE, expand, pack
+from birder.kernels.message import new_messages, scales_of
 from birder.kernels.philox import LANES
 from birder.kernels.reference_feedback import BLOCK, partial_sums
 
@@ -137,30 +138,32 @@ def _pack_signs(z, out):
 
 
 @njit(nogil=True, cache=True)
-def _split_signs(error, scale, mask, out):
-    flags = np.empty(TILE, np.uint8)
-    for low in range(0, error.size, TILE):
-        part = error[low : low + TILE]
-        for e in range(part.size):
-            x = part[e]
-            plus = x >= 0
-            flags[e] = np.uint8(plus)
-            part[e] = x - scale if plus else x + scale
-        pack(flags, out[low // LANES : (low + part.size) // LANES])
-        if mask.size:
-            inside = mask[low : low + TILE]
+def _split_signs(error, scale, mask, messages):
+    flags, size = np.empty(TILE, np.uint8), error.size // messages.shape[0]
+    for k in range(messages.shape[0]):
+        bits, first = messages[k], k * size
+        for low in range(first, first + size, TILE):
+            part = error[low : min(low + TILE, first + size)]
             for e in range(part.size):
-                part[e] = part[e] if inside[e] else np.float32(0)
+                x = part[e]
+                plus = x >= 0
+                flags[e] = np.uint8(plus)
+                part[e] = x - scale if plus else x + scale
+            pack(flags, bits[(low - first) // LANES : (low - first + part.size) // LANES])
+            if mask.size:
+                inside = mask[low : low + part.size]
+                for e in range(part.size):
+                    part[e] = part[e] if inside[e] else np.float32(0)
 
 
 @njit(nogil=True, cache=True)
-def _write_signs(out, bits, scales, mask):
-    signs, size = np.empty(TILE, np.float32), out.size // max(scales.size, 1)
-    for k in range(scales.size):
-        scale = scales[k]
-        for low in range(k * size, (k + 1) * size, TILE):
-            part = out[low : min(low + TILE, (k + 1) * size)]
-            expand(bits[low // LANES : low // LANES + part.size // LANES], signs)
+def _write_signs(out, messages, scales, mask):
+    signs, size = np.empty(TILE, np.float32), out.size // messages.shape[0]
+    for k in range(messages.shape[0]):
+        bits, first, scale = messages[k], k * size, scales[k]
+        for low in range(first, first + size, TILE):
+            part = out[low : min(low + TILE, first + size)]
+            expand(bits[(low - first) // LANES : (low - first + part.size) // LANES], signs)
             if mask.size:
                 inside = mask[low : low + part.size]
                 for e in range(part.size):
@@ -208,24 +211,25 @@ def add_momentum(
     return _scalar(_add_momentum(error.numpy(), g.numpy(), m.numpy(), *law, _array(mask), _sums(g, sums)))
 
 
-def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
-) -> Tensor:
+def add_average(error: Tensor, messages: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """See `reference_feedback.add_average`."""
-    weights = (scales / rows.shape[0]).numpy()
-    return _scalar(_add_average(error.numpy(), rows.numpy(), weights, _array(mask), _sums(error, sums)))
+    weights = (scales_of(messages) / len(messages)).numpy()  # of the rows, the bits come first: all that is read
+    return _scalar(_add_average(error.numpy(), messages.numpy(), weights, _array(mask), _sums(error, sums)))
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+def split_signs(
+    error: Tensor, scale: Tensor, mask: Tensor | None, *, parts: int = 1, out: Tensor | None = None
+) -> Tensor:
     """See `reference_feedback.split_signs`."""
-    out = torch.empty(error.numel() // LANES, dtype=torch.uint8) if out is None else out
-    _split_signs(error.numpy(), np.float32(scale.item()), _array(mask), out.numpy())
-    return out
+    messages = new_messages(parts, error.numel() // parts, error.device) if out is None else out.view(parts, -1)
+    scales_of(messages).copy_(scale)
+    _split_signs(error.numpy(), np.float32(scale.item()), _array(mask), messages.numpy())
+    return messages
 
 
-def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:
+def write_signs(out: Tensor, messages: Tensor, mask: Tensor | None) -> None:
     """See `reference_feedback.write_signs`."""
-    _write_signs(out.numpy(), bits.numpy(), scales.numpy(), _array(mask))
+    _write_signs(out.numpy(), messages.numpy(), scales_of(messages).contiguous().numpy(), _array(mask))
 
 
 def average_signs(rows: Tensor, scales: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from birder.kernels.cuda_bits import BYTES, elements, first_byte, launch, pack, unpack
+from birder.kernels.message import new_messages
 from birder.kernels.philox import LANES
 from birder.kernels.reference_feedback import BLOCK as TREE_BLOCK
 from birder.kernels.reference_feedback import partial_sums
@@ -79,31 +80,36 @@ def _add_momentum(error, g, m, mask, sums, numel, beta, rest, MASKED: tl.constex
 
 
 @triton.jit
-def _sign_sum(rows, weights, n, count, byte, lane, live, x):
-    """x + sum_i weights[i] * (+-1), in the order of the workers."""
+def _sign_sum(rows, width, scales, apart, n, byte, lane, live, x):
+    """x + (1/n) sum_i scale_i * (+-1), in the order of the workers. Rows begin `width` bytes apart, scales `apart` floats.
+
+    The division is done here: torch's on a GPU would multiply by 1/n.
+    """
     for r in range(n):
-        bits = tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=live, other=0).to(tl.int32)
-        weight = tl.load(weights + r)
+        place = tl.cast(r, tl.int64)
+        bits = tl.load(rows + place * width + byte, mask=live, other=0).to(tl.int32)
+        weight = tl.div_rn(tl.load(scales + place * apart), tl.cast(n, tl.float32))
         x += tl.where(((bits >> lane) & 1) != 0, weight, -weight)
     return x
 
 
 @triton.jit(do_not_specialize=["n"])
-def _add_average(error, rows, weights, mask, sums, numel, n, MASKED: tl.constexpr):
-    e = _places()
+def _add_average(error, rows, scales, mask, sums, numel, words, n, MASKED: tl.constexpr):
+    e = _places()  # a message has `words` words of 32 bits, the last is its scale
     live = e < numel
     lane = (e & 7).to(tl.int32)
-    x = _sign_sum(rows, weights, n, numel // 8, e >> 3, lane, live, tl.zeros((BLOCK,), tl.float32))
+    x = tl.zeros((BLOCK,), tl.float32)
+    x = _sign_sum(rows, words * 4, scales + words - 1, words, n, e >> 3, lane, live, x)
     x = x + tl.load(error + e, mask=live, other=0.0)
     _finish(error, e, x, live, mask, sums, MASKED)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _average_signs(out, rows, weights, numel, n):
+def _average_signs(out, rows, scales, numel, n):
     e = _places()
     live = e < numel
     lane = (e & 7).to(tl.int32)
-    x = _sign_sum(rows, weights, n, numel // 8, e >> 3, lane, live, tl.zeros((BLOCK,), tl.float32))
+    x = _sign_sum(rows, numel // 8, scales, 1, n, e >> 3, lane, live, tl.zeros((BLOCK,), tl.float32))
     tl.store(out + e, x, mask=live)
 
 
@@ -116,28 +122,32 @@ def _pack_signs(z, out, count, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _split_signs(error, scale, mask, out, count, MASKED: tl.constexpr, BYTES: tl.constexpr):
-    byte = first_byte(BYTES)
-    e = elements(byte)
-    live = e < count * 8
-    x, size = tl.load(error + e, mask=live, other=0.0), tl.load(scale)
+def _split_signs(error, scale, mask, out, scales, count, words, MASKED: tl.constexpr, BYTES: tl.constexpr):
+    part = tl.program_id(1).to(
+        tl.int64
+    )  # a message: `count` bytes of bits, `words` words of 32 bits, the last its scale
+    place = first_byte(BYTES)
+    live = place < count
+    e = elements(part * count + place)
+    x, size = tl.load(error + e, mask=live[:, None], other=0.0), tl.load(scale)
     plus = x >= 0.0
     left = tl.where(plus, x - size, x + size)
     if MASKED:
-        left = tl.where(tl.load(mask + e, mask=live, other=0) != 0, left, 0.0)
-    tl.store(error + e, left, mask=live)
-    tl.store(out + byte, pack(plus), mask=byte < count)
+        left = tl.where(tl.load(mask + e, mask=live[:, None], other=0) != 0, left, 0.0)
+    tl.store(error + e, left, mask=live[:, None])
+    tl.store(out + part * words * 4 + place, pack(plus), mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(scales + part * words + words - 1, size)
 
 
 @triton.jit
-def _write_signs(out, bits, scales, mask, count, MASKED: tl.constexpr, BYTES: tl.constexpr):
-    part = tl.program_id(1).to(tl.int64)  # `count` bytes share a scale
+def _write_signs(out, bits, scales, mask, count, words, MASKED: tl.constexpr, BYTES: tl.constexpr):
+    part = tl.program_id(1).to(tl.int64)  # a message, as above
     place = first_byte(BYTES)
     live = place < count
-    byte = part * count + place
-    e = elements(byte)
-    size = tl.load(scales + part)
-    x = tl.where(unpack(tl.load(bits + byte, mask=live, other=0)) != 0, size, -size)
+    e = elements(part * count + place)
+    size = tl.load(scales + part * words + words - 1)
+    x = tl.where(unpack(tl.load(bits + part * words * 4 + place, mask=live, other=0)) != 0, size, -size)
     if MASKED:
         x = tl.where(tl.load(mask + e, mask=live[:, None], other=0) != 0, x, 0.0)
     tl.store(out + e, x, mask=live[:, None])
@@ -198,21 +208,25 @@ def add_momentum(
     return _total(sums, rest)
 
 
-def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
-) -> Tensor:
+def _words(messages: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The messages as bytes and as 32-bit words, of which each has so many."""
+    words = messages.view(torch.float32)
+    return messages, words, words.shape[1]
+
+
+def add_average(error: Tensor, messages: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
     """See `reference_feedback.add_average`."""
-    (sums, rest), (flags, masked), n = _blocks(error, sums), _mask(mask, error), len(rows)
-    launch(
-        _add_average, sums.numel(), error, rows, scales / n, flags, sums, error.numel(), n, **masked, num_warps=WARPS
-    )
+    (sums, rest), (flags, masked), n = _blocks(error, sums), _mask(mask, error), len(messages)
+    rows, scales, words = _words(messages)
+    sizes = error.numel(), words, n
+    launch(_add_average, sums.numel(), error, rows, scales, flags, sums, *sizes, **masked, num_warps=WARPS)
     return _total(sums, rest)
 
 
 def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
     """See `reference_feedback.average_signs`."""
     out = torch.empty(rows.shape[1] * LANES, dtype=torch.float32, device=rows.device)
-    launch(_average_signs, triton.cdiv(out.numel(), TREE_BLOCK), out, rows, scales / len(rows), out.numel(), len(rows))
+    launch(_average_signs, triton.cdiv(out.numel(), TREE_BLOCK), out, rows, scales, out.numel(), len(rows))
     return out
 
 
@@ -223,26 +237,21 @@ def pack_signs(z: Tensor) -> Tensor:
     return out
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+def split_signs(
+    error: Tensor, scale: Tensor, mask: Tensor | None, *, parts: int = 1, out: Tensor | None = None
+) -> Tensor:
     """See `reference_feedback.split_signs`."""
-    out = torch.empty(error.numel() // LANES, dtype=torch.uint8, device=error.device) if out is None else out
-    flags, masked = _mask(mask, error)
-    launch(_split_signs, triton.cdiv(out.numel(), BYTES), error, scale, flags, out, out.numel(), **masked, BYTES=BYTES)
-    return out
+    size = error.numel() // parts
+    messages = new_messages(parts, size, error.device) if out is None else out.view(parts, -1)
+    (flags, masked), count, (bits, scales, words) = _mask(mask, error), size // LANES, _words(messages)
+    programs = max(1, triton.cdiv(count, BYTES)), parts  # 1: there is a scale to write
+    launch(_split_signs, programs, error, scale, flags, bits, scales, count, words, **masked, BYTES=BYTES)
+    return messages
 
 
-def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:
+def write_signs(out: Tensor, messages: Tensor, mask: Tensor | None) -> None:
     """See `reference_feedback.write_signs`."""
-    flags, masked = _mask(mask, out)
-    count = bits.numel() // max(scales.numel(), 1)
-    launch(
-        _write_signs,
-        (triton.cdiv(count, BYTES), scales.numel()),
-        out,
-        bits,
-        scales,
-        flags,
-        count,
-        **masked,
-        BYTES=BYTES,
-    )
+    (flags, masked), (bits, scales, words) = _mask(mask, out), _words(messages)
+    count = out.numel() // len(messages) // LANES
+    programs = triton.cdiv(count, BYTES), len(messages)
+    launch(_write_signs, programs, out, bits, scales, flags, count, words, **masked, BYTES=BYTES)

@@ -6,6 +6,8 @@ fp32[d], and S(e) its sum of squares:
     add_*        e = message + e;    returns S(e), from which the caller computes the scale
     split_signs  bits of e >= 0;     e = e - scale sgn(e)
 
+What travels is bits with their scale behind them (birder/kernels/message.py).
+
 `mask` is bool[d] or None: outside of it e is 0, in its sum, its bits (+1) and its error.
 
 S adds in fp64 and in a fixed order (`tree_sum`), so that every back end gets the same bits. The squares of fp32 numbers are
@@ -19,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from birder.kernels.bits import into, pack, unpack
+from birder.kernels.bits import pack, unpack
+from birder.kernels.message import bits_of, new_messages, scales_of
 
 BLOCK = 1024
 """Numbers that `tree_sum` adds up to one, level by level."""
@@ -73,33 +76,38 @@ def add_momentum(
     return sum_squares(error, mask)
 
 
-def add_average(
-    error: Tensor, rows: Tensor, scales: Tensor, mask: Tensor | None, *, sums: Tensor | None = None
-) -> Tensor:
-    """e = (1/n) sum_i scales[i] * (+-1) + e, in the order of the workers; returns S(e).
+def add_average(error: Tensor, messages: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
+    """e = (1/n) sum_i scale_i * (+-1) + e, in the order of the workers; returns S(e).
 
-    error: fp32[8c]; rows: uint8[n, c], the workers' bits; scales: fp32[n].
+    error: fp32[d]; messages: the workers', uint8[n, message_bytes(d)].
     """
-    error.copy_(average_signs(rows, scales).add_(error))
+    error.copy_(average_signs(bits_of(messages, error.numel()), scales_of(messages)).add_(error))
     return sum_squares(error, mask)
 
 
-def split_signs(error: Tensor, scale: Tensor, mask: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """e = e - scale sgn(e) with sgn(0) = +1, 0 outside of the mask; returns the packed bits of e >= 0, uint8[d/8].
+def split_signs(
+    error: Tensor, scale: Tensor, mask: Tensor | None, *, parts: int = 1, out: Tensor | None = None
+) -> Tensor:
+    """e = e - scale sgn(e) with sgn(0) = +1, 0 outside of the mask; returns the bits of e >= 0 as messages.
 
-    error: fp32[8c], 0 outside of the mask already; scale: fp32[].
+    error: fp32[d], 0 outside of the mask already; scale: fp32[]; parts: into how many messages, one after the other,
+    d is cut, a divisor of d/8. All of them have the same scale. Returns uint8[parts, message_bytes(d/parts)].
     """
-    bits = into(out, pack(error >= 0))
+    size = error.numel() // parts
+    messages = new_messages(parts, size, error.device) if out is None else out.view(parts, -1)
+    bits_of(messages, size).copy_(pack(error >= 0).view(parts, size // 8))
+    scales_of(messages).copy_(scale)
     error.copy_(torch.where(error >= 0, error - scale, error + scale))
     if mask is not None:
         error.masked_fill_(~mask, 0.0)
-    return bits
+    return messages
 
 
-def write_signs(out: Tensor, bits: Tensor, scales: Tensor, mask: Tensor | None) -> None:
-    """out = +-scale, 0 outside of the mask. out: fp32[8c]; bits: uint8[c]; scales: fp32[k], one for each k-th part of out."""
-    size = scales.new_tensor([]) if out.numel() == 0 else scales.repeat_interleave(out.numel() // scales.numel())
-    torch.where(unpack(bits).bool(), size, -size, out=out)
+def write_signs(out: Tensor, messages: Tensor, mask: Tensor | None) -> None:
+    """out = +-scale, 0 outside of the mask. out: fp32[d]; messages: of its k parts in order, uint8[k, message_bytes(d/k)]."""
+    parts = out.view(len(messages), -1)
+    signs, scales = unpack(bits_of(messages, parts.shape[1])).bool(), scales_of(messages).unsqueeze(1)
+    torch.where(signs, scales, -scales, out=parts)
     if mask is not None:
         out.masked_fill_(~mask, 0.0)
 

@@ -7,6 +7,7 @@ With C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +1:
     (3) a = mean_i C(z_i) + s                            server of a chunk
     (4) send C(a) to all;  s = a - C(a)
 
+A scale travels behind the bits of each chunk (birder/kernels/message.py): (2) and (4) are one exchange each.
 |z|_2 is added up in fp64 (birder/compress/scaled_sign.py). A one-process reference gets the same scale from
 `(z.double().square().sum() / d).sqrt().float()`, in any order of summation.
 """
@@ -26,9 +27,8 @@ from birder.late import Late
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit
 
-SignedScales = tuple[Tensor, Tensor]
-"""A unit in 1 bit per element: bits, uint8[padded/8], and the scale of each chunk, fp32[shards workers]."""
-Exchange = Generator[None, None, SignedScales]
+Exchange = Generator[None, None, Tensor]
+"""Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
 
 
 @dataclass
@@ -83,20 +83,25 @@ class OneBitMethod(BucketOptimizer):
 
     def init_errors(self, unit: Unit) -> None:
         """The worker's error, fp32[padded/shards], the server's, fp32[padded/(shards workers)], and the messages' buffers."""
-        shard = unit.padded // self.comm.shards
-        chunk = shard // self.comm.workers
+        workers, shards = self.comm.workers, self.comm.shards
+        shard = unit.padded // shards
+        chunk = shard // workers
+        size = kernels.message_bytes(chunk)
         unit.state["worker_error"] = unit.zeros(shard)
         unit.state["server_error"] = unit.zeros(chunk)
         unit.buffers = {
-            "bits": unit.bytes(shard // 8),  # of this rank's shard
-            "rows": unit.bytes(shard // 8),  # what the workers have sent: [workers, c]
-            "chunk": unit.bytes(chunk // 8),  # of the server
-            "result": unit.bytes(unit.padded // 8),
+            "bits": unit.bytes(workers * size),  # of this rank's shard, a message to each server
+            "rows": unit.bytes(workers * size),  # what the workers have sent
+            "chunk": unit.bytes(size),  # of the server
+            "result": unit.bytes(shards * workers * size),
             "sums": kernels.partial_sums(shard, unit.device),  # of squares, for either scale
         }
 
-    def onebit_mean(self, unit: Unit, z: Tensor) -> SignedScales:
-        """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message."""
+    def onebit_mean(self, unit: Unit, z: Tensor) -> Tensor:
+        """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message.
+
+        Returns the servers' messages, as `Exchange` does.
+        """
         error, mask = unit.state["worker_error"], self.support(unit).in_shard
         squares = kernels.add_message(error, z, mask, sums=unit.buffers["sums"])  # (1)
         rest = self._exchange_signs(unit, squares)
@@ -119,18 +124,18 @@ class OneBitMethod(BucketOptimizer):
         """(2) to (4). The worker's error holds z, `squares` is the sum of its squares, fp64[]."""
         comm, support, buffers = self.comm, self.support(unit), unit.buffers
         worker_error, server_error = unit.state["worker_error"], unit.state["server_error"]
-        bits, scale = split(worker_error, squares, support.in_shard, support.shard_count, buffers["bits"])  # (2)
-        received = comm.start_scatter(bits, buffers["rows"])
+        inside, count = support.in_shard, support.shard_count
+        messages = split(worker_error, squares, inside, count, comm.workers, buffers["bits"])  # (2)
+        received = comm.start_scatter(messages.view(-1), buffers["rows"])
         yield
-        rows, scales = received(), comm.gather_workers(scale.view(1))
-        mask, sums = support.in_chunk, buffers["sums"]
-        squares = kernels.add_average(server_error, rows, scales.view(-1), mask, sums=sums)  # (3)
-        bits, scale = split(server_error, squares, mask, support.chunk_count, buffers["chunk"])  # (4)
-        return comm.gather(bits, buffers["result"]), comm.gather(scale.view(1))
+        inside, count = support.in_chunk, support.chunk_count
+        squares = kernels.add_average(server_error, received(), inside, sums=buffers["sums"])  # (3)
+        message = split(server_error, squares, inside, count, out=buffers["chunk"])  # (4)
+        return comm.gather(message.view(-1), buffers["result"]).view(comm.shards * comm.workers, -1)
 
-    def write_mean(self, unit: Unit, out: Tensor, mean: SignedScales) -> None:
+    def write_mean(self, unit: Unit, out: Tensor, mean: Tensor) -> None:
         """Writes what `onebit_mean` returned into `out`, fp32[padded]; 0 where nothing takes part."""
-        kernels.write_signs(out, *mean, self.support(unit).mask)
+        kernels.write_signs(out, mean, self.support(unit).mask)
 
     def taking_part(self, unit: Unit) -> Tensor:
         """bool[padded], the same on all ranks: where the variance is not 0."""

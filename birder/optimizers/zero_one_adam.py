@@ -32,7 +32,7 @@ from birder.optimizers.adam import check_adam
 from birder.optimizers.checks import require, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
-from birder.optimizers.onebit import OneBitMethod, SignedScales
+from birder.optimizers.onebit import OneBitMethod
 
 
 class ZeroOneAdam(OneBitMethod):
@@ -173,7 +173,7 @@ class ZeroOneAdam(OneBitMethod):
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
 
-    def _sync(self, unit: Unit, signs: SignedScales, step: int) -> None:
+    def _sync(self, unit: Unit, signs: Tensor, step: int) -> None:
         """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
         u = unit.state["u"]
         rate, kept = unit.state["sums"].tolist()

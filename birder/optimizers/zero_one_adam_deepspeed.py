@@ -20,7 +20,6 @@ from torch import Tensor
 
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
-from birder.optimizers.onebit import SignedScales
 from birder.optimizers.zero_one_adam import ZeroOneAdam
 
 
@@ -56,7 +55,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam, variant="deepspeed"):
         for unit in self.units:
             self._gradient_step(unit, *unit.result)
 
-    def _gradient_step(self, unit: Unit, mean: Tensor | None, signs: SignedScales | None) -> None:
+    def _gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
         """(10), and of (9) what follows the exchange. All ranks do the same."""
         if mean is not None:
             self._update_variance(unit, mean)

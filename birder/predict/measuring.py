@@ -159,7 +159,10 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     g, m, p, e = normal(), normal().mul_(0.1), normal(), normal()
     b, v = m.abs() + 0.1, normal().square_()
     rows, packed = bits(4, elements // 8), bits(elements // 8)
-    scale, scales = torch.ones((), device=device), torch.ones(4, device=device)
+    scale = torch.ones((), device=device)
+    messages, results = (bits(4, kernels.message_bytes(size)) for size in (elements, elements // 4))
+    for part in (messages, results):
+        kernels.scales_of(part).fill_(1.0)
     draw: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
     k = kernels
 
@@ -184,8 +187,8 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
         "add_momentum": lambda: k.add_momentum(e, g, m, beta=0.9, mask=None),
         "add_message": lambda: k.add_message(e, g, None),
         "split_signs": lambda: k.split_signs(e, scale, None),
-        "add_average": lambda: k.add_average(e, rows, scales, None),
-        "write_signs": lambda: k.write_signs(e, packed, scales, None),
+        "add_average": lambda: k.add_average(e, messages, None),
+        "write_signs": lambda: k.write_signs(e, results, None),
         "move_adam": lambda: k.move_adam([p], [m], [v], rate=1e-9, correction=1.0, eps=1e-8, keep=1.0),
         "copy": lambda: e.copy_(g),
         "cast": lambda: g.to(torch.bfloat16),

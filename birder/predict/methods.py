@@ -20,7 +20,7 @@ class Round:
     wire:     none | dense | onebit | lowrank.
     nbytes:   per element on the wire (dense). density: share of the elements that is sent.
     encode:   kernels that make a message, serve: those of the server, decode: those that read the result.
-    phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, for scales.
+    phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, where scales do not travel behind the bits.
     layout:   bucket (DDP's) | unit (the optimizer's) | fused (one of everything, after backward).
     split:    whether encoding has a thread of its own (a generator, birder/comm/pipeline.py); False: one thread does it all.
     rank:     of PowerSGD.
@@ -78,7 +78,6 @@ _FEEDBACK = Round(
     wire="onebit",
     encode=("add_momentum", "split_signs"),
     serve=("add_average", "split_signs"),
-    small=2,
     layout="unit",
     split=True,
 )
@@ -163,6 +162,7 @@ METHODS: dict[str, Method] = {
                     encode=("eager",) * 12,
                     serve=("unpack_rows", *("eager",) * 7),
                     decode=("eager",) * 6,
+                    small=2,
                     layout="fused",
                 ),
             ),

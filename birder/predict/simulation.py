@@ -86,13 +86,15 @@ def buckets(timeline: Timeline, layout: Layout) -> list[Item]:
     order = [i for layer in timeline.layers for i in reversed(layer)]
     found: list[Item] = []
     part: list[Gradient] = []
+    size = 0
     for place, i in enumerate(order):
         part.append(timeline.gradients[i])
+        size += 4 * timeline.gradients[i].numel
         cap = (layout.bucket_mb if found else layout.first_mb) * 2**20
-        if 4 * sum(g.numel for g in part) >= cap or place == len(order) - 1:
+        if size >= cap or place == len(order) - 1:
             ready = max(g.ready_ms for g in part)
             found.append(Item(max(ready, found[-1].ready) if found else ready, part))
-            part = []
+            part, size = [], 0
     return found
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Gradient:
     shape: tuple[int, ...]
     ready_ms: float
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -47,13 +47,13 @@ KERNELS = (
     Kernel("add_momentum", 16.0, lambda k, t: k.add_momentum(t["e"], t["g"], t["m"], beta=0.9, mask=None)),
     Kernel("add_message", 12.0, lambda k, t: k.add_message(t["e"], t["g"], None)),
     Kernel("split_signs", 8.125, lambda k, t: k.split_signs(t["e"], t["scale"], None)),
-    Kernel("add_average", WORKERS / 8 + 8, lambda k, t: k.add_average(t["e"], t["rows"], t["scales"], None)),
-    Kernel("write_signs", 4.125, lambda k, t: k.write_signs(t["e"], t["bits"], t["scales"], None)),
+    Kernel("add_average", WORKERS / 8 + 8, lambda k, t: k.add_average(t["e"], t["messages"], None)),
+    Kernel("write_signs", 4.125, lambda k, t: k.write_signs(t["e"], t["results"], None)),
 )
 
 
 def tensors(elements: int, device: torch.device) -> dict[str, Tensor]:
-    """What the kernels work on. elements: a multiple of 32."""
+    """What the kernels work on. elements: a multiple of 8 WORKERS."""
     random = torch.Generator(device).manual_seed(0)
 
     def normal() -> Tensor:
@@ -65,7 +65,10 @@ def tensors(elements: int, device: torch.device) -> dict[str, Tensor]:
     made = {"g": normal(), "m": normal().mul_(0.1), "p": normal(), "e": normal()}
     made["b"] = made["m"].abs() + 0.1
     made |= {"rows": bits(WORKERS, elements // 8), "bits": bits(elements // 8)}
-    made |= {"scale": torch.ones((), device=device), "scales": torch.ones(WORKERS, device=device)}
+    made["scale"] = torch.ones((), device=device)
+    for name, each in (("messages", elements), ("results", elements // WORKERS)):
+        made[name] = bits(WORKERS, kernels.message_bytes(each))
+        kernels.scales_of(made[name]).fill_(1.0)
     return made
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, Method, Step, Timeline, simulate
 from birder.predict.cluster import NOTHING, Transfer
+from birder.predict.simulation import items_of
 from experiments.cells import suite, timelines
 from experiments.cells.selection import flattened, select
 from experiments.cells.suite import Cell, Suite
@@ -169,6 +170,7 @@ def case(record: ResultRecord) -> Case | None:
         return None
     delay = bucket_delay_ms(whole) if gpus > 1 and setup.wire in ("fp32", "bf16") else 0.0
     mb = WHOLE if setup.one_bucket else BUCKET_MB * fraction
+    moved, layout = later(part, dilation, delay), Layout(mb, mb, mb)
     shaped = cell.link is None or plan.links[cell.link].goodput_mbit is not None
     return Case(
         id=record.id,
@@ -177,15 +179,25 @@ def case(record: ResultRecord) -> Case | None:
         link="emulated" if shaped else "loopback",
         nodes=cell.nodes,
         name=cell.method,
-        timeline=later(part, dilation, delay),
-        method=method,
-        layout=Layout(mb, mb, mb),
+        timeline=moved,
+        method=as_it_ran(method, len(items_of(method.rounds[0], moved, layout)), record.collectives_per_step),
+        layout=layout,
         set_mbit=float(record.link.get("set_mbit_per_s") or plan.mbit) if shaped else None,
         copies=gpus if setup.traffic == "flat" else 1,
         inside_ms_per_byte=dilation * whole.intra_node.reduce_scatter_ms / (4 * part.elements)
         if setup.hierarchical
         else 0.0,
     )
+
+
+def as_it_ran(method: Method, units: int, collectives: float | None) -> Method:
+    """The method of a cell whose record counts so many collectives in a step.
+
+    Scales once travelled as collectives of their own, two more for each unit. Such cells are kept, and predicted as they ran.
+    """
+    first = method.rounds[0]
+    apart = "split_signs" in first.serve and not first.small and (collectives or 0.0) >= 4 * units
+    return dataclasses.replace(method, rounds=(dataclasses.replace(first, small=2),)) if apart else method
 
 
 def later(timeline: Timeline, dilation: float, delay_ms: float) -> Timeline:
