@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
 import birder.predict
 
-MEASURED = ("fp32", "bf16", "birder", "birder_one_phase", "onebit_adam", "none")
+MEASURED = ("fp32", "bf16", "powersgd1", "birder", "birder_one_phase", "onebit_adam", "none")
 WARMUP = 5
 """Steps before the measured ones: DDP rebuilds its buckets, 1-bit Adam begins to compress."""
 
@@ -36,11 +36,15 @@ def training(method: str = "fp32") -> tuple[DistributedDataParallel, Callable[[]
         optimizer = birder.Birder(model.parameters(), lr=1e-4, reduce="one_phase" if "one" in method else "two_phase")
     elif method == "onebit_adam":
         optimizer = birder.OneBitAdam(model.parameters(), lr=1e-4, warmup_steps=1)
-    ddp = DistributedDataParallel(model)
+    # torch's PowerSGD on gloo wants one bucket: docs/troubleshooting.md.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1000 if method == "powersgd1" else None)
     if isinstance(optimizer, birder.BucketOptimizer):
         birder.attach(ddp, optimizer)
     elif method == "bf16":
         ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif method == "powersgd1":
+        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     words, labels = torch.randint(0, 8000, (8, 64)), torch.randint(0, 50, (8,))
 
     def step() -> None:

@@ -7,8 +7,11 @@ A step's time under every method, predicted from a timeline, a link and the cost
     model=package.module:function       any torch module: function(batch) returns (module, loss), loss a function without
                                         arguments. Its timeline is recorded on this machine; gpu_rate=20 gpu=a100: the GPU
                                         that is meant computes 20 times as fast
+    cluster=NAME                        of conf/predict/cluster: paper, ethernet_25g, infiniband_100g; and each of its keys:
     cluster.nodes, cluster.ranks_per_node, cluster.gbps, cluster.latency_us, cluster.inside_gb_per_s
     methods=birder,bf16                 these rows only
+
+Defaults are in conf/predict, all keys in docs/configuration.md.
 
     --sweep gbps | nodes                a table and a plot over link rates, or over nodes up to 1,024
     --crossover                         below which link rate each method pays
@@ -22,12 +25,10 @@ Exit status: 0; 2 bad input; 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -37,6 +38,7 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, crossover, predict, sweep
 from experiments.cells import timelines
+from experiments.config import question
 from experiments.records import record
 from launch.errors import UserError
 
@@ -57,66 +59,37 @@ SHOWN = (
 """Methods of a sweep when none are named."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Question:
-    """What is asked, by key of the command line ("." for "_" after cluster). Nothing given: 8 nodes of 8 GPUs, 10 Gbit/s."""
+    """What is asked, by key of conf/predict."""
 
-    timeline: str = ""
-    model: str = ""
-    batch: int = 32
-    gpu: str = "a100"
-    precision: str = "tf32"
-    gpu_rate: float = 1.0
-    steps: int = 10
-    methods: str = ""
-    cluster_nodes: int = 8
-    cluster_ranks_per_node: int = 8
-    cluster_gbps: float = 10.0
-    cluster_latency_us: float = 20.0
-    cluster_inside_gb_per_s: float = NVLINK.gbps / 8
-
-    @property
-    def chosen(self) -> list[str] | None:
-        return self.methods.split(",") if self.methods else None
-
-    @property
-    def cluster(self) -> Cluster:
-        """Raises ValueError for numbers out of range."""
-        between = Link(self.cluster_gbps, self.cluster_latency_us)
-        inside = replace(NVLINK, gbps=8 * self.cluster_inside_gb_per_s)
-        return Cluster(self.cluster_nodes, self.cluster_ranks_per_node, between, inside)
+    timeline: str | None
+    model: str | None
+    batch: int
+    gpu: str
+    precision: str
+    gpu_rate: float
+    steps: int
+    methods: list[str] | None
+    cluster: Cluster
 
 
 def ask(pairs: Sequence[str]) -> Question:
-    """From key=value pairs. Raises UserError for unknown keys and values of the wrong type."""
-    kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(Question)}
-    given: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        name = key.replace("cluster.", "cluster_", 1)
-        if not equals or name not in kinds:
-            near = difflib.get_close_matches(name, kinds, 1)
-            meant = f"; did you mean {near[0].replace('cluster_', 'cluster.')}=?" if near else ""
-            raise UserError(
-                f"{pair!r} is not one of {', '.join(k.replace('cluster_', 'cluster.') for k in kinds)}{meant}"
-            )
-        try:
-            given[name] = kinds[name](value)
-        except ValueError:
-            raise UserError(
-                f"{key} must be {'a whole number' if kinds[name] is int else 'a number'}, not {value!r}"
-            ) from None
-    return Question(**given)
+    """From key=value pairs. Raises UserError for unknown keys and values of the wrong type or out of range."""
+    asked = question.ask(pairs)
+    there = asked.pop("cluster")
+    between, inside = Link(there["gbps"], there["latency_us"]), replace(NVLINK, gbps=8 * there["inside_gb_per_s"])
+    return Question(**asked, cluster=Cluster(there["nodes"], there["ranks_per_node"], between, inside))
 
 
 def timeline_of(q: Question) -> Timeline:
     """The timeline that is meant, recorded now where a module is named. Raises UserError."""
     if q.timeline:
         return _scaled(timelines.load(q.timeline), q)
-    if ":" in q.model:
-        return _scaled(_recorded(q), q)
     if not q.model:
         raise UserError("say timeline=NAME or model=NAME: " + ", ".join(timelines.names()))
+    if ":" in q.model:
+        return _scaled(_recorded(q), q)
     known = [timelines.load(name) for name in timelines.names()]
     fits = [
         t
@@ -139,14 +112,13 @@ def _plain(name: str) -> str:
 def _scaled(t: Timeline, q: Question) -> Timeline:
     if q.gpu_rate == 1:
         return t
-    if not q.gpu_rate > 0:
-        raise UserError(f"gpu_rate must be positive, not {q.gpu_rate:g}")
     return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=q.gpu)
 
 
 def _recorded(q: Question) -> Timeline:
     from experiments.cells import timeline_tools
 
+    assert q.model is not None
     return timeline_tools.record_module(q.model, q.batch, q.steps)
 
 
@@ -170,16 +142,16 @@ def answer(q: Question, options: argparse.Namespace) -> None:
         if options.sweep:
             from experiments.report import prediction_plots
 
-            found = sweep(t, q.cluster, options.sweep, SWEEPS[options.sweep], q.chosen or SHOWN, costs, layout)
+            found = sweep(t, q.cluster, options.sweep, SWEEPS[options.sweep], q.methods or SHOWN, costs, layout)
             print(prediction_plots.sweep_table(found, options.sweep))
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
             print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
         elif options.crossover:
-            found_rates = crossover(t, q.cluster, q.chosen, costs, layout)
+            found_rates = crossover(t, q.cluster, q.methods, costs, layout)
             for name, rate in found_rates.items():
                 print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
         else:
-            print(predict(t, q.cluster, q.chosen, costs, layout))
+            print(predict(t, q.cluster, q.methods, costs, layout))
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -199,7 +171,7 @@ def evaluate(results: str) -> None:
     print(prediction_plots.draw_paper(Path(results) / "plots" / "predict_paper.png"))
     for name in ("resnet50_b32_tf32", "bert_base_b12_tf32"):
         t = timelines.load(name)
-        found = sweep(t, Question().cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))
+        found = sweep(t, ask([]).cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))
         print(prediction_plots.draw_sweep(found, "nodes", Path(results) / "plots" / f"predict_{name}_nodes.png"))
 
 

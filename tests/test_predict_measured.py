@@ -128,7 +128,7 @@ def test_all_names_of_the_library_are_there() -> None:
         predict.magic  # noqa: B018
 
 
-METHODS_OF_THE_EXAMPLE = ("fp32", "bf16", "birder", "birder_one_phase", "onebit_adam", "none")
+METHODS_OF_THE_EXAMPLE = ("fp32", "bf16", "powersgd1", "birder", "birder_one_phase", "onebit_adam", "none")
 
 
 def test_three_lines_under_torchrun() -> None:

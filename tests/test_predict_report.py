@@ -142,6 +142,7 @@ def test_the_papers_speedups_need_a_slow_link_or_fast_computing() -> None:
     ("arguments", "words"),
     [
         (["timeline=resnet50_b32_tf32", "cluster.nodes=8"], "x as fast as bf16"),
+        (["timeline=resnet50_b32_tf32", "cluster=infiniband_100g", "cluster.nodes=2"], "2 x 8 ranks, 100 Gbit/s"),
         (["model=bert_base", "batch=12", "gpu=A100", "cluster.gbps=800", "cluster.latency_us=2"], "do not compress"),
         (["timeline=resnet50_b32_tf32", "methods=fp32,birder", "--crossover"], "below"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=h100"], "h100: 70%"),
@@ -166,11 +167,16 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
     ("arguments", "words"),
     [
         ([], "say timeline=NAME or model=NAME"),
-        (["timelin=x"], "did you mean timeline=?"),
+        (["timelin=x"], "no key 'timelin' in the configuration; did you mean timeline?"),
+        (["cluster.gpbs=3"], "did you mean cluster.gbps?"),
+        (["cluster=moon"], "no cluster 'moon'; there are: ethernet_25g, infiniband_100g, paper"),
+        (["timeline=resnet50_b32_tf32", "gpu_rate=0"], "gpu_rate must be a number above 0, not 0"),
+        (["timeline=resnet50_b32_tf32", "cluster.gbps=fast"], "cluster.gbps must be a number above 0, not 'fast'"),
+        (["timeline"], "cannot read the override"),
         (["timeline=nothing"], "no timeline nothing"),
         (["model=resnet50", "batch=33"], "no timeline of resnet50, batch 33"),
         (["timeline=resnet50_b32_tf32", "cluster.nodes=many"], "must be a whole number"),
-        (["timeline=resnet50_b32_tf32", "cluster.nodes=0"], "at least 1 node"),
+        (["timeline=resnet50_b32_tf32", "cluster.nodes=0"], "cluster.nodes must be a whole number, 1 or more, not 0"),
         (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
         (["model=tests.toy_module:nothing"], "no attribute 'nothing'"),
@@ -239,6 +245,17 @@ def test_a_cell_of_another_setup_is_not_predicted(records: list[ResultRecord]) -
     assert predicted.case(known) is not None
     for changed in ({**about, "elements": about["elements"] + 1}, {k: v for k, v in about.items() if k != "elements"}):
         assert predicted.case(replace(known, config={**known.config, "paper": changed})) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["paper-resnet50_b32-tf32-n4-9.4-onebit_adam", "bench-bert_base-loopback-n2-onebit_adam"]
+)
+def test_cells_whose_scales_travelled_alone_are_predicted_so(name: str, records: list[ResultRecord]) -> None:
+    """Their records count 4 collectives for each unit; now it is 2."""
+    old = next(r for r in records if r.id == name)
+    assert old.collectives_per_step is not None
+    kinds = [predicted.case(r) for r in (old, replace(old, collectives_per_step=old.collectives_per_step / 2))]
+    assert [of.method.rounds[0].small for of in kinds if of is not None] == [2, 0]
 
 
 @pytest.mark.parametrize("name", ["paper", "bench"])

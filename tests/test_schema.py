@@ -15,6 +15,7 @@ from experiments.config import compose, reference, validate
 from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS
 from experiments.config.schema_optimizer import OPTIMIZERS
+from experiments.config.schema_predict import Question
 from launch.errors import UserError
 
 
@@ -32,7 +33,9 @@ def test_page_is_that_of_the_schema() -> None:
     assert reference.page(text) == text
 
 
-@pytest.mark.parametrize("model", [Config, *CLUSTERS.values(), *OPTIMIZERS.values()], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "model", [Config, *CLUSTERS.values(), *OPTIMIZERS.values(), Question], ids=lambda m: m.__name__
+)
 def test_every_key_has_a_meaning(model: Any) -> None:
     for path, field in validate.fields(model):
         assert field.description, path

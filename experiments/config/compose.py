@@ -64,6 +64,15 @@ def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
     return composed
 
 
+def plain(overrides: Sequence[str], config_dir: Path) -> dict[str, Any]:
+    """A configuration of its own, `config_dir`/config.yaml with `overrides`, resolved. Raises UserError."""
+    try:
+        config = from_hydra(_compose(overrides, config_dir), list(overrides)).config
+        return {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
+    except CONFIG_ERRORS as error:
+        raise messages.explain(error, config_dir, lambda _: _keys(_raw(_defaults(config_dir)))) from error
+
+
 def quote_hosts(overrides: Sequence[str]) -> list[str]:
     """`overrides` with the value of cluster.hosts=a,b,c in quotes: Hydra would take it for three runs."""
     return [re.sub(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
@@ -175,6 +184,17 @@ def _compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:
             return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = state
+
+
+def _defaults(config_dir: Path) -> DictConfig:
+    return from_hydra(_compose([], config_dir), []).config
+
+
+def _keys(section: dict[str, Any], prefix: str = "") -> list[str]:
+    """The keys of a configuration as it stands in its files."""
+    found = [f"{prefix}{key}" for key in section]
+    inner = [_keys(v, f"{prefix}{k}.") for k, v in section.items() if isinstance(v, dict)]
+    return found + [key for keys in inner for key in keys]
 
 
 def _raw(config: DictConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -11,6 +11,7 @@ from experiments.config import kinds, validate
 from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS, Cluster
 from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
+from experiments.config.schema_predict import Question
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
@@ -19,7 +20,7 @@ FREE = ("workload", "optimizer", "cluster", "scales")
 
 
 def tables() -> str:
-    """One table of the keys of every run, one of the launchers', one of the optimizers'."""
+    """Tables of the keys of every run, of the launchers', of the optimizers', of predictions'."""
     parts = ["### Every run\n", _table(_rows(Config, ""))]
     parts += ["### Launchers: `cluster.`\n", "All of them:\n", _table(_rows(Cluster, "cluster."))]
     for target, model in CLUSTERS.items():
@@ -28,6 +29,7 @@ def tables() -> str:
     parts += ["### Optimizers: `optimizer.`\n", "All of them:\n", _table(_rows(Optimizer, "optimizer."))]
     for target, chosen in OPTIMIZERS.items():
         parts += [f"`{target}`:\n", _table(_own(chosen, Optimizer, "optimizer."))]
+    parts += ["### Predictions: `experiments/predict.py`\n", _table(_every(Question))]
     return "\n".join(parts)
 
 
@@ -39,8 +41,12 @@ def page(text: str) -> str:
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+    return _every(model, prefix, () if prefix else FREE)
+
+
+def _every(model: type[BaseModel], prefix: str = "", but: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
     for path, field in validate.fields(model):
-        if (path[0] in FREE and not prefix) or validate.section_of(field.annotation) not in (None, dict):
+        if path[0] in but or validate.section_of(field.annotation) not in (None, dict):
             continue
         words = kinds.words(field.annotation, field.metadata).text
         yield f"`{prefix}{'.'.join(path)}`", words, field.description or ""

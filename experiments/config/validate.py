@@ -78,13 +78,24 @@ def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, An
 def check(config: dict[str, Any]) -> None:
     """Raises UserError for the first mistake in a resolved configuration."""
     for prefix, model, values in _parts(config):
-        errors = _errors(model, values)
-        for error in errors:
-            key, field = _at(model, error["loc"])
-            same = [e for e in errors if _at(model, e["loc"])[0] == key]
-            if error["type"] in ("extra_forbidden", "invalid_key"):
-                raise unknown(_join(prefix, *error["loc"]), keys_of(config))
-            raise _error(prefix, key, field, error, values, same)
+        check_section(model, values, prefix, lambda: keys_of(config))
+
+
+def check_section(
+    model: type[BaseModel], values: Any, prefix: str = "", known: Callable[[], Sequence[str]] | None = None
+) -> None:
+    """Raises UserError for the first mistake in `values`, which stand under the key `prefix`.
+
+    known: the keys there are, for suggestions; None: those of the schema.
+    """
+    errors = _errors(model, values)
+    for error in errors:
+        key, field = _at(model, error["loc"])
+        same = [e for e in errors if _at(model, e["loc"])[0] == key]
+        if error["type"] in ("extra_forbidden", "invalid_key"):
+            names = known() if known is not None else [_join(prefix, *path) for path, _ in fields(model)]
+            raise unknown(_join(prefix, *error["loc"]), names)
+        raise _error(prefix, key, field, error, values, same)
 
 
 def keys_of(config: dict[str, Any]) -> list[str]:

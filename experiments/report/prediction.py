@@ -123,7 +123,7 @@ def reason(o: Outcome) -> str:
     if not o.steady:
         return f"unsteady: its own steps took {number(o.low_ms)} to {number(o.high_ms)} ms"
     if o.case.link == "loopback":
-        return "loopback: computing, copying and sending share two cores, and the model's lanes do not slow each other"
+        return "loopback: what a byte and a message cost where all ranks share two cores differs from model to model"
     if o.case.name == "deepspeed":
         return "eager passes over one large buffer: what a byte costs depends on whether the buffer fits the caches"
     if o.case.copies > 1:

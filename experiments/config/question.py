@@ -1,0 +1,23 @@
+"""What experiments/predict.py is asked: conf/predict with the keys of the command line, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.config import compose, validate
+from experiments.config.schema_predict import Question
+
+FOLDER = compose.CONF / "predict"
+
+
+def ask(overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys of `Question`, with `methods` as a list. Raises UserError for whatever is no key or out of its range."""
+    # Hydra would take methods=a,b for two runs.
+    typed = [re.sub(r"""^(methods=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
+    asked = compose.plain(typed, FOLDER)
+    validate.check_section(Question, asked)
+    if isinstance(asked["methods"], str):
+        asked["methods"] = asked["methods"].split(",")
+    return asked
