@@ -16,6 +16,7 @@ from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline,
 from birder.comm.link import new_group
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import Plan
+from birder.wrappers import check_reducer, unwrap_method, unwrap_model
 
 
 class BucketAttachment(Attachment):
@@ -76,8 +77,8 @@ def attach(
     """Makes `model` communicate as `optimizer` wants. Call once on every rank, before the first step.
 
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
-                  torch.distributed.fsdp.fully_shard made of a model.
-    optimizer:    one of `birder.optimizers`, over (some of) the model's parameters.
+                  torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.
+    optimizer:    one of `birder.optimizers`, over (some of) the model's parameters. Accelerate may have wrapped it.
     mesh:         for FSDP2: replicas x shards, 2-D; parameters are sharded over its second dimension alone
                   (birder/fsdp.py). `hierarchical` and `communicator` are not for it.
     hierarchical: nodes are the workers: reduce-scatter inside a node, 1 bit between nodes. For methods that compress.
@@ -91,8 +92,10 @@ def attach(
     unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.
 
     Raises TypeError for a model or optimizer of another kind, ValueError for parameters that the model does not have,
-    RuntimeError when ranks disagree on parameters, hyper-parameters or completed steps.
+    RuntimeError when ranks disagree on parameters, hyper-parameters or completed steps, when DDP gives hooks no buckets
+    (compiled autograd) or has another hook.
     """
+    model, optimizer = unwrap_model(model), unwrap_method(optimizer)
     if mesh is not None:
         from birder.fsdp import attach_shards  # loads FSDP, which takes its time
 
@@ -106,8 +109,7 @@ def attach(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first "
             "(one that FSDP's fully_shard made needs mesh=)"
         )
-    if not isinstance(optimizer, BucketOptimizer):
-        raise TypeError(f"attach needs an optimizer of the birder package, got {type(optimizer).__name__}")
+    check_reducer(model)
     known = set(model.module.parameters())
     if any(p not in known for g in optimizer.param_groups for p in g["params"]):
         raise ValueError(

@@ -52,7 +52,7 @@ class BucketOptimizer(GradientExchange, MethodState):
     def bind(self, comm: Communicator | None = None, pipeline: Pipeline | None = None, unit_mb: float = 25.0) -> None:
         """Fixes units, communicator and pipeline, and allocates all state. `attach` calls this; at most once.
 
-        Raises RuntimeError when called again, ValueError for `unit_mb` <= 0.
+        Raises RuntimeError when called again, ValueError for `unit_mb` <= 0 and for parameters that are not fp32.
         """
         if self._bound:
             raise RuntimeError("this optimizer is bound already: attach it once, before its first step")
@@ -69,6 +69,7 @@ class BucketOptimizer(GradientExchange, MethodState):
                 lay_out(unit, multiple)
             unit.padded = round_up(unit.numel, multiple)
             for i, p in enumerate(unit.wholes):
+                check_parameter(p)  # the model may have been converted since
                 self._where[p] = (unit, i)
             self.init_unit(unit)
         self._bound = True

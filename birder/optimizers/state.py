@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +18,51 @@ from birder.optimizers.layout import Unit
 NOT_COPIED = {"comm", "pipeline", "units", "_where", "_versions", "_samples", "_bound", "_feeding", "_sharded", "step"}
 """Attributes that stay behind when an optimizer is copied or pickled: what belongs to this process and its peers."""
 
+BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
+"""The module that gathers and sets state parameter by parameter."""
+
+
+class NoState(defaultdict[Any, Any]):
+    """`optimizer.state`, always empty: state is kept by unit, not by parameter.
+
+    torch.distributed.checkpoint.get_optimizer_state_dict takes empty for "no step yet", makes one on gradients of 0 to have
+    the state made, and would then keep none of it. Raises RuntimeError when it asks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __bool__(self) -> bool:
+        if sys._getframe(1).f_globals.get("__name__") == BY_PARAMETER:
+            raise RuntimeError(
+                "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by "
+                "unit, and another one on every rank: use optimizer.state_dict() and birder.checkpoint on every rank"
+            )
+        return len(self) > 0
+
+    def __reduce__(self) -> tuple[type[NoState], tuple[()]]:
+        return NoState, ()
+
 
 class MethodState(Method):
     """The part of `BucketOptimizer` that saves and restores state, and averages models."""
 
+    _no_state: NoState | None = None
     _pending: dict[str, Any] | None = None
     """State to be loaded when the optimizer is bound."""
     _fingerprint: int | None = None
     """`fingerprint` of the parameters that belong to the loaded state, until the next step has seen them."""
+
+    @property
+    def state(self) -> NoState:  # type: ignore[override]
+        """Empty; `state_dict` has what is kept."""
+        if self._no_state is None:
+            self._no_state = NoState()
+        return self._no_state
+
+    @state.setter
+    def state(self, value: dict[Any, Any]) -> None:
+        """torch sets it anew, empty, with every state that is loaded."""
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 
