@@ -101,8 +101,8 @@ clean:  ## remove the environment and caches; keeps outputs/ and results/
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) cannot make environments: install python3-venv or set PYTHON=..." >&2; exit 2; }
 	@echo "Setting up .venv (once, some minutes: PyTorch is large) ..."
-	@$(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@$(PYTHON) -m venv --upgrade-deps .venv  # dependency groups want pip 25.1
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[cpu,hf,lightning]" --group dev
 	@touch $@
 
 help:  ## show this text

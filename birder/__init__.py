@@ -11,7 +11,9 @@ wait for it.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +41,22 @@ if TYPE_CHECKING:
     from birder.virtual import VirtualRanks
 
 __version__ = "0.1.0"
+
+
+def _refuse_a_mixed_folder() -> None:
+    """Raises ImportError where the unrelated PyPI package of the same import name was installed into this one's folder."""
+    try:
+        other = importlib.metadata.distribution("birder")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if Path(str(other.locate_file("birder"))).resolve() == Path(__file__).resolve().parent:
+        raise ImportError(
+            "the PyPI package 'birder' is another project, and has been installed into the folder of this one, birder-repro: "
+            "run pip uninstall birder birder-repro, then install birder-repro again"
+        )
+
+
+_refuse_a_mixed_folder()
 
 __all__ = [
     "CSER",

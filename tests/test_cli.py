@@ -244,7 +244,7 @@ echo "$@" >> {folder}/calls
 case "$*" in
   -V) echo "Python {version}" ;;
   *version_info*) [ {version} != 3.9 ] ;;
-  "-m venv .venv") mkdir -p .venv/bin && cp {path} .venv/bin/python ;;
+  "-m venv --upgrade-deps .venv") mkdir -p .venv/bin && cp {path} .venv/bin/python ;;
 esac
 """
     )
