@@ -151,6 +151,12 @@ def test_relative_links_resolve(page: str) -> None:
     assert broken == []
 
 
+def test_tests_that_pages_name_exist() -> None:
+    there = {name for file in (ROOT / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    for page in PAGES:
+        assert set(re.findall(r"`(test_\w+)`", text(page))) <= there, page
+
+
 def anchors(page: Path) -> set[str]:
     """Names by which the headings of a page can be linked."""
     heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)

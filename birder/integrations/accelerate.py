@@ -1,0 +1,110 @@
+"""Hugging Face Accelerate: `attach` after `prepare`. Its `save_state` and `load_state` then keep every rank's state.
+
+    accelerator = Accelerator()
+    model, optimizer, batches = accelerator.prepare(model, Birder(model.parameters(), lr=1e-3), batches)
+    attach(accelerator, model, optimizer)
+
+The loop stays as it is: `accelerator.accumulate`, `accelerator.backward`, `optimizer.step`. One process attaches nothing.
+Runnable: examples/accelerate_loop.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+import birder
+from birder.ddp import Attachment
+from birder.integrations import every_rank
+from birder.integrations.every_rank import NO_CLIPPING
+from birder.optimizers.base import BucketOptimizer
+from birder.wrappers import unwrap_method
+
+
+def attach(
+    accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, **options: Any
+) -> Attachment | None:
+    """Connects what `accelerator.prepare` returned, as `birder.attach` does, which takes `options`. Every rank calls it.
+
+    For a method that compresses: `accelerator.clip_grad_norm_` and `clip_grad_value_` raise RuntimeError, unless
+    overlap=False; with `max_norm` infinite the former still returns the norm of this rank's own gradient. The state of every
+    rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`.
+
+    Returns None on one process. Raises as `birder.attach` does.
+    """
+    method = unwrap_method(optimizer)
+    if accelerator.num_processes == 1:
+        return None
+    attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
+    if method.compressed:
+        if attachment.overlap:
+            refuse_clipping(accelerator)
+        keep_every_rank(accelerator, optimizer, method)
+    return attachment
+
+
+def refuse_clipping(accelerator: Accelerator) -> None:
+    """Makes the accelerator's clipping raise RuntimeError; asked for a norm alone, it changes no gradient."""
+
+    def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        if max_norm != math.inf:
+            raise RuntimeError(NO_CLIPPING.format(limit=max_norm))
+        several = [parameters] if isinstance(parameters, Tensor) else parameters
+        return torch.nn.utils.get_total_norm([p.grad for p in several if p.grad is not None], norm_type)
+
+    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+        raise RuntimeError(NO_CLIPPING.format(limit="..."))
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_value_ = clip_grad_value_
+
+
+def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, method: BucketOptimizer) -> None:
+    """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state beside it."""
+    number = accelerator._optimizers.index(optimizer)
+    kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""))
+    optimizer.every_rank = kept
+    optimizer.state_dict = kept.note
+    optimizer.load_state_dict = kept.load
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: kept.save(folder, weights))
+    accelerator.register_load_state_pre_hook(lambda models, folder: kept.look_in(folder))
+
+
+class EveryRank:
+    """Saving and loading of one optimizer with Accelerate's hooks."""
+
+    def __init__(self, method: BucketOptimizer, name: str) -> None:
+        self.method, self.name = method, name
+        self.folder: Path | None = None
+
+    def save(self, folder: str, weights: list[dict[str, Tensor]] | None = None) -> None:
+        """Every rank's state below `folder`. weights: what is saved of the models; the mean, where ranks' models differ."""
+        every_rank.save(folder, self.method, self.name)
+        if weights and self.method.local_models:
+            with self.method.averaged():
+                weights[:] = copy.deepcopy(weights)
+
+    def look_in(self, folder: str | None) -> None:
+        """Where `load` is to look."""
+        self.folder = None if folder is None else Path(folder)
+
+    def note(self) -> dict[str, Any]:
+        """Stands where the framework keeps one rank's state."""
+        return {"every_rank": self.name, "state": {}, "param_groups": []}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when `state` is not `note`."""
+        if self.folder is None or "every_rank" not in state:
+            raise ValueError(
+                f"the state of {type(self.method).__name__} differs from rank to rank, and this is that of one: load a "
+                "checkpoint that was saved with birder.integrations, by accelerator.load_state or the Trainer"
+            )
+        every_rank.load(self.folder, self.method, self.name)

@@ -1,0 +1,104 @@
+"""Lightning: `BirderCallback` among the Trainer's callbacks, with strategy "ddp".
+
+    trainer = Trainer(strategy="ddp", callbacks=[BirderCallback()])
+    trainer.fit(module, batches)
+
+`configure_optimizers` of the module returns one optimizer of this package, alone or with schedulers. Checkpoints hold every
+rank's state, in the one file that Lightning writes: rank 0 has all of it in memory while it saves.
+Runnable: examples/lightning_callback.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import birder
+from birder.comm import Topology
+from birder.integrations import every_rank
+from birder.integrations.every_rank import NO_CLIPPING
+from birder.optimizers.base import BucketOptimizer
+from birder.wrappers import unwrap_optimizer
+
+KEY = "every_rank"
+
+
+class BirderCallback(Callback):
+    """Attaches when the module has been wrapped; saves, loads and averages what differs between ranks.
+
+    options: of `birder.attach`.
+
+    Raises TypeError for other optimizers or several, and for strategies other than DDP; ValueError for the Trainer's
+    `gradient_clip_val` where it would have no effect, and for a checkpoint of another number of ranks.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.attachment: birder.Attachment | None = None
+        self._loaded: dict[str, Any] = {}
+        self._average: contextlib.ExitStack | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        method = self._method(trainer)
+        if method is None:
+            raise TypeError("BirderCallback needs one optimizer of the birder package from configure_optimizers")
+        if trainer.world_size == 1:
+            return
+        topology = Topology(trainer.num_nodes, trainer.world_size // trainer.num_nodes)
+        model: Any = trainer.strategy.model
+        self.attachment = birder.attach(model, method, **{"topology": topology, **self.options})
+        limit = trainer.gradient_clip_val
+        if limit and method.compressed and self.attachment.overlap:
+            raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=limit)}")
+        every_rank.set_parameters(method, self._loaded)
+        self._loaded = {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Every rank's state in the place of rank 0's."""
+        method = self._method(trainer)
+        if method is None or trainer.world_size == 1 or not method.compressed:
+            return
+        everyone: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+        dist.gather_object(every_rank.rank_state(method), everyone, dst=0)
+        checkpoint["optimizer_states"] = [{KEY: everyone}]
+        if method.local_models:
+            with method.averaged():
+                checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """This rank's own state, where Lightning will look for it. Raises ValueError for another number of ranks."""
+        states = checkpoint.get("optimizer_states") or [{}]
+        if KEY not in states[0]:
+            return  # of one process, or of a dense method; another rank's state is refused by the optimizer
+        everyone = states[0][KEY]
+        if len(everyone) != trainer.world_size:
+            raise ValueError(
+                f"the checkpoint was saved by {len(everyone)} ranks, this run has {trainer.world_size}: "
+                f"use {len(everyone)} ranks"
+            )
+        self._loaded = everyone[trainer.global_rank]
+        states[0] = self._loaded["optimizer"]
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where ranks' models differ, their mean is what is evaluated."""
+        method = self._method(trainer)
+        if method is not None:
+            self._average = contextlib.ExitStack()
+            self._average.enter_context(method.averaged())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._average is not None:
+            self._average.close()
+            self._average = None
+
+    @staticmethod
+    def _method(trainer: Trainer) -> BucketOptimizer | None:
+        """The only optimizer, where it is one of this package."""
+        if len(trainer.optimizers) != 1:
+            return None
+        method = unwrap_optimizer(trainer.optimizers[0])
+        return method if isinstance(method, BucketOptimizer) else None

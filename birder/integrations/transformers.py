@@ -1,0 +1,117 @@
+"""Hugging Face Trainer: `BirderTrainer` in the place of `Trainer`, or the mixin before a Trainer of one's own.
+
+    trainer = BirderTrainer(
+        model,
+        TrainingArguments("out", max_grad_norm=0, learning_rate=1e-4),
+        train_dataset=data,
+        optimizer_cls_and_kwargs=(Birder, {"lr": 1e-4}),
+    )
+    trainer.train()
+
+Started with torchrun. Checkpoints hold every rank's state, in `birder` of the checkpoint's folder, and
+`train(resume_from_checkpoint=True)` goes on as if there had been no interruption. Runnable: examples/transformers_trainer.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import Trainer
+
+from birder.integrations.accelerate import EveryRank, attach
+from birder.integrations.every_rank import NO_CLIPPING
+from birder.optimizers.base import BucketOptimizer
+from birder.wrappers import unwrap_method, unwrap_optimizer
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class BirderTrainerMixin(_Trainer):
+    """For `class MyTrainer(BirderTrainerMixin, Trainer)`.
+
+    attach_options: arguments of `birder.attach`, e.g. {"hierarchical": True}; for fp16 {"overlap": False}.
+
+    The optimizer is given as the Trainer takes any: `optimizers=(Birder(model.parameters()), None)`, or
+    `optimizer_cls_and_kwargs=(Birder, {"lr": 1e-4})`, which keeps weight decay from biases and norms.
+
+    Where ranks' models differ (`local_models`), their mean is evaluated and saved; every rank then has to call `save_model`.
+    The gradient norm in the log is that of rank 0's own gradient, except in dense steps.
+
+    Raises ValueError when the Trainer is to clip (`max_grad_norm` is 1 by default) messages that are taken during backward,
+    TypeError for an optimizer of another package.
+    """
+
+    def __init__(self, *args: Any, attach_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.attach_options = dict(attach_options or {})
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; what the accelerator then prepares is attached."""
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare
+
+        def prepare_and_attach(*args: Any, **kwargs: Any) -> Any:
+            prepared = prepare(*args, **kwargs)
+            self._attach(prepared if isinstance(prepared, tuple) else (prepared,))
+            return prepared
+
+        self.accelerator.prepare = prepare_and_attach
+
+    def _attach(self, prepared: tuple[Any, ...]) -> None:
+        optimizers = [x for x in prepared if hasattr(x, "param_groups")]
+        models = [x for x in prepared if isinstance(x, nn.Module)]
+        for optimizer in optimizers:
+            method = unwrap_method(optimizer)
+            if method.units:
+                continue  # `train` was called again
+            overlap = self.attach_options.get("overlap", True) and method.max_grad_norm is None
+            limit = self.args.max_grad_norm
+            if limit and method.compressed and overlap:
+                raise ValueError(f"TrainingArguments(max_grad_norm={limit}): {NO_CLIPPING.format(limit=limit)}")
+            model = models[0] if models else self.model_wrapped
+            attach(self.accelerator, model, optimizer, **self.attach_options)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def _every_rank(self) -> EveryRank | None:
+        return getattr(self.optimizer, "every_rank", None)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._every_rank is not None:
+            self._every_rank.save(output_dir)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        kept = self._every_rank
+        if kept is not None and checkpoint is not None:
+            if not (Path(checkpoint) / kept.name).is_dir():  # the Trainer would go on without a word
+                raise ValueError(f"{checkpoint} has no folder {kept.name!r} with every rank's state of the optimizer")
+            kept.look_in(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    # ---- models that differ between ranks ----------------------------------------------------------------------------
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        method = unwrap_optimizer(self.optimizer)
+        return method.averaged() if isinstance(method, BucketOptimizer) else contextlib.nullcontext()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's. Every rank calls it where ranks' models differ: what is saved is their mean."""
+        with self._averaged():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, on the mean of the ranks' models where they differ."""
+        with self._averaged():
+            return super().evaluation_loop(*args, **kwargs)
+
+
+class BirderTrainer(BirderTrainerMixin, Trainer):
+    """`transformers.Trainer` with an optimizer of this package; see `BirderTrainerMixin`."""
