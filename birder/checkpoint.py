@@ -38,13 +38,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` found. passed_over: one line for each newer checkpoint that is broken."""
+    """What `restore` found. passed_over: one line for each newer checkpoint that is broken; world_size: ranks that saved."""
 
     step: int
     folder: Path
     shared: dict[str, Any]
     local: dict[str, Any]
     passed_over: list[str]
+    world_size: int
 
 
 def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
@@ -107,8 +108,11 @@ def latest(root: str | Path) -> tuple[int, Path] | None:
     return None
 
 
-def restore(root: str | Path) -> Restored | None:
+def restore(root: str | Path, any_world: bool = False) -> Restored | None:
     """Loads the newest checkpoint under `root` that is whole for every rank; None where there is none. Every rank calls it.
+
+    any_world: also one that another number of ranks saved. All of its files are then checked on every rank, and `local` is
+        that of old rank number (this rank modulo their number); `read` gives the others', for birder/elastic.py.
 
     A broken one is passed over. Raises Broken, a ValueError, when there are only broken ones, and ValueError when that one
     was saved by another number of ranks.
@@ -117,11 +121,11 @@ def restore(root: str | Path) -> Restored | None:
     names = _together("no checkpoint was read", lambda: [f.name for f in _folders(root)])[0] or []
     passed_over: list[str] = []
     for name in names:
-        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        found: list[tuple[dict[str, Any], dict[str, Any], int]] = []
 
         def attempt(folder: Path = root / name, found: list[Any] = found) -> tuple[bool, str]:
             try:
-                found.append(load(folder))
+                found.append(_of_any_world(folder) if any_world else (*load(folder), _world()))
             except Broken as e:
                 return True, str(e)
             except ValueError as e:
@@ -130,7 +134,8 @@ def restore(root: str | Path) -> Restored | None:
 
         said = [part for part in _together("no checkpoint was read", attempt) if part and part[1]]
         if not said:
-            return Restored(int(name.removeprefix("step-")), root / name, *found[0], passed_over)
+            shared, local, world = found[0]
+            return Restored(int(name.removeprefix("step-")), root / name, shared, local, passed_over, world)
         if not all(broken for broken, _ in said):
             raise ValueError(next(line for broken, line in said if not broken))
         passed_over.append(said[0][1])
@@ -147,6 +152,17 @@ def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     ranks than the one that saved.
     """
     return read(folder, _rank(), _world())
+
+
+def _of_any_world(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    try:
+        manifest = read_manifest(folder)
+        if manifest.world_size != _world():
+            for name, seal in manifest.files.items():
+                check(folder / name, seal)
+    except Broken as e:
+        raise Broken(f"checkpoint {folder.name} is broken: {e}") from e
+    return *read(folder, _rank() % manifest.world_size), manifest.world_size
 
 
 def read(folder: str | Path, rank: int, world: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -116,6 +116,20 @@ def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):
         make_spec(tmp_path, "r", "cluster.nodes=2")
 
 
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    make_spec(tmp_path, "r").save()
+    run_ranks(_train_only, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
+    other = ["cluster.nodes=2", "train.max_steps=15"]
+    with pytest.raises(UserError, match=r"train.max_steps was 12"):  # which was not asked for with resume_rule
+        make_spec(tmp_path, "r", *other, "resume_rule=mean")
+    smaller = make_spec(tmp_path, "r", *other, "resume_rule=mean", "resume_with=changed")
+    run_ranks(_train_only, 2, smaller, grouped=False, ranks_per_node=1)
+    record = record_of(tmp_path)
+    assert [change[0] for change in record["config"]["resume_changed"]] == ["cluster.nodes", "train.max_steps"]
+    rows = (tmp_path / "results" / record["curve"]).read_text().split()
+    assert [int(row.split(",")[0]) for row in rows[1:]] == list(range(1, 16))
+
+
 def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
     """And one that is changed in a way that was asked for says so in its record."""
     spec = make_spec(tmp_path, "r", "optimizer=sgdm")

@@ -38,6 +38,7 @@ class BlockwiseSGD(BucketOptimizer):
     """
 
     compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"momentum": "mean", "error": "mean"}
 
     def __init__(
         self,

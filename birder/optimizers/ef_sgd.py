@@ -13,7 +13,7 @@ One-process reference: `EFSGD` in tests/reference_cser.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class EFSGD(BlockwiseSGD):
 
     Raises ValueError for arguments out of range.
     """
+
+    carried: ClassVar[dict[str, str]] = {**BlockwiseSGD.carried, "decay": "copy"}
 
     def __init__(
         self,

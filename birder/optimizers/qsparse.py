@@ -38,6 +38,7 @@ class QSparseLocalSGD(BlockwiseSGD):
     """
 
     local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {**BlockwiseSGD.carried, "common": "copy"}
 
     def __init__(
         self,

@@ -65,6 +65,7 @@ class SLAMB(BucketOptimizer):
 
     compressed: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
     first_sync: ClassVar[int] = 0
     """sync_phase where none is given."""
 

@@ -57,6 +57,13 @@ class SparseLoCo(BucketOptimizer):
 
     compressed: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {
+        "m": "mean",
+        "v": "mean",
+        "error": "mean",
+        "common": "copy",
+        "outer": "copy",
+    }
 
     def __init__(
         self,

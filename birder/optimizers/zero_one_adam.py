@@ -59,6 +59,14 @@ class ZeroOneAdam(OneBitMethod):
     """
 
     local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {
+        **OneBitMethod.carried,
+        "m": "mean",
+        "u": "mean",
+        "v": "copy",
+        "last": "copy",
+        "sums": "copy",
+    }
     aligned: ClassVar[bool] = False
     """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
 

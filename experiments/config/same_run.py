@@ -19,6 +19,7 @@ FREE: tuple[str, ...] = (
     "results_dir",
     "resume",
     "resume_with",
+    "resume_rule",
     CHANGED,
     "wandb",
     "checkpoint",
@@ -38,7 +39,8 @@ FREE += (
     "train.eval_every",
     "train.timing_warmup",
 )
-_OF_THE_CLUSTER = ("cluster.nodes", "cluster.ranks_per_node", "cluster.backend")
+_OF_THE_WORLD = ("cluster.nodes", "cluster.ranks_per_node")
+_OF_THE_CLUSTER = (*_OF_THE_WORLD, "cluster.backend")
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -56,22 +58,25 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     """The id of the run in `run_dir`. Notes in `resolved` what the run has been changed in since it began.
 
     Raises UserError when its checkpoints cannot fit this configuration; also when another one would give other parameters,
-    unless it says resume_with=changed.
+    unless it says resume_with=changed. With resume_rule=mean the numbers of nodes and ranks may differ.
     """
+    resized = resolved["resume_rule"] == "mean"
     try:
         earlier = RunSpec.load(run_dir / "spec.yaml")
         then, before = _identity(earlier.config), list(earlier.config.get(CHANGED) or [])
     except Exception as error:
         raise UserError(f"{run_dir}/spec.yaml is not readable: choose another run_name") from error
     for key, now in _identity(resolved).items():
-        if then[key] != now:
-            raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}")
+        if then[key] != now and not (resized and key in ("world size", "nodes")):
+            how = "; resume_rule=mean goes on with another number of ranks" if key in ("world size", "nodes") else ""
+            raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
     if not any(run_dir.glob("checkpoints/step-*")):
         return earlier.id  # nothing of it is gone on with
     changed = differences(earlier.config, resolved)
-    if changed and resolved["resume_with"] != "changed":
-        key, old, new = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    unasked = [change for change in changed if not (resized and change[0] in _OF_THE_WORLD)]
+    if unasked and resolved["resume_with"] != "changed":
+        key, old, new = unasked[0]
+        more = f" (and {len(unasked) - 1} more)" if len(unasked) > 1 else ""
         raise UserError(
             f"cannot resume {str(run_dir)[-80:]}: {key} was {_short(old)}, now it is {_short(new)}{more}: "
             "set it as it was, or go on nevertheless with resume_with=changed"

@@ -133,6 +133,9 @@ class Config(Section):
     resume_with: Literal["unchanged", "changed"] = doc(
         "changed: go on although keys differ that change the result; the record says which", "unchanged"
     )
+    resume_rule: Literal["same", "mean"] = doc(
+        "mean: go on with another number of nodes or ranks; new workers get the means of the old ones' state", "same"
+    )
     run_name: Name | None = doc("folder of the run below output_dir; null: a new one")
     timeline: Text | None = doc("the GPU that an emulated cluster stands for: a file of results/timelines")
     compare: list[Any] = doc("variants that experiments/compare.py runs one after the other")

@@ -17,6 +17,7 @@ NOT_A_VARIANT = (
         "results_dir",
         "resume",
         "resume_with",
+        "resume_rule",
         "wandb",
         "checkpoint",
         "compare",

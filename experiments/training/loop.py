@@ -69,7 +69,13 @@ class _Run:
         self.method.seed(spec.seed, shard.rank)
         save = self.config["checkpoint"]
         self.checkpoints = Checkpoints(
-            spec.path / "checkpoints", save["keep"], self.ddp, self.optimizer, self.workload, self.method.scaler
+            spec.path / "checkpoints",
+            save["keep"],
+            self.ddp,
+            self.optimizer,
+            self.workload,
+            self.method.scaler,
+            self.config.get("resume_rule", "same"),
         )
         self.save_every = int(save["every"])
         self.link = link.of_run(spec, shard.device)  # of a real network: probed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
 
-from birder import Attachment, BucketOptimizer, checkpoint
+from birder import Attachment, BucketOptimizer, checkpoint, elastic
 from birder.optimizers.layout import local as held
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment
@@ -27,13 +29,16 @@ class Checkpoints:
         optimizer: BucketOptimizer,
         workload: Workload,
         scaler: torch.amp.GradScaler | None,
+        rule: str = "same",
     ) -> None:
+        """rule: "mean" takes checkpoints of another number of ranks too (birder/elastic.py)."""
         self.folder = folder
         self.keep = keep
         self.ddp = ddp
         self.optimizer = optimizer
         self.workload = workload
         self.scaler = scaler
+        self.rule = rule
 
     def save(self, step: int) -> None:
         """Every rank calls it after step `step`. Raises UserError when the disk is full."""
@@ -64,23 +69,25 @@ class Checkpoints:
     def find(self) -> checkpoint.Restored | None:
         """The newest whole checkpoint, read; None where there is none. Every rank calls it. Raises UserError."""
         try:
-            return checkpoint.restore(self.folder)
+            return checkpoint.restore(self.folder, any_world=self.rule == "mean")
         except (ValueError, OSError) as e:
             raise UserError(f"cannot resume: {e}") from e
 
     def apply(self, found: checkpoint.Restored) -> None:
         """Puts a checkpoint into effect. Raises UserError when it is of another model or optimizer."""
-        shared, local = found.shared, found.local
         try:
+            shared, local = found.shared, self._own(found)
             with torch.no_grad():
                 saved = (local if "parameters" in local else shared)["parameters"]
                 _copy(self._parameters(), saved, "parameter")
                 _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
             self.optimizer.load_state_dict(local["optimizer"])
-            self.workload.load_state_dict(local["workload"])
+            if "workload" in local:
+                self.workload.load_state_dict(local["workload"])
             if self.scaler is not None and "scaler" in local:
                 self.scaler.load_state_dict(local["scaler"])
-            torch.set_rng_state(local["rng"])
+            if "rng" in local:
+                torch.set_rng_state(local["rng"])
             if "cuda_rng" in local and torch.cuda.is_available():
                 torch.cuda.set_rng_state(local["cuda_rng"])
         except ValueError as e:
@@ -89,6 +96,23 @@ class Checkpoints:
             # Whole, but not what this program writes: whoever can write a checkpoint can write its checksums.
             what = " ".join(str(e).split())[:100]
             raise UserError(f"cannot resume from {found.folder}: it is no checkpoint of this run ({what})") from e
+
+    def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
+        """What this rank goes on with. Of another number of ranks: random states and text under way begin anew."""
+        world = torch.distributed.get_world_size()
+        if found.world_size == world:
+            return found.local
+        if isinstance(self.ddp, ShardedModel):
+            raise ValueError("with comm.topology=hsdp the number of nodes and ranks has to stay")
+
+        def of_all() -> Iterator[dict[str, Any]]:
+            return (checkpoint.read(found.folder, rank)[1] for rank in range(found.world_size))
+
+        own = {key: value for key, value in found.local.items() if key in ("buffers", "scaler")}
+        own["optimizer"] = elastic.resize(self.optimizer, (local["optimizer"] for local in of_all()))
+        if "parameters" in found.local:
+            own["parameters"] = elastic.mean(local["parameters"] for local in of_all())
+        return own
 
 
 def _copy(mine: dict[str, Any], saved: dict[str, Any], what: str) -> None:
