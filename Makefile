@@ -33,6 +33,9 @@ wikipedia:     ## masked-language-model pre-training of BERT-Base
 $(EXPERIMENTS): $(READY)
 	@$(BIN)/python experiments/compare.py +exp=$@ $(OVERRIDES)
 
+nodes: $(READY)  ## an experiment on 1, 2, 4 and 8 nodes, one after the other: make nodes EXP=resnet50 RANKS=2
+	@for n in 1 2 4 8; do $(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES) "cluster.nodes=$$n" || exit $$?; done
+
 exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
 	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
 
@@ -60,11 +63,16 @@ predict: $(READY)  ## will it pay? make predict MODEL=resnet50 BATCH=32 GPU=a100
 	  $(if $(GPU),'gpu=$(GPU)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
 
-tables: $(READY)  ## write tables and plots again, from the records: results/published, results/local
+tables: $(READY)  ## write tables, plots and docs/claims.md again, from the records: results/published, results/local
 	@$(BIN)/python experiments/tables.py
+	@$(BIN)/python experiments/claims.py
+
+page: $(READY)  ## one page to look at, for any browser, without a network: results/published/index.html
+	@$(BIN)/python experiments/page.py
 
 publish: $(READY)  ## move a group of runs of committed code to results/published: make publish GROUP=NAME (or EXP=NAME)
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
+	@$(BIN)/python experiments/claims.py
 
 test: $(READY)  ## run the tests
 	@$(BIN)/python -m pytest -q -m "not cluster and not campaign"
@@ -128,4 +136,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: predict $(EXPERIMENTS) cser zero_one_adam slamb methods exp bench gpu-check paper-table tables publish test test-clusters campaign soak check format setup clean help
+.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-clusters campaign soak check format setup clean help

@@ -38,6 +38,9 @@ from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 
+BY_NODES = "comm.topology=hierarchical"
+"""Of a variant that is compared only where nodes have more than one rank."""
+
 
 def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     """Every variant of the experiment, composed. The user's own overrides come last and so win.
@@ -57,7 +60,10 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
         # Variants share everything, so a run name given by the user must tell them apart.
         name = [f"run_name={base.config.run_name}-{_slug(variant)}"] if named else []
         one = compose.compose([*exp, *map(str, variant), *others, *name])
-        if one.config.cluster.get("_target_") != labels.VIRTUAL or one.config.comm.enabled:  # no bound without times
+        if one.config.cluster.get("_target_") == labels.VIRTUAL and not one.config.comm.enabled:
+            continue  # no bound without times
+        # With one rank a node, nodes as workers are the ranks as workers: the same run once more.
+        if BY_NODES not in variant or one.config.cluster.ranks_per_node != 1:
             made.append(one)
     if methods is None:
         return made

@@ -57,6 +57,17 @@ def choice(d: int, ratio: int | None, block: int, *, seed: int, step: int, strea
     return torch.from_numpy(number % ratio == drawn)
 
 
+def largest(v: Tensor, ratio: int | None, parts: list[Tensor]) -> Tensor:
+    """bool[workers, d]: of each parameter's n elements the ceil(n/ratio) largest, of equals the first. parts: places."""
+    chosen = torch.zeros(v.shape, dtype=torch.bool)
+    if ratio is not None:
+        for row, mask in zip(v, chosen, strict=True):
+            for part in parts:
+                order = torch.argsort(row[part].abs(), descending=True, stable=True)
+                mask[part[order[: -(-len(part) // ratio)]]] = True
+    return chosen
+
+
 def mean(v: Tensor) -> Tensor:
     """Over workers, added up in their order."""
     total = v[0].clone()
@@ -66,7 +77,7 @@ def mean(v: Tensor) -> Tensor:
 
 
 def psync(v: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Algorithm 3 on [workers, d]: (what each worker has afterwards, what it did not send)."""
+    """Algorithm 3 on [workers, d]: (what each worker has afterwards, what it did not send). chosen: [d] or [workers, d]."""
     sent = torch.where(chosen, v, 0.0)
     kept = torch.where(chosen, 0.0, v)
     return mean(sent) + kept, kept
@@ -77,16 +88,21 @@ class Local:
 
     def __init__(
         self, x: Tensor, workers: int, *, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = True,
-        variant: str = "paper", block: int, seed: int = 0,
+        variant: str = "paper", block: int, seed: int = 0, compressor: str = "blocks", parts: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
+        self.compressor, self.parts = compressor, parts or []
         self.x = x.repeat(workers, 1)
         self.m = torch.zeros_like(self.x)
         self.e = torch.zeros_like(self.x)
         self.beta, self.decay, self.nesterov, self.variant = momentum, weight_decay, nesterov, variant
         self.block, self.seed, self.steps = block, seed, 0
 
-    def chosen(self, ratio: int | None, stream: int) -> Tensor:
-        return choice(self.x.shape[1], ratio, self.block, seed=self.seed, step=self.steps, stream=stream)
+    def chosen(self, v: Tensor, ratio: int | None, stream: int) -> Tensor:
+        """What the compressor keeps of v: [d] where all workers choose alike, else [workers, d]."""
+        if self.compressor == "top_k":
+            return largest(v, ratio, self.parts)
+        block = 1 if self.compressor == "random_k" else self.block
+        return choice(self.x.shape[1], ratio, block, seed=self.seed, step=self.steps, stream=stream)
 
     def local_step(self, g: Tensor, lr: float, released: bool) -> Tensor:
         if not released and self.decay:
@@ -113,20 +129,21 @@ class CSER(Local):
         self.steps += 1
         p = self.local_step(g, lr, self.variant == "released")
         reset = self.steps % self.every == 0
-        c2, c1 = self.chosen(self.ratios[0], 2), self.chosen(self.ratios[1], 1)
         if self.variant == "released":
-            self.x, _ = psync(self.x - p, c1 if reset else c2)
+            ratio, stream = (self.ratios[1], 1) if reset else (self.ratios[0], 2)
+            self.x, _ = psync(self.x - p, self.chosen(self.x - p, ratio, stream))
             return
-        moved, kept = psync(p, c2)
+        moved, kept = psync(p, self.chosen(p, self.ratios[0], 2))
         self.x = self.x - moved
         if self.first:
             self.e = self.e - kept
             if reset:
-                after, rest = psync(self.e, c1)
-                self.x = self.x + (after - self.e)
-                self.e = rest
+                c1 = self.chosen(self.e, self.ratios[1], 1)
+                sent = torch.where(c1, self.e, 0.0)
+                self.x = self.x + (mean(sent) - sent)  # e' - e
+                self.e = torch.where(c1, 0.0, self.e)
         elif reset:
-            self.x, _ = psync(self.x, c1)
+            self.x, _ = psync(self.x, self.chosen(self.x, self.ratios[1], 1))
 
 
 class QSparseLocalSGD(Local):
@@ -141,7 +158,7 @@ class QSparseLocalSGD(Local):
         self.x = self.x - self.local_step(g, lr, self.variant == "released")
         if self.steps % self.every == 0:
             total = self.e + (self.x - self.z)
-            chosen = self.chosen(self.ratio, 0)
+            chosen = self.chosen(total, self.ratio, 0)
             self.z = self.z + mean(torch.where(chosen, total, 0.0))
             self.e = torch.where(chosen, 0.0, total)
             self.x = self.z.repeat(len(self.x), 1)
@@ -160,7 +177,7 @@ class EFSGD(Local):
     def step(self, g: Tensor, lr: float) -> None:
         self.steps += 1
         total = self.e + self.local_step(g, lr, False)
-        chosen = self.chosen(self.ratio, 0)
+        chosen = self.chosen(total, self.ratio, 0)
         moved = mean(torch.where(chosen, total, 0.0))
         self.e = torch.where(chosen, 0.0, total)
         pull = self.separate * self.x

@@ -85,7 +85,7 @@ def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
     assert typed(monkeypatch, "+exp=bert_squad", "scale=quick") == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("Emulated: 2 nodes of 1 rank as processes on this machine; synthetic data (")
+    assert first.startswith("Emulated: 2 nodes of 2 ranks as processes on this machine; synthetic data (")
     assert "quick scale: shows step time and bytes, not accuracy." in first
     assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
     monkeypatch.setattr(compare.tables, "write", lambda *a: None)

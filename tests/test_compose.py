@@ -294,7 +294,8 @@ def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:
 def test_variants_of_a_comparison() -> None:
     base = compose.compose(["+exp=resnet50", "cluster.nodes=4", "run_name=mine"])
     every = compare.variants(base, None)
-    assert len(every) == len(base.config.compare)
+    by_nodes = [v for v in base.config.compare if compare.BY_NODES in v]
+    assert len(every) == len(base.config.compare) - len(by_nodes)  # with one rank a node they are the flat form
     names = {compose.resolve(v)["run_name"] for v in every}
     assert len(names) == len(every)
     assert all(compose.resolve(v)["cluster"]["nodes"] == 4 for v in every)
@@ -305,6 +306,15 @@ def test_variants_of_a_comparison() -> None:
         compare.variants(compose.compose(["+exp=resnet50", "optimizer=birder"]), None)
     with pytest.raises(UserError, match="nothing to compare"):
         compare.variants(compose.compose([]), None)
+
+
+def test_nodes_as_workers_are_compared_where_nodes_have_several_ranks() -> None:
+    def topologies(*overrides: str) -> list[str]:
+        made = compare.variants(compose.compose(["+exp=resnet50", "scale=quick", *overrides]), ["birder"])
+        return [compose.resolve(v)["comm"]["topology"] for v in made]
+
+    assert topologies() == topologies("cluster.nodes=8") == ["flat"]
+    assert topologies("cluster.ranks_per_node=2") == topologies("scale=paper") == ["flat", "hierarchical"]
 
 
 def test_headline_says_what_it_is() -> None:

@@ -32,6 +32,11 @@ CASES: dict[str, tuple[type, dict]] = {
     "qsparse released": (QSparseLocalSGD, {"ratio": 2, "sync_every": 3, **RELEASED}),
     "ef_sgd": (EFSGD, {"ratio": 4}),
     "ef_sgd released": (EFSGD, {"ratio": 8, **RELEASED}),
+    "I random_k": (CSER, {**BOTH, "compressor": "random_k"}),
+    "I top_k": (CSER, {**BOTH, "compressor": "top_k"}),
+    "cser_pl top_k": (CSER, {**NONE, "model_ratio": 4, "reset_every": 4, "compressor": "top_k"}),
+    "qsparse top_k": (QSparseLocalSGD, {"ratio": 4, "sync_every": 5, "compressor": "top_k"}),
+    "ef_sgd top_k": (EFSGD, {"ratio": 8, "compressor": "top_k"}),
 }
 SMALL = {"unit_mb": 0.0013}  # three units, whose ends cut blocks
 
@@ -108,7 +113,8 @@ def oracle_run(world: int, name: str, poison: tuple[int, int] | None = None) -> 
     cls, options = CASES[name]
     model = toy.make()
     layout = reference_cser.Layout(model)
-    oracle = getattr(reference_cser, cls.__name__)(layout.parameters(), world, **{**BASE, **options})
+    made = getattr(reference_cser, cls.__name__)
+    oracle = made(layout.parameters(), world, parts=layout.where, **{**BASE, **options})
     for step in range(1, STEPS + 1):
         rows = []
         for w in range(world):
@@ -140,7 +146,7 @@ def rounding(*values) -> float:
     return 2 * STEPS * torch.finfo(torch.float32).eps * max(abs(v).max() for v in values)
 
 
-@pytest.mark.parametrize("name", ["I", "no momentum", "heavy ball", "cser_pl"])
+@pytest.mark.parametrize("name", ["I", "no momentum", "heavy ball", "cser_pl", "I random_k", "I top_k"])
 def test_the_common_point_is_the_same_on_all_ranks(name):
     results = [r[name] for r in plain_run(8)]
     tolerance = rounding(*(r["x"] for r in results), *(r["e"] for r in results))
@@ -164,7 +170,7 @@ def test_both_implementations_are_one_method():
 
 def test_models_are_equal_where_they_must_be():
     results = plain_run(8)
-    for name in ("ef_sgd", "ef_sgd released"):
+    for name in ("ef_sgd", "ef_sgd released", "ef_sgd top_k"):
         assert all((r[name]["x"] == results[0][name]["x"]).all() for r in results)
     for name in ("local_sgd", "qsparse", "csea"):
         assert not (results[1][name]["x"] == results[0][name]["x"]).all()
@@ -183,7 +189,10 @@ def test_evaluation_takes_the_mean_of_the_models(name):
 
 
 def expected_bytes(name: str, world: int, step: int, d: int) -> tuple[int, int]:
-    """2 (n-1)/n of the chosen elements, rounded up to a multiple of n, 4 bytes each; two collectives make a mean."""
+    """2 (n-1)/n of the chosen elements, rounded up to a multiple of n, 4 bytes each; two collectives make a mean.
+
+    With top_k 8 bytes, value and place, of each to every other rank, in one.
+    """
     cls, o = CASES[name]
     draws: list[tuple[int | None, int]] = []  # (ratio, stream)
     if cls is CSER:
@@ -194,7 +203,12 @@ def expected_bytes(name: str, world: int, step: int, d: int) -> tuple[int, int]:
             draws.append((o["model_ratio"], 1))
     elif cls is EFSGD or step % o["sync_every"] == 0:
         draws.append((o["ratio"], 0))
-    chosen = [int(reference_cser.choice(d, r, BLOCK, seed=SEED, step=step, stream=s).sum()) for r, s in draws]
+    if o.get("compressor") == "top_k":
+        sizes = [p.numel() for p in toy.make().parameters()]
+        kept = [sum(-(-n // r) for n in sizes) for r, _ in draws if r]
+        return sum((world - 1) * 8 * k for k in kept), len(kept)
+    block = 1 if o.get("compressor") == "random_k" else BLOCK
+    chosen = [int(reference_cser.choice(d, r, block, seed=SEED, step=step, stream=s).sum()) for r, s in draws]
     return sum(2 * 4 * (world - 1) * -(-k // world) for k in chosen), sum(2 for k in chosen if k)
 
 
@@ -226,7 +240,7 @@ def resumed_run(rank: int, world: int, cases: dict[str, int]) -> dict:
 
 
 def test_resumed_equals_uninterrupted_from_within_an_interval():
-    cases = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd released": 9}
+    cases = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd released": 9, "I top_k": 8}
     for result in run_ranks(resumed_run, 3, cases):
         assert all(all(r) for r in result.values()), result
 
@@ -241,7 +255,8 @@ def test_a_nan_on_one_rank_counts_as_no_gradient():
 
 
 def test_nodes_as_workers_keep_the_invariants():
-    results = run_ranks(hook_run, 4, ["I", "ef_sgd", "csea"], {"hierarchical": True}, ranks_per_node=2)
+    names = ["I", "ef_sgd", "csea", "I top_k", "qsparse top_k"]
+    results = run_ranks(hook_run, 4, names, {"hierarchical": True}, ranks_per_node=2)
     first = results[0]
     for r in results[1:]:
         common, other = (v["I"]["x"] - v["I"]["e"] for v in (first, r))
@@ -250,3 +265,6 @@ def test_nodes_as_workers_keep_the_invariants():
     # The sum over 4 ranks in another order: rounding alone, a little amplified by the gradients.
     flat = plain_run(4)[0]["I"]["x"]
     assert abs(first["I"]["x"] - flat).max() < 10 * rounding(flat)
+    # What every rank sends to all is added up in rank order in either form: not even rounding differs.
+    for ours, theirs in zip(results, plain_run(4), strict=True):
+        assert all((ours[name]["x"] == theirs[name]["x"]).all() for name in ("I top_k", "qsparse top_k"))

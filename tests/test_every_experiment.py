@@ -35,7 +35,8 @@ SOONEST = {"warmup_steps": 1, "reset_every": 2, "sync_every": 2, "local_doubling
 
 
 def runs(exp: str, folder: Path) -> list[compose.Composed]:
-    """Each optimizer of an experiment's comparison once, as small as it goes; of the many with ResNet-50 first and last."""
+    """Each optimizer and compressor of an experiment's comparison once, as small as it goes; of the many with ResNet-50 first
+    and last."""
     common = [
         f"+exp={exp}",
         "scale=quick",
@@ -48,16 +49,17 @@ def runs(exp: str, folder: Path) -> list[compose.Composed]:
     ]
     config = compose.compose(common).config
     common += [f"workload.{key}={value}" for key, value in SMALLEST.items() if key in config.workload]
-    chosen = list(dict.fromkeys(str(variant[0]) for variant in config.compare))
+    kinds = ("optimizer=", "optimizer.compressor=")
+    chosen = list(dict.fromkeys(tuple(str(o) for o in v if str(o).startswith(kinds)) for v in config.compare))
     if config.workload._target_.endswith("ResNet50"):
         chosen = [chosen[0], chosen[-1]]
     made = []
     for optimizer in chosen:
-        options = compose.compose([*common, optimizer]).config.optimizer
+        options = compose.compose([*common, *optimizer]).config.optimizer
         sooner = [f"optimizer.{key}={value}" for key, value in SOONEST.items() if key in options]
         # CSEA is the member of its family that resets in every step.
         sooner = [] if options.get("reset_every") == 1 else sooner
-        made.append(compose.compose([*common, optimizer, *sooner]))
+        made.append(compose.compose([*common, *optimizer, *sooner]))
     return made
 
 

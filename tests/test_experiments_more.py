@@ -83,7 +83,10 @@ def test_all_of_cser_sends_the_same_share(exp: str, scale: str) -> None:
         ("zero_one_bert_base", 4096, 16, 4),
         ("zero_one_bert_large", 4096, 16, 4),
         ("zero_one_resnet18", 256, 2, 4),
-        ("slamb_bert_large", 65_536, 16, 8),
+        ("zero_one_bert_large_512", 4096, 16, 4),
+        ("slamb_bert_large", 65_536, 32, 4),
+        ("slamb_bert_large_512", 32_768, 32, 4),
+        ("slamb_bert_xl", 65_536, 128, 8),
         ("slamb_swin_b", 4096, 16, 8),
         ("slamb_cifar10", 4 * 256, 1, 4),
     ],
@@ -103,6 +106,8 @@ def test_learning_rates_of_the_papers() -> None:
         ("zero_one_bert_base", "ZeroOneAdam", 4e-4, 12_500, 118_000),
         ("zero_one_bert_large", "ZeroOneAdam", 4e-4, 12_500, 152_511),
         ("slamb_bert_large", "SLAMB", 6e-3, 2_000, 7_038),
+        ("slamb_bert_large_512", "SLAMB", 4e-3, 200, 1_563),
+        ("zero_one_bert_large_512", "ZeroOneAdam", 2.82e-5, 1_000, 15_000),
     ):
         config = chosen(exp, cls)
         assert config["train"]["max_steps"] == total
@@ -111,17 +116,52 @@ def test_learning_rates_of_the_papers() -> None:
         assert rates[1] == pytest.approx(lr)
         assert rates[0] == pytest.approx(lr / step)
         assert rates[2] < rates[1]
-    swin = chosen("slamb_swin_b", "SLAMB")["optimizer"]
-    assert swin["lr"] == pytest.approx(5e-4 / 8 * 2.828 * 4096 / 512, rel=1e-3)
+    swin = chosen("slamb_swin_b", "SLAMB")
+    assert swin["optimizer"]["lr"] == pytest.approx(5e-4 / 8 * 2.828 * 4096 / 512, rel=1e-3)
+    # The last of 300 epochs ends at MIN_LR, 1 % of the peak, and the steps before it are hardly above.
+    assert schedules.factor(swin["train"]["lr_schedule"], 90_000, 90_000, 300) == pytest.approx(0.01, rel=1e-3)
+    for cls in ("AdamW", "OneBitAdam", "ZeroOneAdam"):  # PyTorch's ImageNet example
+        assert chosen("zero_one_resnet18", cls)["optimizer"]["weight_decay"] == 1e-4
+
+
+def test_precisions_and_metrics_of_slamb() -> None:
+    """Mixed precision on V100 and A100; the paper's Table 2 has validation losses."""
+    for exp, precision in (
+        ("slamb_bert_large", "fp16"),
+        ("slamb_bert_large_512", "fp16"),
+        ("slamb_bert_xl", "bf16"),
+        ("slamb_swin_b", "bf16"),
+    ):
+        assert {v["train"]["precision"] for v in variants(exp, "paper")} == {precision}
+        assert {v["train"]["precision"] for v in variants(exp, "quick")} == {"fp32"}
+    for exp in ("slamb_bert_large", "slamb_bert_large_512", "slamb_bert_xl"):
+        assert compose.workload(variants(exp, "quick")[-1]).metric == "loss"
+    assert compose.workload(variants("zero_one_bert_base", "quick")[-1]).metric == "perplexity"
+
+
+def test_bert_xl_has_the_published_number_of_parameters() -> None:
+    """2.8 B, to two digits: 12 h^2 + 13 h a layer, words and places, the head's h^2."""
+    from experiments.workloads.bert import PRESETS
+
+    shape = PRESETS["xl"]
+    h, words = shape["hidden_size"], chosen("slamb_bert_xl", "SLAMB")["workload"]["vocab_size"]
+    total = shape["num_hidden_layers"] * (12 * h * h + 13 * h) + (words + 512 + 2) * h + h * h
+    assert round(total / 1e9, 1) == 2.8
+    assert h % shape["num_attention_heads"] == 0
+    assert shape["intermediate_size"] == 4 * h
 
 
 def test_policies_of_the_papers() -> None:
+    assert chosen("zero_one_bert_large_512", "ZeroOneAdam")["optimizer"]["warmup_steps"] == 155_000 - 152_511
+    assert chosen("zero_one_bert_large_512", "OneBitAdam")["optimizer"]["warmup_steps"] == 1_500
     for exp in ("zero_one_bert_base", "zero_one_bert_large"):
         o = chosen(exp, "ZeroOneAdam")["optimizer"]
         assert (o["warmup_steps"], o["kappa"], o["local_limit"]) == (12_500, 16, 16)
     for exp, beta3, every in (
         ("slamb_bert_large", 0.93, 100),
-        ("slamb_swin_b", 0.999, 100),
+        ("slamb_bert_large_512", 0.93, 100),
+        ("slamb_bert_xl", 0.93, 100),
+        ("slamb_swin_b", 0.93, 100),
         ("slamb_cifar10", 0.99, 50),
     ):
         o = chosen(exp, "SLAMB")["optimizer"]

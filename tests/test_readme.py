@@ -15,7 +15,7 @@ import pytest
 
 import birder
 from experiments import replay, tune
-from experiments.config import compose
+from experiments.config import compose, sweeps
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -176,6 +176,9 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
             compose.resolve(request.compose(optimizer))
         return
     overrides = [a for a in arguments if "=" in a and not a.startswith("--")]
+    if script == "experiments/sweep.py":
+        grid = sweeps.load(overrides.pop(0).removeprefix("sweep="))
+        overrides = [*sweeps.rows(grid)[0].overrides, *overrides]
     if "-m" in arguments:
         overrides = [re.sub(r"=([^,\[]+),.*", r"=\1", o) for o in overrides]
     if "--methods" in arguments:

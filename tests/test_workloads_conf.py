@@ -17,7 +17,8 @@ WORKLOADS = sorted(p.stem for p in (CONF / "workload").glob("*.yaml"))
 OF_OTHERS = {name for name in EXPERIMENTS if name.startswith(("cser_", "zero_one_", "slamb_"))}
 # tests/test_all_methods.py, tests/test_papers.py.
 OF_ALL_METHODS = {"methods", "methods_digits"}
-OF_THE_PAPER = {"resnet50", "resnet50_b128", "bert_squad", "cifar100", "ptb", "wikipedia"} | OF_OTHERS
+OF_BIRDER = {"resnet50", "resnet50_b128", "bert_squad", "cifar100", "ptb", "wikipedia"}
+OF_THE_PAPER = OF_BIRDER | OF_OTHERS
 
 
 @pytest.mark.parametrize("exp", EXPERIMENTS)
@@ -33,13 +34,18 @@ def test_experiment_opens_with_facts(exp: str) -> None:
 
 @pytest.mark.parametrize("exp", sorted(set(EXPERIMENTS) - OF_OTHERS - OF_ALL_METHODS))
 def test_every_variant_of_an_experiment_is_a_valid_run(exp: str) -> None:
-    """At quick scale and without data everything runs; the first row is the bound, the others the four methods."""
+    """At quick scale and without data everything runs; the first row is the bound, the others the four methods.
+
+    Where the paper trains on nodes of 8 GPUs, Birder comes in both forms: ranks as workers, and nodes, which is the paper's.
+    """
     variants = [list(v) for v in compose.compose([f"+exp={exp}"]).config.compare]
     made = [compose.compose([f"+exp={exp}", "scale=quick", *variant]) for variant in variants]
     resolved = [compose.resolve(one) for one in made]
-    assert [r["comm"]["enabled"] for r in resolved] == [False, True, True, True, True]
+    forms = ["flat", "hierarchical"] if exp in OF_BIRDER | {"bert_squad_base"} else ["flat"]
+    assert [r["comm"]["enabled"] for r in resolved] == [False, True, True, True] + [True] * len(forms)
     assert [r["optimizer"].get("wire") for r in resolved[1:3]] == ["fp32", "bf16"]
-    assert [r["optimizer"]["_target_"] for r in resolved[3:]] == ["birder.OneBitAdam", "birder.Birder"]
+    assert [r["optimizer"]["_target_"] for r in resolved[3:]] == ["birder.OneBitAdam"] + ["birder.Birder"] * len(forms)
+    assert [r["comm"]["topology"] for r in resolved] == ["flat"] * 4 + forms
     assert {r["exp"] for r in resolved} == {exp}
     compose.workload(resolved[-1])
 

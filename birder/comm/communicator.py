@@ -86,6 +86,11 @@ class Communicator(ABC):
         """The parts of all shards, in element order. [k] -> [shards*k]. This one is right for a single shard."""
         return part
 
+    def gather_ranks(self, values: Tensor) -> Tensor:
+        """`values` of every rank, in rank order: between nodes first, then within them. [k] -> [world_size, k]."""
+        found = self.gather_shards(self.gather_workers(values).reshape(-1))
+        return found.view(self.shards, self.workers, -1).transpose(0, 1).reshape(self.world_size, -1)
+
     @abstractmethod
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         """The mean over all ranks, sent as `wire`. fp32[k], any k -> fp32[k], the same on all ranks. Maybe `flat` itself."""

@@ -1,4 +1,4 @@
-"""What CSER, QSparse-local-SGD and EF-SGD share: a local step of SGD with momentum, and means of chosen blocks.
+"""What CSER, QSparse-local-SGD and EF-SGD share: a local step of SGD with momentum, and means of what a compressor chooses.
 
 Local step of rank i, from its own gradient g_i at its own x_i (gamma: learning rate, beta: momentum, lambda: weight decay):
 
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from birder.compress.blocks import Blocks
+from birder.compress.sparse import COMPRESSORS, SHARED, Largest
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require, whole_number
 from birder.optimizers.contract import WIRES
 from birder.optimizers.layout import Unit
+from birder.optimizers.psync import Sent, SentAlike, SentOwn
 from birder.optimizers.sgdm import check_momentum
 
 
@@ -28,7 +30,8 @@ class BlockwiseSGD(BucketOptimizer):
     """Base of the methods of the CSER paper. See the module's docstring for the local step.
 
     nesterov: as in the module's docstring.
-    block:    elements of a block, the unit of choice of the compressor (birder/compress/blocks.py).
+    block:    elements of a block, the unit of choice of the compressor "blocks" (birder/compress/blocks.py).
+    compressor: "blocks" | "random_k" | "top_k" (birder/compress/sparse.py).
     variant:  "paper" | "released": where weight decay enters, and what the subclass says besides.
     options:  wire (of updates and errors; parameters always travel as fp32), max_grad_norm, seed; see `BucketOptimizer`.
 
@@ -49,8 +52,11 @@ class BlockwiseSGD(BucketOptimizer):
         nesterov: bool,
         block: int,
         variant: str,
+        compressor: str,
         **options: Any,
     ) -> None:
+        require(compressor in COMPRESSORS, "compressor", repr(compressor), "one of " + ", ".join(COMPRESSORS))
+        self.compressor = compressor
         require(variant in ("paper", "released"), "variant", repr(variant), "paper or released")
         self.block, self.variant = whole_number("block", block), variant
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
@@ -96,12 +102,24 @@ class BlockwiseSGD(BucketOptimizer):
                 grad.copy_(m)
         return grad.mul_(group["lr"])
 
-    def choose(self, unit: Unit, ratio: int | None, step: int, stream: int = 0) -> Blocks:
-        """The unit's blocks that compressor number `stream` chooses in this step, 1/ratio of all; the same on all ranks."""
-        draw = {"seed": self.seed, "step": step, "stream": stream}
-        return Blocks.choose(unit.start, unit.numel, ratio, self.block, **draw, device=unit.device)
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks choose the same elements."""
+        return self.compressor in SHARED
 
-    def mean(self, chosen: Blocks, flat: Tensor, wire: torch.dtype | None = None) -> Tensor:
-        """The mean over ranks of the chosen elements, compact. Sends nothing where nothing is chosen."""
-        picked = chosen.gather(flat)
-        return self.comm.mean(picked, wire or WIRES[self.wire]) if picked.numel() else picked
+    def send(
+        self, unit: Unit, v: Tensor, ratio: int | None, step: int, stream: int = 0, wire: torch.dtype | None = None
+    ) -> Sent:
+        """C(v), 1/ratio of the elements, and its mean over ranks. ratio: None chooses nothing, and nothing is sent then.
+
+        v: fp32[padded], not changed. stream: number of the compressor, whose draws are its own.
+        """
+        wire = wire or WIRES[self.wire]
+        if not self.alike and ratio is not None:
+            own = Largest.choose(v, unit.offsets, [p.numel() for p in unit.params], ratio, wire)
+            return SentOwn.exchange(own, v.numel(), self.comm, wire)
+        block = self.block if self.compressor == "blocks" else 1
+        draw = {"seed": self.seed, "step": step, "stream": stream}
+        chosen = Blocks.choose(unit.start, unit.numel, ratio, block, **draw, device=unit.device)
+        picked = chosen.gather(v)
+        return SentAlike(chosen, self.comm.mean(picked, wire) if picked.numel() else picked)

@@ -1,7 +1,7 @@
 """CSER and M-CSER: SGD whose ranks apply what was not sent to their own model, and reset that error every H steps.
 
 Source: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. C1 and C2 are two compressors
-(birder/compress/blocks.py) with ratios R_C1 and R_C2; p_i is the local step (birder/optimizers/blockwise.py).
+(birder/compress/sparse.py) with ratios R_C1 and R_C2; p_i is the local step (birder/optimizers/blockwise.py).
 
     PSync(v_i, C)     r_i = v_i - C(v_i);   v'_i = mean_j C(v_j) + r_i                        (Algorithm 3)
 
@@ -12,7 +12,7 @@ Implementation I, rank i, with e_i = 0 at first (Algorithm 2; with momentum Algo
     (3) every H steps:   e'_i, s_i = PSync(e_i, C1);   x_i = x_i + e'_i - e_i;   e_i = s_i
 
 x_i - e_i is the same on all ranks. Implementation II is the same in exact arithmetic when all ranks choose the same
-coordinates, as they do here, and keeps no e:
+coordinates, as they do with all compressors but top_k, and keeps no e:
 
     (4) p'_i as in (1);   x_i = x_i - p'_i
     (5) every H steps:   x_i = PSync(x_i, C1)
@@ -73,7 +73,7 @@ class CSER(BlockwiseSGD):
     model_ratio:    R_C1, a whole number.
     reset_every:    H.
     implementation: "I" keeps e, "II" does not. Of no meaning with variant="released".
-    nesterov, block, variant, options: see `BlockwiseSGD`.
+    nesterov, block, variant, compressor, options: see `BlockwiseSGD`. top_k wants implementation I of the paper's variant.
 
     State, rank-local: m, fp32[d], where momentum is above 0; with implementation I also e, fp32[d]. Parameters differ
     between ranks: `averaged` is what to evaluate.
@@ -97,6 +97,7 @@ class CSER(BlockwiseSGD):
         implementation: str = "I",
         variant: str = "paper",
         block: int = 1024,
+        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         none = gradient_ratio is None or gradient_ratio == math.inf
@@ -105,7 +106,10 @@ class CSER(BlockwiseSGD):
         self.reset_every = whole_number("reset_every", reset_every)
         require(implementation in ("I", "II"), "implementation", repr(implementation), "I or II")
         self.implementation = implementation
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, **options)
+        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
+        # What averages parts of the models themselves (5), (6) needs the same part on all ranks.
+        wanted = "blocks or random_k with implementation='II' or variant='released'"
+        require(self.alike or self.keeps_error, "compressor", repr(compressor), wanted)
 
     @property
     def keeps_error(self) -> bool:
@@ -133,12 +137,11 @@ class CSER(BlockwiseSGD):
                 Move(p) if ratio is None else Move(model=self._mean_model(unit, p, ratio, step, stream))
             )  # (6)
             return
-        chosen = self.choose(unit, self.gradient_ratio, step, GRADIENT)
-        mean = self.mean(chosen, p)
+        sent = self.send(unit, p, self.gradient_ratio, step, GRADIENT)
+        sent.clear(p)  # r
         if self.keeps_error:
-            chosen.clear(p)  # r
             unit.state["error"].sub_(p)  # (2)
-        chosen.scatter(p, mean)  # (1): p'
+        sent.put_mean(p)  # (1): p'
         if not resets:
             unit.result = Move(p)
         elif self.keeps_error:
@@ -149,18 +152,18 @@ class CSER(BlockwiseSGD):
     def _reset(self, unit: Unit, step: int) -> Tensor:
         """e' - e of (3), fp32[padded]; e becomes s."""
         e = unit.state["error"]
-        chosen = self.choose(unit, self.model_ratio, step, MODEL)
-        change = unit.zeros()
-        chosen.scatter(change, self.mean(chosen, e) - chosen.gather(e))
-        chosen.clear(e)
+        sent = self.send(unit, e, self.model_ratio, step, MODEL)
+        change = sent.change(e)
+        sent.clear(e)
         return change
 
     def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Tensor:
         """PSync(x - p, C), fp32[padded]."""
         x = self.flat_parameters(unit).sub_(p)
-        chosen = self.choose(unit, ratio, step, stream)
         # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
-        chosen.scatter(x, self.mean(chosen, x, torch.float32))
+        sent = self.send(unit, x, ratio, step, stream, torch.float32)
+        sent.clear(x)
+        sent.put_mean(x)
         return x
 
     def update(self, step: int, plan: Plan) -> None:

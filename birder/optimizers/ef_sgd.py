@@ -1,7 +1,7 @@
 """EF-SGD: SGD with error feedback. What was not sent is withheld from the model, and added to the next message.
 
 Sources: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020; "Error Feedback Fixes SignSGD and other Gradient
-Compression Schemes", ICML 2019. C is the compressor of birder/compress/blocks.py, p_i the local step of
+Compression Schemes", ICML 2019. C is a compressor of birder/compress/sparse.py, p_i the local step of
 birder/optimizers/blockwise.py; e_i = 0 at first, x is the same on all ranks:
 
     (3) e_i = e_i + p_i;   c_i = C(e_i);   x = x - mean_j c_j;   e_i = e_i - c_i
@@ -29,7 +29,7 @@ class EFSGD(BlockwiseSGD):
 
     ratio:   1/ratio of the elements are sent in each step, a whole number.
     variant: "paper": weight decay is a part of g_i. "released": it has a momentum of its own, (4), and is not sent.
-    nesterov, block, options: see `BlockwiseSGD`.
+    nesterov, block, compressor, options: see `BlockwiseSGD`.
 
     State, rank-local: m, fp32[d], where momentum is above 0; e, fp32[d]. With variant="released", momentum and weight decay
     also u, fp32[d], the same on all ranks. Parameters are the same on all ranks.
@@ -50,10 +50,11 @@ class EFSGD(BlockwiseSGD):
         nesterov: bool = True,
         variant: str = "paper",
         block: int = 1024,
+        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         self.ratio = whole_number("ratio", ratio)
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, **options)
+        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
 
     def decay_in_momentum(self) -> bool:
         return False
@@ -70,10 +71,9 @@ class EFSGD(BlockwiseSGD):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
         e = unit.state["error"]
         e.add_(self.local_step(unit, grad))  # (3)
-        chosen = self.choose(unit, self.ratio, step)
-        mean = self.mean(chosen, e)
-        chosen.clear(e)
-        chosen.scatter(grad.zero_(), mean)
+        sent = self.send(unit, e, self.ratio, step)
+        sent.clear(e)
+        sent.put_mean(grad.zero_())
         unit.result = grad
 
     def update(self, step: int, plan: Plan) -> None:

@@ -33,7 +33,7 @@ class OneBitAdam(OneBitMethod):
     """1-bit Adam (see the module's docstring for the equations).
 
     warmup_steps:    T, at least 1: dense steps before the variance is frozen; usually 15-25 % of all steps.
-    bias_correction: divide m by 1-beta1^t and v by 1-beta2^min(t,T). True is Adam as published; DeepSpeed's code has none.
+    bias_correction: divide m by 1-beta1^t and v by 1-beta2^min(t,T), as Adam does; the authors' blog and code have none.
     options:         wire (of the warm-up), max_grad_norm, seed; see `BucketOptimizer`.
 
     State: m and v, fp32[d], the same on all ranks; rank-local the worker's error fp32[d] and the server's fp32[d/n].

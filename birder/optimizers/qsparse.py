@@ -1,7 +1,7 @@
 """QSparse-local-SGD: local steps; what was not sent is withheld from the model, and added to the next message.
 
 Sources: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020, Algorithm 1; "Qsparse-local-SGD: Distributed SGD
-with Quantization, Sparsification and Local Computations", NeurIPS 2019. C is the compressor of birder/compress/blocks.py, p_i
+with Quantization, Sparsification and Local Computations", NeurIPS 2019. C is a compressor of birder/compress/sparse.py, p_i
 the local step of birder/optimizers/blockwise.py; e_i = 0 at first, z is the point common to all ranks, x_i = z at first:
 
     (1) x_i = x_i - p_i
@@ -29,7 +29,7 @@ class QSparseLocalSGD(BlockwiseSGD):
 
     ratio:      1/ratio of the elements are sent at a synchronisation, a whole number.
     sync_every: H.
-    nesterov, block, variant, options: see `BlockwiseSGD`.
+    nesterov, block, variant, compressor, options: see `BlockwiseSGD`.
 
     State, rank-local: m, fp32[d], where momentum is above 0; e, fp32[d]. The same on all ranks: z, fp32[d]. Parameters
     differ between ranks except after a synchronisation: `averaged` is what to evaluate.
@@ -52,10 +52,11 @@ class QSparseLocalSGD(BlockwiseSGD):
         nesterov: bool = True,
         variant: str = "paper",
         block: int = 1024,
+        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         self.ratio, self.sync_every = whole_number("ratio", ratio), whole_number("sync_every", sync_every)
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, **options)
+        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
@@ -75,10 +76,9 @@ class QSparseLocalSGD(BlockwiseSGD):
             return
         x = self.flat_parameters(unit).sub_(p)  # (1)
         e.add_(x.sub_(z))  # (2)
-        chosen = self.choose(unit, self.ratio, step)
-        mean = self.mean(chosen, e)
-        chosen.clear(e)
-        chosen.scatter(z, chosen.gather(z).add_(mean))
+        sent = self.send(unit, e, self.ratio, step)
+        sent.clear(e)
+        sent.add_mean(z)
         unit.result = z
 
     def update(self, step: int, plan: Plan) -> None:

@@ -62,7 +62,7 @@ class LAMB(_Adam):
 
 class OneBitAdam(_Adam):
     warmup_steps: Steps = doc("dense steps before the variance is frozen")
-    bias_correction: Switch = doc("as in Adam; DeepSpeed's code has none")
+    bias_correction: Switch = doc("as in Adam; its authors' blog and code (DeepSpeed) have none")
 
 
 class OneBitLAMB(_Adam):
@@ -99,7 +99,8 @@ class Birder(Optimizer):
 class _Blocks(_Momentum):
     nesterov: Switch = doc("Nesterov's form of the momentum")
     variant: Literal["paper", "released"] = doc("as published, or as in the released code")
-    block: Count = doc("elements of a block, the unit of choice")
+    block: Count = doc("elements of a block, the unit of choice of the compressor blocks")
+    compressor: Literal["blocks", "random_k", "top_k"] = doc("which elements of a vector are sent", "blocks")
     wire: Wire = doc("what updates and errors are sent as", "fp32")
 
 

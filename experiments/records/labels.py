@@ -51,6 +51,8 @@ def method(config: dict[str, Any]) -> str:
         ours += ["weyl bits"] * (optimizer.get("bits") == "weyl") + ["two betas"] * (optimizer.get("beta2") is not None)
     if ours:
         label += f" {', '.join(ours)} (this project's)"
+    if (compressor := optimizer.get("compressor", "blocks")) != "blocks":
+        label += f" {compressor.replace('_', '-')}"
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":
         label += " hierarchical"
     return label + sharded

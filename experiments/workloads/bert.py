@@ -17,6 +17,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {},
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    # SLAMB's BERT-XL of 2.8 B parameters, whose shape was not found: 2.76 B
+    "xl": {"hidden_size": 2560, "num_hidden_layers": 34, "num_attention_heads": 40, "intermediate_size": 10240},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
 }
 

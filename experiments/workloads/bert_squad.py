@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads import bert
+from experiments.workloads import bert, weights
 from experiments.workloads.base import Batch, Shard, Workload, all_sum
 from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
 from experiments.workloads.squad_data import Question, find_file, read_hub, read_json, synthetic_questions
@@ -20,13 +20,18 @@ from launch.errors import UserError
 CHUNK = 1000  # questions tokenized at once: bounds the memory that Python lists of tokens take
 
 
+HEADS = ("cls.", "qa_outputs.")
+"""Beginnings of the parameters' names that pre-training and fine-tuning do not share."""
+
+
 class BertSquad(Workload):
     """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
 
     embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
     model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
-    preset:          base | large | tiny, the shape where `model` is None.
+    preset:          base | large | xl | tiny, the shape where `model` is None.
+    weights:         directory of a pre-training run, or of one of its checkpoints, whose encoder training begins with.
     data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
     train_file:      training file, absolute or inside `data_path`; likewise dev_file.
     dataset:         hub data set used when no file is given, or "synthetic".
@@ -65,6 +70,7 @@ class BertSquad(Workload):
         vocab_size: int = 2000,
         embedded_words: int | None = None,
         held_out: int | None = None,
+        weights: str | None = None,
     ) -> None:
         if seq_len - max_query_len - 3 <= doc_stride or doc_stride < 0:
             raise UserError(
@@ -89,6 +95,7 @@ class BertSquad(Workload):
         self.n_best, self.max_answer_len = n_best, max_answer_len
         self.eval_batch = eval_batch
         self.vocab_size, self.embedded_words = vocab_size, embedded_words
+        self.weights = weights
         self._from_files = bool(data_path or train_file or dev_file)
         self.synthetic = not self._from_files and dataset == "synthetic"
         self.data_name = "synthetic questions" if self.synthetic else "SQuAD 1.1"
@@ -97,6 +104,8 @@ class BertSquad(Workload):
 
     def check(self) -> None:
         bert.check_model(self.model, self.init, self.preset)
+        if self.weights is not None:
+            weights.find(self.weights)
         if self._from_files:
             self._file("train")
             self._file("dev")
@@ -127,7 +136,8 @@ class BertSquad(Workload):
         from transformers import AutoModelForQuestionAnswering
 
         words = max(len(self.tokenizer), self.embedded_words or 0)
-        return bert.load_model(AutoModelForQuestionAnswering, self.model, self.init, self.preset, words, self.seq_len)
+        net = bert.load_model(AutoModelForQuestionAnswering, self.model, self.init, self.preset, words, self.seq_len)
+        return net if self.weights is None else weights.put(net, self.weights, HEADS)
 
     def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
         return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)

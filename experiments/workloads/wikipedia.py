@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.workloads import bert
+from experiments.workloads import bert, weights
 from experiments.workloads.base import Batch, Shard, Workload
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines
 from experiments.workloads.files import text_files
@@ -29,7 +29,10 @@ class Wikipedia(Workload):
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         base | large | tiny, the shape where `model` is None.
+    preset:         base | large | xl | tiny, the shape where `model` is None.
+    weights:        directory of a run, or of one of its checkpoints, whose parameters the model begins with: a phase that
+                    goes on from another with longer sequences, say. Where ranks kept models of their own their mean is taken.
+    metric:         perplexity | loss: which of the two tables show.
     data_path:      a text file or a folder of .txt files.
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
     dataset_config: its configuration, e.g. a language and date.
@@ -59,7 +62,11 @@ class Wikipedia(Workload):
         valid_fraction: float = 0.05,
         eval_batch: int = 64,
         vocab_size: int = 8000,
+        weights: str | None = None,
+        metric: str = "perplexity",
     ) -> None:
+        if metric not in ("perplexity", "loss"):
+            raise UserError(f"workload.metric={metric} is unknown: perplexity or loss")
         if seq_len < 8:
             raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
         if not 0 < mask_prob < 1:
@@ -74,11 +81,14 @@ class Wikipedia(Workload):
         self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
         self.seq_len, self.mask_prob, self.documents = seq_len, mask_prob, documents
         self.valid_fraction, self.eval_batch, self.vocab_size = valid_fraction, eval_batch, vocab_size
+        self.weights, self.metric = weights, metric
         self.synthetic = data_path is None and dataset == "synthetic"
         self.data_name = corpus_name(data_path, dataset, dataset_config)
 
     def check(self) -> None:
         bert.check_model(self.model, self.init, self.preset)
+        if self.weights is not None:
+            weights.find(self.weights)
         if self.data_path is not None:
             text_files(self.data_path)
 
@@ -99,9 +109,10 @@ class Wikipedia(Workload):
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForMaskedLM
 
-        return bert.load_model(
+        net = bert.load_model(
             AutoModelForMaskedLM, self.model, self.init, self.preset, len(self.tokenizer), self.seq_len
         )
+        return net if self.weights is None else weights.put(net, self.weights)
 
     def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
         return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)

@@ -1,0 +1,95 @@
+"""`Sent`: what PSync needs of a vector once its chosen part has travelled.
+
+Source: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020, Algorithm 3:
+
+    PSync(v_i, C)     r_i = v_i - C(v_i);   v'_i = mean_j C(v_j) + r_i
+
+The compressors are those of birder/compress/sparse.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from birder.comm import Communicator
+from birder.compress.blocks import Blocks
+from birder.compress.sparse import Largest
+
+
+class Sent(ABC):
+    """C(v_i) of this rank, and mean_j C(v_j), the same on all ranks."""
+
+    @abstractmethod
+    def clear(self, v: Tensor) -> None:
+        """r_i, in the place of v_i."""
+
+    @abstractmethod
+    def put_mean(self, r: Tensor) -> None:
+        """v'_i, in the place of r_i as `clear` has left it."""
+
+    @abstractmethod
+    def add_mean(self, flat: Tensor) -> None:
+        """Adds mean_j C(v_j) to any vector."""
+
+    @abstractmethod
+    def change(self, v: Tensor) -> Tensor:
+        """v'_i - v_i = mean_j C(v_j) - C(v_i), fp32 of v's size; v_i as it was before `clear`."""
+
+
+@dataclass(frozen=True)
+class SentAlike(Sent):
+    """All ranks have chosen the same elements. mean: fp32[k], compact."""
+
+    chosen: Blocks
+    mean: Tensor
+
+    def clear(self, v: Tensor) -> None:
+        self.chosen.clear(v)
+
+    def put_mean(self, r: Tensor) -> None:
+        self.chosen.scatter(r, self.mean)
+
+    def add_mean(self, flat: Tensor) -> None:
+        self.chosen.scatter(flat, self.chosen.gather(flat).add_(self.mean))
+
+    def change(self, v: Tensor) -> Tensor:
+        made = torch.zeros_like(v)
+        self.chosen.scatter(made, self.mean - self.chosen.gather(v))
+        return made
+
+
+@dataclass(frozen=True)
+class SentOwn(Sent):
+    """Every rank has chosen elements of its own. mean: fp32[d], of whole size."""
+
+    own: Largest
+    mean: Tensor
+
+    @classmethod
+    def exchange(cls, own: Largest, size: int, comm: Communicator, wire: torch.dtype) -> SentOwn:
+        """Sends `own` to all ranks, and adds up what all have sent in rank order. size: elements of the vector."""
+        k = own.places.numel()
+        rows = comm.gather_ranks(own.message(wire))
+        mean = own.values.new_zeros(size)
+        for row in rows:
+            theirs = Largest.read(row, k, wire)
+            mean.index_add_(0, theirs.places, theirs.values)
+        return cls(own, mean.div_(len(rows)))
+
+    def clear(self, v: Tensor) -> None:
+        self.own.clear(v)
+
+    def put_mean(self, r: Tensor) -> None:
+        r.add_(self.mean)
+
+    def add_mean(self, flat: Tensor) -> None:
+        flat.add_(self.mean)
+
+    def change(self, v: Tensor) -> Tensor:
+        made = self.mean.clone()
+        self.own.clear(made)
+        return made

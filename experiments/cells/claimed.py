@@ -1,0 +1,158 @@
+"""What the papers' claims of speed come to in the predictor, each with its assumptions. No torch.
+
+Nothing is fitted and nothing measured: bytes, link rates, and how long a GPU computes, which is stated. Kernels run at 70 %
+of the memory's bandwidth (birder/predict/costs.py), collectives are rings and all-to-alls at the full rate of the link.
+
+    bert_large    forward, backward and step of 1-bit Adam's profile (experiments/cells/published.py): V100, batch 64 in 4
+                  parts, an fp16 all-reduce or one fused 1-bit message after backward
+    wrn_40_8      Wide ResNet, 35.8 M parameters; how long a V100 computes is not published, and is solved for
+    bert_xl       34 layers of 2,560 units, 2.76 B parameters; 6 operations a parameter and token, at a share of an A100's
+                  peak
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, Method, Timeline, simulate
+from birder.predict.methods import Round
+from experiments.cells import published
+
+LATENCY_US = 20.0
+WHOLE = Layout(1e6, 1e6, 1e6)
+"""One message after backward, as in the profile of 1-bit Adam's paper."""
+XL = {"hidden": 2560, "layers": 34, "words": 30522}
+PEAK_TFLOPS = 312.0
+"""Of an A100 in bf16 or fp16, from its maker's data sheet."""
+SHAPES = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def wrn_40_8(classes: int = 100) -> SHAPES:
+    """Parameters of WRN-40-8, in the model's order."""
+    shapes: list[tuple[str, tuple[int, ...]]] = [("first", (16, 3, 3, 3))]
+    have = 16
+    for group, width in enumerate((128, 256, 512)):
+        for block in range(6):
+            name = f"{group}.{block}"
+            shapes += [(f"{name}.norm1", (2, have)), (f"{name}.conv1", (width, have, 3, 3))]
+            shapes += [(f"{name}.norm2", (2, width)), (f"{name}.conv2", (width, width, 3, 3))]
+            if have != width:
+                shapes.append((f"{name}.shortcut", (width, have, 1, 1)))
+            have = width
+    return (*shapes, ("norm", (2, have)), ("head", (classes, have)), ("head.bias", (classes,)))
+
+
+def bert_xl() -> SHAPES:
+    """Parameters of a BERT with 2.76 B of them."""
+    h, f = XL["hidden"], 4 * XL["hidden"]
+    shapes: list[tuple[str, tuple[int, ...]]] = [("words", (XL["words"], h)), ("places", (514, h))]
+    for i in range(XL["layers"]):
+        shapes += [(f"{i}.{name}", (h, h)) for name in ("query", "key", "value", "output")]
+        shapes += [(f"{i}.in", (f, h)), (f"{i}.out", (h, f)), (f"{i}.vectors", (13, h))]
+    return (*shapes, ("head", (h, h)))
+
+
+def even(name: str, gpu: str, shapes: SHAPES, compute_ms: float) -> Timeline:
+    """A third of the computing forward, the rest backward, in which gradients come evenly, the last parameter's first."""
+    forward, total = compute_ms / 3, len(shapes)
+    gradients = tuple(
+        Gradient(n, shape, forward + (compute_ms - forward) * (total - place) / total)
+        for place, (n, shape) in enumerate(shapes)
+    )
+    inside = IntraNode(0.0, 0.0, 0.0, "not used")
+    return Timeline(name, name, gpu, "stated", 1, 8, forward, compute_ms, gradients, inside, source="stated")
+
+
+def ms(t: Timeline, cluster: Cluster, method: Method, layout: Layout | None = None) -> float:
+    """A step, kernels at the rates assumed for the timeline's GPU."""
+    return simulate(t, cluster, method, Costs.of_gpu(t.gpu), layout).ms
+
+
+# ---- CSER: how fast a GPU must be ------------------------------------------------------------------------------------
+
+
+def cser(gradient_ratio: int, model_ratio: int, reset_every: int, nbytes: float = 4.0) -> Method:
+    """CSER with these ratios; nbytes: of a value that is sent."""
+
+    def means(share: float, density: float) -> Round:
+        kernels = ("eager", "eager", "copy")
+        return Round(share, density=density, nbytes=nbytes, encode=kernels, decode=("copy",), layout="unit")
+
+    ordinary, reset = 1 / gradient_ratio, 1 / gradient_ratio + 1 / model_ratio
+    rounds = means(1 - 1 / reset_every, ordinary), means(1 / reset_every, reset)
+    return replace(METHODS["cser"], rounds=rounds)
+
+
+def slowest(factor: float, speedup: Callable[[float], float], low: float = 0.01, high: float = 1e4) -> float | None:
+    """The longest forward and backward, in ms, with which `speedup` of it is still `factor`; None where it never is."""
+    if speedup(low) < factor:
+        return None
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if speedup(middle) >= factor else (low, middle)
+    return low
+
+
+def cser_needs(shapes: SHAPES, factor: float, ratios: Sequence[tuple[int, int, int]], half: bool) -> list[float | None]:
+    """For each (R_C2, R_C1, H) what `slowest` finds on 8 machines of one V100 at 10 Gbit/s. half: values of 16 bits."""
+    cluster = Cluster(8, 1, Link(10.0, LATENCY_US))
+    dense = METHODS["fp16" if half else "fp32"]
+
+    def find(setting: tuple[int, int, int]) -> float | None:
+        method = cser(*setting, nbytes=2.0 if half else 4.0)
+
+        def speedup(compute: float) -> float:
+            t = even("cser", "v100", shapes, compute)
+            return ms(t, cluster, dense) / ms(t, cluster, method)
+
+        return slowest(factor, speedup)
+
+    return [find(setting) for setting in ratios]
+
+
+# ---- 1-bit Adam and 0/1 Adam: whole runs of BERT-Large ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Mean step of a whole run, in ms: Adam with fp16 all-reduce, 1-bit Adam with its dense steps, 0/1 Adam."""
+
+    adam: float
+    onebit: float
+    zero_one: float
+
+
+def bert_large_run(cluster: Cluster, steps: int, onebit_warmup: int, zero_one: tuple[int, int, int]) -> Run:
+    """zero_one: (variance rounds, 1-bit rounds, steps without any) of the schedule. Nothing overlaps with backward."""
+    profile = next(p for p in published.PROFILES if (p.network, p.nodes, p.batch) == ("Ethernet", 16, 64))
+    t = published.bert_large(profile.forward, profile.backward, profile.update, profile.batch)
+    dense = simulate(t, cluster, METHODS["fp16"], Costs(), WHOLE).ms
+    compressed = ms(t, cluster, METHODS["deepspeed"])
+    local = ms(t, cluster, replace(METHODS["deepspeed"], rounds=(Round(wire="none", encode=("eager",) * 4),)))
+    share = onebit_warmup / steps
+    floats, bits, without = (count / steps for count in zero_one)
+    # As published a variance round comes on top of that step's 1-bit round.
+    mean = bits * compressed + floats * (dense - local) + without * local
+    return Run(dense, share * dense + (1 - share) * compressed, mean)
+
+
+# ---- SLAMB: 1,024 GPUs ------------------------------------------------------------------------------------------------
+
+
+def xl_compute_ms(sequences: int, tokens: int, reached: float) -> float:
+    """Forward and backward of one GPU's share of a batch: 6 operations for each parameter and token."""
+    elements = sum(math.prod(shape) for _, shape in bert_xl())
+    return 6 * elements * sequences * tokens / (reached * PEAK_TFLOPS * 1e12) * 1e3
+
+
+def efficiency(method: str, compute_ms: float, nodes: int = 128, latency_us: float = LATENCY_US) -> float:
+    """Step of one node of 8 A100 over that of `nodes` at 100 Gbit/s, with the same work for each GPU.
+
+    latency_us: of a hop of the ring through all ranks; 0 is a collective whose latency is hidden, as a tree's is nearly.
+    """
+    t = even("bert_xl", "a100-80gb", bert_xl(), compute_ms)
+    link = Link(100.0, latency_us)
+    one, many = (ms(t, Cluster(n, 8, link), METHODS[method]) for n in (1, nodes))
+    return one / many

@@ -1,0 +1,50 @@
+"""One page to look at: `python experiments/page.py` writes results/published/index.html, with plotly in it, for any browser.
+
+Exit status: 0; 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from experiments.records.record import PUBLISHED, read_all, write_file
+from experiments.report import page
+from launch.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", default=str(PUBLISHED), help="folder of records; default: results/published")
+    parser.add_argument("--out", type=Path, help="default: index.html in that folder")
+    options = parser.parse_args(arguments)
+    path = options.out or Path(options.results) / "index.html"
+    try:
+        from plotly.offline import get_plotlyjs
+
+        content = page.data(options.results, read_all(options.results))
+        write_file(path, page.html(content, get_plotlyjs()).encode(), "the page")
+    except ImportError:
+        print('error: plotly is not installed: pip install -e ".[experiments]"', file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""A grid of runs: `python experiments/sweep.py sweep=cser_cifar100 data.path=ROOT [key=value ...] [--methods a,b]`.
+
+Runs what conf/sweep/NAME.yaml lists, one run after the other. A run that is recorded is not run again, so that an interrupted
+sweep is gone on with by the same command; one whose loss became no number counts as run. The table of the experiment, with
+all ratios and learning rates, is written at the end. Exit status: 0; 1 a run failed otherwise; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository, not from this file's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
+
+    interrupt.ends_silently()
+
+from experiments import run
+from experiments.config import compose, sweeps
+from experiments.config.sweeps import Row
+from experiments.records import privacy, record
+from experiments.report import tables
+from launch.errors import UserError
+from launch.failure import RunFailed
+from launch.process import Stopped
+
+DIVERGED = "the loss is "
+"""How a reason begins that is the method's own doing (experiments/training/loop.py)."""
+
+
+def recorded(results_dir: str, exp: str) -> set[tuple[str, ...]]:
+    """The overrides of all runs that need not be run again."""
+    if not Path(results_dir).is_dir():
+        return set()
+    return {
+        tuple(r.overrides)
+        for r in record.read_all(results_dir)
+        if r.exp == exp and (r.status == "completed" or DIVERGED in (r.reason or ""))
+    }
+
+
+def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) -> int:
+    """Runs what is missing. Returns the exit status; raises UserError before anything has run."""
+    if wrong := [o for o in given if o.lstrip("+").partition("=")[0] in ("exp", "optimizer", "optimizer.lr", "seed")]:
+        raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
+    if not rows:
+        raise UserError("nothing is left to run: --methods, --rates or --seeds are empty")
+    # One of each method is checked before the first one starts: a mistake shows now, not after an hour.
+    for row in {row.optimizer: row for row in rows}.values():
+        compose.check(compose.compose([*row.overrides, *given]))
+    results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
+    known, base = recorded(results_dir, exp), Path.cwd()
+    failed = todo = 0
+    for number, row in enumerate(rows, start=1):
+        overrides = [*row.overrides, *given]
+        there = tuple(privacy.clean_text(o, base) for o in overrides) in known
+        todo += not there
+        print(f"[{number}/{len(rows)}] {row.title}: {'recorded' if there else 'to run' if dry_run else ''}", flush=True)
+        if there or dry_run:
+            continue
+        try:
+            run.launch(compose.compose(overrides), command=run.typed("run", overrides))
+        except RunFailed as error:
+            run.report(error)
+            failed += DIVERGED not in str(error)
+    if dry_run:
+        print(f"{todo} runs to do, {len(rows) - todo} recorded")
+        return 0
+    if todo > failed:
+        tables.write(results_dir, exp)
+        print(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
+    if failed:
+        print(f"{failed} of {len(rows)} runs failed: the same command tries them again", file=sys.stderr)
+    return int(failed > 0)
+
+
+def numbers(name: str, text: str | None) -> list[float] | None:
+    """The numbers of an option, separated by commas. Raises UserError."""
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",") if part]
+    except ValueError:
+        raise UserError(f"--{name}={text}: give numbers, such as 0,1,2") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
+    parser.add_argument("--rates", help="learning rates instead of the sweep's")
+    parser.add_argument("--seeds", help="seeds instead of the sweep's")
+    parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="sweep=NAME, and Hydra overrides")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        named = [o.partition("=")[2] for o in options.overrides if o.startswith("sweep=")]
+        if len(named) != 1:
+            raise UserError(f"say which sweep: sweep=NAME, one of {', '.join(sweeps.names())}")
+        chosen = sweeps.load(named[0])
+        methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
+        seeds = numbers("seeds", options.seeds)
+        whole = None if seeds is None else [int(s) for s in seeds]
+        if seeds is not None and seeds != whole:
+            raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
+        rows = sweeps.rows(chosen, methods, numbers("rates", options.rates), whole)
+        given = [o for o in options.overrides if not o.startswith("sweep=")]
+        return sweep(rows, chosen.exp, given, options.dry_run)
+    except (UserError, KeyboardInterrupt, Stopped) as error:
+        return run.report(error)
+
+
+if __name__ == "__main__":
+    from launch import interrupt
+
+    interrupt.is_heard()
+    sys.exit(main())
