@@ -70,3 +70,11 @@ def test_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert (tmp_path / "spread.md").read_text().count("| g") == 3
     assert spread.main([*common, "--table"]) == 0
     assert len(done) == 3
+
+
+def test_the_page_holds_the_published_study() -> None:
+    root = Path(__file__).resolve().parents[1]
+    found = report.runs(record.read_all(root / "results/published/spread"), "resnet50", 4)
+    assert [run.busy for run in found] == [False] * 5 + [True] * 2
+    shown = (root / "docs/timing.md").read_text().partition("<!-- spread:")[2].partition("-->\n")[2]
+    assert shown.partition("<!-- end of spread -->")[0].strip() == report.as_table(found).markdown().strip()

@@ -88,13 +88,13 @@ def rows(
     """All runs of the grid, or those of some methods, rates and seeds. Raises UserError for an unknown method."""
     if unknown := [m for m in methods or () if m not in sweep.methods]:
         raise UserError(f"this sweep has no '{unknown[0]}'; it has: {', '.join(sweep.methods)}")
-    every = rates if rates is not None else sweep.rates
+    every: list[float | None] = list(rates if rates is not None else sweep.rates or [])
     found = []
     for optimizer, method in sweep.methods.items():
         if methods is not None and optimizer not in methods:
             continue
         for setting in method.overrides:
-            for rate in every or [None]:
+            for rate in every or (None,):
                 lr = [] if rate is None else [f"optimizer.lr={rate:g}"]
                 for seed in seeds if seeds is not None else sweep.seeds:
                     mine = (f"+exp={sweep.exp}", f"optimizer={optimizer}", *setting, *lr, f"seed={seed}")

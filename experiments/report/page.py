@@ -15,7 +15,7 @@ from typing import Any
 from birder.predict import METHODS, Cluster, Link, Method, predict
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
-from experiments.report import methods_table, prediction, speedup
+from experiments.report import methods_table, prediction, sentences, speedup
 from experiments.report.claims_measured import newest
 from experiments.report.formats import size
 
@@ -70,7 +70,7 @@ def speedups(records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
             if row.seconds
         ]
         title = f"{r.nodes} nodes of {r.ranks_per_node} rank{'s' * (r.ranks_per_node > 1)}"
-        found.append({"slug": table.slug, "title": title, "honesty": speedup.honesty(table.records), "rows": rows})
+        found.append({"slug": table.slug, "title": title, "honesty": sentences.honesty(table.records), "rows": rows})
     return found
 
 

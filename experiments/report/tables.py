@@ -19,10 +19,10 @@ from experiments.report.table import WIDTH, Table
 from launch.errors import UserError
 
 NOTES = """\
-Speedup = t_baseline / t_method, medians of the step time, for runs made one after the other on the same machine; the
-baselines are the fp32 and the bf16 all-reduce of the same table. The run without communication is the bound for any
-method. Payload is counted where it is sent, NIC traffic is read from the interface. {dash} means that no record holds
-the number. Sizes are decimal (1 MB = 10^6 bytes).
+Speedup = t_baseline / t_method, medians of the step time on the same machine: of methods in turns where the table says so,
+with intervals, else of runs made one after the other, without; the baselines are the fp32 and the bf16 all-reduce of the
+same table. The run without communication is the bound for any method. Payload is counted where it is sent, NIC traffic is
+read from the interface. {dash} means that no record holds the number. Sizes are decimal (1 MB = 10^6 bytes).
 """
 
 

@@ -39,6 +39,7 @@ class SharedDDP(DistributedDataParallel):
         super().__init__(*arguments, **options)
         self._switch = _Switch()
         super().register_comm_hook(self._switch, _hook)
+        self._comm_hooks.clear()  # `attach` refuses a model with another hook: the switch is none, it has all of them
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         self._switch.current = (state, hook)
