@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import birder
-from experiments import replay, tune
+from experiments import predict, replay, tune
 from experiments.config import compose, sweeps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,6 +169,9 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
     script, *arguments = arguments
     if script == "experiments/replay.py":
         assert replay.parse([a for a in arguments if a != "--gpu"])
+        return
+    if script == "experiments/predict.py":
+        assert predict.ask([a for a in arguments if "=" in a and not a.startswith("--")])
         return
     if script == "experiments/tune.py":
         request = tune.Request.of(arguments)
