@@ -140,6 +140,6 @@ def test_the_example_runs_on_two_replicas_of_two_shards() -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < 0.6 * losses[0], done.stdout
-    sums = set(re.findall(r"sum of all parameters (\S+)", done.stdout))
+    sums = set(re.findall(r"sum of all parameters (-?\d+\.\d{12})", done.stdout))
     assert len(sums) == 1
     assert done.stdout.count("sum of all parameters") == 4

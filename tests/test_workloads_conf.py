@@ -41,11 +41,13 @@ def test_every_variant_of_an_experiment_is_a_valid_run(exp: str) -> None:
     variants = [list(v) for v in compose.compose([f"+exp={exp}"]).config.compare]
     made = [compose.compose([f"+exp={exp}", "scale=quick", *variant]) for variant in variants]
     resolved = [compose.resolve(one) for one in made]
-    forms = ["flat", "hierarchical"] if exp in OF_BIRDER | {"bert_squad_base"} else ["flat"]
+    others = "hsdp" if exp == "hsdp_gpt2" else "flat"
+    both = exp in OF_BIRDER | {"bert_squad_base", "hsdp_gpt2"}
+    forms = [others, "hierarchical"] if both else [others]
     assert [r["comm"]["enabled"] for r in resolved] == [False, True, True, True] + [True] * len(forms)
     assert [r["optimizer"].get("wire") for r in resolved[1:3]] == ["fp32", "bf16"]
     assert [r["optimizer"]["_target_"] for r in resolved[3:]] == ["birder.OneBitAdam"] + ["birder.Birder"] * len(forms)
-    assert [r["comm"]["topology"] for r in resolved] == ["flat"] * 4 + forms
+    assert [r["comm"]["topology"] for r in resolved] == [others] * 4 + forms
     assert {r["exp"] for r in resolved} == {exp}
     compose.workload(resolved[-1])
 
