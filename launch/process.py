@@ -88,14 +88,8 @@ def end(processes: Sequence[subprocess.Popen], others: Callable[[], list[int]], 
 
 def alive(pid: int) -> bool:
     """Whether a process of this id runs. A zombie, which only waits to be collected, does not."""
-    with contextlib.suppress(OSError):
-        # In a PID namespace with the /proc of another one, this process's id there is not its own.
-        if os.readlink("/proc/self") == str(os.getpid()):
-            try:
-                # The command name in parentheses may itself hold spaces and parentheses.
-                return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-            except OSError:
-                return False
+    if has_own_proc():
+        return (found := _stat(pid)) is not None and found[0] not in ("Z", "X")
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -105,12 +99,12 @@ def alive(pid: int) -> bool:
     return True
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids of all descendants of process `pid`, parents first."""
+def descendants(*pids: int) -> list[int]:
+    """Process ids of all descendants of processes `pids`, parents first. Looks through all processes of the machine once."""
     children: dict[int, list[int]] = {}
     for child, parent in _parents():
         children.setdefault(parent, []).append(child)
-    found, todo = [], [pid]
+    found, todo = [], list(pids)
     while todo:
         below = children.get(todo.pop(0), [])
         found += below
@@ -120,12 +114,30 @@ def descendants(pid: int) -> list[int]:
 
 def _parents() -> Iterator[tuple[int, int]]:
     for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                # The command name in parentheses may itself hold spaces and parentheses.
-                yield int(entry.name), int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
+        if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:
+            yield int(entry.name), int(found[1])
+
+
+def has_own_proc() -> bool:
+    """Whether ids in /proc are those of this process: not in a PID namespace with the /proc of another one."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped. One that a debugger holds is not."""
+    return (found := _stat(pid)) is not None and found[0] == "T"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent and the rest of what /proc says of a process; None where there is none."""
+    try:
+        # The command name in parentheses may itself hold spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 def pid_space() -> str:

@@ -11,12 +11,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.files import write_whole
-from launch.process import descendants
+from launch.process import descendants, has_own_proc, is_stopped
 
 LATER_S = 12.0
 """Longer than `silence_s`, so that ranks that have met find it first and say what each of them sees."""
@@ -36,19 +36,16 @@ class StoppedWatch:
         self._stopped: dict[int, float] = {}  # process id -> seconds
         self._looked = time.monotonic()
 
-    def look(self, agents: Iterable[int]) -> None:
+    def look(self, agents: Sequence[int]) -> None:
         """To be called often. agents: process ids."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
         # If this process was stopped itself, or the machine slept, nobody can be blamed for that time.
         passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
-        try:
-            if os.readlink("/proc/self") != str(os.getpid()):
-                return  # a PID namespace with the /proc of another one: ids there mean other processes
-        except OSError:
+        if not has_own_proc():
             return
-        found = [pid for agent in agents for pid in (agent, *descendants(agent)) if _is_stopped(pid)]
+        found = [pid for pid in (*agents, *descendants(*agents)) if is_stopped(pid)]
         self._stopped = {pid: self._stopped.get(pid, 0.0) + passed for pid in found}
         for pid, seconds in self._stopped.items():
             if seconds >= self.limit_s:
@@ -70,10 +67,3 @@ class StoppedWatch:
                 write_whole(self.run_dir / "errors" / f"rank{rank}.json", json.dumps(said))
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped. One that a debugger holds is not."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False

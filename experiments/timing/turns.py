@@ -228,13 +228,17 @@ class _World:
         self.pace += taken
         return statistics.median(taken)
 
+    def _calibration(self, bound_s: float) -> Calibration:
+        """The dilation that a step of the bound asks for."""
+        return Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))
+
     def _settle(self, bound_s: float) -> float | None:
         """Sets emulated links to what the bound asks for. Returns the dilation; None where there is none."""
         asked = self.config["cluster"].get("dilation")
         if not self.shapes:
             return self.link.get("dilation")
         if asked == "auto":
-            calibration = Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))
+            calibration = self._calibration(bound_s)
             dilation = calibration.dilation
             self._say(str(calibration))
         else:
@@ -260,7 +264,7 @@ class _World:
         if not self.shapes or self.config["cluster"].get("dilation") != "auto":
             return
         pace = statistics.median(self.pace)
-        dilation = Calibration(1000 * pace, timelines.load(self.config["timeline"])).dilation
+        dilation = self._calibration(pace).dilation
         with contextlib.suppress(UserError):  # more than this machine can carry: as it was
             self.mbit = link.capacity(self.config, dilation)
             self.set_to.append((pace, dilation, self.mbit))
