@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,17 +29,17 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 
-from experiments import compare, run
+from experiments import compare
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.recorded import Recorded, counts, name_of, score, told
 from experiments.records import labels
 from experiments.records.record import ResultRecord
-from experiments.report import methods_table, tables
+from experiments.report import methods_table
 from experiments.report.methods_table import EXP
+from experiments.runs import command, recorded
+from experiments.runs.recorded import Recorded, counts, name_of, score, told
 from experiments.timing import plan as worlds
 from launch.errors import UserError
-from launch.process import Stopped
 
 PARTS = ("tune", "seeds", "time")
 SEEDS = (0, 1, 2)
@@ -109,7 +108,7 @@ class Plan:
 
         With turns.mode=runs each has a run of its own, if it lacks its time.
         """
-        group = f"{compose.new_stamp()}-{EXP}-{secrets.token_hex(2)}"
+        group = compose.new_name(EXP)
         if apart(composed) is not None:
             for c in composed:
                 self.run("time", "step time", c, group)
@@ -182,15 +181,12 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     if plan.dry_run:
         print(f"{plan.runs.todo} runs to do at least, of {len(rows)} methods")
         return 0
-    if any(r.metric for r in plan.runs.known.values()):
-        tables.write(results_dir, EXP)
+    if scored := any(r.metric for r in plan.runs.known.values()):
         methods_table.show(results_dir)
-        print(f"table:  {Path(results_dir) / 'tables' / f'{EXP}.md'}")
-    if plan.runs.failed:
-        print(f"{plan.runs.failed} runs failed: the same command tries them again", file=sys.stderr)
-    return int(plan.runs.failed > 0)
+    return recorded.close(results_dir, EXP, plan.runs.failed, written=scored)
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,22 +196,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
-        parts = tuple(p for p in options.only.split(",") if p)
-        if not parts or set(parts) - set(PARTS):
-            raise UserError(f"--only={options.only}: give some of {', '.join(PARTS)}")
-        if not all(s.isdigit() for s in options.seeds.split(",")):
-            raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
-        seeds = tuple(dict.fromkeys(int(s) for s in options.seeds.split(",")))
-        plan = Plan(options.overrides, seeds, parts, options.dry_run)
-        return all_methods(plan, methods)
-    except (UserError, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+    parts = tuple(p for p in options.only.split(",") if p)
+    if not parts or set(parts) - set(PARTS):
+        raise UserError(f"--only={options.only}: give some of {', '.join(PARTS)}")
+    if not all(s.isdigit() for s in options.seeds.split(",")):
+        raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
+    seeds = tuple(dict.fromkeys(int(s) for s in options.seeds.split(",")))
+    plan = Plan(options.overrides, seeds, parts, options.dry_run)
+    return all_methods(plan, command.names(options.methods))
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

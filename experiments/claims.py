@@ -17,15 +17,15 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
     interrupt.ends_silently()
 
-from experiments import volume
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
-from experiments.report import claims, claims_predicted
+from experiments.report import claims, claims_predicted, volume
 from experiments.report import claims_measured as measured
 from experiments.report.claims import TABLES, Claim
+from experiments.runs import command
 from launch.errors import UserError
 
 PAGE = ROOT / "docs" / "claims.md"
-STEPS = 152_511
+STEPS = volume.LENGTHS[1]
 """Of 0/1 Adam's longer published run, BERT-Large."""
 NOTES = (
     "Of every headline claim: what was run here, and whether it came out. **trained**: real gradients, on emulated nodes "
@@ -51,7 +51,7 @@ def zero_one_volume() -> list[Claim]:
         found = [
             (measure(setting.rounds(steps, False)), f"{words}, {steps:,} steps")
             for words, measure in volume.readings(setting, kind)
-            for steps in (118_000, STEPS)
+            for steps in volume.LENGTHS
         ]
         found.sort()
         above = [f for f in found if f[0] >= target]
@@ -114,32 +114,23 @@ def text(results: str | Path = PUBLISHED) -> str:
         raise UserError(str(error.args[0])) from None
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page differs")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    try:
-        made = text()
-        if options.check:
-            same = options.out.is_file() and options.out.read_text(encoding="utf-8") == made
-            print(
-                "as the records have it"
-                if same
-                else f"{options.out} is not that of the records: python experiments/claims.py"
-            )
-            return int(not same)
-        write_file(options.out, made.encode(), "the page of claims")
-        print(options.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = text()
+    if options.check:
+        same = options.out.is_file() and options.out.read_text(encoding="utf-8") == made
+        wrong = f"{options.out} is not that of the records: python experiments/claims.py"
+        print("as the records have it" if same else wrong)
+        return int(not same)
+    write_file(options.out, made.encode(), "the page of claims")
+    print(options.out)
     return 0
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

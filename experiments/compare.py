@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,16 +26,15 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from omegaconf import OmegaConf
 
-from experiments import run
 from experiments.config import compose, papers
 from experiments.config.compose import Composed
 from experiments.records import labels
-from experiments.report import comparison, tables
+from experiments.report import comparison, tables, volume
 from experiments.report.headline import headline
+from experiments.runs import command, start
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
-from launch.process import Stopped
 
 BY_NODES = "comm.topology=hierarchical"
 """Of a variant that is compared only where nodes have more than one rank."""
@@ -93,7 +91,7 @@ def compare(
     shaped = calibrate.shapes(first)
     apart = plan.why_runs([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     print(headline(first, workloads[0], nodes_given=nodes_given, shaped=shaped), flush=True)
-    group = f"{compose.new_stamp()}-{first['exp']}-{secrets.token_hex(2)}"
+    group = compose.new_name(first["exp"])
     status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
     if not first["cluster"].get("wait", True):
         print("The table comes with `make tables`, once these jobs have ended.")
@@ -112,13 +110,13 @@ def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
     for number, variant in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] ", end="", flush=True)
         try:
-            run.launch(variant, command=run.typed("run", variant.overrides), group=group)
+            start.launch(variant, command=command.typed("run", variant.overrides), group=group)
         except RunFailed as error:
-            status = run.report(error)
+            status = command.report(error)
             failed += 1
         except UserError as error:
             # Bad input is bad for the rest too.
-            status = run.report(error)
+            status = command.report(error)
             failed += len(chosen) - number + 1
             break
     return status, failed
@@ -129,21 +127,21 @@ def in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
     left, failed, status, attempt = chosen, 0, 0, 0
     while left:
         attempt += 1
-        spec = plan.make(left, [run.typed("run", variant.overrides) for variant in left], group, attempt)
+        spec = plan.make(left, [command.typed("run", variant.overrides) for variant in left], group, attempt)
         try:
             plan.launcher(spec.config).launch(spec)
         except RunFailed as error:
-            status = run.report(error)
+            status = command.report(error)
             blamed = plan.whose_turn(spec)
             kept = [c for c, v in zip(left, spec.config["variants"], strict=True) if blamed not in (None, v["id"])]
             failed += len(left) - len(kept)
             left = kept
             continue
         except UserError as error:
-            return run.report(error), failed + len(left)
+            return command.report(error), failed + len(left)
         lines = plan.failures(spec)
         for line in lines:
-            status = run.report(RunFailed(line))
+            status = command.report(RunFailed(line))
         return status, failed + len(lines)
     return status, failed
 
@@ -163,9 +161,9 @@ def of_paper(name: str, given: list[str], methods: list[str] | None) -> int:
             status = max(status, compare(part.given(given), chosen, comparison.show))
     resolved = compose.resolve(compose.compose(paper.parts[0].given(given)))
     if paper.volume and not resolved["cluster"]["dry_run"]:
-        from experiments import volume
-
-        status = max(status, volume.main(["--results", str(resolved["results_dir"])]))
+        schedule = volume.Setting()
+        volume.show(schedule, volume.LENGTHS)
+        print(f"table: {volume.write(schedule, volume.LENGTHS, resolved['results_dir'])}")
     return status
 
 
@@ -177,14 +175,14 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     rank = int(os.environ["RANK"])
     chosen = variants(compose.compose(overrides), methods)
     for variant in chosen:
-        run.take_place(variant)
+        start.take_place(variant)
         workload = compose.check(variant, rank_zero=rank == 0)
     resolved = [compose.resolve(variant) for variant in chosen]
     if apart := plan.why_runs(resolved, workload.synthetic):
         raise UserError(f"under torchrun methods take turns, and these are run apart: {apart}; use run.py for each")
-    group = f"{compose.new_stamp()}-{resolved[0]['exp']}-{secrets.token_hex(2)}"
-    commands = [run.under(variant.config.cluster, run.typed("run", variant.overrides)) for variant in chosen]
-    spec = run.share(plan.make(chosen, commands, group) if rank == 0 else None)
+    group = compose.new_name(resolved[0]["exp"])
+    commands = [start.under(variant.config.cluster, command.typed("run", variant.overrides)) for variant in chosen]
+    spec = start.share(plan.make(chosen, commands, group) if rank == 0 else None)
     if rank == 0:
         spec.save()
 
@@ -199,6 +197,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     return 0
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,16 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, +exp=NAME among them")
     options = parser.parse_intermixed_args(arguments)
-    methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
-    try:
-        if run.under_torchrun():
-            if options.paper:
-                raise UserError("--paper starts runs of its own: not under torchrun")
-            return join(options.overrides, methods)
-        overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
-        return of_paper(options.paper, overrides, methods) if options.paper else compare(overrides, methods)
-    except (UserError, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+    methods = command.names(options.methods)
+    if start.under_torchrun():
+        if options.paper:
+            raise UserError("--paper starts runs of its own: not under torchrun")
+        return join(options.overrides, methods)
+    overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
+    return of_paper(options.paper, overrides, methods) if options.paper else compare(overrides, methods)
 
 
 def _slug(variant: list[Any]) -> str:
@@ -227,7 +223,4 @@ def _slug(variant: list[Any]) -> str:
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

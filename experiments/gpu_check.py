@@ -31,13 +31,16 @@ from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from launch import interrupt
 
-from experiments import run
+    interrupt.ends_silently()
+
 from experiments.bench.sizes import LARGEST
+from experiments.records.record import ROOT
 from experiments.report.table import Table
+from experiments.runs import command
 from launch.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "kernels": 240,
     "methods": 240,
@@ -198,7 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.minutes is None:
         options.minutes = (REHEARSAL if options.rehearse else TOTAL) / 60
     options.parts = options.parts.split(",")
-    options.command = run.typed("gpu_check", list(arguments if arguments is not None else sys.argv[1:]))
+    options.command = command.typed("gpu_check", list(arguments if arguments is not None else sys.argv[1:]))
     if odd := [name for name in options.parts if name not in LIMITS]:
         raise UserError(f"--parts knows no {odd[0]!r}; there are: {', '.join(LIMITS)}")
     if options.minutes <= 0:
@@ -206,16 +209,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    try:
-        return check(parse(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return check(parse(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.start(main)

@@ -18,9 +18,11 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from experiments.records.record import PUBLISHED, read_all, write_file
 from experiments.report import page
+from experiments.runs import command
 from launch.errors import UserError
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,20 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from plotly.offline import get_plotlyjs
 
-        content = page.data(options.results, read_all(options.results))
-        write_file(path, page.html(content, get_plotlyjs()).encode(), "the page")
     except ImportError:
-        print('error: plotly is not installed: pip install -e ".[experiments]"', file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise UserError("plotly is not installed: pip install --group experiments") from None
+    content = page.data(options.results, read_all(options.results))
+    write_file(path, page.html(content, get_plotlyjs()).encode(), "the page")
     print(path)
     return 0
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

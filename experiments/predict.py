@@ -40,6 +40,7 @@ from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, cross
 from experiments.cells import timelines
 from experiments.config import question
 from experiments.records import record
+from experiments.runs import command
 from launch.errors import UserError
 
 SWEEPS: dict[str, tuple[float, ...]] = {
@@ -201,6 +202,7 @@ def fit(results: str) -> None:
     print(path)
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,27 +215,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--results", default=str(record.PUBLISHED))
     options = parser.parse_args(arguments)
-    try:
-        if options.fit:
-            fit(options.results)
-        elif options.evaluate:
-            evaluate(options.results)
-        elif options.validate:
-            from experiments import predict_validate
+    if options.fit:
+        fit(options.results)
+    elif options.evaluate:
+        evaluate(options.results)
+    elif options.validate:
+        from experiments.runs import validation
 
-            return predict_validate.run(options.question)
-        else:
-            answer(ask(options.question), options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return validation.run(options.question)
+    else:
+        answer(ask(options.question), options)
     return 0
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

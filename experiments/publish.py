@@ -20,6 +20,7 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from experiments import tables
 from experiments.records.record import LOCAL, PUBLISHED, ResultRecord, read_all, write_file
+from experiments.runs import command
 from launch.errors import UserError
 
 
@@ -52,6 +53,7 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
     return [published / "records" / f"{r.id}.json" for r in found]
 
 
+@command.told
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,16 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path(LOCAL), help=f"where the runs are; default: {LOCAL}")
     parser.add_argument("--published", type=Path, default=PUBLISHED, help="where they go; default: results/published")
     args = parser.parse_args(argv)
-    try:
-        if bool(args.group) == bool(args.exp):
-            raise UserError("name one group of runs, or one experiment: make publish GROUP=NAME, make publish EXP=NAME")
-        for path in publish(args.results, args.published, args.group, args.exp):
-            print(path)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if bool(args.group) == bool(args.exp):
+        raise UserError("name one group of runs, or one experiment: make publish GROUP=NAME, make publish EXP=NAME")
+    for path in publish(args.results, args.published, args.group, args.exp):
+        print(path)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.start(main)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -23,18 +22,16 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
     interrupt.ends_silently()
 
-from experiments import run
 from experiments.cells import suite as suites
 from experiments.cells.suite import Cell, Suite
 from experiments.config import compose
 from experiments.records import record
 from experiments.report import replay_page
+from experiments.runs import command
 from launch.base import Launcher
 from launch.emulated import launcher as emulated
 from launch.errors import UserError
-from launch.failure import RunFailed
 from launch.local import LocalLauncher
-from launch.process import Stopped
 from launch.spec import RunSpec
 
 WORKER = Path(__file__).resolve().parent / "cells" / "engine.py"
@@ -63,7 +60,7 @@ def make_spec(
         "comm": {"enabled": True},
         suite.name: plan,
     }
-    run_id = f"{compose.new_stamp()}-{suite.name}-{name}-{secrets.token_hex(2)}"
+    run_id = compose.new_name(suite.name, name)
     return RunSpec(run_id, None, suite.name, command, [], config, str(Path(options.output) / suite.name / run_id))
 
 
@@ -205,26 +202,21 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
     return [name for name in known if name in given]
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        suite, options = parse(typed)
-        command, kernels = run.typed("replay", typed), options.kernels_only
-        if not options.tables_only:
-            if not kernels:
-                measure(suite, options, command)
-            if suite.kernels and not options.no_kernels:
-                measure_kernels(suite, options, command)
-        replay_page.write(suite, options.results)
-        replay_page.show(suite, options.results, device="cpu", kernels_only=kernels)
-    except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+    suite, options = parse(typed)
+    line, kernels = command.typed("replay", typed), options.kernels_only
+    if not options.tables_only:
+        if not kernels:
+            measure(suite, options, line)
+        if suite.kernels and not options.no_kernels:
+            measure_kernels(suite, options, line)
+    replay_page.write(suite, options.results)
+    replay_page.show(suite, options.results, device="cpu", kernels_only=kernels)
     return 0
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

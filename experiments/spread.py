@@ -20,12 +20,12 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
     interrupt.ends_silently()
 
-from experiments import compare, run
+from experiments import compare
 from experiments.config import compose
 from experiments.records.record import read_all, write_file
 from experiments.report import spread
+from experiments.runs import command
 from launch.errors import UserError
-from launch.process import Stopped
 
 
 @contextlib.contextmanager
@@ -61,6 +61,7 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
     return status
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,14 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, cluster.nodes=4 among them")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        if options.runs < 0 or options.busy < 0:
-            raise UserError("--runs and --busy are numbers of 0 or more")
-        idle, busy = (0, 0) if options.table else (options.runs, options.busy)
-        return study(options.exp, idle, busy, options.overrides, options.out)
-    except (UserError, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+    if options.runs < 0 or options.busy < 0:
+        raise UserError("--runs and --busy are numbers of 0 or more")
+    idle, busy = (0, 0) if options.table else (options.runs, options.busy)
+    return study(options.exp, idle, busy, options.overrides, options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.start(main)

@@ -18,28 +18,19 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
     interrupt.ends_silently()
 
-from experiments import run
 from experiments.config import compose, sweeps
 from experiments.config.sweeps import Row
 from experiments.records import privacy, record
-from experiments.report import tables
+from experiments.runs import command, recorded, start
 from launch.errors import UserError
 from launch.failure import RunFailed
-from launch.process import Stopped
-
-DIVERGED = "the loss is "
-"""How a reason begins that is the method's own doing (experiments/training/loop.py)."""
 
 
-def recorded(results_dir: str, exp: str) -> set[tuple[str, ...]]:
+def known_runs(results_dir: str, exp: str) -> set[tuple[str, ...]]:
     """The overrides of all runs that need not be run again."""
     if not Path(results_dir).is_dir():
         return set()
-    return {
-        tuple(r.overrides)
-        for r in record.read_all(results_dir)
-        if r.exp == exp and (r.status == "completed" or DIVERGED in (r.reason or ""))
-    }
+    return {tuple(r.overrides) for r in record.read_all(results_dir) if r.exp == exp and recorded.counts(r)}
 
 
 def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) -> int:
@@ -52,7 +43,7 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) ->
     for row in {row.optimizer: row for row in rows}.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
-    known, base = recorded(results_dir, exp), Path.cwd()
+    known, base = known_runs(results_dir, exp), Path.cwd()
     failed = todo = 0
     for number, row in enumerate(rows, start=1):
         overrides = [*row.overrides, *given]
@@ -62,19 +53,14 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) ->
         if there or dry_run:
             continue
         try:
-            run.launch(compose.compose(overrides), command=run.typed("run", overrides))
+            start.launch(compose.compose(overrides), command=command.typed("run", overrides))
         except RunFailed as error:
-            run.report(error)
-            failed += DIVERGED not in str(error)
+            command.report(error)
+            failed += not recorded.diverged(str(error))
     if dry_run:
         print(f"{todo} runs to do, {len(rows) - todo} recorded")
         return 0
-    if todo > failed:
-        tables.write(results_dir, exp)
-        print(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
-    if failed:
-        print(f"{failed} of {len(rows)} runs failed: the same command tries them again", file=sys.stderr)
-    return int(failed > 0)
+    return recorded.close(results_dir, exp, failed, f" of {len(rows)}", written=todo > failed)
 
 
 def numbers(name: str, text: str | None) -> list[float] | None:
@@ -87,6 +73,7 @@ def numbers(name: str, text: str | None) -> list[float] | None:
         raise UserError(f"--{name}={text}: give numbers, such as 0,1,2") from None
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,25 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="sweep=NAME, and Hydra overrides")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        named = [o.partition("=")[2] for o in options.overrides if o.startswith("sweep=")]
-        if len(named) != 1:
-            raise UserError(f"say which sweep: sweep=NAME, one of {', '.join(sweeps.names())}")
-        chosen = sweeps.load(named[0])
-        methods = [m for m in options.methods.split(",") if m] if options.methods is not None else None
-        seeds = numbers("seeds", options.seeds)
-        whole = None if seeds is None else [int(s) for s in seeds]
-        if seeds is not None and seeds != whole:
-            raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
-        rows = sweeps.rows(chosen, methods, numbers("rates", options.rates), whole)
-        given = [o for o in options.overrides if not o.startswith("sweep=")]
-        return sweep(rows, chosen.exp, given, options.dry_run)
-    except (UserError, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+    named = [o.partition("=")[2] for o in options.overrides if o.startswith("sweep=")]
+    if len(named) != 1:
+        raise UserError(f"say which sweep: sweep=NAME, one of {', '.join(sweeps.names())}")
+    chosen = sweeps.load(named[0])
+    seeds = numbers("seeds", options.seeds)
+    whole = None if seeds is None else [int(s) for s in seeds]
+    if seeds is not None and seeds != whole:
+        raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
+    rows = sweeps.rows(chosen, command.names(options.methods), numbers("rates", options.rates), whole)
+    given = [o for o in options.overrides if not o.startswith("sweep=")]
+    return sweep(rows, chosen.exp, given, options.dry_run)
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

@@ -21,7 +21,7 @@ from experiments.cells import suite as suites
 from experiments.cells.suite import Suite
 from experiments.records.record import LOCAL, PUBLISHED, read_all
 from experiments.report import replay_page, tables
-from launch.errors import UserError
+from experiments.runs import command
 
 
 def measured_suites(results: Path) -> list[Suite]:
@@ -48,6 +48,7 @@ def check(results: Path, exp: str | None = None) -> list[str]:
     return wrong
 
 
+@command.told
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -60,22 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = [args.results] if args.results else [f for f in (PUBLISHED, own) if f.is_dir()]
     if args.exp and not args.results:
         folders = [f for f in folders if any(r.exp == args.exp for r in read_all(f))] or folders[:1]
-    try:
-        if args.check:
-            wrong = [str(f / name) if len(folders) > 1 else name for f in folders for name in check(f, args.exp)]
-            if wrong:
-                print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
-            return int(bool(wrong))
-        written = [path for f in folders for path in write(f, args.exp)]
-        if args.group:
-            tables.print_group(args.results or own, args.group)
-        else:
-            print("\n".join(map(str, written)) or f"no tables: no records in {args.results or own}/records")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.check:
+        wrong = [str(f / name) if len(folders) > 1 else name for f in folders for name in check(f, args.exp)]
+        if wrong:
+            print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
+        return int(bool(wrong))
+    written = [path for f in folders for path in write(f, args.exp)]
+    if args.group:
+        tables.print_group(args.results or own, args.group)
+    else:
+        print("\n".join(map(str, written)) or f"no tables: no records in {args.results or own}/records")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.start(main)

@@ -21,9 +21,10 @@ if not __package__:  # run as a script: import from the repository, not from thi
     interrupt.ends_silently()
 
 from experiments.cells import timelines
-from launch.errors import UserError
+from experiments.runs import command
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,36 +37,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = commands.add_parser("record", help="measured on this machine")
     record.add_argument("--steps", type=int, default=20)
     record.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    for command in (make, record):
-        command.add_argument("--model", required=True, help="resnet50, bert_base or tiny")
-        command.add_argument("--batch", type=int, required=True, help="samples per GPU")
-        command.add_argument("--precision", choices=("fp32", "tf32", "amp"), required=True)
-        command.add_argument("--gpus-per-node", type=int, default=8)
-        command.add_argument("--name", help="default: model, batch, precision (and the GPU for recorded ones)")
-        command.add_argument("--note", default="")
-        command.add_argument("--out", type=Path, help="file to write; default: results/timelines/NAME.json")
+    for one in (make, record):
+        one.add_argument("--model", required=True, help="resnet50, bert_base or tiny")
+        one.add_argument("--batch", type=int, required=True, help="samples per GPU")
+        one.add_argument("--precision", choices=("fp32", "tf32", "amp"), required=True)
+        one.add_argument("--gpus-per-node", type=int, default=8)
+        one.add_argument("--name", help="default: model, batch, precision (and the GPU for recorded ones)")
+        one.add_argument("--note", default="")
+        one.add_argument("--out", type=Path, help="file to write; default: results/timelines/NAME.json")
     options = parser.parse_args(arguments)
-    try:
-        if options.what == "list":
-            for name in timelines.names():
-                t = timelines.load(name)
-                print(
-                    f"{name:24} {t.gpu}, batch {t.batch_per_gpu}: {t.step_ms:.1f} ms, {t.elements / 1e6:.1f} M parameters"
-                )
-            return 0
-        from experiments.cells import timeline_tools
+    if options.what == "list":
+        for name in timelines.names():
+            t = timelines.load(name)
+            size = f"{t.elements / 1e6:.1f} M parameters"
+            print(f"{name:24} {t.gpu}, batch {t.batch_per_gpu}: {t.step_ms:.1f} ms, {size}")
+        return 0
+    from experiments.cells import timeline_tools
 
-        made = timeline_tools.make(options) if options.what == "make" else timeline_tools.record(options)
-        path = timelines.write(made, options.out or timelines.FOLDER / f"{made.name}.json")
-        print(f"{path}: forward {made.forward_ms:.2f} ms, step {made.step_ms:.2f} ms, {len(made.gradients)} gradients")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = timeline_tools.make(options) if options.what == "make" else timeline_tools.record(options)
+    path = timelines.write(made, options.out or timelines.FOLDER / f"{made.name}.json")
+    print(f"{path}: forward {made.forward_ms:.2f} ms, step {made.step_ms:.2f} ms, {len(made.gradients)} gradients")
     return 0
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

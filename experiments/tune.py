@@ -32,17 +32,15 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
 from rich.console import Console
 
-from experiments import run
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.recorded import Recorded, score
 from experiments.records import labels
-from experiments.report import tables
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Column, Note, Table
+from experiments.runs import command
+from experiments.runs.recorded import Recorded, score
 from launch.errors import UserError
-from launch.process import Stopped
 
 EDGE = 0.1
 """A best rate within this share of an end of the range, in the logarithm, is at its edge."""
@@ -190,11 +188,7 @@ def tune_all(request: Request) -> int:
         print(f"{runs.todo} runs to do at least, of {len(tuned)} methods: how many go on depends on how they do")
         return 0
     as_table(tuned, request).show(Console(width=WIDTH))
-    tables.write(results, first["exp"])
-    print(f"table:  {Path(results) / 'tables'}/{first['exp']}.md")
-    if runs.failed:
-        print(f"{runs.failed} runs failed: the same command tries them again", file=sys.stderr)
-    return int(runs.failed > 0)
+    return runs.close(results)
 
 
 def as_table(tuned: Sequence[Tuned], request: Request) -> Table:
@@ -228,20 +222,15 @@ def _span(value: str) -> float:
     return span
 
 
+@command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or "--help" in given or "-h" in given:
         print(__doc__)
         return 0 if given else 2
-    try:
-        return tune_all(Request.of(given))
-    except (UserError, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+    return tune_all(Request.of(given))
 
 
 if __name__ == "__main__":
-    from launch import interrupt
-
-    interrupt.is_heard()
-    sys.exit(main())
+    command.start(main)

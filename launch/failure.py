@@ -1,8 +1,9 @@
 """What went wrong: read from the files that workers leave in a run directory.
 
-ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated.
+ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated (`save_rank`).
 errors/rank<r>.json: {rank, node, time, type, message, traceback, user_error, peers}; peers, where others were missed:
-                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/training/heartbeat.py).
+                     [{rank, node, state}], state answers | silent | gone | unreachable (experiments/training/heartbeat.py);
+                     written by the rank itself, or by who ended it (`save_error`).
 logs/node<k>.log:    what torchrun says on node k; logs/rank<r>.log: what rank r says.
 
 A rank that torchrun starts again takes the place of its earlier life in both folders.
@@ -12,16 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.errors import UserError
+from launch.files import write_whole
 from launch.process import alive, pid_space
 
 # What ranks report when a peer has gone: a consequence, never the cause.
@@ -55,6 +60,42 @@ class Cause:
     reason: str
     traceback: str = ""
     user_error: bool = False
+
+
+def begin_rank(run_dir: Path, rank: int, node: int) -> None:
+    """This process takes the place of the rank's earlier life, if there was one."""
+    with contextlib.suppress(OSError):
+        (run_dir / "errors" / f"rank{rank}.json").unlink()
+    save_rank(run_dir, rank, node, "running")
+
+
+def save_rank(run_dir: Path, rank: int, node: int, state: str) -> None:
+    """Says what has become of a rank, which is this process."""
+    _write(
+        run_dir / "ranks", {"rank": rank, "node": node, "pid": os.getpid(), "pid_space": pid_space(), "state": state}
+    )
+
+
+def save_error(
+    run_dir: Path,
+    rank: int,
+    node: int,
+    *,
+    kind: str,
+    message: str,
+    traceback: str = "",
+    user_error: bool = False,
+    peers: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Says why a rank ends. kind: the type of an exception; peers: whom the rank found missing."""
+    told = {"type": kind, "message": message, "traceback": traceback, "user_error": user_error, "peers": list(peers)}
+    _write(run_dir / "errors", {"rank": rank, "node": node, "time": time.time(), **told})
+
+
+def _write(folder: Path, content: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the exit status must tell
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / f"rank{content['rank']}.json", json.dumps(content))
 
 
 def forget_earlier(run_dir: Path) -> None:

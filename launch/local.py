@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from launch import failure
+from launch import environment, failure
 from launch.base import Launcher
+from launch.environment import visible_gpus
 from launch.errors import UserError
 from launch.spec import RunSpec
 from launch.supervise import Agent, supervise
-
-# What an enclosing torchrun or an earlier run may have left: it would speak to the wrong world.
-_STALE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_STALE_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 
 
 class LocalLauncher(Launcher):
@@ -54,23 +50,16 @@ class LocalLauncher(Launcher):
 
     def environment(self, node_rank: int) -> dict[str, str]:
         """Environment of one node's agent and so of its ranks."""
-        env = {k: v for k, v in os.environ.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
         ranks = self.nodes * self.ranks_per_node
-        gpus = visible_gpus()
+        env, gpus = environment.fresh(os.environ, ranks), visible_gpus()
         if len(gpus) >= ranks:
             first = node_rank * self.ranks_per_node
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self.ranks_per_node])
         elif gpus and self.device != "cuda":
             env["CUDA_VISIBLE_DEVICES"] = ""  # ranks that share a GPU would time each other, not themselves
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-        env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-        env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"]
-        env |= self.torchrun_environment()
-        env["BIRDER_NODE"] = str(node_rank)
+        env |= environment.of_node(node_rank, "lo" if sys.platform == "linux" else "lo0") | self.torchrun_environment()
         # torchrun closes all inherited files except the standard ones; rank 0 finds the user's terminal as its stdin.
-        env["BIRDER_TERMINAL"] = "stdin"
-        env["PYTHONUNBUFFERED"] = "1"
-        return env
+        return env | {"BIRDER_TERMINAL": "stdin"}
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         agents = [Agent(self.command(spec_path, spec, k), self.environment(k)) for k in range(self.nodes)]
@@ -86,26 +75,6 @@ def free_port() -> int:
             return int(s.getsockname()[1])
     except OSError as error:
         raise UserError(f"no free port on 127.0.0.1 ({error.strerror}): end other programs or wait a minute") from error
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def visible_gpus() -> list[str]:
-    """Identifiers of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [g for g in listed.split(",") if g.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(i) for i in range(len(found))]
 
 
 def terminal_fd() -> int:

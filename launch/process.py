@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -41,18 +42,16 @@ def start(command: Sequence[str], env: dict[str, str], log: Path, stdin: int = s
 
     The session keeps the terminal's Ctrl-C away from it: the launcher alone decides when and how it ends.
     """
-    parent = os.getpid()
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
-        return subprocess.Popen(
-            list(command),
-            env=env,
-            stdin=stdin,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),
-        )
+        return attached(command, env=env, stdin=stdin, stdout=output, stderr=subprocess.STDOUT)
+
+
+def attached(command: Sequence[str], **options: Any) -> subprocess.Popen:
+    """Starts `command` out of reach of the terminal's Ctrl-C; it dies when this process does. options: of Popen."""
+    parent = os.getpid()
+    preexec = {"preexec_fn": lambda: die_with_parent(parent)}
+    return subprocess.Popen(list(command), start_new_session=True, **preexec, **options)
 
 
 def wait_for_first_failure(

@@ -7,15 +7,13 @@ process that started a node's torchrun looks itself. Linux only; elsewhere the o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from launch.files import write_whole
+from launch import failure
 from launch.process import descendants, has_own_proc, is_stopped
 
 LATER_S = 12.0
@@ -27,7 +25,7 @@ LOOK_S = 5.0
 class StoppedWatch:
     """Kills processes below some torchrun agents that have been stopped for `silence_s` + LATER_S.
 
-    A rank is killed on its own account: `errors/rank<r>.json` says why (format: launch/failure.py).
+    A rank is killed on its own account: `errors/rank<r>.json` says why.
     """
 
     def __init__(self, run_dir: Path, silence_s: float) -> None:
@@ -56,14 +54,8 @@ class StoppedWatch:
             pairs = (entry.partition("=") for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
             environment = {name: value for name, _, value in pairs}
             if (rank := environment.get("RANK")) is not None:
-                said: dict[str, Any] = {
-                    "rank": int(rank),
-                    "node": int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0))),
-                }
+                node = int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0)))
                 message = f"its process has been stopped for {seconds:.0f} s"
-                said |= {"time": time.time(), "type": "Stopped", "message": message, "traceback": ""}
-                said |= {"peers": [], "user_error": False}
-                (self.run_dir / "errors").mkdir(exist_ok=True)
-                write_whole(self.run_dir / "errors" / f"rank{rank}.json", json.dumps(said))
+                failure.save_error(self.run_dir, int(rank), node, kind="Stopped", message=message)
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

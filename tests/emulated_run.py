@@ -128,7 +128,7 @@ def launcher(**options: Any) -> Any:
 
 def launch(stub: str, folder: Path) -> int:
     """Launches; returns the exit status."""
-    from experiments import run
+    from experiments.runs import command
     from launch.errors import UserError
     from launch.failure import RunFailed
     from tests import stub_run
@@ -136,7 +136,7 @@ def launch(stub: str, folder: Path) -> int:
     try:
         launcher().launch(stub_run.make_spec(folder, stub))
     except (UserError, RunFailed, KeyboardInterrupt, process.Stopped) as error:
-        return run.report(error)
+        return command.report(error)
     return 0
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import run
 from experiments.records import record
+from experiments.runs import command
 from experiments.training import worker
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -50,7 +50,7 @@ def launch(stub: str, folder: Path, nodes: int, options: dict[str, object]) -> i
         launcher.on_failure = record.write_failed
         launcher.launch(make_spec(folder, stub, nodes))
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+        return command.report(error)
     return 0
 
 

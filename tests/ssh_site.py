@@ -20,8 +20,8 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import run
 from experiments.records import record
+from experiments.runs import command
 from experiments.training import worker
 from launch.emulated import network, sandbox
 from launch.errors import UserError
@@ -183,7 +183,7 @@ def launch(stub: str, folder: Path, checkpoint_every: int, **options: Any) -> in
         launcher.on_failure = record.write_failed
         launcher.launch(spec)
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+        return command.report(error)
     return 0
 
 

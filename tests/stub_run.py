@@ -15,8 +15,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from experiments import run
 from experiments.records import record
+from experiments.runs import command
 from experiments.training import worker
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -63,7 +63,7 @@ def launch(stub: str, folder: Path) -> int:
     try:
         launcher.launch(make_spec(folder, stub))
     except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
-        return run.report(error)
+        return command.report(error)
     return 0
 
 

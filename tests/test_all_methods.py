@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from experiments import all_methods, compare, recorded, run
+from experiments import all_methods, compare
 from experiments.all_methods import Plan
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import labels, record
 from experiments.records.record import ResultRecord
 from experiments.report import methods_table, tables
+from experiments.runs import recorded, start
 from launch.failure import RunFailed
 from tests.workload_data import fashion_mnist
 
@@ -24,7 +25,7 @@ GOOD = {0.05: 80.0, 0.1: 86.0, 0.3: 83.0}
 
 
 class Runs:
-    """Stands in for run.launch and compare.in_turns: writes the records that runs would leave.
+    """Stands in for start.launch and compare.in_turns: writes the records that runs would leave.
 
     lost: lr -> how such a run fails.
     """
@@ -75,7 +76,7 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs(tmp_path / "results")
-    monkeypatch.setattr(run, "launch", made.launch)
+    monkeypatch.setattr(start, "launch", made.launch)
     monkeypatch.setattr(compare, "in_turns", made.in_turns)
     return made
 

@@ -11,13 +11,13 @@ import pytest
 from birder.predict import Costs
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
-from experiments import predict_validate
 from experiments.cells import fit, predicted, published, suite, timelines
 from experiments.cells.predicted import Machine
 from experiments.config import compose
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
 from experiments.report import prediction, prediction_plots, replay_page, replayed
 from experiments.report.formats import number
+from experiments.runs import validation
 from launch.errors import UserError
 
 RESULTS = PUBLISHED
@@ -192,7 +192,7 @@ def test_bad_questions_end_with_one_line(arguments: list[str], words: str, capsy
 
 
 def test_the_commands_of_the_validation_compose() -> None:
-    every = list(predict_validate.cells(list(predict_validate.MODELS)))
+    every = list(validation.cells(list(validation.MODELS)))
     assert len(every) == 2 * 3 * 3 * 5
     for cell in every[:5] + every[-5:]:
         made = compose.compose(cell.command()[2:])
@@ -201,7 +201,7 @@ def test_the_commands_of_the_validation_compose() -> None:
 
 
 def test_a_validation_predicts_from_the_bound_and_the_link_alone() -> None:
-    cell = predict_validate.Cell("resnet50", 4, 10.0, "fp32")
+    cell = validation.Cell("resnet50", 4, 10.0, "fp32")
     bound = {"timing": {"median_ms": 1000.0, "split": {"update_ms": 50.0}}}
     own = {
         "timing": dict.fromkeys(("median_ms", "p10_ms", "p90_ms"), 1.0),
@@ -209,7 +209,7 @@ def test_a_validation_predicts_from_the_bound_and_the_link_alone() -> None:
         "link": {"mbit_per_s": 800.0},
     }
 
-    found = predict_validate.outcome(cell, bound, own, Costs())
+    found = validation.outcome(cell, bound, own, Costs())
     wire = 2 * 3 / 4 * 4 * timelines.load("resnet50_b32_tf32").elements * 8 / 800e3
     assert 1000 < found.predicted_ms < 1000 + wire
     assert found.predicted_ms > 50 + wire

@@ -16,6 +16,7 @@ from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS
 from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.config.schema_predict import Question
+from experiments.records.record import ROOT
 from launch.errors import UserError
 
 
@@ -84,4 +85,4 @@ def test_configuration_needs_no_torch() -> None:
         "compose.resolve(compose.compose(['+exp=digits']))\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=compose.ROOT, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)

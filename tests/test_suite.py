@@ -20,7 +20,7 @@ PUBLISHED = ROOT / "results/published"
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    read: dict[str, Any] = yaml.safe_load((suite.FOLDER / "bench.yaml").read_text())
+    read: dict[str, Any] = yaml.safe_load((suite.FILES.folder / "bench.yaml").read_text())
     return {**read, **changes}
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from birder import overall_ratio
-from experiments import run, sweep
+from experiments import sweep
 from experiments.config import compose, sweeps
 from experiments.records import privacy, record
 from experiments.report import tables
+from experiments.runs import start
 from launch.errors import UserError
 from launch.failure import RunFailed
 from tests.records import run as a_record
@@ -89,7 +90,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         made = a_record("Birder", 1.0, id=f"r{len(ran)}", exp="cser_imagenet", overrides=typed)
         record.write(made, tmp_path)
 
-    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(start, "launch", launch)
     monkeypatch.setattr(tables, "write", lambda *_: None)
     return ran
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run, tune
+from experiments import tune
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import record
+from experiments.runs import start
 from launch.failure import RunFailed
 
 BEST = {"birder": 3e-3, "sgdm": 0.2}
@@ -19,7 +20,7 @@ BEST = {"birder": 3e-3, "sgdm": 0.2}
 
 
 class Runs:
-    """Stands in for run.launch: writes the records that runs would leave."""
+    """Stands in for start.launch: writes the records that runs would leave."""
 
     def __init__(self, results: Path) -> None:
         self.results, self.started = results, []
@@ -46,7 +47,7 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs(tmp_path / "results")
-    monkeypatch.setattr(run, "launch", made.launch)
+    monkeypatch.setattr(start, "launch", made.launch)
     return made
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from birder.optimizers import zero_one_schedule as schedule
-from experiments import volume
+from experiments import volume as cli
 from experiments.records.record import ROOT
+from experiments.report import volume
 from launch.errors import UserError
 
 SETTING = volume.Setting()
@@ -92,20 +93,20 @@ def test_the_committed_table_is_what_the_program_makes():
 
 
 def test_the_command(tmp_path, capsys):
-    assert volume.main(["--steps", "1000", "--freeze", "100", "--doubling", "50", "--results", str(tmp_path)]) == 0
+    assert cli.main(["--steps", "1000", "--freeze", "100", "--doubling", "50", "--results", str(tmp_path)]) == 0
     written = (tmp_path / volume.TABLE).read_text(encoding="utf-8")
     assert "| as published | 1,000 |" in written
     printed = " ".join(capsys.readouterr().out.split())
     assert "Computed from the schedule, nothing was run." in printed
     assert "│ as published │ 1,000 │" in printed
     assert "Nearest here: " in printed
-    assert volume.main(["--steps", "1000", "--print-only", "--results", str(tmp_path / "none")]) == 0
+    assert cli.main(["--steps", "1000", "--print-only", "--results", str(tmp_path / "none")]) == 0
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--steps", "x"], ["--kappa", "0"], ["--limit", "-1"]])
 def test_bad_input_is_one_line(arguments, capsys):
     with pytest.raises(UserError, match=f"^{arguments[0]} must be"):
-        volume.parse(arguments)
-    assert volume.main(arguments) == 2
+        cli.parse(arguments)
+    assert cli.main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from experiments.bench.sizes import LARGE, LARGEST
+from experiments.records.record import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 OF_COPY = 0.85
 """Of a copy's bandwidth at the largest size that a kernel reaches at least."""
 OVERHEAD = 0.03

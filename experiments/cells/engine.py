@@ -33,6 +33,7 @@ from experiments.cells.suite import Cell, Suite
 from experiments.records import record
 from experiments.training import heartbeat, machine, step_profile, worker
 from experiments.training.together import gathered
+from launch import link
 from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
 from launch.spec import RunSpec
@@ -75,7 +76,7 @@ class Node:
         self.suite = Suite.model_validate(self.plan["suite"])
         self.cells = [Cell(**c) for c in self.plan["cells"]]
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        self.link = record.read_link(spec.path)
+        self.link = link.read(spec.path)
         self.rate = carried(self.link, float(self.plan["mbit"]))
         self.rounds = int(self.plan.get("steps") or self.suite.rounds_on(self.size))
         self._template = record.from_spec(spec, device="cpu") if self.rank == 0 else None

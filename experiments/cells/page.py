@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
-
-class Data(BaseModel):
-    """Plain values, each key checked. A key that nobody knows is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from experiments.config.data_files import Data
 
 
 class Section(Data):
@@ -24,7 +20,7 @@ class Section(Data):
     terminal: bool = False
     timelines: bool = False
     by_place: bool = False
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = Field(default_factory=dict)
 
 
 class Plot(Data):

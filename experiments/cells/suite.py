@@ -9,18 +9,15 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from birder.predict.timeline import Timeline
 from experiments.cells import timelines
-from experiments.cells.page import Data, Report
-from launch.errors import UserError
+from experiments.cells.page import Report
+from experiments.config.data_files import Data, DataFiles
 
-FOLDER = Path(__file__).resolve().parents[2] / "conf" / "suite"
 Share = Annotated[float, BeforeValidator(lambda text: float(Fraction(str(text)))), Field(gt=0, le=1)]
 """A share of a model's elements, as a number or as 1/48."""
 ALONE = 2
@@ -248,22 +245,5 @@ class Suite(Data):
         return found
 
 
-def names() -> list[str]:
-    """All suites of conf/suite."""
-    return sorted(p.stem for p in FOLDER.glob("*.yaml"))
-
-
-def load(name: str | Path) -> Suite:
-    """The suite `name` of conf/suite, or of a file when `name` is a path to a YAML file. Raises UserError."""
-    path = Path(name) if Path(name).suffix == ".yaml" else FOLDER / f"{name}.yaml"
-    try:
-        return Suite.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except OSError:
-        raise UserError(f"no suite '{name}'; there are: {', '.join(names())}, or the path of a YAML file") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}." for part in first["loc"])[:-1]
-        said = first["msg"].removeprefix("Value error, ")
-        raise UserError(": ".join(filter(None, [str(path), where, said[0].lower() + said[1:]]))) from None
-    except (yaml.YAMLError, ArithmeticError) as error:
-        raise UserError(f"{path} is not a readable suite: {' '.join(str(error).split())}") from None
+FILES = DataFiles("suite", Suite)
+names, load = FILES.names, FILES.load

@@ -10,9 +10,10 @@ from typing import Any
 
 from birder.predict import timeline as files
 from birder.predict.timeline import Timeline
+from experiments.records.record import ROOT
 from launch.errors import UserError
 
-FOLDER = Path(__file__).resolve().parents[2] / "results" / "timelines"
+FOLDER = ROOT / "results" / "timelines"
 
 
 def load(name: str | Path) -> Timeline:

@@ -26,6 +26,7 @@ from experiments.config.construct import WORKER as WORKER  # passed on, as `laun
 from experiments.config.construct import check_classes
 from experiments.config.construct import launcher as launcher
 from experiments.config.construct import workload as workload
+from experiments.config.data_files import CONF
 from experiments.config.explain import CONFIG_ERRORS
 from launch import hosts
 from launch.errors import UserError
@@ -33,9 +34,6 @@ from launch.spec import RunSpec
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
-
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
     resolved = resolve(composed)
     exp = resolved["exp"]
     optimizer = composed.choices.get("optimizer") or resolved["optimizer"]["_target_"].rpartition(".")[2].lower()
-    run_id = f"{new_stamp()}-{exp}-{optimizer}-{secrets.token_hex(2)}"
+    run_id = new_name(exp, optimizer)
     run_dir = Path(resolved["output_dir"]) / exp / (resolved["run_name"] or run_id)
     if (run_dir / "spec.yaml").exists():
         if resolved["resume"] != "auto":
@@ -157,9 +155,9 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
     )
 
 
-def new_stamp() -> str:
-    """The time as names of runs and groups begin with it: UTC, yyyymmdd-hhmmss."""
-    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+def new_name(*parts: str) -> str:
+    """A name that no other run or group has: the time (UTC, yyyymmdd-hhmmss), what it is, four random digits."""
+    return "-".join([datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), *parts, secrets.token_hex(2)])
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: Path = CONF) -> UserError:

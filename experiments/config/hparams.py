@@ -20,9 +20,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
+from experiments.records.record import ROOT
 from launch.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUP = "hparams"
 SECTIONS = ("train",)
 """Keys of an entry that are no arguments of the optimizer but sections of the configuration."""

@@ -6,24 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import yaml
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from experiments.config import compose
-from launch.errors import UserError
-
-FOLDER = compose.CONF / "paper"
+from experiments.config.data_files import Data, DataFiles
 
 
-class Part(BaseModel):
+class Part(Data):
     """One comparison.
 
     exp: its experiment. overrides: what it has by default. methods: optimizers to keep, None for all. accuracy: it is
     there for accuracies alone, and left out where the paper's own experiments give them.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     exp: str
     overrides: tuple[str, ...] = ()
@@ -49,10 +43,8 @@ class Part(BaseModel):
         return [m for m in known if (self.methods is None or m in self.methods) and (methods is None or m in methods)]
 
 
-class Paper(BaseModel):
+class Paper(Data):
     """volume: the bytes of whole runs are counted too (experiments/volume.py)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     parts: tuple[Part, ...]
     volume: bool = False
@@ -63,17 +55,5 @@ class Paper(BaseModel):
         return [p for p in self.parts if not (whole and p.accuracy)]
 
 
-def names() -> list[str]:
-    """All papers of conf/paper."""
-    return sorted(p.stem for p in FOLDER.glob("*.yaml"))
-
-
-def load(name: str) -> Paper:
-    """The paper `name`. Raises UserError."""
-    if name not in names():
-        raise UserError(f"no paper '{name}'; there are: {', '.join(names())}")
-    path = FOLDER / f"{name}.yaml"
-    try:
-        return Paper.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValidationError) as error:
-        raise UserError(f"{path} is not a readable paper: {' '.join(str(error).split())}") from None
+FILES = DataFiles("paper", Paper)
+names, load = FILES.names, FILES.load

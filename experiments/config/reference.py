@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -12,8 +11,9 @@ from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS, Cluster
 from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
 from experiments.config.schema_predict import Question
+from experiments.records.record import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 FREE = ("workload", "optimizer", "cluster", "scales")
 """Sections whose keys the table does not list under their own name."""

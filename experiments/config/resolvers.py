@@ -36,7 +36,7 @@ def _lr_rule(base: float, *, _root_: DictConfig) -> float:
 
 
 def _auto_scale(*, _root_: DictConfig) -> str:
-    from launch.local import visible_gpus
+    from launch.environment import visible_gpus
 
     path = _root_.data.path
     return "paper" if path is not None and Path(path).exists() and visible_gpus() else "quick"

@@ -9,23 +9,18 @@ methods:  {optimizer: {keys: arguments, settings: [their values, ...]}}; {} is t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from experiments.config.compose import CONF
+from experiments.config.data_files import Data, DataFiles
 from launch.errors import UserError
 
-FOLDER = CONF / "sweep"
 
-
-class Method(BaseModel):
+class Method(Data):
     """One optimizer's part of a grid."""
 
-    model_config = ConfigDict(extra="forbid")
-    keys: list[str] = []
-    settings: list[list[int | float]] = [[]]
+    keys: list[str] = Field(default_factory=list)
+    settings: list[list[int | float]] = Field(default_factory=lambda: [[]])
 
     @model_validator(mode="after")
     def fits(self) -> Method:
@@ -40,14 +35,17 @@ class Method(BaseModel):
         return [[f"optimizer.{k}={v:g}" for k, v in zip(self.keys, s, strict=True)] for s in self.settings]
 
 
-class Sweep(BaseModel):
+class Sweep(Data):
     """A file of conf/sweep. See the module's docstring."""
 
-    model_config = ConfigDict(extra="forbid")
     exp: str
     seeds: list[int] = Field(min_length=1)
     rates: list[float] | None = None
     methods: dict[str, Method]
+
+
+FILES = DataFiles("sweep", Sweep)
+names, load = FILES.names, FILES.load
 
 
 @dataclass(frozen=True)
@@ -60,26 +58,6 @@ class Row:
     @property
     def title(self) -> str:
         return ", ".join([self.optimizer, *(o.removeprefix("optimizer.") for o in self.overrides[2:])])
-
-
-def names() -> list[str]:
-    """All files of conf/sweep."""
-    return sorted(p.stem for p in FOLDER.glob("*.yaml"))
-
-
-def load(name: str) -> Sweep:
-    """The sweep of that name, or of a file when `name` is a path to a YAML file. Raises UserError."""
-    path = Path(name) if Path(name).suffix == ".yaml" else FOLDER / f"{name}.yaml"
-    try:
-        return Sweep.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except OSError:
-        raise UserError(f"no sweep '{name}'; there are: {', '.join(names())}, or the path of a YAML file") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not a readable sweep: {' '.join(str(error).split())[:150]}") from None
 
 
 def rows(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records import labels, privacy
+from launch import link as launch_link
 from launch.errors import UserError
 from launch.files import write_whole
 from launch.spec import RunSpec
@@ -32,8 +33,6 @@ PUBLISHED = ROOT / "results" / "published"
 """The project's evidence: tracked, written by `make publish` and `make tables` alone."""
 PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
 LINK: dict[str, Any] = {"kind": "loopback", "mbit_per_s": None, "dilation": None, "measured": False, "shaped": False}
-LINK_FILE = "link.json"
-"""In a run directory: what the launcher knows of the link."""
 BYTES: dict[str, Any] = {"payload_intra": None, "payload_inter": None, "nic_tx": None, "nic_rx": None}
 
 
@@ -273,17 +272,9 @@ def software() -> dict[str, Any]:
     return versions
 
 
-def read_link(run_dir: Path) -> dict[str, Any]:
-    """What the launcher wrote of the link of a run; empty where it wrote nothing."""
-    try:
-        return dict(json.loads((run_dir / LINK_FILE).read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
 def _link_of(spec: RunSpec) -> dict[str, Any]:
     """What the launcher wrote of the link, and over it what the user says of it (`cluster.link`)."""
-    return {**read_link(spec.path), **(spec.config["cluster"].get("link") or {})}
+    return {**launch_link.read(spec.path), **(spec.config["cluster"].get("link") or {})}
 
 
 def _link_kind(config: dict[str, Any]) -> str:

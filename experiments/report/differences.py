@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from experiments.config.same_run import CHANGED, flatten
 from experiments.records.record import ResultRecord
@@ -29,19 +30,24 @@ NOT_A_VARIANT = (
 )
 
 
-def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:
-    """For each record id, "" or " (key=value, ...)": the keys in which runs of the same method and wire differ.
+def distinguishing(config: dict[str, Any], ignore: Iterable[str] = ()) -> dict[str, Any]:
+    """The keys of a configuration that may tell variants apart, dotted, with their values.
 
     ignore: further keys, or whole sections, that do not count.
     """
     skip = (*NOT_A_VARIANT, *ignore)
+    return {k: v for k, v in flatten(config).items() if not any(k == s or k.startswith(s + ".") for s in skip)}
+
+
+def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:
+    """For each record id, "" or " (key=value, ...)": the keys in which runs of the same method and wire differ.
+
+    ignore: as in `distinguishing`.
+    """
+    ignore = tuple(ignore)
     methods: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for r in records:
-        flat = {
-            key: json.dumps(value, sort_keys=True).strip('"')
-            for key, value in flatten(r.config).items()
-            if not any(key == s or key.startswith(s + ".") for s in skip)
-        }
+        flat = {k: json.dumps(v, sort_keys=True).strip('"') for k, v in distinguishing(r.config, ignore).items()}
         methods.setdefault((r.method, r.wire), {})[r.id] = flat
     labels: dict[str, str] = {}
     for flats in methods.values():

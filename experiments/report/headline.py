@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.records import labels
+from experiments.records.record import ROOT
 from experiments.report import published
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
 
-ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE, CONF = ROOT / "Makefile", ROOT / "conf"
 
 

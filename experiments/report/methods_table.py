@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import accuracy, arithmetic, evidence, plots, sentences, speedup, turns
 from experiments.report.accuracy import AccuracyTable, Cell
-from experiments.report.differences import NOT_A_VARIANT, flatten
+from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.speedup import Row
 from experiments.report.table import WIDTH, Column, Note, Table
@@ -122,9 +122,7 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
 
 def key(config: dict[str, Any]) -> str:
     """What a method is: its configuration without what differs between its runs."""
-    skip = (*NOT_A_VARIANT, *OF_A_RUN)
-    flat = {k: v for k, v in flatten(config).items() if not any(k == s or k.startswith(s + ".") for s in skip)}
-    return json.dumps(flat, sort_keys=True)
+    return json.dumps(distinguishing(config, OF_A_RUN), sort_keys=True)
 
 
 def _shape(r: ResultRecord) -> tuple[str, int, int]:

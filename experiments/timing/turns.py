@@ -38,6 +38,7 @@ from experiments.training.method import Length
 from experiments.training.together import gathered
 from experiments.training.world import world
 from experiments.workloads.base import Shard, Workload
+from launch import link as known
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -88,7 +89,7 @@ class _World:
         self.bounds = [v for v in described if not v["config"]["comm"]["enabled"]]
         """What the comparison calls its runs without communication: the bound stands for them."""
         self.watch = Stopwatch(shard.device)
-        self.link = self._agree(lambda: record.read_link(spec.path))
+        self.link = self._agree(lambda: known.read(spec.path))
         self.shapes = bool(self.link.get("shaped")) and self.link.get("set_mbit_per_s") is None
         self.held = True
         self.mbit: float | None = None
@@ -255,7 +256,7 @@ class _World:
 
         def check() -> dict[str, Any]:
             link.ask(self.spec.path, f"check {mbit:.6g}")
-            return record.read_link(self.spec.path)
+            return known.read(self.spec.path)
 
         self.link = {**self._agree(check), "dilation": dilation}
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,22 +81,26 @@ class _Rank:
     def __init__(self, spec: RunSpec, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self.dir = spec.path
         self.on_failure = on_failure
-        self.rank = int(os.environ["RANK"])
-        self.facts = {"rank": self.rank, "node": heartbeat.own_node()}
+        self.rank, self.node = int(os.environ["RANK"]), heartbeat.own_node()
 
     def begin(self) -> None:
         """Takes the place of this rank's earlier life, if there was one."""
-        with contextlib.suppress(OSError):
-            self._file("errors").unlink()
-        self.save("running")
+        failure.begin_rank(self.dir, self.rank, self.node)
 
     def save(self, state: str) -> None:
-        self._write("ranks", {**self.facts, "pid": os.getpid(), "pid_space": process.pid_space(), "state": state})
+        failure.save_rank(self.dir, self.rank, self.node, state)
 
     def save_error(self, error: BaseException, peers: Sequence[dict[str, Any]] = ()) -> None:
-        shown = "".join(traceback.format_exception(error))
-        what = {"type": type(error).__name__, "message": str(error), "traceback": shown, "peers": list(peers)}
-        self._write("errors", {**self.facts, "time": time.time(), **what, "user_error": isinstance(error, UserError)})
+        failure.save_error(
+            self.dir,
+            self.rank,
+            self.node,
+            kind=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            user_error=isinstance(error, UserError),
+            peers=peers,
+        )
 
     def end(self, error: BaseException) -> None:
         self.save("failed")
@@ -112,17 +114,6 @@ class _Rank:
         print(f"error: {error}", file=sys.stderr)
         _flush()
         os._exit(1)
-
-    def _file(self, folder: str) -> Path:
-        return self.dir / folder / f"rank{self.rank}.json"
-
-    def _write(self, folder: str, content: dict[str, Any]) -> None:
-        target = self._file(folder)
-        partial = target.with_suffix(f".{threading.get_ident()}.tmp")  # threads end this process too
-        with contextlib.suppress(OSError):  # a full disk: the exit status must tell
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(content))
-            os.replace(partial, target)
 
 
 def _redirect_output(me: _Rank) -> None:

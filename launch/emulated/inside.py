@@ -29,6 +29,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from launch import link as links
 from launch import process
 from launch.emulated import measure, network, sandbox
 from launch.failure import Cause
@@ -36,7 +37,7 @@ from launch.files import write_whole
 from launch.process import Stopped
 from launch.supervise import Agent, supervise
 
-CONTROL, CONTROL_DONE, OUTCOME, LINK = "control", "control.done", "outcome.json", "link.json"
+CONTROL, CONTROL_DONE, OUTCOME = "control", "control.done", "outcome.json"
 
 
 class Control:
@@ -78,7 +79,7 @@ class Control:
             network.shape(node, mbit_per_s)
         if measured:
             self.link = {**self.link, "set_mbit_per_s": mbit_per_s, **measure.check(self.nodes, mbit_per_s)}
-            write_json(self.run_dir / LINK, self.link)
+            links.write(self.run_dir, self.link)
 
 
 def run(plan: dict[str, Any]) -> Cause | None:
@@ -89,7 +90,7 @@ def run(plan: dict[str, Any]) -> Cause | None:
         link = {**plan["link"], **(measure.check(nodes, rate) if rate is not None else {})}
     except network.NetworkError as error:
         return Cause(f"the emulated network could not be built: {error}")
-    write_json(run_dir / LINK, link)
+    links.write(run_dir, link)
     if link["note"]:
         with contextlib.suppress(OSError):
             os.write(0, f"{link['note']}\n".encode())

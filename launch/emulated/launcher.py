@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import failure, process
+from launch import environment, failure, link, process
 from launch.emulated import inside, network, sandbox
+from launch.environment import cores
 from launch.errors import UserError
 from launch.failure import Cause
-from launch.local import LocalLauncher, cores, terminal_fd
+from launch.local import LocalLauncher, terminal_fd
 from launch.spec import RunSpec
 
 
@@ -106,7 +107,7 @@ class EmulatedLauncher(LocalLauncher):
     def environment(self, node_rank: int) -> dict[str, str]:
         env = super().environment(node_rank)
         if self.shapes:
-            env |= {"GLOO_SOCKET_IFNAME": network.NIC, "NCCL_SOCKET_IFNAME": network.NIC, "BIRDER_NIC": network.NIC}
+            env |= environment.of_node(node_rank, network.NIC)
             # NCCL knows GPUs of one machine when it sees them and would send around the link. With more than one rank
             # per node that costs speed within the node as well; within and between cannot be told apart here.
             env |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_HOSTID": f"node{node_rank}"}
@@ -130,9 +131,9 @@ class EmulatedLauncher(LocalLauncher):
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         if not self.shapes:
             note = "one node: no link" if self.nodes == 1 else f"not shaped: {why_not()}"
-            inside.write_json(spec.path / inside.LINK, link(note=note))
+            link.write(spec.path, link.of(note=note))
             return super().run(spec_path, spec)
-        for left in (inside.CONTROL, inside.CONTROL_DONE, inside.OUTCOME, inside.LINK):
+        for left in (inside.CONTROL, inside.CONTROL_DONE, inside.OUTCOME, link.FILE):
             (spec.path / left).unlink(missing_ok=True)  # of an earlier run that is resumed
         environments = [self.environment(k) for k in range(self.nodes)]
         common = dict(set.intersection(*(set(env.items()) for env in environments)))
@@ -143,7 +144,7 @@ class EmulatedLauncher(LocalLauncher):
             "nodes": self.nodes,
             "mbit_per_s": rate,
             "silence_s": self.silence_s,
-            "link": link(
+            "link": link.of(
                 kind="emulated",
                 shaped=True,
                 set_mbit_per_s=rate,
@@ -202,29 +203,6 @@ def capacity_gbps(nodes: int, cores: int) -> float:
     """
     per_core = 5.0 if nodes <= 2 * cores else 4.0
     return per_core * min(2.0, cores / nodes)
-
-
-def link(
-    *,
-    kind: str = "loopback",
-    shaped: bool = False,
-    set_mbit_per_s: float | None = None,
-    link_gbps: float | None = None,
-    dilation: float | None = None,
-    note: str | None = None,
-) -> dict[str, Any]:
-    """`<run_dir>/link.json` before anything is measured."""
-    return {
-        "kind": kind,
-        "shaped": shaped,
-        "measured": False,
-        "mbit_per_s": None,
-        "set_mbit_per_s": set_mbit_per_s,
-        "link_gbps": link_gbps,
-        "dilation": dilation,
-        "off_by": None,
-        "note": note,
-    }
 
 
 def why_not() -> str | None:

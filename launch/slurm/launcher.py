@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import failure, process
+from launch import failure, link, process
 from launch.base import Launcher
 from launch.errors import UserError
 from launch.slurm import job as slurm_job
@@ -28,8 +28,6 @@ from launch.slurm.job import NoController, State, Tail
 from launch.spec import RunSpec
 
 NODE_PROGRAM = Path(__file__).resolve().with_name("node.py")
-_LINK = {"kind": "network", "shaped": False, "measured": False, "mbit_per_s": None, "set_mbit_per_s": None}
-_LINK |= {"link_gbps": None, "dilation": None, "off_by": None, "note": None}
 _REMIND_S = 300.0  # between two words about a job that waits for the same reason
 
 _BODY = """\
@@ -203,7 +201,7 @@ class SlurmLauncher(Launcher):
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         logs = spec.path / "logs"
         logs.mkdir(exist_ok=True)
-        (spec.path / "link.json").write_text(json.dumps(_LINK))
+        link.write(spec.path, link.of(kind="network"))
         (spec.path / "job.sh").write_text(self.script(spec))
         output, log = Tail(logs / "output.log"), Tail(logs / "slurm.log")
         with process.stop_signals():

@@ -18,25 +18,20 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from launch import environment as common
 from launch import probe
-from launch.local import _STALE, _STALE_PREFIXES, cores, visible_gpus
 
 
 def environment(
     inherited: Mapping[str, str], *, node: int, interface: str, ranks: int, backend: str = "auto"
 ) -> dict[str, str]:
     """Environment of this node's ranks. `inherited`: the job's own."""
-    env = {k: v for k, v in inherited.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
+    env = common.fresh(inherited, ranks)
     for name in ("BIRDER_TERMINAL", "BIRDER_NIC"):
         env.pop(name, None)
-    if backend != "nccl" and 0 < len(visible_gpus()) < ranks:
+    if backend != "nccl" and 0 < len(common.visible_gpus()) < ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""  # ranks that share a GPU would time each other, not themselves
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    env |= {"BIRDER_NODE": str(node), "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    if interface != "lo":
-        env["BIRDER_NIC"] = interface
-    env["PYTHONUNBUFFERED"] = "1"
-    return env
+    return env | common.of_node(node, interface)
 
 
 def main(arguments: list[str]) -> None:

@@ -62,7 +62,9 @@ class Connections:
             for node, command in commands.items():
                 said[node] = tempfile.TemporaryFile()  # noqa: SIM115 closed below
                 with open(stdin, "rb") as source, open(outputs[node], "wb") as output:
-                    running[node] = start(self.command(node, command), source, output, said[node])
+                    running[node] = process.attached(
+                        self.command(node, command), stdin=source, stdout=output, stderr=said[node]
+                    )
             deadline = time.monotonic() + _PATIENCE_S
             codes: dict[int, int | None] = {}
             for node, asked in running.items():
@@ -92,19 +94,6 @@ def _answer(python: str, output: Path, code: int | None, said: str) -> dict[str,
     with contextlib.suppress(IndexError, ValueError):
         return dict(json.loads(output.read_text(errors="replace").splitlines()[-1]))
     return {"error": said or f"no answer from {python}"}
-
-
-def start(command: list[str], stdin: Any, stdout: Any, stderr: Any) -> subprocess.Popen:
-    """Starts ssh out of reach of the terminal's Ctrl-C; it ends with this process, and what it holds with it."""
-    parent = os.getpid()
-    return subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        preexec_fn=lambda: process.die_with_parent(parent),
-    )
 
 
 def close(running: list[subprocess.Popen]) -> None:

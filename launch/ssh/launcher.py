@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import failure, probe, process
+from launch import environment, failure, link, probe, process
 from launch.base import ROOT, Launcher, _count
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -30,9 +30,6 @@ from launch.local import terminal_fd
 from launch.spec import RunSpec
 from launch.ssh import connection
 from launch.ssh.connection import Connections
-
-_LINK = {"kind": "network", "shaped": False, "measured": False, "mbit_per_s": None, "set_mbit_per_s": None}
-_LINK |= {"link_gbps": None, "dilation": None, "off_by": None, "note": None}
 
 
 class SshLauncher(Launcher):
@@ -119,18 +116,15 @@ class SshLauncher(Launcher):
 
     def environment(self, node_rank: int) -> dict[str, str]:
         """What is set for one node's ranks on the command line."""
-        nic = self.routes[node_rank]["interface"]
-        env = {"BIRDER_NODE": str(node_rank), "GLOO_SOCKET_IFNAME": nic, "NCCL_SOCKET_IFNAME": nic}
-        if nic != "lo":
-            env["BIRDER_NIC"] = nic
+        env = environment.of_node(node_rank, self.routes[node_rank]["interface"])
         if self.hide_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ""  # ranks that share a GPU would time each other, not themselves
-        env |= {"BIRDER_TERMINAL": "stdin", "PYTHONUNBUFFERED": "1", **self.torchrun_environment()}
+        env |= {"BIRDER_TERMINAL": "stdin", **self.torchrun_environment()}
         return env | {name: str(value) for name, value in self.env.items() if value is not None}
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         print("hosts: " + ", ".join(f"{k} {host}" for k, host in enumerate(self.hosts)), flush=True)
-        (spec.path / "link.json").write_text(json.dumps(_LINK))
+        link.write(spec.path, link.of(kind="network"))
         (spec.path / "logs").mkdir(exist_ok=True)
         shutil.rmtree(spec.path / "agents", ignore_errors=True)
         running: list[subprocess.Popen] = []
@@ -156,8 +150,9 @@ class SshLauncher(Launcher):
 
     def _start(self, node: int, spec_path: Path, spec: RunSpec) -> subprocess.Popen:
         with open(_ssh_log(spec, node), "ab") as log:
-            started = connection.start(self.command(spec_path, spec, node), subprocess.PIPE, terminal_fd(), log)
-        files = [] if self.shared[node] else [spec_path, spec.path / "link.json"]
+            command = self.command(spec_path, spec, node)
+            started = process.attached(command, stdin=subprocess.PIPE, stdout=terminal_fd(), stderr=log)
+        files = [] if self.shared[node] else [spec_path, spec.path / link.FILE]
         passed_on = {name: os.environ[name] for name, value in self.env.items() if value is None}
         request: dict[str, Any] = {"files": {f.name: f.read_text() for f in files}, "environment": passed_on}
         request["silence_s"] = self.silence_s

@@ -23,8 +23,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from launch import failure, process
-from launch.local import _STALE, _STALE_PREFIXES, cores
+from launch import environment, failure, process
+from launch.files import write_whole
 from launch.stopped import StoppedWatch
 
 KEPT = ("logs", "ranks", "errors", "agents", "curve.csv")
@@ -45,10 +45,8 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
         run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in request["files"].items():
         (run_dir / name).write_text(text)
-    env = {k: v for k, v in os.environ.items() if k not in _STALE and not k.startswith(_STALE_PREFIXES)}
-    env |= request["environment"]
     ranks = int(command[command.index("--nproc-per-node") + 1])
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    env = environment.fresh(os.environ, ranks) | request["environment"]
     started: list[subprocess.Popen] = []
     try:
         with process.stop_signals():
@@ -94,9 +92,7 @@ def _report(node: int, run_dir: Path, code: int | None) -> None:
     vanished = [r for r in failure.vanished(run_dir) if int(r["node"]) == node] if code != 0 else []
     target = run_dir / "agents" / f"node{node}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".tmp")
-    partial.write_text(json.dumps({"code": code, "vanished": vanished}))
-    os.replace(partial, target)
+    write_whole(target, json.dumps({"code": code, "vanished": vanished}))
 
 
 if __name__ == "__main__":

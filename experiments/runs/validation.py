@@ -20,12 +20,13 @@ from typing import Any
 
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, measure_kernels, simulate
 from experiments.cells import timelines
+from experiments.cells.predicted import Case
+from experiments.records.record import ROOT
 from experiments.report.formats import number
 from experiments.report.prediction import HEAD, Outcome, line
 from experiments.report.table import Table
 from launch.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"resnet50": "resnet50_b32_tf32", "bert_squad": "bert_base_b12_tf32"}
 """Experiment of conf/exp, and the timeline whose order of gradients is taken."""
 NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
@@ -78,8 +79,6 @@ def cells(exps: Sequence[str]) -> Iterator[Cell]:
 
 def outcome(cell: Cell, bound: dict[str, Any], own: dict[str, Any], costs: Costs) -> Outcome:
     """A cell beside what the bound and the link alone make one expect."""
-    from experiments.cells.predicted import Case
-
     shape = timelines.load(MODELS[cell.exp])
     update = float(bound["timing"]["split"].get("update_ms") or 0.0)
     factor = (float(bound["timing"]["median_ms"]) - update) / shape.step_ms

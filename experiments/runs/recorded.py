@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments import run
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import labels, privacy, record
 from experiments.records.record import ResultRecord
+from experiments.report import tables
 from experiments.report.accuracy import HELD_OUT
-from experiments.report.differences import NOT_A_VARIANT, flatten
+from experiments.report.differences import distinguishing
+from experiments.runs import command, start
 from launch.errors import UserError
 from launch.failure import RunFailed
 
@@ -24,13 +26,9 @@ DIVERGED = "the loss is "
 
 def identity(config: dict[str, Any]) -> str:
     """What two runs must share to be the same run: seed, shape, link and every key that may tell variants apart."""
-    flat = {
-        key: value
-        for key, value in flatten(config).items()
-        if not any(key == skip or key.startswith(skip + ".") for skip in NOT_A_VARIANT)
-    }
     cluster = [config["cluster"].get(key) for key in OF_THE_CLUSTER]
-    return json.dumps([config["exp"], config["seed"], config["scale"]["name"], cluster, flat], sort_keys=True)
+    about = [config["exp"], config["seed"], config["scale"]["name"], cluster, distinguishing(config)]
+    return json.dumps(about, sort_keys=True)
 
 
 def name_of(composed: Composed) -> str:
@@ -40,7 +38,7 @@ def name_of(composed: Composed) -> str:
 
 def counts(r: ResultRecord) -> bool:
     """Whether the run need not be tried again: it ended well, or its loss became no number."""
-    return r.status == "completed" or DIVERGED in (r.reason or "")
+    return r.status == "completed" or diverged(r.reason)
 
 
 def score(r: ResultRecord | None) -> float | None:
@@ -90,12 +88,31 @@ class Recorded:
             return None
         print(f"{title}: ", end="", flush=True)
         try:
-            run.launch(composed, command=run.typed("run", composed.overrides), group=group)
+            start.launch(composed, command=command.typed("run", composed.overrides), group=group)
         except (RunFailed, UserError) as error:
-            run.report(error)
-            self.failed += not (isinstance(error, RunFailed) and DIVERGED in str(error))
+            command.report(error)
+            self.failed += not (isinstance(error, RunFailed) and diverged(str(error)))
         self.read(resolved["results_dir"])
         return self.known.get(name)
+
+    def close(self, results_dir: str) -> int:
+        """Brings the experiment's tables up to date and says where they are and what failed. Returns the exit status."""
+        return close(results_dir, self.exp, self.failed)
+
+
+def close(results_dir: str, exp: str, failed: int, of: str = "", *, written: bool = True) -> int:
+    """The end of a command that goes on where it stopped. written: whether there is anything new for the tables."""
+    if written:
+        tables.write(results_dir, exp)
+        print(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
+    if failed:
+        print(f"{failed}{of} runs failed: the same command tries them again", file=sys.stderr)
+    return int(failed > 0)
+
+
+def diverged(reason: str | None) -> bool:
+    """Whether a failure is the method's own doing: its loss became no number."""
+    return DIVERGED in (reason or "")
 
 
 def told(r: ResultRecord) -> str:

@@ -1,0 +1,1 @@
+"""How commands start runs, find those that have been made, and end."""

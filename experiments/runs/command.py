@@ -1,0 +1,65 @@
+"""What all commands have in common: how a script begins, how it ends, and its command line as it was typed."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec
+
+from experiments.config.kinds import one_line
+from launch import interrupt
+from launch.errors import UserError
+from launch.failure import RunFailed
+from launch.process import Stopped
+
+LONGEST = 290
+"""Characters of a message about bad input."""
+Arguments = ParamSpec("Arguments")
+
+
+def start(main: Callable[[], int]) -> NoReturn:
+    """The end of a script's file: runs it. Ctrl-C, which ended it without a word while it imported, is heard from here on."""
+    interrupt.is_heard()
+    sys.exit(main())
+
+
+def told(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """A command whose errors are told in one line and end it with their exit status."""
+
+    @functools.wraps(main)
+    def ends_well(*arguments: Arguments.args, **options: Arguments.kwargs) -> int:
+        try:
+            return main(*arguments, **options)
+        except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
+            return report(error)
+
+    return ends_well
+
+
+def report(error: BaseException) -> int:
+    """Tells the user in one line what ended a run, and returns the exit status."""
+    if isinstance(error, UserError):
+        print("error:", one_line(" ".join(str(error).split()), LONGEST), file=sys.stderr, flush=True)
+        return 2
+    if isinstance(error, RunFailed):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted: every process of the run has ended", file=sys.stderr, flush=True)
+        return 130
+    if isinstance(error, Stopped):
+        print(f"{error}: every process of the run has ended", file=sys.stderr, flush=True)
+        return error.code
+    raise error
+
+
+def typed(script: str, arguments: list[str]) -> str:
+    """The command line as the user would type it again."""
+    return shlex.join(["python", f"experiments/{script}.py", *arguments])
+
+
+def names(option: str | None) -> list[str] | None:
+    """The names in an option's value, separated by commas; None where the option was not given."""
+    return None if option is None else [name for name in option.split(",") if name]
