@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, Method, Timeline, simulate
+from birder.predict import METHODS, Cluster, Costs, Layout, Link, Method, Timeline, simulate
 from birder.predict.methods import Round
 from experiments.cells import published
 
@@ -56,13 +56,7 @@ def bert_xl() -> SHAPES:
 
 def even(name: str, gpu: str, shapes: SHAPES, compute_ms: float) -> Timeline:
     """A third of the computing forward, the rest backward, in which gradients come evenly, the last parameter's first."""
-    forward, total = compute_ms / 3, len(shapes)
-    gradients = tuple(
-        Gradient(n, shape, forward + (compute_ms - forward) * (total - place) / total)
-        for place, (n, shape) in enumerate(shapes)
-    )
-    inside = IntraNode(0.0, 0.0, 0.0, "not used")
-    return Timeline(name, name, gpu, "stated", 1, 8, forward, compute_ms, gradients, inside, source="stated")
+    return published.evenly(name, gpu, shapes, compute_ms / 3, 2 * compute_ms / 3, precision="stated", source="stated")
 
 
 def ms(t: Timeline, cluster: Cluster, method: Method, layout: Layout | None = None) -> float:

@@ -13,8 +13,7 @@ from experiments.cells.model import ReplayModel
 from experiments.cells.scaling import Scaled
 from experiments.cells.setup import Setup
 from experiments.cells.suite import Suite
-from experiments.training import machine
-from experiments.training.together import gathered
+from experiments.training.together import gathered, memory_left
 
 SHARE = 0.8
 """Share of the memory available that setups may take together."""
@@ -41,7 +40,7 @@ class Setups:
             self._first.setdefault(s.key, s)
 
     def __enter__(self) -> Setups:
-        budget, before = self._budget(), memory.resident()
+        budget, before = memory_left(SHARE), memory.resident()
         waiting = list(self._first.values())
         spare = NEED * max(s.elements for s in waiting)  # where one that is not held is made
         while waiting:
@@ -99,8 +98,3 @@ class Setups:
                 p.detach().fill_(0.0)  # memory that was only asked for is not there yet
             self._memory[form] = first
         return ReplayModel(scaled.replayed, 0.0, fraction=fraction, like=self._memory[form])
-
-    def _budget(self) -> float:
-        """Bytes that this node's setups may take, the same on all."""
-        readings = gathered(machine.read())
-        return SHARE * min(r.free / machine.ranks_here(readings, rank) for rank, r in enumerate(readings))

@@ -25,9 +25,8 @@ from experiments.cells.selection import flattened, select
 from experiments.cells.suite import Cell, Suite
 from experiments.cells.traffic import BUCKET_MB, bucket_delay_ms
 from experiments.records.record import ResultRecord
+from launch.emulated.network import GOODPUT
 
-GOODPUT = 0.945
-"""Share of a link's set rate that TCP carries, as launch/emulated/network.py has it."""
 BURST_BYTES = 80e3
 """The token bucket of an emulated link (docs/replay.md)."""
 WHOLE = 1e4

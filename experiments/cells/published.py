@@ -12,7 +12,9 @@ Source of the times: the 1-bit Adam paper's profile of BERT-Large pre-training w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, Timeline, simulate
 
@@ -72,6 +74,26 @@ class Beside:
     by_nodes: float | None = None
 
 
+def evenly(
+    name: str,
+    gpu: str,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    forward: float,
+    backward: float,
+    *,
+    precision: str,
+    batch: int = 1,
+    **about: Any,
+) -> Timeline:
+    """A model whose gradients come evenly over backward, the last parameter's first. Times in ms."""
+    total = len(shapes)
+    gradients = tuple(
+        Gradient(n, shape, forward + backward * (total - place) / total) for place, (n, shape) in enumerate(shapes)
+    )
+    inside = IntraNode(0.0, 0.0, 0.0, "not used")
+    return Timeline(name, name, gpu, precision, batch, 8, forward, forward + backward, gradients, inside, **about)
+
+
 def bert_large(forward: float, backward: float, update: float, batch: int) -> Timeline:
     """BERT-Large for pre-training. Gradients come evenly over backward; the decoder's weight is the word embedding's."""
     h, f = HIDDEN, FEED
@@ -98,15 +120,8 @@ def bert_large(forward: float, backward: float, update: float, batch: int) -> Ti
         ("head.bias", (WORDS,)),
         ("next", (2, h)),
     ]
-    total = len(shapes)
-    gradients = tuple(
-        Gradient(name, shape, forward + backward * (total - place) / total)
-        for place, (name, shape) in enumerate(shapes)
-    )
-    return Timeline(
-        "bert_large", "bert_large", "v100", "fp16", batch, 8, forward, forward + backward, gradients,
-        IntraNode(0.0, 0.0, 0.0, "not used"), source="1-bit Adam, Table 1", update_ms=update,
-    )  # fmt: skip
+    about: dict[str, Any] = {"precision": "fp16", "batch": batch, "source": "1-bit Adam, Table 1", "update_ms": update}
+    return evenly("bert_large", "v100", shapes, forward, backward, **about)
 
 
 def _step(t: Timeline, network: str, nodes: int, gpus: int, method: str, ring: bool) -> float:

@@ -125,14 +125,7 @@ def unknown(key: str, known: Sequence[str]) -> UserError:
 
 def arguments(cls: type, section: dict[str, Any], prefix: str) -> None:
     """Raises UserError unless `section` suits the constructor of `cls`: names and types as it declares them."""
-    model = signature(cls)
-    values = {key: value for key, value in section.items() if key != "_target_"}
-    errors = _errors(model, values)
-    for error in errors:
-        key, field = _at(model, error["loc"])
-        if error["type"] in ("extra_forbidden", "invalid_key"):
-            raise unknown(_join(prefix, *error["loc"]), [_join(prefix, *path) for path, _ in fields(model)])
-        raise _error(prefix, key, field, error, values)
+    check_section(signature(cls), {key: value for key, value in section.items() if key != "_target_"}, prefix)
 
 
 def _parts(config: dict[str, Any]) -> Iterator[tuple[str, type[BaseModel], Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from experiments.records import labels, record
 from experiments.timing import intervals
 from experiments.timing.entries import Entry, Variant
 from experiments.timing.plan import spec_of
-from experiments.training import clock
+from experiments.training import clock, traffic
 from experiments.workloads.base import all_sum
 
 if TYPE_CHECKING:
@@ -62,12 +61,8 @@ def _measured(world: _World, entry: Entry) -> dict[str, Any]:
     variant = entry if isinstance(entry, Variant) else None
     told = variant.told if variant else None
     sent = variant.sent if variant else [0, 0, 0]
-    intra, inter = all_sum([float(sent[0]), float(sent[1])], shard)
-    nic = entry.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
-    tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], shard)
     state = all_sum([float(variant.state_bytes if variant else 0)], shard)[0] / shard.world_size
     steps = sum(entry.steps)
-    per = world.spec.nodes * steps
     samples = world.workload.samples(int(settings["batch_per_rank"])) * int(settings["accumulate"]) * shard.world_size
     uneven = told is not None and told.uneven
     timing = clock.summary(
@@ -81,12 +76,7 @@ def _measured(world: _World, entry: Entry) -> dict[str, Any]:
     timing["update_ms"] = round(1000 * float(np.mean(updates)), 3) if updates else None
     return {
         "timing": timing,
-        "bytes_per_step": {
-            "payload_intra": round(intra / per),
-            "payload_inter": round(inter / per),
-            "nic_tx": None if unknown else round(tx / per),
-            "nic_rx": None if unknown else round(rx / per),
-        },
+        "bytes_per_step": traffic.per_step(sent, entry.nic, world.spec.nodes, steps, shard),
         "collectives_per_step": round(sent[2] / steps, 2),
         "rounds_per_step": round((told.per_step if told else None) or 0.0, 4),
         "state_bytes_per_rank": round(state),

@@ -35,7 +35,7 @@ from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import link, machine
 from experiments.training.clock import Stopwatch
 from experiments.training.method import Length
-from experiments.training.together import gathered
+from experiments.training.together import gathered, memory_left
 from experiments.training.world import world
 from experiments.workloads.base import Shard, Workload
 from launch import link as known
@@ -308,11 +308,9 @@ class _World:
 
     def _memory(self) -> float:
         """Bytes that the methods of one rank may take, the same on all."""
-        readings = gathered(machine.read())
-        mine = readings[self.shard.rank].free / machine.ranks_here(readings, self.shard.rank)
         if self.shard.device.type == "cuda":
-            mine = min(mine, float(torch.cuda.mem_get_info(self.shard.device)[0]))
-        return MEMORY * min(gathered(mine))
+            return memory_left(MEMORY, float(torch.cuda.mem_get_info(self.shard.device)[0]))
+        return memory_left(MEMORY)
 
     def _at(self, entry: Entry) -> None:
         """Leaves word whose turn it is, for whoever finds the world broken."""

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from experiments.training.together import gathered
+
 ROUND = 16
 """Steps after which a device is waited for and its events are read."""
 
@@ -104,10 +106,7 @@ class StepClock:
         not the median says what training costs.
         """
         self.settle()
-        per_rank: list[Any] = [self.steps]
-        if dist.is_initialized():
-            per_rank = [None] * dist.get_world_size()
-            dist.all_gather_object(per_rank, self.steps)
+        per_rank = gathered(self.steps) if dist.is_initialized() else [self.steps]
         if not self.steps:
             return {"steps": 0}
         return summary(1000 * np.array(per_rank).max(axis=0), samples_per_step, uneven, self.split())

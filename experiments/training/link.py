@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.records import labels
+from experiments.training.together import gathered
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -84,9 +85,7 @@ def probe(per_node: int, device: torch.device) -> float | None:
         if number:
             took.append(time.perf_counter() - began)
     mine = statistics.median(took) if rank % per_node == 0 else 0.0
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return round(8e-6 * PROBE_MB * 2**20 / max(everyone), 1)
+    return round(8e-6 * PROBE_MB * 2**20 / max(gathered(mine)), 1)
 
 
 def capacity(config: dict[str, Any], dilation: float) -> float:

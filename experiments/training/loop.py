@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from experiments.records import labels, record
-from experiments.training import link, step_profile
+from experiments.training import link, step_profile, traffic
 from experiments.training.clock import StepClock
 from experiments.training.method import Length, Method
 from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.rounds import Rounds
 from experiments.training.sharded import gathered, wrap
+from experiments.training.together import gathered as everyones
 from experiments.training.track import Tracker
 from experiments.training.virtual import VirtualMethod
 from experiments.training.world import world
@@ -65,7 +65,7 @@ class _Run:
         self.rounds = Rounds(self.attachment.counter)
         asked = self.config.get("profile")
         self.profile = step_profile.Kept(int(asked["steps"])) if asked else None
-        self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
+        self.nic = NicMeter(blind=self.virtual or past_the_counters(dist.get_backend()))
         self.method.seed(spec.seed, shard.rank)
         save = self.config["checkpoint"]
         self.checkpoints = Checkpoints(
@@ -180,19 +180,12 @@ class _Run:
         if not self.virtual:
             timing = self.clock.summary(samples, uneven=self.rounds.uneven)
         spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
-        intra, inter = all_sum([float(counter.intra), float(counter.inter)], self.shard)
-        # The ranks of a node share its interface: the first of them speaks for all.
-        nic = self.nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
-        tx, rx, unknown = all_sum([*map(float, nic or (0, 0)), float(nic is None)], self.shard)
-        known = steps and not unknown and not self.virtual
+        sent = traffic.per_step((counter.intra, counter.inter), self.nic, spec.nodes, steps, self.shard)
         state = all_sum([float(self.method.state_bytes())], self.shard)[0] / self.world_size
-        profiles: list[Any] = [None] * self.shard.world_size
-        if self.profile is not None:
-            dist.all_gather_object(profiles, self.profile)
+        profiles = [] if self.profile is None else everyones(self.profile)
         if not self.main:
             return
         name = self.workload.metric
-        per = spec.nodes * steps
         metric = {
             "name": name,
             "value": self.metrics.get(name),
@@ -206,12 +199,7 @@ class _Run:
                 spec,
                 data={"name": self.workload.data_name, "synthetic": self.workload.synthetic},
                 timing=timing,
-                bytes_per_step={
-                    "payload_intra": round(intra / per) if steps else None,
-                    "payload_inter": round(inter / per) if steps else None,
-                    "nic_tx": round(tx / per) if known else None,
-                    "nic_rx": round(rx / per) if known else None,
-                },
+                bytes_per_step=sent,
                 collectives_per_step=round(counter.collectives / steps, 2) if steps else None,
                 rounds_per_step=round(self.rounds.per_step or 0.0, 4) if steps else None,
                 state_bytes_per_rank=round(state),
@@ -226,7 +214,7 @@ class _Run:
         typical = "virtual workers: no times" if self.virtual else "too few steps to time"
         typical = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing["steps"] else typical
         print(f"{typical}{value}; record {written}", flush=True)
-        if self.profile is not None:
+        if profiles:
             title = f"{labels.method(self.config)}, {spec.exp}, {spec.nodes} x {spec.ranks_per_node}"
             for path in step_profile.write(profiles, spec.path / "profile", title):
                 print(f"profile {path}", flush=True)

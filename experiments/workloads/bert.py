@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from experiments.workloads.ordering import Shuffled
 from launch.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -21,6 +22,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "xl": {"hidden_size": 2560, "num_hidden_layers": 34, "num_attention_heads": 40, "intermediate_size": 10240},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
 }
+
+
+class Text(Shuffled):
+    """A workload of a transformer: samples are sequences, biases and LayerNorm weights do not decay."""
+
+    sample = "sequences"
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        """Two groups: matrices with `weight_decay`; biases and LayerNorm weights (one dimension) without."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
 
 
 def check_model(model: str | None, init: str | None, preset: str) -> None:
@@ -100,8 +115,10 @@ def word_tokenizer(texts: Iterable[str], size: int) -> Any:
     )
 
 
-def load_tokenizer(model: str) -> Any:
-    """The fast tokenizer of a checkpoint. Raises UserError when there is none."""
+def load_tokenizer(model: str | None, texts: Iterable[str], size: int) -> Any:
+    """The fast tokenizer of a checkpoint; None: one of `word_tokenizer`. Raises UserError when there is none."""
+    if model is None:
+        return word_tokenizer(texts, size)
     from transformers import AutoTokenizer
 
     tokenizer = load(AutoTokenizer, model, use_fast=True)
@@ -149,12 +166,3 @@ def load_model(
         base.pooler = None
     net.train()
     return net
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with `weight_decay`; biases and LayerNorm weights (one dimension) without."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
-from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
+from experiments.workloads.base import Batch, Shard, all_sum
+from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.squad_data import Question, find_file, read_hub, read_json, synthetic_questions
 from experiments.workloads.squad_metric import best_spans, em_f1_sums
 from launch.errors import UserError
@@ -24,7 +23,7 @@ HEADS = ("cls.", "qa_outputs.")
 """Beginnings of the parameters' names that pre-training and fine-tuning do not share."""
 
 
-class BertSquad(Workload):
+class BertSquad(bert.Text):
     """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
 
     embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
@@ -48,7 +47,6 @@ class BertSquad(Workload):
     name = "bert_squad"
     metric = "f1"
     target = None  # the paper's F1 could not be found
-    sample = "sequences"
 
     def __init__(
         self,
@@ -118,11 +116,8 @@ class BertSquad(Workload):
             if self.held_out >= len(train):
                 raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training questions")
             train, held = train[: -self.held_out], train[-self.held_out :]  # the last articles: no text is in both
-        if self.model is None:
-            texts = [text for q in train for text in (q.question, q.context)]
-            self.tokenizer = bert.word_tokenizer(dict.fromkeys(texts), self.vocab_size)
-        else:
-            self.tokenizer = bert.load_tokenizer(self.model)
+        texts = dict.fromkeys(text for q in train for text in (q.question, q.context))
+        self.tokenizer = bert.load_tokenizer(self.model, texts, self.vocab_size)
         self._pad = int(self.tokenizer.pad_token_id or 0)
         self._typed = "token_type_ids" in self.tokenizer.model_input_names
         self._train = _Windows(self, train, with_offsets=False)
@@ -139,18 +134,14 @@ class BertSquad(Workload):
         net = bert.load_model(AutoModelForQuestionAnswering, self.model, self.init, self.preset, words, self.seq_len)
         return net if self.weights is None else weights.put(net, self.weights, HEADS)
 
-    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
+    @property
+    def training_samples(self) -> int:
+        return len(self._train)
 
-    def train_batches(
-        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
-    ) -> Iterator[Batch]:
-        for _, indices in batch_indices(
-            len(self._train), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-        ):
-            batch = self._inputs(self._train, indices.numpy(), shard.device)
-            answer = torch.from_numpy(self._train.answers[indices.numpy()]).to(shard.device, torch.int64)
-            yield {**batch, "start_positions": answer[:, 0], "end_positions": answer[:, 1]}
+    def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
+        inputs = self._inputs(self._train, indices.numpy(), shard.device)
+        answer = torch.from_numpy(self._train.answers[indices.numpy()]).to(shard.device, torch.int64)
+        return {**inputs, "start_positions": answer[:, 0], "end_positions": answer[:, 1]}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**batch).loss
@@ -191,9 +182,6 @@ class BertSquad(Workload):
                     texts[question] = questions[question].context[begin:end]
                     scores[question] = span.score
         return texts
-
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        return bert.decay_groups(model, weight_decay)
 
     def _file(self, split: str) -> Path:
         return find_file(self.data_path, self.train_file if split == "train" else self.dev_file, split)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from experiments.workloads.base import Shard, all_sum
-from experiments.workloads.files import read_text, text_files
+from experiments.workloads.files import from_hub, read_text, text_files
 from experiments.workloads.squad_data import synthetic_questions
 from launch.errors import UserError
 
 SYNTHETIC_PARAGRAPHS = 1500
+CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
 
 
 def corpus_name(data_path: str | None, dataset: str, config: str | None) -> str:
@@ -39,21 +43,22 @@ def read_lines(data_path: str | None, dataset: str, config: str | None, document
 
 
 def _hub_lines(dataset: str, config: str | None, documents: int | None) -> list[str]:
-    import datasets
+    def read(table: Any) -> list[str]:
+        return [line for text in table["text"] for line in text.splitlines() if line.strip()]
 
-    datasets.disable_progress_bars()
     part = "train" if documents is None else f"train[:{documents}]"
-    try:
-        table: Any = datasets.load_dataset(dataset, config, split=part)
-        lines = [line for text in table["text"] for line in text.splitlines() if line.strip()]
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        raise UserError(
-            f"cannot load {dataset} from the hub ({type(error).__name__}): give text with data.path=PATH,"
-            " or workload.dataset=synthetic"
-        ) from error
+    lines = from_hub(dataset, config, split=part, read=read, instead="text with data.path=PATH")
     if not lines:
         raise UserError(f"{dataset} holds no text in its column 'text'")
     return lines
+
+
+def token_stream(tokenizer: Callable[[list[str]], Any], lines: list[str]) -> Tensor:
+    """The tokens of all lines, one after the other: int32[N]. tokenizer: gives "input_ids" for some lines."""
+    pieces: list[np.ndarray] = []
+    for first in range(0, len(lines), CHUNK):
+        pieces += [np.array(ids, dtype=np.int32) for ids in tokenizer(lines[first : first + CHUNK])["input_ids"]]
+    return torch.from_numpy(np.concatenate(pieces))
 
 
 def hold_out(sequences: Tensor, fraction: float, name: str) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from launch.errors import UserError
 
+Read = TypeVar("Read")
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
 
 
@@ -68,6 +71,21 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"data.path: {file} is not UTF-8 text (byte {error.start})") from error
+
+
+def from_hub(dataset: str, *name: str | None, split: str, read: Callable[[Any], Read], instead: str) -> Read:
+    """What `read` makes of a data set of the hub. Raises UserError where it cannot be had; instead: what to give then."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return read(datasets.load_dataset(dataset, *name, split=split))
+    except UserError:
+        raise
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise UserError(
+            f"cannot load {dataset} from the hub ({type(error).__name__}): give {instead}, or workload.dataset=synthetic"
+        ) from error
 
 
 def no_synthetic(what: str) -> UserError:

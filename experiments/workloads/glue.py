@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.base import Batch, Shard, all_sum
 from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
-from experiments.workloads.ordering import batch_indices, fixed_choice, steps_per_epoch
+from experiments.workloads.ordering import fixed_choice
 from launch.errors import UserError
 
 
-class Glue(Workload):
+class Glue(bert.Text):
     """One sample is one sentence, or one pair, padded or cut to `seq_len` tokens. Evaluated on the development set.
 
     task:           cola | sst2 | mrpc | stsb | qqp | mnli (matched) | qnli | rte | wnli.
@@ -29,7 +26,6 @@ class Glue(Workload):
     """
 
     name = "glue"
-    sample = "sequences"
     target = None  # the paper's scores could not be found
 
     def __init__(
@@ -75,11 +71,8 @@ class Glue(Workload):
     def prepare(self, shard: Shard) -> None:
         train = self._examples("train", self.train_examples)
         dev = self._examples("dev", self.dev_examples)
-        if self.model is None:
-            texts = dict.fromkeys(text for example in train for text in example.texts)
-            self.tokenizer = bert.word_tokenizer(texts, self.vocab_size)
-        else:
-            self.tokenizer = bert.load_tokenizer(self.model)
+        texts = dict.fromkeys(text for example in train for text in example.texts)
+        self.tokenizer = bert.load_tokenizer(self.model, texts, self.vocab_size)
         self._train, self._dev = self._tokenized(train), self._tokenized(dev)
 
     def build_model(self) -> nn.Module:
@@ -95,17 +88,12 @@ class Glue(Workload):
             outputs=len(self.task.classes) or 1,
         )
 
-    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(len(self._train["labels"]), world_size, batch_per_rank, self.data_name)
+    @property
+    def training_samples(self) -> int:
+        return len(self._train["labels"])
 
-    def train_batches(
-        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
-    ) -> Iterator[Batch]:
-        count = len(self._train["labels"])
-        for _, indices in batch_indices(
-            count, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-        ):
-            yield self._batch(self._train, indices, shard.device)
+    def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
+        return self._batch(self._train, indices, shard.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = dict(batch)
@@ -127,9 +115,6 @@ class Glue(Workload):
             answers[some] = (logits.argmax(1) if self.task.classes else logits[:, 0]).double()
         answers = torch.tensor(all_sum(answers.tolist(), shard), dtype=torch.float64)
         return {name: 100 * METRICS[name](answers, labels.double()) for name in self.task.metrics}
-
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        return bert.decay_groups(model, weight_decay)
 
     def _examples(self, split: str, limit: int | None) -> list[Example]:
         if self.data_path is not None:

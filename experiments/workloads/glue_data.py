@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from experiments.workloads.files import existing_dir, read_text
+from experiments.workloads.files import existing_dir, from_hub, read_text
 from experiments.workloads.ordering import generator
 from experiments.workloads.squad_data import synthetic_questions
 from launch.errors import UserError
@@ -94,18 +94,13 @@ def read_tsv(file: Path, task: Task) -> list[Example]:
 
 def read_hub(dataset: str, name: str, split: str) -> list[Example]:
     """Examples of a hub data set with GLUE's columns. Raises UserError when the hub cannot be reached."""
-    import datasets
-
     task = TASKS[name]
-    datasets.disable_progress_bars()
-    try:
-        table: Any = datasets.load_dataset(dataset, name, split="train" if split == "train" else task.dev[1])
+
+    def read(table: Any) -> list[Example]:
         return [Example(tuple(row[c] for c in task.hub), float(row["label"])) for row in table]
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        raise UserError(
-            f"cannot load {dataset} from the hub ({type(error).__name__}): give GLUE's folder with data.path=FOLDER"
-            f" ({task.folder}/train.tsv in it), or workload.dataset=synthetic"
-        ) from error
+
+    instead = f"GLUE's folder with data.path=FOLDER ({task.folder}/train.tsv in it)"
+    return from_hub(dataset, name, split="train" if split == "train" else task.dev[1], read=read, instead=instead)
 
 
 def synthetic_examples(count: int, task: Task, split: str) -> list[Example]:

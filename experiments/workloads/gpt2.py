@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, Workload
-from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines
+from experiments.workloads.base import Batch, Shard
+from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
-from experiments.workloads.ordering import batch_indices, steps_per_epoch
 from launch.errors import UserError
 
-CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
 END = "<|endoftext|>"
 # preset: arguments of GPT2Config. small: Radford et al., 2019, 124,439,808 parameters with 50,257 tokens
 PRESETS: dict[str, dict[str, Any]] = {
@@ -26,7 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class GPT2(Workload):
+class GPT2(bert.Text):
     """The text as one stream of tokens, a line break after each line, cut into sequences of `seq_len`; one sample is one.
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
@@ -44,7 +39,6 @@ class GPT2(Workload):
     metric = "perplexity"
     higher_is_better = False
     target = None  # the paper's figure could not be found
-    sample = "sequences"
 
     def __init__(
         self,
@@ -110,16 +104,12 @@ class GPT2(Workload):
             raise UserError(f"workload.seq_len={self.seq_len} is longer than the model's {known} positions")
         return net.float().train()
 
-    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
+    @property
+    def training_samples(self) -> int:
+        return len(self._train)
 
-    def train_batches(
-        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
-    ) -> Iterator[Batch]:
-        for _, indices in batch_indices(
-            len(self._train), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-        ):
-            yield self._train[indices].long().to(shard.device)
+    def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
+        return self._train[indices].long().to(shard.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(*self._predictions(model, batch))
@@ -135,9 +125,6 @@ class GPT2(Workload):
             count += len(following)
         return perplexity(loss, count, shard)
 
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        return bert.decay_groups(model, weight_decay)
-
     @staticmethod
     def _predictions(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of all tokens but the first, and these tokens."""
@@ -146,11 +133,7 @@ class GPT2(Workload):
 
     def _sequences(self, lines: list[str]) -> Tensor:
         """int32[N, seq_len]; the incomplete last one is dropped."""
-        pieces: list[np.ndarray] = []
-        for first in range(0, len(lines), CHUNK):
-            some = [line + "\n" for line in lines[first : first + CHUNK]]
-            pieces += [np.array(ids, dtype=np.int32) for ids in self.tokenizer(some)["input_ids"]]
-        stream = torch.from_numpy(np.concatenate(pieces))
+        stream = token_stream(lambda some: self.tokenizer([line + "\n" for line in some]), lines)
         return stream[: len(stream) // self.seq_len * self.seq_len].view(-1, self.seq_len)
 
 

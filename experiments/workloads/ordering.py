@@ -1,16 +1,17 @@
-"""Random streams and the split of an epoch over ranks, shared by the workloads."""
+"""Random streams and the split of an epoch over ranks: `Shuffled`, the workloads whose samples have numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.workloads.base import Shard
+from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
 
 
@@ -58,6 +59,30 @@ def batch_indices(
     for step in range(start, steps):
         first = (step * shard.world_size + shard.rank) * batch_per_rank
         yield step, order[first : first + batch_per_rank]
+
+
+class Shuffled(Workload):
+    """A workload whose training samples are numbered, and shuffled anew in every epoch."""
+
+    @property
+    @abstractmethod
+    def training_samples(self) -> int:
+        """How many there are, once `prepare` has been called."""
+
+    @abstractmethod
+    def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
+        """The training samples of these numbers. key: (seed, epoch, rank, step), of what is drawn at random for them."""
+
+    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
+        return steps_per_epoch(self.training_samples, world_size, batch_per_rank, self.data_name)
+
+    def train_batches(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
+    ) -> Iterator[Batch]:
+        for step, indices in batch_indices(
+            self.training_samples, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
+        ):
+            yield self.batch(indices, shard, (seed, epoch, shard.rank, step))
 
 
 def fixed_choice(count: int, limit: int | None, name: str) -> list[int]:

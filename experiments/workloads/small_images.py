@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import cifar_models
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.base import Batch, Shard, all_sum
 from experiments.workloads.files import existing_dir, no_synthetic
-from experiments.workloads.ordering import batch_indices, fixed_choice, generator, steps_per_epoch
+from experiments.workloads.ordering import Shuffled, fixed_choice, generator
 from launch.errors import UserError
 
 MODELS = ("resnet18", "small_cnn", *cifar_models.WIDE, *cifar_models.THIN)
@@ -21,7 +22,7 @@ AUGMENTATIONS = ("none", "flip", "crop_flip")
 Split = tuple[Tensor, Tensor]  # uint8[N, C, H, W] images, int64[N] labels
 
 
-class SmallImages(Workload):
+class SmallImages(Shuffled):
     """The whole data set as uint8 tensors on the device; shuffling and augmentation on tensors.
 
     A subclass gives `name`, `title`, `shape`, `num_classes` and `read`, and `check_files` where files are needed.
@@ -121,19 +122,15 @@ class SmallImages(Workload):
         net.maxpool = nn.Identity()
         return net
 
-    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(len(self._train[1]), world_size, batch_per_rank, self.data_name)
+    @property
+    def training_samples(self) -> int:
+        return len(self._train[1])
 
-    def train_batches(
-        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
-    ) -> Iterator[Batch]:
-        images, labels = self._train
-        for step, indices in batch_indices(
-            len(labels), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-        ):
-            on_device = indices.to(shard.device)
-            stream = generator("augment", seed, epoch, shard.rank, step)
-            yield self._normalise(augmented(images[on_device], self.augment, stream)), labels[on_device]
+    def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
+        (images, labels), on_device = self._train, indices.to(shard.device)
+        return self._normalise(augmented(images[on_device], self.augment, generator("augment", *key))), labels[
+            on_device
+        ]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
@@ -158,6 +155,43 @@ class SmallImages(Workload):
         return (images.float() / 255 - self._mean) / self._std
 
 
+class OfTorchvision(SmallImages):
+    """A data set of torchvision's, whose files lie in `data_path` already: torchvision's root.
+
+    A subclass gives `dataset`, the class in torchvision.datasets, `files` below the root, and `unpack`, how to get them.
+    """
+
+    dataset: str
+    files: tuple[str, ...]
+    unpack: str
+
+    def check_files(self) -> None:
+        how = f"{self.unpack}, or run torchvision.datasets.{self.dataset}(root, download=True) once"
+        root = existing_dir(str(self.data_path), how)
+        for file in self.files:
+            if not (root / file).is_file():
+                raise UserError(f"data.path: no {file} in {self.data_path}: {how}")
+
+    def read(self) -> tuple[Split, Split]:
+        from torchvision import datasets
+
+        root, load = Path(str(self.data_path)).expanduser(), getattr(datasets, self.dataset)
+        try:
+            train, test = (load(str(root), train=part, download=False) for part in (True, False))
+        except (
+            Exception
+        ) as error:  # torchvision checks hashes, sizes and magic numbers, and unpickles: anything may go wrong
+            raise UserError(f"data.path: the files in {root} are not {self.title}'s: unpack them again") from error
+        return _split(train), _split(test)
+
+
+def _split(part: Any) -> Split:
+    """The images and labels of one of torchvision's data sets: grey images [N, H, W], or colours last."""
+    images = torch.as_tensor(part.data)
+    images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
+    return images, torch.as_tensor(part.targets)
+
+
 def augmented(images: Tensor, kind: str, stream: torch.Generator) -> Tensor:
     """uint8[B, C, H, W] -> the same shape, each image cropped and flipped at random by `stream` (a CPU generator)."""
     if kind == "none":
@@ -175,12 +209,6 @@ def augmented(images: Tensor, kind: str, stream: torch.Generator) -> Tensor:
         images = padded[image, channel, rows, columns]
     flip = (torch.rand(count, generator=stream) < 0.5).to(device).view(count, 1, 1, 1)
     return torch.where(flip, images.flip(3), images)
-
-
-def check_torchvision_files(root: str, file: str, how: str) -> None:
-    """Raises UserError unless `root/file` exists; `how` says how to get it."""
-    if not (existing_dir(root, how) / file).is_file():
-        raise UserError(f"data.path: no {file} in {root}: {how}")
 
 
 def _synthetic(shape: tuple[int, int, int], classes: int) -> tuple[Split, Split]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from experiments.workloads.files import from_hub
 from experiments.workloads.ordering import generator
 from launch.errors import UserError
 
@@ -108,16 +109,8 @@ def _offset(answer: Any) -> int:
 
 def read_hub(dataset: str, split: str) -> list[Question]:
     """Questions of a hub data set with SQuAD's columns. Raises UserError when the hub cannot be reached."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        table: Any = datasets.load_dataset(dataset, split=split)
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        raise UserError(
-            f"cannot load {dataset} from the hub ({type(error).__name__}): give local files with data.path=FOLDER "
-            "(train-v1.1.json, dev-v1.1.json), or workload.dataset=synthetic"
-        ) from error
+    instead = "local files with data.path=FOLDER (train-v1.1.json, dev-v1.1.json)"
+    table: Any = from_hub(dataset, split=split, read=lambda table: table, instead=instead)
     try:
         questions = [
             Question(

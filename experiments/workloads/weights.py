@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from birder import checkpoint
+from birder import checkpoint, elastic
 from birder.checkpoint_files import read_manifest
 from launch.errors import UserError
 
@@ -33,12 +34,8 @@ def read(place: str) -> dict[str, Tensor]:
         shared, local = checkpoint.read(folder, 0)
         if "parameters" in shared:
             return dict(shared["parameters"])
-        ranks = read_manifest(folder).world_size
-        total = {name: p.double() for name, p in local["parameters"].items()}
-        for rank in range(1, ranks):
-            for name, p in checkpoint.read(folder, rank)[1]["parameters"].items():
-                total[name] += p
-        return {name: (p / ranks).float() for name, p in total.items()}
+        later = (checkpoint.read(folder, rank)[1] for rank in range(1, read_manifest(folder).world_size))
+        return elastic.mean(of["parameters"] for of in itertools.chain([local], later))
     except (ValueError, KeyError, OSError) as error:
         raise UserError(f"workload.weights={place}: {' '.join(str(error).split())[:150]}") from error
 

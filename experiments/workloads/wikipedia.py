@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard, Workload
-from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines
+from experiments.workloads.base import Batch, Shard
+from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
-from experiments.workloads.ordering import batch_indices, generator, steps_per_epoch
+from experiments.workloads.ordering import generator
 from launch.errors import UserError
 
-CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
 IGNORED = -100  # label of a token that is not predicted
 
 
-class Wikipedia(Workload):
+class Wikipedia(bert.Text):
     """The text as one stream of word pieces, cut into sequences of `seq_len` with [CLS] and [SEP]; one sample is one.
 
     In each sequence `mask_prob` of the tokens are predicted: 80 % of them appear as [MASK], 10 % as a random token,
@@ -46,7 +41,6 @@ class Wikipedia(Workload):
     metric = "perplexity"
     higher_is_better = False
     target = None
-    sample = "sequences"
 
     def __init__(
         self,
@@ -94,10 +88,7 @@ class Wikipedia(Workload):
 
     def prepare(self, shard: Shard) -> None:
         lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
-        if self.model is None:
-            self.tokenizer = bert.word_tokenizer(lines, self.vocab_size)
-        else:
-            self.tokenizer = bert.load_tokenizer(self.model)
+        self.tokenizer = bert.load_tokenizer(self.model, lines, self.vocab_size)
         if self.tokenizer.mask_token_id is None:
             raise UserError(f"workload.model: {self.model} has no mask token, so it is no masked language model")
         self._special = torch.tensor(sorted(self.tokenizer.all_special_ids))
@@ -114,17 +105,13 @@ class Wikipedia(Workload):
         )
         return net if self.weights is None else weights.put(net, self.weights)
 
-    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(len(self._train), world_size, batch_per_rank, self.data_name)
+    @property
+    def training_samples(self) -> int:
+        return len(self._train)
 
-    def train_batches(
-        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
-    ) -> Iterator[Batch]:
-        for step, indices in batch_indices(
-            len(self._train), shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-        ):
-            inputs, labels = self.masked(self._train[indices], generator("mask", seed, epoch, shard.rank, step))
-            yield {"input_ids": inputs.to(shard.device), "labels": labels.to(shard.device)}
+    def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
+        inputs, labels = self.masked(self._train[indices], generator("mask", *key))
+        return {"input_ids": inputs.to(shard.device), "labels": labels.to(shard.device)}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(input_ids=batch["input_ids"]).logits
@@ -140,9 +127,6 @@ class Wikipedia(Workload):
             loss += float(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"))
             count += float((labels != IGNORED).sum())
         return perplexity(loss, count, shard)
-
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        return bert.decay_groups(model, weight_decay)
 
     def masked(self, sequences: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         """int32[N, seq_len] -> what the model sees and what it must predict, both int64[N, seq_len].
@@ -165,11 +149,7 @@ class Wikipedia(Workload):
 
     def _sequences(self, lines: list[str]) -> Tensor:
         """int32[N, seq_len]: [CLS] seq_len - 2 pieces [SEP]; the incomplete last one is dropped."""
-        pieces: list[np.ndarray] = []
-        for first in range(0, len(lines), CHUNK):
-            for ids in self.tokenizer(lines[first : first + CHUNK], add_special_tokens=False)["input_ids"]:
-                pieces.append(np.array(ids, dtype=np.int32))
-        stream = torch.from_numpy(np.concatenate(pieces))
+        stream = token_stream(lambda some: self.tokenizer(some, add_special_tokens=False), lines)
         body = self.seq_len - 2
         count = len(stream) // body
         out = torch.empty((count, self.seq_len), dtype=torch.int32)
