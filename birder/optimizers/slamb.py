@@ -33,12 +33,13 @@ from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
+from birder.optimizers.variants import Variants
 
 SMALLEST = 2.0**-15
 """Smallest share of elements sent in a step."""
 
 
-class SLAMB(BucketOptimizer):
+class SLAMB(Variants, BucketOptimizer, by="form"):
     """SLAMB (see the module's docstring for the equations). Parameters differ between ranks but for after (7).
 
     lr, betas, eps, weight_decay: as in LAMB. eps must be above 0.
@@ -68,18 +69,6 @@ class SLAMB(BucketOptimizer):
     carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
     first_sync: ClassVar[int] = 0
     """sync_phase where none is given."""
-
-    released: ClassVar[dict[str, type[SLAMB]]] = {}
-    """The classes of the released code's forms, by name; they enter themselves."""
-
-    def __init_subclass__(cls, form: str | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if form is not None:
-            SLAMB.released[form] = cls
-
-    def __new__(cls, *args: Any, form: str = "paper", **kwargs: Any) -> SLAMB:
-        """An instance of the subclass that has the rules of `form`."""
-        return super().__new__(cls.released.get(form, cls) if cls is SLAMB else cls)
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from birder.optimizers.layout import Unit
 from birder.optimizers.slamb import SLAMB
 
 
-class SLAMBv2(SLAMB, form="v2"):
+class SLAMBv2(SLAMB, named="v2"):
     """`SLAMB(form="v2")`."""
 
     first_sync: ClassVar[int] = 1
@@ -32,7 +32,7 @@ class SLAMBv2(SLAMB, form="v2"):
         return eps
 
 
-class SLAMBv1(SLAMB, form="v1"):
+class SLAMBv1(SLAMB, named="v1"):
     """`SLAMB(form="v1")`."""
 
     first_sync: ClassVar[int] = 1

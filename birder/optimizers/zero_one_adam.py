@@ -33,9 +33,10 @@ from birder.optimizers.checks import require, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.onebit import OneBitMethod
+from birder.optimizers.variants import Variants
 
 
-class ZeroOneAdam(OneBitMethod):
+class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
     """0/1 Adam (see the module's docstring for the equations). Between syncs every rank has a model of its own.
 
     warmup_steps:   at least 1: until then every step is a sync and the variance is refreshed; then it is frozen. The paper
@@ -69,18 +70,6 @@ class ZeroOneAdam(OneBitMethod):
     }
     aligned: ClassVar[bool] = False
     """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
-
-    variants: ClassVar[dict[str, type[ZeroOneAdam]]] = {}
-    """The classes of other variants, by name; they enter themselves."""
-
-    def __init_subclass__(cls, variant: str | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if variant is not None:
-            ZeroOneAdam.variants[variant] = cls
-
-    def __new__(cls, *args: Any, variant: str = "paper", **kwargs: Any) -> ZeroOneAdam:
-        """An instance of the subclass that has the rules of `variant`."""
-        return super().__new__(cls.variants.get(variant, cls) if cls is ZeroOneAdam else cls)
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from birder.optimizers.layout import Unit
 from birder.optimizers.zero_one_adam import ZeroOneAdam
 
 
-class DeepSpeedZeroOneAdam(ZeroOneAdam, variant="deepspeed"):
+class DeepSpeedZeroOneAdam(ZeroOneAdam, named="deepspeed"):
     """`ZeroOneAdam(variant="deepspeed")` (see the module's docstring for the equations)."""
 
     aligned: ClassVar[bool] = True

@@ -46,22 +46,13 @@ def sync_phases(
     return tuple(phases)
 
 
-def sync_interval(step: int, warmup_steps: int, local_doubling: int, local_limit: int, aligned: bool = False) -> int:
-    """The interval between syncs that is in force in step `step`."""
-    return _phase(step, warmup_steps, local_doubling, local_limit, aligned)[1]
-
-
 def sync(step: int, warmup_steps: int, local_doubling: int, local_limit: int, aligned: bool = False) -> bool:
     """Whether all ranks have the same model after step `step`: always until `warmup_steps`, then once an interval."""
     if step <= warmup_steps:
         return True
-    start, interval = _phase(step, warmup_steps, local_doubling, local_limit, aligned)
-    return (step if aligned else step - start) % interval == 0
-
-
-def _phase(step: int, warmup_steps: int, local_doubling: int, local_limit: int, aligned: bool) -> tuple[int, int]:
     phases = sync_phases(warmup_steps, local_doubling, local_limit, aligned)
-    return next((p for p in reversed(phases) if p[0] < step), phases[0])
+    start, interval = next((p for p in reversed(phases) if p[0] < step), phases[0])
+    return (step if aligned else step - start) % interval == 0
 
 
 @dataclass(frozen=True)

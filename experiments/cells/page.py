@@ -10,7 +10,7 @@ from experiments.config.data_files import Data
 
 
 class Section(Data):
-    """A part of the page (experiments/report/replay_page.py). terminal: shown there too. columns: heading -> quantity."""
+    """A part of the page (experiments/report/replay_sections.py). terminal: shown there too. columns: heading -> quantity."""
 
     kind: Literal[
         "summary", "reproduced", "fastest", "plot", "check", "predicted", "times", "memory", "details", "kernels"

@@ -34,15 +34,14 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
         made.append((variant, variant.described, {} if variant.failed else _measured(world, variant)))
     if not world.main:
         return
-    ratios = _ratios([(entry, described, fields) for entry, described, fields in made if entry.failed is None])
-    for (entry, described, fields), against in zip(made, _spread(made, ratios), strict=True):
+    for (entry, described, fields), against in zip(made, _ratios(made), strict=True):
         described = copy.deepcopy(described)
         if dilation is not None and "dilation" in described["config"]["cluster"]:
             described["config"]["cluster"]["dilation"] = dilation
         spec = spec_of(world.spec, described)
         said = described["config"]["cluster"].get("link") or {}
         link = {**world.link, **said, **(probed or {})}
-        known: dict[str, Any] = {"device": world.shard.device.type, "link": link, "data": _data(world)}
+        known: dict[str, Any] = {"device": world.shard.device.type, "link": link, "data": world.workload.data}
         if entry.failed is not None:
             made_record = record.failed(spec, entry.failed, **known)
         else:
@@ -84,9 +83,11 @@ def _measured(world: _World, entry: Entry) -> dict[str, Any]:
 
 
 def _ratios(made: list[tuple[Entry, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """How many times as fast each method is as the fastest of each baseline: {fp32: [value, low, high], ...}."""
+    """How many times as fast each method is as the fastest of each baseline: {fp32: [value, low, high], ...}; failed: {}."""
     rounds = [
-        intervals.Rounds(
+        None
+        if entry.failed is not None
+        else intervals.Rounds(
             tuple(round(1000 * s, 4) for s in entry.per_step()),
             tuple(entry.steps),
             fields["timing"]["typical"] == "mean",
@@ -95,20 +96,10 @@ def _ratios(made: list[tuple[Entry, dict[str, Any], dict[str, Any]]]) -> list[di
     ]
     found: list[dict[str, Any]] = [{} for _ in made]
     for wire in BASELINES:
-        having = [r for (_, d, _), r in zip(made, rounds, strict=True) if labels.wire(d["config"]) == wire]
+        having = [r for (_, d, _), r in zip(made, rounds, strict=True) if r and labels.wire(d["config"]) == wire]
         base = min(having, key=lambda r: r.typical, default=None)
         for mine, ratios in zip(rounds, found, strict=True):
-            ratio = None if base is None else intervals.ratio(base, mine)
+            ratio = None if base is None or mine is None else intervals.ratio(base, mine)
             if ratio is not None:
                 ratios[wire] = [round(v, 4) for v in (ratio.value, ratio.low, ratio.high)]
     return found
-
-
-def _spread(made: list[Any], ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`ratios`, which are of those that did not fail, in the order of all."""
-    left = iter(ratios)
-    return [next(left) if entry.failed is None else {} for entry, _, _ in made]
-
-
-def _data(world: _World) -> dict[str, Any]:
-    return {"name": world.workload.data_name, "synthetic": world.workload.synthetic}

@@ -197,7 +197,7 @@ class _Run:
         written = record.write(
             record.from_spec(
                 spec,
-                data={"name": self.workload.data_name, "synthetic": self.workload.synthetic},
+                data=self.workload.data,
                 timing=timing,
                 bytes_per_step=sent,
                 collectives_per_step=round(counter.collectives / steps, 2) if steps else None,

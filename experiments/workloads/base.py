@@ -48,6 +48,11 @@ class Workload(ABC):
     synthetic: bool = False
     sample: str = "samples"
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """The record's `data`."""
+        return {"name": self.data_name, "synthetic": self.synthetic}
+
     @abstractmethod
     def check(self) -> None:
         """Cheap check of arguments and files, run once in the launcher before any worker starts. Raises UserError.
