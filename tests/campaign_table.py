@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.campaign import FAULTS, METHODS, ROOT, Trial, done
+from tests.campaign import FAULTS, METHODS, Trial, done
+from tests.campaign_run import ROOT
 
 RESULTS, PAGE = ROOT / "results/published/campaign.jsonl", ROOT / "docs/reliability.md"
 BEGIN, END = "<!-- trials: written by `make campaign` -->", "<!-- end of trials -->"

@@ -17,6 +17,7 @@ import pytest
 
 from tests import campaign, campaign_table, soak
 from tests.campaign import Trial
+from tests.campaign_run import ROOT
 
 TIME_S = 300.0
 """What continuous integration gives: a trial that would not end by then, were it as long as the longest, is skipped."""
@@ -85,7 +86,7 @@ def test_the_plan_is_the_same_for_a_seed_and_reaches_every_fault_and_method() ->
     assert {t.method for t in first(0)} == set(campaign.METHODS)
     assert {t.moment for t in first(0)} == set(campaign.MOMENTS)
     assert {t.cluster for t in first(0, ("local",))} == {"local"}
-    methods = {p.stem for p in (campaign.ROOT / "conf/optimizer").glob("*.yaml")}
+    methods = {p.stem for p in (ROOT / "conf/optimizer").glob("*.yaml")}
     assert methods == set(campaign.METHODS)
 
 

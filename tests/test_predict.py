@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +16,11 @@ from birder.predict import (
     Layout,
     Link,
     Timeline,
-    crossover,
-    predict,
     simulate,
-    sweep,
 )
 from birder.predict.costs import BYTES
 from birder.predict.methods import SYNCS_OF_ZERO_ONE_ADAM, low_rank_numbers
 from birder.predict.simulation import Item, buckets, run, units
-from birder.predict.timeline import read
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 2**20
@@ -238,91 +232,3 @@ def test_the_share_of_syncs_of_zero_one_adam_is_that_of_its_schedule() -> None:
     steps, warmup = 118_000, 12_500
     syncs = sum(schedule.sync(s, warmup, 32_678, 16, False) for s in range(1, steps + 1))
     assert syncs / steps == pytest.approx(SYNCS_OF_ZERO_ONE_ADAM, abs=5e-3)
-
-
-# ---- tables -------------------------------------------------------------------------------------------------------------
-
-
-def bert() -> Timeline:
-    return read(ROOT / "results/timelines/bert_base_b12_tf32.json")
-
-
-def test_a_slow_link_asks_for_compression_and_a_fast_one_does_not() -> None:
-    slow = predict(bert(), Cluster(8, 8, link(1.0)))
-    assert "x as fast as bf16" in slow.sentence
-    assert slow.speedup("birder_hierarchical", "bf16")[0] > 2
-    fast = predict(bert(), Cluster(8, 8, link(800.0)))
-    assert fast.sentence.startswith("do not compress: bf16 is within 5% of the bound")
-
-
-def test_intervals_hold_the_value_and_grow_with_what_is_not_known() -> None:
-    sure = predict(bert(), Cluster(8, 1, link(10.0)))
-    unsure = predict(bert(), Cluster(8, 1, link(10.0, spread=0.3)))
-    for a, b in zip(sure.rows, unsure.rows, strict=True):
-        assert a.low <= a.ms <= a.high
-        assert b.low <= a.low
-        assert b.high >= a.high
-    value, low, high = unsure.speedup("birder")
-    assert low < value < high
-
-
-def test_the_table_names_every_row_and_ends_with_the_sentence() -> None:
-    made_ = predict(bert(), Cluster(8, 8, link(10.0)))
-    text = str(made_)
-    assert all(r.method.label in text for r in made_.rows)
-    assert text.endswith(made_.sentence)
-    assert "embeddings" in text  # the tensor that waits
-    assert made_["none"].state_bytes == 4 * made_.timeline.elements
-    assert made_["birder_hierarchical"].state_bytes == made_.timeline.elements
-
-
-def test_below_its_crossover_a_method_pays_and_above_it_does_not() -> None:
-    t, c = bert(), Cluster(8, 8, link(10.0))
-    found = crossover(t, c, ["birder_hierarchical", "fp32"])
-    rate = found["birder_hierarchical"]
-    assert rate is not None
-    assert found["fp32"] is None
-    for factor, pays in ((0.98, True), (1.02, False)):
-        p = predict(t, c.at(rate * factor), ["bf16", "birder_hierarchical"])
-        assert (p["birder_hierarchical"].ms * 1.05 < p["bf16"].ms) is pays
-
-
-def test_a_sweep_goes_to_a_thousand_nodes() -> None:
-    found = sweep(bert(), Cluster(1, 8, link(10.0)), "nodes", [1, 8, 1024], ["fp32", "birder_hierarchical"])
-    assert [p.cluster.nodes for p in found] == [1, 8, 1024]
-    assert found[2]["fp32"].ms > found[1]["fp32"].ms > found[0]["fp32"].ms
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: link(0.0), "rate must be positive"),
-        (lambda: link(1.0, latency_us=-1), "must not be negative"),
-        (lambda: Cluster(0, 1, link(1.0)), "at least 1 node"),
-        (lambda: predict(bert(), Cluster(2, 1, link(1.0)), ["magic"]), "no method 'magic'"),
-        (lambda: Costs.of_gpu("abacus"), "no memory bandwidth known of 'abacus'"),
-        (lambda: Costs.of_bandwidth(0.0), "must be positive"),
-        (lambda: crossover(bert(), Cluster(1, 8, link(1.0))), "one node"),
-        (lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "moons", [1]), "gbps or nodes"),
-        (lambda: bert().scaled(0.0), "positive factor"),
-    ],
-)
-def test_bad_input_is_named(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()  # type: ignore[operator]
-
-
-def test_a_scaled_timeline_takes_as_many_times_as_long() -> None:
-    t = bert().scaled(2.0, "half of an A100")
-    assert t.step_ms == 2 * bert().step_ms
-    assert t.gradients[0].ready_ms == 2 * bert().gradients[0].ready_ms
-    assert t.note.endswith("half of an A100")
-
-
-def test_predicting_needs_no_torch() -> None:
-    code = (
-        "import sys; from birder.predict import predict, Cluster, Link; from birder.predict.timeline import read;"
-        "t = read('results/timelines/resnet50_b32_tf32.json'); str(predict(t, Cluster(8, 8, Link(10.0))));"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,82 @@
+"""Which configurations go on with a run, and what its record then says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.config import compose
+from launch.errors import UserError
+
+
+def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+    at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
+    first = compose.make_spec(compose.compose(at), command="")
+    first.save()
+    with pytest.raises(UserError, match="holds a run already"):
+        compose.make_spec(compose.compose(at), command="")
+    again = compose.make_spec(compose.compose([*at, "resume=auto"]), command="")
+    assert (again.id, again.run_dir) == (first.id, first.run_dir)
+    for other, words in (("cluster.nodes=3", "world size 2, this is 3"), ("optimizer=sgdm", "birder.SGDM")):
+        with pytest.raises(UserError, match=words):
+            compose.make_spec(compose.compose([*at, "resume=auto", other]), command="")
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> list[str]:
+    """Overrides of a run that has a checkpoint."""
+    at = ["+exp=digits", "scale=quick", f"output_dir={tmp_path}", "run_name=mine"]
+    spec = compose.make_spec(compose.compose(at), command="")
+    spec.save()
+    (spec.path / "checkpoints/step-00000010").mkdir(parents=True)
+    return [*at, "resume=auto"]
+
+
+OTHER_RESULTS = ["seed=7", "train.batch_per_rank=4", "train.precision=bf16", "train.max_steps=3", "optimizer.lr=0.5"]
+OTHER_RESULTS += [
+    "comm.bucket_mb=1",
+    "train.lr_schedule.name=cosine",
+    "comm.topology=hierarchical",
+    "train.accumulate=2",
+]
+
+
+@pytest.mark.parametrize("other", OTHER_RESULTS)
+def test_a_resumed_run_that_would_be_another_one_is_refused(begun: list[str], other: str) -> None:
+    key, _, value = other.partition("=")
+    with pytest.raises(UserError) as refused:
+        compose.make_spec(compose.compose([*begun, other]), command="")
+    message = str(refused.value)
+    assert f": {key} was " in message
+    assert f"now it is {value}" in message.replace("'", "")
+    assert "resume_with=changed" in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+def test_a_change_that_is_wanted_stands_in_the_configuration_for_good(begun: list[str]) -> None:
+    changed = compose.make_spec(compose.compose([*begun, "seed=7", "resume_with=changed"]), command="")
+    assert changed.config["resume_changed"] == [["seed", 0, 7]]
+    changed.save()
+    later = compose.make_spec(compose.compose([*begun, "seed=7"]), command="")
+    assert later.config["resume_changed"] == [["seed", 0, 7]]
+    assert later.config["resume_with"] == "changed"
+    later.save()
+    again = compose.make_spec(
+        compose.compose([*begun, "seed=7", "optimizer.lr=0.5", "resume_with=changed"]), command=""
+    )
+    assert [c[0] for c in again.config["resume_changed"]] == ["seed", "optimizer.lr"]
+
+
+@pytest.mark.parametrize(
+    "free", ["wandb=disabled", "checkpoint.every=7", "train.eval_every=3", "train.timing_warmup=1"]
+)
+def test_what_changes_no_result_may_change(begun: list[str], free: str) -> None:
+    assert "resume_changed" not in compose.make_spec(compose.compose([*begun, free]), command="").config
+
+
+def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:
+    at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
+    compose.make_spec(compose.compose(at), command="").save()
+    assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]), command="").config["seed"] == 7
