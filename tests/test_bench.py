@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
+from birder.predict.timeline import parse
 from experiments import replay
 from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
@@ -24,10 +25,10 @@ from experiments.cells.suite import Cell
 from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import replay_page, replay_verdicts, replayed, tables
-from experiments.training.torch_hooks import powersgd_bytes
 from launch.emulated import sandbox
 from tests.ranks import run_ranks
 from tests.records import blank
+from tests.test_hooks import powersgd_bytes
 
 BENCH = suite.load("bench")
 METHODS = BENCH.methods
@@ -213,7 +214,7 @@ def tiny(folder: Path) -> str:
     inside = {"reduce_scatter_ms": 0.1, "all_reduce_ms": 0.2, "all_gather_ms": 0.01, "reason": "none"}
     content = {"name": "tiny", "model": "tiny", "gpu": "-", "precision": "tf32", "batch_per_gpu": 4}
     content |= {"gpus_per_node": 8, "forward_ms": 2.0, "step_ms": 16.0, "gradients": gradients, "intra_node": inside}
-    return str(timelines.write(timelines.parse({**content, "source": "a test"}, "test"), folder / "tiny.json"))
+    return str(timelines.write(parse({**content, "source": "a test"}, "test"), folder / "tiny.json"))
 
 
 def _hooks(rank: int, world: int, timeline: str) -> list[dict[str, Any]]:

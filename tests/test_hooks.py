@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ import birder
 from birder.comm import Topology
 from experiments.config import compose
 from experiments.records import labels
-from experiments.training.torch_hooks import attach_hook, low_rank_numbers, powersgd_bytes
+from experiments.training.torch_hooks import attach_hook, low_rank_numbers
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from tests import toy
 from tests.ranks import run_ranks
 
 SHAPES = [(64, 32, 3, 3), (64,), (40, 64), (40,), (3, 40), (1,)]
+
+
+def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, ranks: int) -> int:
+    """Bytes that each of `ranks` ranks sends in a step of PowerSGD, whatever the buckets."""
+    return 2 * (ranks - 1) * 4 * sum(low_rank_numbers(shapes, rank)) // ranks
 
 
 class Plain(torch.nn.Module):

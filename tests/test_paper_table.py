@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from birder.predict.timeline import parse
 from experiments import replay
 from experiments.cells import engine, suite, timelines
 from experiments.cells.suite import Cell, Model, Place, Suite
@@ -222,7 +223,7 @@ def tiny(folder: Path) -> Suite:
     inside = {"reduce_scatter_ms": 0.1, "all_reduce_ms": 0.2, "all_gather_ms": 0.01, "reason": "none"}
     content = {"name": "tiny_b4_tf32", "model": "tiny", "gpu": "-", "precision": "tf32", "batch_per_gpu": 4}
     content |= {"gpus_per_node": 8, "forward_ms": 4.0, "step_ms": 16.0, "gradients": gradients, "intra_node": inside}
-    path = timelines.write(timelines.parse({**content, "source": "a test"}, "test"), folder / "tiny_b4_tf32.json")
+    path = timelines.write(parse({**content, "source": "a test"}, "test"), folder / "tiny_b4_tf32.json")
     return PAPER.model_copy(update={"models": {"tiny_b4": Model(title="tiny", timeline=str(path))}})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments.records import labels, privacy, record
+from experiments.records import labels, origin, privacy, record
 from launch import link
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -196,7 +196,7 @@ def test_words_that_only_look_private_stay() -> None:
 
 
 def test_git_state(tmp_path: Path) -> None:
-    assert record.git_state(tmp_path) == {"sha": None, "dirty": None}
+    assert origin.git_state(tmp_path) == {"sha": None, "dirty": None}
 
     def git(*args: str) -> None:
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
@@ -209,23 +209,23 @@ def test_git_state(tmp_path: Path) -> None:
     git("commit", "-qm", "x")
     (tmp_path / "untracked.py").write_text("1")
     (tmp_path / "results/table.md").write_text("2")
-    state = record.git_state(tmp_path)
+    state = origin.git_state(tmp_path)
     assert len(state["sha"]) == 40
     assert state["dirty"] is False
     (tmp_path / "code.py").write_text("2")
-    assert record.git_state(tmp_path)["dirty"] is True
+    assert origin.git_state(tmp_path)["dirty"] is True
     (tmp_path / "below").mkdir()
-    assert record.git_state(tmp_path / "below") == {"sha": None, "dirty": None}
+    assert origin.git_state(tmp_path / "below") == {"sha": None, "dirty": None}
 
 
 def test_environment_names_no_machine() -> None:
-    hardware = record.hardware("cpu")
+    hardware = origin.hardware("cpu")
     assert set(hardware) == {"device", "cpu", "cores", "memory_gb", "gpus"}
     assert hardware["device"] == "cpu"
     assert hardware["cores"] >= 1
-    assert {"python", "torch"} <= set(record.software())
+    assert {"python", "torch"} <= set(origin.software())
     host = socket.gethostname()
-    assert len(host) < 4 or host not in json.dumps([hardware, record.software()])
+    assert len(host) < 4 or host not in json.dumps([hardware, origin.software()])
 
 
 @pytest.mark.parametrize(

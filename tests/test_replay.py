@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology, TwoPhase
-from birder.predict.timeline import Timeline
+from birder.predict.timeline import Timeline, parse
 from experiments.cells import timelines
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode
@@ -32,7 +32,7 @@ def timeline(sizes: list[int] | None = None) -> Timeline:
     inside = {"reduce_scatter_ms": 0.0, "all_reduce_ms": 0.0, "all_gather_ms": 0.0, "reason": "none"}
     content = {"name": "t", "model": "t", "gpu": "-", "precision": "fp32", "batch_per_gpu": 4, "gpus_per_node": 8}
     content |= {"forward_ms": 10.0, "step_ms": 40.0, "gradients": gradients, "intra_node": inside, "source": "a test"}
-    return timelines.parse(content, "test")
+    return parse(content, "test")
 
 
 def test_a_step_takes_the_dilated_time_and_gradients_come_in_order() -> None:

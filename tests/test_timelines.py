@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from birder.predict.timeline import parse
 from experiments import timelines as commands
 from experiments.cells import timeline_tools, timelines
 from launch.errors import UserError
@@ -35,7 +37,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    made = timelines.parse(GOOD, "here")
+    made = parse(GOOD, "here")
     path = timelines.write(made, tmp_path / "two.json")
     assert timelines.load(path) == made
     assert timelines.load(str(tmp_path / "two.json")) == made
@@ -64,9 +66,11 @@ def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
         (changed(intra_node={"reason": "none"}), "all_gather_ms"),
     ],
 )
-def test_wrong_content_is_named_in_one_line(content: Any, words: str) -> None:
-    with pytest.raises(UserError, match=r"^here") as caught:
-        timelines.parse(content, "here")
+def test_wrong_content_is_named_in_one_line(content: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}") as caught:
+        timelines.load(path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -149,28 +149,28 @@ def test_without_methods_the_bound_is_left(tmp_path: Path) -> None:
 
 
 def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.timing import turns
+    from experiments.timing.links import BOUND_TURNS, Links
 
-    made = turns._World.__new__(turns._World)
+    made = Links.__new__(Links)
     cluster = {"dilation": "auto", "link_gbps": 10, "nodes": 2, "max_total_gbps": 5.0}
     made.config = {"cluster": cluster, "timeline": "resnet50_b32_tf32"}
     made.shapes, made.mbit, made.set_to = True, None, []
-    made.pace = deque([0.5] * turns.BOUND_TURNS, maxlen=turns.BOUND_TURNS)
+    made.pace = deque([0.5] * BOUND_TURNS, maxlen=BOUND_TURNS)
     asked: list[float | None] = []
-    monkeypatch.setattr(made, "_ask_rate", asked.append)
-    for _ in range(turns.BOUND_TURNS):
-        made._follow()
+    monkeypatch.setattr(made, "_ask", asked.append)
+    for _ in range(BOUND_TURNS):
+        made.follow()
         made.pace.append(1.0)  # the machine has become slower by half
-    made._follow()
+    made.follow()
     paces, dilations, rates = zip(*made.set_to, strict=True)
     assert list(rates) == asked
     assert (paces[0], paces[-1]) == (0.5, 1.0)
     assert list(paces) == sorted(paces)
     assert dilations[-1] == pytest.approx(2 * dilations[0], rel=0.01)
     assert rates[0] == pytest.approx(10_000 / dilations[0])
-    made.pace.extend([0.01] * turns.BOUND_TURNS)  # more than this machine carries: as it was
-    made._follow()
-    assert (len(made.set_to), asked[-1]) == (turns.BOUND_TURNS + 1, rates[-1])
+    made.pace.extend([0.01] * BOUND_TURNS)  # more than this machine carries: as it was
+    made.follow()
+    assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 1, rates[-1])
     cluster["dilation"] = 20.0  # asked for: nothing follows
-    made._follow()
-    assert len(asked) == turns.BOUND_TURNS + 2
+    made.follow()
+    assert len(asked) == BOUND_TURNS + 2

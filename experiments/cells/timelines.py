@@ -6,7 +6,6 @@ experiments/timelines.py lists, makes and records them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from birder.predict import timeline as files
 from birder.predict.timeline import Timeline
@@ -34,14 +33,6 @@ def load(name: str | Path) -> Timeline:
 def names() -> list[str]:
     """All timelines of results/timelines."""
     return sorted(p.stem for p in FOLDER.glob("*.json"))
-
-
-def parse(content: Any, where: str) -> Timeline:
-    """A timeline from the content of its file, checked. Raises UserError that begins with `where`."""
-    try:
-        return files.parse(content, where)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def write(timeline: Timeline, path: Path) -> Path:

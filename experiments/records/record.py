@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
-import platform
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from experiments.records import labels, privacy
+from experiments.records.origin import ROOT, git_state, hardware, software
 from launch import link as launch_link
 from launch.errors import UserError
 from launch.files import write_whole
@@ -26,12 +21,10 @@ from launch.spec import RunSpec
 SCHEMA = 1
 LATER = {"rounds_per_step", "turns"}
 """Fields that records of this schema may lack: they were added when there were records already."""
-ROOT = Path(__file__).resolve().parents[2]
 LOCAL = "results/local"
 """Where runs write, below the working directory; git ignores it."""
 PUBLISHED = ROOT / "results" / "published"
 """The project's evidence: tracked, written by `make publish` and `make tables` alone."""
-PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
 LINK: dict[str, Any] = {"kind": "loopback", "mbit_per_s": None, "dilation": None, "measured": False, "shaped": False}
 BYTES: dict[str, Any] = {"payload_intra": None, "payload_inter": None, "nic_tx": None, "nic_rx": None}
 
@@ -230,48 +223,6 @@ def read_all(results_dir: str | Path) -> list[ResultRecord]:
     return sorted(records, key=lambda r: (r.time, r.id))
 
 
-def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """{sha, dirty} of the checkout at `root`; both None outside of one. Dirty: a tracked file differs.
-
-    Results are left out: publishing one experiment does not change the code that the next one measures.
-    """
-    nothing: dict[str, Any] = {"sha": None, "dirty": None}
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout.strip()
-
-    try:
-        # A copy without .git inside some other repository must not pass for that repository's commit.
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return nothing
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
-        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(changes)}
-    except (OSError, subprocess.SubprocessError):
-        return nothing
-
-
-def hardware(device: str | None = None) -> dict[str, Any]:
-    """{device, cpu, cores, memory_gb, gpus} of this machine, without its name."""
-    gpus = _gpus()
-    return {
-        "device": device or ("cuda" if gpus else "cpu"),
-        "cpu": _proc_value("/proc/cpuinfo", "model name") or platform.machine() or None,
-        "cores": os.cpu_count(),
-        "memory_gb": _memory_gb(),
-        "gpus": gpus,
-    }
-
-
-def software() -> dict[str, Any]:
-    """Versions of Python and of the packages that decide what a run does; only those that are installed."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
-
-
 def _link_of(spec: RunSpec) -> dict[str, Any]:
     """What the launcher wrote of the link, and over it what the user says of it (`cluster.link`)."""
     return {**launch_link.read(spec.path), **(spec.config["cluster"].get("link") or {})}
@@ -289,30 +240,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _proc_value(path: str, key: str) -> str | None:
-    with contextlib.suppress(OSError):
-        for line in Path(path).read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
-    return None
-
-
-def _memory_gb() -> int | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    except (OSError, ValueError):
-        return None
-
-
-def _gpus() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -16,7 +16,6 @@ from experiments.report.table import Table
 from launch.errors import UserError
 
 FOLDER, FILE = "predict", "machines.json"
-TARGETS = {"median": 0.03, "p95": 0.08, "worst": 0.15}
 RANGE, OLD_RANGE = ("min_ms", "max_ms"), ("p10_ms", "p90_ms")
 """Names of the fastest and slowest step in records of cells, and what older ones call the same two."""
 UNSTEADY = 1.1

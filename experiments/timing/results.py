@@ -40,7 +40,7 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
             described["config"]["cluster"]["dilation"] = dilation
         spec = spec_of(world.spec, described)
         said = described["config"]["cluster"].get("link") or {}
-        link = {**world.link, **said, **(probed or {})}
+        link = {**world.links.known, **said, **(probed or {})}
         known: dict[str, Any] = {"device": world.shard.device.type, "link": link, "data": world.workload.data}
         if entry.failed is not None:
             made_record = record.failed(spec, entry.failed, **known)

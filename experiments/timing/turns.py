@@ -14,11 +14,9 @@ Where memory does not hold all methods at once, each is made, warmed up and free
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +24,10 @@ import hydra.utils
 import torch
 import torch.distributed as dist
 
-from experiments.cells import timelines
 from experiments.records import record
 from experiments.timing import plan, results
-from experiments.timing.dilation import Calibration
 from experiments.timing.entries import Bound, Entry, Shared, Variant
+from experiments.timing.links import BOUND_TURNS, Links
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import link, machine
 from experiments.training.clock import Stopwatch
@@ -38,13 +35,9 @@ from experiments.training.method import Length
 from experiments.training.together import gathered, memory_left
 from experiments.training.world import world
 from experiments.workloads.base import Shard, Workload
-from launch import link as known
 from launch.errors import UserError
 from launch.spec import RunSpec
 
-BOUND_TURNS = 9
-"""The bound's last turns, from whose median the dilation of the next round is taken. What it errs by, every ratio of that
-round errs by: single turns vary by 3 to 5 %, the median of three differed by up to 7 % between worlds on the same machine."""
 CHECK_TURNS = 3
 """Turns of the bound after the rounds, which have had one each."""
 MEMORY = 0.8
@@ -89,20 +82,14 @@ class _World:
         self.bounds = [v for v in described if not v["config"]["comm"]["enabled"]]
         """What the comparison calls its runs without communication: the bound stands for them."""
         self.watch = Stopwatch(shard.device)
-        self.link = self._agree(lambda: known.read(spec.path))
-        self.shapes = bool(self.link.get("shaped")) and self.link.get("set_mbit_per_s") is None
+        self.links = Links(spec, self._agree, self._say)
         self.held = True
-        self.mbit: float | None = None
-        self.pace: deque[float] = deque(maxlen=BOUND_TURNS)
-        """Seconds a step of the bound in its last turns, on the slowest rank."""
-        self.set_to: list[tuple[float, float, float]] = []
-        """For each round: the pace, the dilation that follows, the links' rate."""
         self.repeated = False
 
     # ---- the course of events ---------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        self._free_link()
+        self.links.free()
         for _ in range(2):
             self.bound.turn(1, self.watch)
         if not self.config["variants"]:
@@ -110,7 +97,7 @@ class _World:
             return
         self._prepare()
         before = self._measure_bound(BOUND_TURNS)
-        dilation = self._settle(before)
+        dilation = self.links.settle(before)
         probed = link.of_run(self.spec, self.shard.device)
         drift = 0.0
         for repeated in (False, True):
@@ -119,18 +106,20 @@ class _World:
             busy = machine.busy(readings, gathered(machine.read()))
             after = self._measure_bound(CHECK_TURNS)
             now = statistics.median([after, *self.bound.per_step()])
-            drift = now / (statistics.median(pace for pace, _, _ in self.set_to) if self.set_to else before) - 1
+            drift = (
+                now / (statistics.median(pace for pace, _, _ in self.links.set_to) if self.links.set_to else before) - 1
+            )
             self.repeated = repeated
             if abs(drift) <= machine.DRIFT or repeated:
                 break
             self._say(f"This machine's pace has changed by {drift:+.0%}: the rounds are repeated")
-            before, dilation = now, self._settle(now)
-            self.set_to.clear()
+            before, dilation = now, self.links.settle(now)
+            self.links.set_to.clear()
             for entry in self._all():
                 entry.forget()
-        if self.set_to:
-            dilation = statistics.median(dilation for _, dilation, _ in self.set_to)
-            self._check_link(statistics.median(mbit for _, _, mbit in self.set_to), dilation)
+        if self.links.set_to:
+            dilation = statistics.median(dilation for _, dilation, _ in self.links.set_to)
+            self.links.check(statistics.median(mbit for _, _, mbit in self.links.set_to), dilation)
         about = {
             "world": self.spec.id,
             "seed": self.spec.seed,
@@ -138,7 +127,7 @@ class _World:
             "repeated": self.repeated,
             "bound_ms": {"before": round(1000 * before, 3), "after": round(1000 * after, 3)},
             "drift": round(drift, 4),
-            "dilations": [dilation for _, dilation, _ in self.set_to],
+            "dilations": [dilation for _, dilation, _ in self.links.set_to],
             "busy": busy,
         }
         results.write(self, about, dilation, probed)
@@ -182,7 +171,7 @@ class _World:
         began = time.monotonic()
         self._one_round(-1, timed=False)  # the first after the links have got their rate
         for number in range(self.rounds):
-            self._follow()
+            self.links.follow()
             self._one_round(number, timed=True)
             left = (time.monotonic() - began) / (number + 2) * (self.rounds - number - 1)
             self._say(f"round {number + 1}/{self.rounds}, {left:.0f} s left")
@@ -194,10 +183,10 @@ class _World:
             if not self.held and isinstance(entry, Variant):
                 if not timed:
                     continue
-                self._free_link()
+                self.links.free()
                 if not self._make(entry):
                     continue
-                self._set_link()
+                self.links.set()
             # Made anew, a method plans anew too.
             steps = entry.lengths(self.rounds, self.steps)[number] if timed else 1
             self._turn(entry, steps, timed)
@@ -215,9 +204,7 @@ class _World:
         if timed:
             entry.keep(max(everyone), steps)
             if entry is self.bound:
-                self.pace.append(max(everyone) / steps)
-
-    # ---- dilation and links -----------------------------------------------------------------------------------------
+                self.links.pace.append(max(everyone) / steps)
 
     def _measure_bound(self, turns: int) -> float:
         """Seconds of a step without communication and update, on the slowest rank."""
@@ -226,60 +213,8 @@ class _World:
             dist.barrier()
             steps = max(2, self.steps)
             taken.append(max(self._same(self.bound, self.bound.turn(steps, self.watch))) / steps)
-        self.pace += taken
+        self.links.pace += taken
         return statistics.median(taken)
-
-    def _calibration(self, bound_s: float) -> Calibration:
-        """The dilation that a step of the bound asks for."""
-        return Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))
-
-    def _settle(self, bound_s: float) -> float | None:
-        """Sets emulated links to what the bound asks for. Returns the dilation; None where there is none."""
-        asked = self.config["cluster"].get("dilation")
-        if not self.shapes:
-            return self.link.get("dilation")
-        if asked == "auto":
-            calibration = self._calibration(bound_s)
-            dilation = calibration.dilation
-            self._say(str(calibration))
-        else:
-            dilation = float(asked)
-
-        self.mbit = self._agree(lambda: link.capacity(self.config, dilation))
-        self._check_link(self.mbit, dilation)
-        if self.link.get("note"):
-            self._say(self.link["note"])
-        return dilation
-
-    def _check_link(self, mbit: float, dilation: float) -> None:
-        """Sets emulated links to a rate and measures what they carry then."""
-
-        def check() -> dict[str, Any]:
-            link.ask(self.spec.path, f"check {mbit:.6g}")
-            return known.read(self.spec.path)
-
-        self.link = {**self._agree(check), "dilation": dilation}
-
-    def _follow(self) -> None:
-        """Sets emulated links anew from the bound's last turns: this machine's pace changes, the cluster's does not."""
-        if not self.shapes or self.config["cluster"].get("dilation") != "auto":
-            return
-        pace = statistics.median(self.pace)
-        dilation = self._calibration(pace).dilation
-        with contextlib.suppress(UserError):  # more than this machine can carry: as it was
-            self.mbit = link.capacity(self.config, dilation)
-            self.set_to.append((pace, dilation, self.mbit))
-        self._set_link()
-
-    def _free_link(self) -> None:
-        self._ask_rate(link.FREE_MBIT)
-
-    def _set_link(self) -> None:
-        self._ask_rate(self.mbit)
-
-    def _ask_rate(self, mbit: float | None) -> None:
-        if self.shapes and mbit is not None:
-            self._agree(lambda: link.ask(self.spec.path, f"rate {mbit:.6g}"))
 
     # ---- together ---------------------------------------------------------------------------------------------------
 

@@ -226,8 +226,3 @@ def attach_hook(
     attachment = HookAttachment(model, name, rank, topology, trace)
     model.register_comm_hook(attachment, hook)
     return attachment
-
-
-def powersgd_bytes(shapes: Iterable[Sequence[int]], rank: int, ranks: int) -> int:
-    """Bytes that each of `ranks` ranks sends in a step of PowerSGD, whatever the buckets."""
-    return 2 * (ranks - 1) * 4 * sum(low_rank_numbers(shapes, rank)) // ranks

@@ -1,0 +1,79 @@
+"""Where a record comes from: commit, machine and versions, without the machine's name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", "datasets", "hydra-core")
+
+
+def git_state(root: Path = ROOT) -> dict[str, Any]:
+    """{sha, dirty} of the checkout at `root`; both None outside of one. Dirty: a tracked file differs.
+
+    Results are left out: publishing one experiment does not change the code that the next one measures.
+    """
+    nothing: dict[str, Any] = {"sha": None, "dirty": None}
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        # A copy without .git inside some other repository must not pass for that repository's commit.
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return nothing
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return nothing
+
+
+def hardware(device: str | None = None) -> dict[str, Any]:
+    """{device, cpu, cores, memory_gb, gpus} of this machine, without its name."""
+    gpus = _gpus()
+    return {
+        "device": device or ("cuda" if gpus else "cpu"),
+        "cpu": _proc_value("/proc/cpuinfo", "model name") or platform.machine() or None,
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30),
+        "gpus": gpus,
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of Python and of the packages that decide what a run does; only those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _proc_value(path: str, key: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return None
+
+
+def _gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

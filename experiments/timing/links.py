@@ -1,0 +1,91 @@
+"""The links of a world in which methods take turns: emulated ones are set to what this machine's pace asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from experiments.cells import timelines
+from experiments.timing.dilation import Calibration
+from experiments.training import link
+from launch import link as told
+from launch.errors import UserError
+from launch.spec import RunSpec
+
+BOUND_TURNS = 9
+"""The bound's last turns, from whose median the dilation of the next round is taken. What it errs by, every ratio of that
+round errs by: single turns vary by 3 to 5 %, the median of three differed by up to 7 % between worlds on the same machine."""
+
+
+class Links:
+    """What every rank knows of them, and how rank 0 has them set.
+
+    agree:  makes what a function returns on rank 0 known to every rank. say: prints a line on rank 0.
+    known:  what records say of the link.
+    shapes: whether the ranks set the rate.
+    pace:   seconds a step of the bound in its last turns, on the slowest rank.
+    set_to: for each round: the pace, the dilation that follows, the links' rate.
+    """
+
+    def __init__(self, spec: RunSpec, agree: Callable[[Callable[[], Any]], Any], say: Callable[[str], None]) -> None:
+        self.folder, self.config, self.agree, self.say = spec.path, spec.config, agree, say
+        self.known = agree(lambda: told.read(spec.path))
+        self.shapes = bool(self.known.get("shaped")) and self.known.get("set_mbit_per_s") is None
+        self.mbit: float | None = None
+        self.pace: deque[float] = deque(maxlen=BOUND_TURNS)
+        self.set_to: list[tuple[float, float, float]] = []
+
+    def _calibration(self, bound_s: float) -> Calibration:
+        """The dilation that a step of the bound asks for."""
+        return Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))
+
+    def settle(self, bound_s: float) -> float | None:
+        """Sets emulated links to what the bound asks for. Returns the dilation; None where there is none."""
+        asked = self.config["cluster"].get("dilation")
+        if not self.shapes:
+            return self.known.get("dilation")
+        if asked == "auto":
+            calibration = self._calibration(bound_s)
+            dilation = calibration.dilation
+            self.say(str(calibration))
+        else:
+            dilation = float(asked)
+
+        self.mbit = self.agree(lambda: link.capacity(self.config, dilation))
+        self.check(self.mbit, dilation)
+        if self.known.get("note"):
+            self.say(self.known["note"])
+        return dilation
+
+    def check(self, mbit: float, dilation: float) -> None:
+        """Sets emulated links to a rate and measures what they carry then."""
+
+        def check() -> dict[str, Any]:
+            link.ask(self.folder, f"check {mbit:.6g}")
+            return told.read(self.folder)
+
+        self.known = {**self.agree(check), "dilation": dilation}
+
+    def follow(self) -> None:
+        """Sets emulated links anew from the bound's last turns: this machine's pace changes, the cluster's does not."""
+        if not self.shapes or self.config["cluster"].get("dilation") != "auto":
+            return
+        pace = statistics.median(self.pace)
+        dilation = self._calibration(pace).dilation
+        with contextlib.suppress(UserError):  # more than this machine can carry: as it was
+            self.mbit = link.capacity(self.config, dilation)
+            self.set_to.append((pace, dilation, self.mbit))
+        self.set()
+
+    def free(self) -> None:
+        self._ask(link.FREE_MBIT)
+
+    def set(self) -> None:
+        self._ask(self.mbit)
+
+    def _ask(self, mbit: float | None) -> None:
+        if self.shapes and mbit is not None:
+            self.agree(lambda: link.ask(self.folder, f"rate {mbit:.6g}"))
