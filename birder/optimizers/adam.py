@@ -14,6 +14,8 @@ from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit, with_gradient
 from birder.optimizers.norms import norms
 
+Tensors = list[Tensor]
+
 
 def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: float, beta2: float) -> None:
     """m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2, in place, tensor by tensor."""
@@ -30,15 +32,40 @@ def check_adam(group: dict[str, Any]) -> None:
     require_number("eps", group["eps"])
 
 
-class AdamW(BucketOptimizer):
+class DenseAdam(BucketOptimizer):
+    """What methods with Adam's two moments and a dense all-reduce of the gradient share.
+
+    State: m and v, fp32[d], the same on all ranks. Parameters without gradient are left alone.
+    """
+
+    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
+    on_shards: ClassVar[bool] = True
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+
+    def init_unit(self, unit: Unit) -> None:
+        unit.state["m"] = unit.zeros()
+        unit.state["v"] = unit.zeros()
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            params, grads, m, v = with_gradient(unit, "m", "v")
+            if params:
+                self.move(unit.group, params, grads, m, v, step)
+
+    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+        """The method: step number `step` (from 1) of parameters with their mean gradients and moments, in place."""
+        raise NotImplementedError
+
+
+class AdamW(DenseAdam):
     """Adam with bias correction and decoupled weight decay, as torch.optim.AdamW.
 
     x = x - lr weight_decay x;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
     x = x - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps)
     """
-
-    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
-    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -52,29 +79,17 @@ class AdamW(BucketOptimizer):
         """`options`: wire, max_grad_norm; see `BucketOptimizer`."""
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_adam(group)
-
-    def init_unit(self, unit: Unit) -> None:
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
-
-    def update(self, step: int, plan: Plan) -> None:
-        for unit in self.units:
-            params, grads, m, v = with_gradient(unit, "m", "v")
-            if not params:
-                continue
-            lr, (beta1, beta2), eps = unit.group["lr"], unit.group["betas"], unit.group["eps"]
-            torch._foreach_mul_(params, 1 - lr * unit.group["weight_decay"])
-            adam_moments(m, v, grads, beta1, beta2)
-            denominator = torch._foreach_sqrt(v)
-            torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-            torch._foreach_add_(denominator, eps)
-            torch._foreach_addcdiv_(params, m, denominator, -lr / (1 - beta1**step))
+    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        adam_moments(m, v, grads, beta1, beta2)
+        denominator = torch._foreach_sqrt(v)
+        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        torch._foreach_addcdiv_(params, m, denominator, -lr / (1 - beta1**step))
 
 
-class BertAdam(BucketOptimizer):
+class BertAdam(DenseAdam):
     """Adam as BERT's authors used it: no bias correction, decoupled decay, each tensor's gradient clipped to norm 1.
 
     g = g min(1, clip/|g|) for every tensor;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
@@ -83,9 +98,6 @@ class BertAdam(BucketOptimizer):
     Differences from the released BertAdam: the schedule is outside, as a torch lr scheduler; its first step does not
     have lr 0.
     """
-
-    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
-    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -109,25 +121,15 @@ class BertAdam(BucketOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        check_adam(group)
         clip = group["tensor_clip"]
         require(clip is None or (is_number(clip) and clip > 0), "tensor_clip", clip, "positive or None")
 
-    def init_unit(self, unit: Unit) -> None:
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
-
-    def update(self, step: int, plan: Plan) -> None:
-        for unit in self.units:
-            params, grads, m, v = with_gradient(unit, "m", "v")
-            if not params:
-                continue
-            group, (beta1, beta2) = unit.group, unit.group["betas"]
-            if group["tensor_clip"] is not None:
-                factors = (group["tensor_clip"] / (norms(self.comm, grads) + 1e-6)).clamp(max=1.0)
-                grads = list(torch._foreach_mul(grads, list(factors.unbind())))
-            adam_moments(m, v, grads, beta1, beta2)
-            denominator = torch._foreach_sqrt(v)
-            torch._foreach_add_(denominator, group["eps"])
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_addcdiv_(params, m, denominator, -group["lr"])
+    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+        if group["tensor_clip"] is not None:
+            factors = (group["tensor_clip"] / (norms(self.comm, grads) + 1e-6)).clamp(max=1.0)
+            grads = list(torch._foreach_mul(grads, list(factors.unbind())))
+        adam_moments(m, v, grads, *group["betas"])
+        denominator = torch._foreach_sqrt(v)
+        torch._foreach_add_(denominator, group["eps"])
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(params, m, denominator, -group["lr"])

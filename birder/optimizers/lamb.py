@@ -15,17 +15,14 @@ One-process reference: tests/test_lamb.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from birder.comm import Communicator
-from birder.optimizers.adam import adam_moments, check_adam
-from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.adam import DenseAdam, Tensors, adam_moments, check_adam
 from birder.optimizers.checks import require
-from birder.optimizers.contract import Plan
-from birder.optimizers.layout import Unit, with_gradient
 from birder.optimizers.norms import norms
 
 
@@ -53,7 +50,7 @@ def trust_ratios(
     return torch.where((x > 0) & (r > 0), c, torch.ones_like(c))
 
 
-class LAMB(BucketOptimizer):
+class LAMB(DenseAdam):
     """LAMB with a dense all-reduce of the gradient (see the module's docstring for the equations).
 
     weight_decay:    inside of r, so that the ratio sees it.
@@ -66,9 +63,6 @@ class LAMB(BucketOptimizer):
 
     Raises ValueError for arguments out of range.
     """
-
-    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
-    on_shards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -103,26 +97,18 @@ class LAMB(BucketOptimizer):
         ordered = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
         require(ordered, "phi", phi, "two rising numbers of 0 or more, or None")
 
-    def init_unit(self, unit: Unit) -> None:
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
-
-    def update(self, step: int, plan: Plan) -> None:
-        for unit in self.units:
-            params, grads, m, v = with_gradient(unit, "m", "v")
-            if not params:
-                continue
-            group, (beta1, beta2) = unit.group, unit.group["betas"]
-            adam_moments(m, v, grads, beta1, beta2)  # (1)
-            denominator = torch._foreach_sqrt(v)
-            if self.bias_correction:
-                torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-            torch._foreach_add_(denominator, group["eps"])
-            r = torch._foreach_div(m, denominator)
-            if self.bias_correction:
-                torch._foreach_div_(r, 1 - beta1**step)
-            if group["weight_decay"]:
-                torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
-            c = trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)
-            torch._foreach_mul_(r, list(c.unbind()))
-            torch._foreach_add_(params, r, alpha=-group["lr"])  # (4)
+    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+        beta1, beta2 = group["betas"]
+        adam_moments(m, v, grads, beta1, beta2)  # (1)
+        denominator = torch._foreach_sqrt(v)
+        if self.bias_correction:
+            torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        r = torch._foreach_div(m, denominator)
+        if self.bias_correction:
+            torch._foreach_div_(r, 1 - beta1**step)
+        if group["weight_decay"]:
+            torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
+        c = trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)
+        torch._foreach_mul_(r, list(c.unbind()))
+        torch._foreach_add_(params, r, alpha=-group["lr"])  # (4)
