@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import hydra.utils
 import torch
 import torch.distributed as dist
 
@@ -31,10 +30,10 @@ from experiments.timing.links import BOUND_TURNS, Links
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import link, machine
 from experiments.training.clock import Stopwatch
-from experiments.training.method import Length
+from experiments.training.method import begin
 from experiments.training.together import gathered, memory_left
 from experiments.training.world import world
-from experiments.workloads.base import Shard, Workload
+from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -60,11 +59,7 @@ class _World:
         self.spec, self.shard, self.config = spec, shard, spec.config
         self.main = shard.rank == 0
         self.rounds, self.steps = int(spec.config["turns"]["rounds"]), int(spec.config["turns"]["steps"])
-        torch.manual_seed(spec.seed)  # the same initial model on every rank
-        self.workload: Workload = hydra.utils.instantiate(self.config["workload"])
-        self.workload.prepare(shard)
-        self.length = Length(self.config, self.workload, shard.world_size)
-        model = self.workload.build_model().to(shard.device)
+        self.workload, self.length, model = begin(spec, shard, shard.world_size)
         self.ddp = SharedDDP(
             model,
             device_ids=[shard.device] if shard.device.type == "cuda" else None,

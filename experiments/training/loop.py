@@ -6,14 +6,13 @@ import math
 import time
 from typing import Any
 
-import hydra.utils
 import torch
 import torch.distributed as dist
 
 from experiments.records import labels, record
 from experiments.training import link, step_profile, traffic
 from experiments.training.clock import StepClock
-from experiments.training.method import Length, Method
+from experiments.training.method import Method, begin
 from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.rounds import Rounds
@@ -22,7 +21,7 @@ from experiments.training.together import gathered as everyones
 from experiments.training.track import Tracker
 from experiments.training.virtual import VirtualMethod
 from experiments.training.world import world
-from experiments.workloads.base import Shard, Workload, all_sum
+from experiments.workloads.base import Shard, all_sum
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -43,16 +42,12 @@ class _Run:
         self.spec, self.shard, self.config = spec, shard, spec.config
         self.settings = spec.config["train"]
         self.main = shard.rank == 0
-        torch.manual_seed(spec.seed)  # the same initial model on every rank
-        self.workload: Workload = hydra.utils.instantiate(self.config["workload"])
-        self.workload.prepare(shard)
         self.batch = int(self.settings["batch_per_rank"])
         self.accumulate = int(self.settings["accumulate"])
         self.virtual = labels.is_virtual(self.config)
         # Virtual ranks are all in this process, which is the only one of its world.
         self.world_size = spec.nodes * spec.ranks_per_node if self.virtual else shard.world_size
-        self.length = Length(self.config, self.workload, self.world_size)
-        model = self.workload.build_model().to(shard.device)
+        self.workload, self.length, model = begin(spec, shard, self.world_size)
         self.ddp = wrap(model, spec, shard.device)
         made = (self.config, self.workload, self.ddp)
         self.method: Method

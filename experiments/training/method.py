@@ -9,7 +9,7 @@ from typing import Any
 
 import hydra.utils
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
@@ -20,6 +20,7 @@ from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
+from launch.spec import RunSpec
 
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,6 +59,15 @@ class Length:
         self.total = int(settings["epochs"]) * self.epoch
         if settings["max_steps"] is not None:
             self.total = min(self.total, int(settings["max_steps"]))
+
+
+def begin(spec: RunSpec, shard: Shard, world_size: int) -> tuple[Workload, Length, nn.Module]:
+    """The workload with its data, how long the run is, and the initial model, the same on every rank. Raises UserError."""
+    torch.manual_seed(spec.seed)
+    workload: Workload = hydra.utils.instantiate(spec.config["workload"])
+    workload.prepare(shard)
+    length = Length(spec.config, workload, world_size)
+    return workload, length, workload.build_model().to(shard.device)
 
 
 def batches(config: dict[str, Any], workload: Workload, shard: Shard, length: Length, start: int) -> Iterator[Batch]:
