@@ -121,3 +121,21 @@ def test_the_comparison_stands_beside_the_papers_numbers(tmp_path: Path) -> None
     assert "acceleration, CIFAR-100, nearly: 10x (CSER, NeurIPS 2020, abstract; verified)" in out.getvalue()
     line = next(line for line in out.getvalue().splitlines() if line.startswith("│ SGDM"))
     assert line.rstrip("│ ").endswith("—")  # synthetic data: no accuracy
+
+
+def test_a_paper_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, words in (
+        ("parts: [{exp: digits}]\nspeed: 1", "speed: extra inputs are not permitted"),
+        ("parts: [{methods: [sgdm]}]", "parts.0.exp: field required"),
+        ("parts: [", "is not a readable paper"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"^{path}") as error:
+            papers.load(path)
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(
+        UserError, match="no paper 'lion'; there are: cser, slamb, zero_one_adam, or the path of a YAML"
+    ):
+        papers.load("lion")

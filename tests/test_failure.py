@@ -1,0 +1,49 @@
+"""What ranks leave of their end, and what the launcher reads of it: written and read in one place."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import failure, link
+
+
+def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
+    failure.begin_rank(tmp_path, 3, 1)
+    assert failure.vanished(tmp_path) == []  # it is this process
+    failure.save_error(tmp_path, 3, 1, kind="ValueError", message="odd", traceback="Traceback ...")
+    cause = failure.explain(tmp_path, [], agent=1, code=1)
+    assert (cause.reason, cause.traceback) == ("rank 3 on node 1: ValueError: odd", "Traceback ...")
+    failure.save_error(tmp_path, 3, 1, kind="UserError", message="set lr=0.1", user_error=True)
+    assert failure.explain(tmp_path, [], agent=1, code=2) == failure.Cause("set lr=0.1", user_error=True)
+    failure.begin_rank(tmp_path, 3, 1)  # started again: its earlier life is forgotten
+    assert not list((tmp_path / "errors").iterdir())
+
+
+def test_whom_a_rank_missed_is_named(tmp_path: Path) -> None:
+    peers = [{"rank": 0, "node": 0, "state": "gone"}, {"rank": 1, "node": 0, "state": "answers"}]
+    failure.save_rank(tmp_path, 0, 0, "running")
+    failure.save_error(tmp_path, 1, 0, kind="RuntimeError", message="Connection closed by peer", peers=peers)
+    cause = failure.explain(tmp_path, [], agent=0, code=1)
+    assert cause.reason == "rank 0 on node 0 was killed, for example for lack of memory"
+
+
+def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(failure, "write_whole", full)
+    failure.begin_rank(tmp_path, 0, 0)
+    failure.save_error(tmp_path, 0, 0, kind="ValueError", message="odd")
+    assert not any((tmp_path / "errors").glob("*.json"))
+
+
+def test_the_link_of_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert link.read(tmp_path) == {}
+    link.write(tmp_path, link.of(kind="network", mbit_per_s=940.0))
+    assert link.read(tmp_path) == {**link.UNKNOWN, "kind": "network", "mbit_per_s": 940.0}
+    (tmp_path / link.FILE).write_text("{")
+    assert link.read(tmp_path) == {}
