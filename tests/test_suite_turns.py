@@ -81,7 +81,7 @@ def _setups(rank: int, world: int, timeline: str, room: int) -> dict[str, Any]:
     made = test_bench.BENCH.model_copy(update={"models": {"resnet50": model}})
     cells = made.cells(made.places(links=["loopback"], nodes=[2]), ["fp32", "birder", "none"])
     scaled = [scaling.scale(made, c, 34.0) for c in cells]
-    Setups._budget = lambda self: room  # type: ignore[method-assign]
+    held.memory_left = lambda share: room  # type: ignore[assignment]
     found: dict[str, Any] = {}
     with Setups(made, scaled) as setups:
         for _ in range(2):
