@@ -27,8 +27,6 @@ if not __package__:  # run as a script: import from the repository, not from thi
 
     interrupt.ends_silently()
 
-from omegaconf import OmegaConf
-
 from experiments import compare
 from experiments.config import compose
 from experiments.config.compose import Composed
@@ -65,12 +63,10 @@ class Variant:
 
 def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
     """The rows of the experiment, or those with an optimizer of `methods`. Raises UserError for an unknown one."""
-    listed = OmegaConf.to_container(base.config.compare, resolve=True)
-    assert isinstance(listed, list)
     rows = []
-    for entry in listed:
-        overrides = [str(o) for o in entry if not str(o).startswith("tune=")]
-        tune = [str(o).partition("=")[2] for o in entry if str(o).startswith("tune=")]
+    for entry in compose.compared(base):
+        overrides = [o for o in entry if not o.startswith("tune=")]
+        tune = [o.partition("=")[2] for o in entry if o.startswith("tune=")]
         rows.append(Variant(tuple(overrides), tuple(map(float, json.loads(tune[0]))) if tune else ()))
     known = sorted({row.optimizer for row in rows})
     if unknown := [m for m in methods or () if m not in known]:
@@ -93,10 +89,7 @@ class Plan:
 
     def compose(self, row: Variant, *more: str) -> Composed:
         """`row` with `more`. The user's own overrides come last and so win."""
-        given = {o.lstrip("+").partition("=")[0] for o in self.overrides}
-        mine = [o for o in more if o.lstrip("+").partition("=")[0] not in given]
-        if "cluster" in given:
-            mine = [o for o in mine if not o.startswith("cluster")]
+        mine = compose.unless_given(more, self.overrides)
         return compose.compose([f"+exp={EXP}", *row.overrides, *mine, *self.overrides])
 
     def run(self, part: str, what: str, composed: Composed, group: str | None = None) -> ResultRecord | None:

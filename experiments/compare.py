@@ -16,15 +16,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from launch import interrupt
 
     interrupt.ends_silently()
-
-from omegaconf import OmegaConf
 
 from experiments.config import compose, papers
 from experiments.config.compose import Composed
@@ -45,8 +42,7 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
 
     methods: optimizer names (files in conf/optimizer) to keep; None keeps all. Raises UserError.
     """
-    lists = OmegaConf.to_container(base.config.compare, resolve=True)
-    if not isinstance(lists, list) or not lists:
+    if not (lists := compose.compared(base)):
         raise UserError(f"experiment '{base.config.exp}' lists nothing to compare: add +exp=NAME, or use run.py")
     named = base.config.run_name is not None
     exp = [o for o in base.overrides if o.startswith("+exp=")]
@@ -57,7 +53,7 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     for variant in lists:
         # Variants share everything, so a run name given by the user must tell them apart.
         name = [f"run_name={base.config.run_name}-{_slug(variant)}"] if named else []
-        one = compose.compose([*exp, *map(str, variant), *others, *name])
+        one = compose.compose([*exp, *variant, *others, *name])
         if one.config.cluster.get("_target_") == labels.VIRTUAL and not one.config.comm.enabled:
             continue  # no bound without times
         # With one rank a node, nodes as workers are the ranks as workers: the same run once more.
@@ -217,8 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return of_paper(options.paper, overrides, methods) if options.paper else compare(overrides, methods)
 
 
-def _slug(variant: list[Any]) -> str:
-    values = [str(v).rpartition("=")[2] for v in variant]
+def _slug(variant: list[str]) -> str:
+    values = [v.rpartition("=")[2] for v in variant]
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(values)).strip("-") or "variant"
 
 

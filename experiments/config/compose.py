@@ -71,6 +71,19 @@ def plain(overrides: Sequence[str], config_dir: Path) -> dict[str, Any]:
         raise messages.explain(error, config_dir, lambda _: _keys(_raw(_defaults(config_dir)))) from error
 
 
+def compared(composed: Composed) -> list[list[str]]:
+    """What a configuration lists under `compare`: the overrides of each variant. Empty where it compares nothing."""
+    listed = OmegaConf.to_container(composed.config.compare, resolve=True)
+    return [[str(o) for o in variant] for variant in listed] if isinstance(listed, list) else []
+
+
+def unless_given(own: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Those of `own` overrides that the user's do not replace. Whoever chooses a cluster chooses all of it."""
+    keys = {o.lstrip("+").partition("=")[0] for o in given}
+    kept = [o for o in own if o.lstrip("+").partition("=")[0] not in keys]
+    return [o for o in kept if not (o.startswith("cluster") and "cluster" in keys)]
+
+
 def quote_hosts(overrides: Sequence[str]) -> list[str]:
     """`overrides` with the value of cluster.hosts=a,b,c in quotes: Hydra would take it for three runs."""
     return [re.sub(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]

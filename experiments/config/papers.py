@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omegaconf import OmegaConf
-
 from experiments.config import compose
 from experiments.config.data_files import Data, DataFiles
 
@@ -26,19 +24,11 @@ class Part(Data):
 
     def given(self, overrides: Sequence[str]) -> list[str]:
         """All overrides of the part: its own, but for what the user has given."""
-        keys = {o.lstrip("+").partition("=")[0] for o in overrides}
-        own = [
-            o
-            for o in self.overrides
-            if o.partition("=")[0] not in keys and not (o.startswith("cluster") and "cluster" in keys)
-        ]
-        return [f"+exp={self.exp}", *own, *overrides]
+        return [f"+exp={self.exp}", *compose.unless_given(self.overrides, overrides), *overrides]
 
     def kept(self, overrides: Sequence[str], methods: Sequence[str] | None) -> list[str]:
         """The optimizers that are to be run: the part's, or those of them that the user names. Raises UserError."""
-        listed = OmegaConf.to_container(compose.compose(self.given(overrides)).config.compare, resolve=True)
-        assert isinstance(listed, list)
-        every = [str(o) for variant in listed for o in variant]
+        every = [o for variant in compose.compared(compose.compose(self.given(overrides))) for o in variant]
         known = dict.fromkeys(o.partition("=")[2] for o in every if o.startswith("optimizer="))
         return [m for m in known if (self.methods is None or m in self.methods) and (methods is None or m in methods)]
 
