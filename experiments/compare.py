@@ -27,7 +27,6 @@ from experiments.config import compose, papers
 from experiments.config.compose import Composed
 from experiments.records import labels
 from experiments.report import comparison, tables, volume
-from experiments.report.headline import headline
 from experiments.runs import command, start
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
@@ -83,10 +82,8 @@ def compare(
     # All are checked before the first one starts: a mistake shows now, not after an hour.
     workloads = [compose.check(variant) for variant in chosen]
     first = compose.resolve(chosen[0])
-    nodes_given = any(o.startswith("cluster.nodes=") for o in overrides)
-    shaped = calibrate.shapes(first)
     apart = plan.why_runs([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
-    print(headline(first, workloads[0], nodes_given=nodes_given, shaped=shaped), flush=True)
+    start.introduce(chosen[0], workloads[0])
     group = compose.new_name(first["exp"])
     status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
     if not first["cluster"].get("wait", True):
@@ -166,7 +163,6 @@ def of_paper(name: str, given: list[str], methods: list[str] | None) -> int:
 def join(overrides: list[str], methods: list[str] | None) -> int:
     """Times the variants as one rank of the world that torchrun has made. Returns as `compare`."""
     from experiments.timing import turns
-    from experiments.training import worker
 
     rank = int(os.environ["RANK"])
     chosen = variants(compose.compose(overrides), methods)
@@ -181,12 +177,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     spec = start.share(plan.make(chosen, commands, group) if rank == 0 else None)
     if rank == 0:
         spec.save()
-
-    def on_failure(error: BaseException) -> None:
-        if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
-            plan.write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
-
-    worker.run_rank(spec, turns.train, on_failure=on_failure)
+    start.as_rank(spec, rank, turns.train, plan.write_failed)
     if rank == 0:
         tables.write(spec.config["results_dir"], spec.exp)
         tables.print_group(spec.config["results_dir"], group)

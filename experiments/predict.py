@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.validate:
         from experiments.runs import validation
 
-        return validation.run(options.question)
+        validation.run(options.question)
     else:
         answer(ask(options.question), options)
     return 0

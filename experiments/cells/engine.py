@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from experiments.cells.scaling import Scaled
 from experiments.cells.setup import Setup
 from experiments.cells.suite import Cell, Suite
 from experiments.records import record
-from experiments.training import heartbeat, machine, step_profile, worker
+from experiments.training import machine, step_profile, worker
 from experiments.training.together import gathered
+from experiments.training.world import joined
 from launch import link
 from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
@@ -45,16 +46,8 @@ TIMEOUT_S, SILENCE_S = 300.0, 60.0
 def train(spec: RunSpec) -> None:
     """Measures every cell of the plan."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    heartbeat.start(store, rank, size, silence_s=SILENCE_S, join_s=TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
+    with joined("gloo", TIMEOUT_S, SILENCE_S):
         Node(spec).run()
-        dist.barrier()
-        heartbeat.stop()
-    finally:
-        dist.destroy_process_group()
 
 
 def carried(link: dict[str, Any], mbit: float) -> float:

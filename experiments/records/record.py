@@ -98,20 +98,13 @@ def from_spec(
     *,
     status: str = "completed",
     reason: str | None = None,
-    data: dict[str, Any] | None = None,
-    timing: dict[str, Any] | None = None,
-    bytes_per_step: dict[str, Any] | None = None,
-    collectives_per_step: float | None = None,
-    rounds_per_step: float | None = None,
-    state_bytes_per_rank: int | None = None,
-    metric: dict[str, Any] | None = None,
-    curve: str | None = None,
     link: dict[str, Any] | None = None,
     device: str | None = None,
     wire: str | None = None,
-    turns: dict[str, Any] | None = None,
+    bytes_per_step: dict[str, Any] | None = None,
+    **measured: Any,
 ) -> ResultRecord:
-    """The record of a run of `spec`.
+    """The record of a run of `spec`. measured: what else it is to hold, by field; None: not measured.
 
     device: "cpu" or "cuda", what the run used; default: cuda where there is a GPU.
     wire:   what was sent, when the caller knows better than the configuration tells.
@@ -120,6 +113,7 @@ def from_spec(
     """
     config = spec.config
     base = Path.cwd()
+    known = {"data": {"name": None, "synthetic": None}, **{k: v for k, v in measured.items() if v is not None}}
     return ResultRecord(
         id=spec.id,
         group=spec.group,
@@ -140,18 +134,11 @@ def from_spec(
         nodes=spec.nodes,
         ranks_per_node=spec.ranks_per_node,
         seed=spec.seed,
-        data=data or {"name": None, "synthetic": None},
         hardware=hardware(device),
         software=software(),
         link={**LINK, "kind": _link_kind(config), **(link or _link_of(spec))},
-        timing=timing or {},
         bytes_per_step={**BYTES, **(bytes_per_step or {})},
-        collectives_per_step=collectives_per_step,
-        state_bytes_per_rank=state_bytes_per_rank,
-        metric=metric or {},
-        curve=curve,
-        rounds_per_step=rounds_per_step,
-        turns=turns or {},
+        **known,
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -65,18 +66,25 @@ def join(composed: Composed, *, command: str) -> RunSpec:
             spec.path.mkdir(parents=True, exist_ok=True)
             until_the_end.enter_context(lock.held(spec.path))
             spec.save()
-        return _train(share(spec), rank)
+        shared = share(spec)
+        as_rank(shared, rank)
+        return shared
 
 
-def _train(spec: RunSpec, rank: int) -> RunSpec:
+def as_rank(
+    spec: RunSpec,
+    rank: int,
+    train: Callable[[RunSpec], None] | None = None,
+    write_failed: Callable[[RunSpec, str], None] = record.write_failed,
+) -> None:
+    """Trains as this rank; rank 0 records what ends it too early. train: as in `worker.run_rank`."""
     from experiments.training import worker
 
     def on_failure(error: BaseException) -> None:
         if rank == 0 and isinstance(error, Exception) and not isinstance(error, UserError):
-            record.write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
+            write_failed(spec, f"rank 0: {type(error).__name__}: {error}")
 
-    worker.run_rank(spec, on_failure=on_failure)
-    return spec
+    worker.run_rank(spec, train, on_failure)
 
 
 def take_place(composed: Composed) -> None:

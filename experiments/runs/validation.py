@@ -26,6 +26,7 @@ from experiments.report.formats import number
 from experiments.report.prediction import HEAD, Outcome, line
 from experiments.report.table import Table
 from launch.errors import UserError
+from launch.failure import RunFailed
 
 MODELS = {"resnet50": "resnet50_b32_tf32", "bert_squad": "bert_base_b12_tf32"}
 """Experiment of conf/exp, and the timeline whose order of gradients is taken."""
@@ -102,8 +103,11 @@ def outcome(cell: Cell, bound: dict[str, Any], own: dict[str, Any], costs: Costs
     return Outcome(case, ms, *(float(own["timing"][k]) for k in ("median_ms", "p10_ms", "p90_ms")))
 
 
-def run(names: Sequence[str]) -> int:
-    """Trains what has not been trained yet, and prints the comparison. names: of MODELS; none: all. Raises UserError."""
+def run(names: Sequence[str]) -> None:
+    """Trains what has not been trained yet, and prints the comparison. names: of MODELS; none: all.
+
+    Raises UserError and RunFailed.
+    """
     if unknown := [n for n in names if n not in MODELS]:
         raise UserError(f"--validate knows {', '.join(MODELS)}, not {unknown[0]}")
     every = list(cells(names or list(MODELS)))
@@ -111,11 +115,8 @@ def run(names: Sequence[str]) -> int:
         if cell.record() is None:
             print(f"[{number_}/{len(every)}] {cell.folder.name}", flush=True)
             if code := subprocess.run(cell.command(), cwd=Path.cwd(), check=False).returncode:
-                print(
-                    f"error: {cell.folder.name} ended with status {code}; the command again goes on from here",
-                    file=sys.stderr,
-                )
-                return 1
+                name = cell.folder.name
+                raise RunFailed(f"{name} ended with status {code}; the command again goes on from here")
     costs = measure_kernels("cpu")
     found = []
     for cell in every:
@@ -125,4 +126,3 @@ def run(names: Sequence[str]) -> int:
     rows = [[o.case.id, number(o.predicted_ms), number(o.measured_ms), f"{o.error:+.1%}"] for o in found]
     print(Table.text(("cell", "predicted, ms", "trained, ms", "difference"), rows).grid())
     print(Table.text(HEAD, [line("all", found)]).grid())
-    return 0

@@ -17,18 +17,23 @@ from launch.spec import RunSpec
 
 
 @contextlib.contextmanager
-def world(spec: RunSpec) -> Iterator[Shard]:
-    """This process as the rank that torchrun's environment names: process group, device and threads of the run."""
-    shard = _join(spec)
+def joined(backend: str, timeout_s: float, silence_s: float) -> Iterator[tuple[int, int]]:
+    """This process as the rank that torchrun's environment names, in the process group of all: (rank, number of ranks)."""
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    heartbeat.start(store, rank, size, silence_s=silence_s, join_s=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield shard
+        yield rank, size
         dist.barrier()
         heartbeat.stop()
     finally:
         dist.destroy_process_group()
 
 
-def _join(spec: RunSpec) -> Shard:
+@contextlib.contextmanager
+def world(spec: RunSpec) -> Iterator[Shard]:
+    """The same with device and threads of a run."""
     cluster, threads = spec.config["cluster"], spec.config["train"]["threads"]
     backend = cluster.get("backend", "auto")
     if backend == "auto":
@@ -43,12 +48,8 @@ def _join(spec: RunSpec) -> Shard:
         torch.set_num_threads(int(threads))
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    timeout = timedelta(seconds=float(cluster.get("timeout_s", 300)))
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    silence_s = float(cluster.get("silence_s", 30))
-    heartbeat.start(store, rank, size, silence_s=silence_s, join_s=timeout.total_seconds())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return Shard(rank, size, device)
+    with joined(backend, float(cluster.get("timeout_s", 300)), float(cluster.get("silence_s", 30))) as (rank, size):
+        yield Shard(rank, size, device)
 
 
 def allow_tf32(precision: str, device: torch.device) -> None:
