@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from launch.errors import UserError
 
 Batch = Any
 CPU = torch.device("cpu")
@@ -113,6 +115,20 @@ class Workload(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 most workloads keep no state
         """Restores what `state_dict` returned."""
+
+
+def at_least(least: int, **arguments: int | None) -> None:
+    """Raises UserError for an argument of a workload that is below `least`. None is not set."""
+    for key, value in arguments.items():
+        if value is not None and value < least:
+            raise UserError(f"workload.{key}={value} must be {least} or more")
+
+
+def one_of(known: Collection[str], **arguments: str) -> None:
+    """Raises UserError for an argument of a workload that is none of these."""
+    for key, value in arguments.items():
+        if value not in known:
+            raise UserError(f"workload.{key}={value} is unknown: one of {', '.join(known)}")
 
 
 def all_sum(values: list[float], shard: Shard) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from experiments.workloads.base import one_of
 from experiments.workloads.ordering import Shuffled
 from launch.errors import UserError
 
@@ -44,8 +45,7 @@ def check_model(model: str | None, init: str | None, preset: str) -> None:
         raise UserError(f"workload.init={init} is unknown: pretrained or random")
     if init == "pretrained" and model is None:
         raise UserError("workload.init=pretrained needs workload.model (a hub name or a folder)")
-    if preset not in PRESETS:
-        raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+    one_of(PRESETS, preset=preset)
     if model is not None and looks_local(model):
         folder = Path(model).expanduser()
         if not folder.is_dir():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard, all_sum
+from experiments.workloads.base import Batch, Shard, all_sum, at_least
 from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.squad_data import Question, find_file, read_hub, read_json, synthetic_questions
 from experiments.workloads.squad_metric import best_spans, em_f1_sums
@@ -75,16 +75,8 @@ class BertSquad(bert.Text):
                 f"workload.doc_stride={doc_stride} must be at least 0 and less than seq_len - max_query_len - 3 = "
                 f"{seq_len - max_query_len - 3}"
             )
-        for key, value in (
-            ("train_questions", train_questions),
-            ("dev_questions", dev_questions),
-            ("max_query_len", max_query_len),
-            ("held_out", held_out),
-            ("n_best", n_best),
-            ("max_answer_len", max_answer_len),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"workload.{key}={value} must be 1 or more")
+        at_least(1, train_questions=train_questions, dev_questions=dev_questions, max_query_len=max_query_len)
+        at_least(1, held_out=held_out, n_best=n_best, max_answer_len=max_answer_len)
         self.model, self.init, self.preset = model, init, preset
         self.held_out = held_out
         self.data_path, self.train_file, self.dev_file, self.dataset = data_path, train_file, dev_file, dataset

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, all_sum
+from experiments.workloads.base import Batch, Shard, all_sum, at_least, one_of
 from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
 from experiments.workloads.ordering import fixed_choice
-from launch.errors import UserError
 
 
 class Glue(bert.Text):
@@ -42,15 +41,9 @@ class Glue(bert.Text):
         eval_batch: int = 64,
         vocab_size: int = 2000,
     ) -> None:
-        if task not in TASKS:
-            raise UserError(f"workload.task={task} is unknown: one of {', '.join(TASKS)}")
-        for key, value, least in (
-            ("seq_len", seq_len, 8),
-            ("train_examples", train_examples, 1),
-            ("dev_examples", dev_examples, 1),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"workload.{key}={value} must be {least} or more")
+        one_of(TASKS, task=task)
+        at_least(8, seq_len=seq_len)
+        at_least(1, train_examples=train_examples, dev_examples=dev_examples)
         self.task_name, self.task = task, TASKS[task]
         self.model, self.init, self.preset = model, init, preset
         self.data_path, self.dataset = data_path, dataset

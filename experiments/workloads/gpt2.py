@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard
+from experiments.workloads.base import Batch, Shard, at_least, one_of
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from launch.errors import UserError
@@ -56,8 +56,7 @@ class GPT2(bert.Text):
     ) -> None:
         if init not in ("pretrained", "random"):
             raise UserError(f"workload.init={init} is unknown: pretrained or random")
-        if preset not in PRESETS:
-            raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+        one_of(PRESETS, preset=preset)
         if seq_len < 8:
             raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
         if model is None and seq_len > PRESETS[preset]["n_positions"]:
@@ -66,8 +65,7 @@ class GPT2(bert.Text):
             )
         if not 0 < valid_fraction < 1:
             raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
-        if documents is not None and documents < 1:
-            raise UserError(f"workload.documents={documents} must be 1 or more")
+        at_least(1, documents=documents)
         if vocab_size < 300:
             raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 300, the bytes alone are 256")
         self.model, self.init, self.preset = model, init, preset

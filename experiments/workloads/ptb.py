@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.workloads.base import Batch, Shard, Workload
+from experiments.workloads.base import Batch, Shard, Workload, at_least, one_of
 from experiments.workloads.corpus import perplexity
 from experiments.workloads.files import existing_dir, no_synthetic, read_text
 from experiments.workloads.ordering import generator
@@ -63,14 +63,12 @@ class PennTreebank(Workload):
         allow_synthetic: bool = True,
         held_out: int | None = None,
     ) -> None:
-        if preset not in PRESETS:
-            raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+        one_of(PRESETS, preset=preset)
         if dropout is not None and not 0 <= dropout < 1:
             raise UserError(f"workload.dropout={dropout} must be in [0, 1)")
         if bptt < 1 or eval_columns < 1:
             raise UserError("workload.bptt and workload.eval_columns must be 1 or more")
-        if held_out is not None and held_out < 0:
-            raise UserError(f"workload.held_out={held_out} must be 0 or more")
+        at_least(0, held_out=held_out)
         self.held_out = held_out or 0
         self.data_path = data_path
         self.hidden_size, preset_dropout = PRESETS[preset]

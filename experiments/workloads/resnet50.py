@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from experiments.workloads.base import Batch, Shard, Workload, all_sum
+from experiments.workloads.base import Batch, Shard, Workload, all_sum, at_least
 from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
 from experiments.workloads.ordering import as_global, batch_indices, generator, steps_per_epoch
 from launch.errors import UserError
@@ -47,8 +47,7 @@ class ResNet50(Workload):
     ) -> None:
         if image_size < 32:
             raise UserError(f"workload.image_size={image_size} is too small: at least 32, the paper uses 224")
-        if workers < 0:
-            raise UserError(f"workload.workers={workers} must be 0 or more")
+        at_least(0, workers=workers)
         self.data_path = data_path
         self.image_size = image_size
         self.workers = workers

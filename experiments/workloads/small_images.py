@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import cifar_models
-from experiments.workloads.base import Batch, Shard, all_sum
+from experiments.workloads.base import Batch, Shard, all_sum, at_least, one_of
 from experiments.workloads.files import existing_dir, no_synthetic
 from experiments.workloads.ordering import Shuffled, fixed_choice, generator
 from launch.errors import UserError
@@ -56,13 +56,10 @@ class SmallImages(Shuffled):
         eval_batch: int = 500,
         allow_synthetic: bool = True,
     ) -> None:
-        for key, value, known in (("model", model, MODELS), ("augment", augment, AUGMENTATIONS)):
-            if value not in known:
-                raise UserError(f"workload.{key}={value} is unknown: one of {', '.join(known)}")
-        if train_images is not None and train_images < 1:
-            raise UserError(f"workload.train_images={train_images} must be 1 or more")
-        if held_out is not None and held_out < 0:
-            raise UserError(f"workload.held_out={held_out} must be 0 or more")
+        one_of(MODELS, model=model)
+        one_of(AUGMENTATIONS, augment=augment)
+        at_least(1, train_images=train_images)
+        at_least(0, held_out=held_out)
         self.data_path = data_path
         self.model = model
         self.augment = augment

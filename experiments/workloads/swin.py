@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.workloads.base import Batch, Shard
+from experiments.workloads.base import Batch, Shard, one_of
 from experiments.workloads.ordering import as_global, generator
 from experiments.workloads.resnet50 import ResNet50, to_tensor
 from launch.errors import UserError
@@ -46,8 +46,7 @@ class Swin(ResNet50):
         **options: Any,
     ) -> None:
         super().__init__(data_path, **options)
-        if preset not in PRESETS:
-            raise UserError(f"workload.preset={preset} is unknown: one of {', '.join(PRESETS)}")
+        one_of(PRESETS, preset=preset)
         for key, value in (("drop_path", drop_path), ("label_smoothing", label_smoothing)):
             if not 0 <= value < 1:
                 raise UserError(f"workload.{key}={value} must be in [0, 1)")

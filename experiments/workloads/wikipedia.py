@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard
+from experiments.workloads.base import Batch, Shard, at_least
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from experiments.workloads.ordering import generator
@@ -67,8 +67,7 @@ class Wikipedia(bert.Text):
             raise UserError(f"workload.mask_prob={mask_prob} must be between 0 and 1")
         if not 0 < valid_fraction < 1:
             raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
-        if documents is not None and documents < 1:
-            raise UserError(f"workload.documents={documents} must be 1 or more")
+        at_least(1, documents=documents)
         if vocab_size < 100:
             raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 100")
         self.model, self.init, self.preset = model, init, preset
