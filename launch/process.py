@@ -50,8 +50,9 @@ def start(command: Sequence[str], env: dict[str, str], log: Path, stdin: int = s
 def attached(command: Sequence[str], **options: Any) -> subprocess.Popen:
     """Starts `command` out of reach of the terminal's Ctrl-C; it dies when this process does. options: of Popen."""
     parent = os.getpid()
-    preexec = {"preexec_fn": lambda: die_with_parent(parent)}
-    return subprocess.Popen(list(command), start_new_session=True, **preexec, **options)
+    return subprocess.Popen(
+        list(command), start_new_session=True, preexec_fn=lambda: die_with_parent(parent), **options
+    )
 
 
 def wait_for_first_failure(

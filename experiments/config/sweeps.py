@@ -20,7 +20,7 @@ class Method(Data):
     """One optimizer's part of a grid."""
 
     keys: list[str] = Field(default_factory=list)
-    settings: list[list[int | float]] = Field(default_factory=lambda: [[]])
+    settings: list[list[int | float]] = Field(default=[[]])
 
     @model_validator(mode="after")
     def fits(self) -> Method:
