@@ -162,7 +162,9 @@ class _World:
         for entry in self.variants:
             entry.free()
         self.rounds = min(self.rounds, int(self.config["turns"]["rounds_anew"]))
-        self._say(f"Memory does not hold all methods at once (up to {needed / 2**30:.1f} GiB a rank): each is made anew")
+        self._say(
+            f"Memory does not hold all methods at once (up to {needed / 2**30:.1f} GiB a rank): each is made anew"
+        )
 
     def _make(self, entry: Variant) -> bool:
         """Makes a method and warms it up on links that are free. Whether it works, on all ranks."""
