@@ -21,7 +21,7 @@ from experiments.runs import validation
 from launch.errors import UserError
 
 RESULTS = PUBLISHED
-TARGET = 0.03
+TARGETS = {"median": 0.03, "p95": 0.08, "worst": 0.15}
 FITTED = prediction.load(RESULTS)
 
 
@@ -44,20 +44,22 @@ def test_every_replayed_cell_is_predicted_and_its_setup_is_what_ran(records: lis
 
 
 def test_the_evaluation_is_what_the_docs_say(outcomes: list[prediction.Outcome]) -> None:
-    """Bounds: what docs/predict.md states, rounded up. The targets were 3 %, 8 % and 15 %: the median meets its own."""
+    """Bounds: what docs/predict.md states, rounded up. The targets were 3 %, 8 % and 15 %: the worst cell misses its own."""
     emulated = [o for o in outcomes if o.case.link == "emulated"]
     whole = prediction.summary(emulated)
     assert whole.cells == 303
-    assert whole.median < 0.015 < TARGET
-    assert whole.p95 < 0.085
-    assert whole.worst < 0.35
+    assert whole.median < 0.015 < TARGETS["median"]
+    assert whole.p95 < TARGETS["p95"]
+    assert whole.worst < 0.5
+    steady = prediction.summary([o for o in emulated if o.sends and o.steady])
+    assert steady.worst < TARGETS["worst"]
     sending = [o for o in emulated if o.sends]
     assert len(sending) == 243
     # The interval of every prediction rests on this number.
     assert prediction.summary(sending).p95 < MODEL_ERROR + 0.005
     every = prediction.summary(outcomes)
     assert every.cells == 363
-    assert every.median < TARGET
+    assert every.median < TARGETS["median"]
 
 
 def test_the_page_is_what_the_records_make(outcomes: list[prediction.Outcome]) -> None:
@@ -252,10 +254,10 @@ def test_a_cell_of_another_setup_is_not_predicted(records: list[ResultRecord]) -
     "name", ["paper-resnet50_b32-tf32-n4-9.4-onebit_adam", "bench-bert_base-loopback-n2-onebit_adam"]
 )
 def test_cells_whose_scales_travelled_alone_are_predicted_so(name: str, records: list[ResultRecord]) -> None:
-    """Their records count 4 collectives for each unit; now it is 2."""
-    old = next(r for r in records if r.id == name)
-    assert old.collectives_per_step is not None
-    kinds = [predicted.case(r) for r in (old, replace(old, collectives_per_step=old.collectives_per_step / 2))]
+    """Older records count 4 collectives for each unit; now it is 2."""
+    new = next(r for r in records if r.id == name)
+    assert new.collectives_per_step is not None
+    kinds = [predicted.case(r) for r in (replace(new, collectives_per_step=2 * new.collectives_per_step), new)]
     assert [of.method.rounds[0].small for of in kinds if of is not None] == [2, 0]
 
 
