@@ -2,11 +2,11 @@
 
 torchrun --nproc-per-node 2 examples/trainer_glue.py FOLDER --data GLUE --model CHECKPOINT --task sst2 --steps 200
 
-GLUE is the benchmark's folder, with SST-2/train.tsv and SST-2/dev.tsv in it (mrpc: MRPC/). CHECKPOINT is the folder or the hub
-name of a pretrained model of BERT's kind; without --model a small BERT with random weights reads the words of the data.
-Interrupted, by Ctrl-C or a kill, the same command goes on from the last checkpoint in FOLDER. At the end rank 0 prints the
-accuracy on the development set and a checksum of the parameters: that of a run which was interrupted is that of one which was
-not. --optimizer adamw is the Trainer as it comes. Needs the extra `hf`.
+GLUE is the benchmark's folder, with SST-2/train.tsv and SST-2/dev.tsv in it (mrpc: MRPC/). CHECKPOINT is the folder or
+the hub name of a pretrained model of BERT's kind; without --model a small BERT with random weights reads the data's words.
+Interrupted, by Ctrl-C or a kill, the same command goes on from the last checkpoint in FOLDER. At the end rank 0 prints
+the accuracy on the development set and a checksum of the parameters: that of a run which was interrupted is that of one
+which was not. --optimizer adamw is the Trainer as it comes. Needs the extra `hf`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """What a change of the number of workers costs: `python experiments/resize.py [--seeds 5] [--publish]`.
 
-scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to step CHANGE and then goes on three
-times, with the same batches in all: unchanged; on k workers with what birder/elastic.py makes of the old states (`mean`, what
-resume_rule=mean does); and on k workers that keep only what all old ones had in common and begin with zeros for the rest
-(`zeros`). What counts is the loss over all training images after each of the next steps, as a share of the unchanged run's.
+scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to step CHANGE and then goes
+on three times, with the same batches in all: unchanged; on k workers with what birder/elastic.py makes of the old states
+(`mean`, what resume_rule=mean does); and on k workers that keep only what all old ones had in common and begin with zeros
+for the rest (`zeros`). What counts is the loss over all training images after each of the next steps, as a share of the
+unchanged run's.
 
-Prints a table and writes the losses to results/local/resize.jsonl; --publish writes them to results/published, and the table
-into docs/elastic.md. About 5 minutes on 2 cores. Exit status: 0; 2 bad input; 130 Ctrl-C.
+Prints a table and writes the losses to results/local/resize.jsonl; --publish writes them to results/published, and the
+table into docs/elastic.md. About 5 minutes on 2 cores. Exit status: 0; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations

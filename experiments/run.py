@@ -105,8 +105,9 @@ def take_place(composed: Composed) -> None:
         raise UserError(f"{world} ranks are no multiple of the {per_node} on this node: start as many on every node")
     if world > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _one_store_for_all_starts():
         raise UserError(
-            "torchrun --max-restarts keeps one key-value store, in which ranks that are started again find the addresses of "
-            "those before them: use --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node"
+            "torchrun --max-restarts keeps one key-value store, in which ranks that are started again find the addresses "
+            "of those before them: use --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on "
+            "every node"
         )
     cluster = composed.config.cluster
     cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"

@@ -1,4 +1,4 @@
-"""torchrun --nnodes=1:2 on loopback: a node is lost, the other goes on alone from the last checkpoint. And what is refused."""
+"""torchrun --nnodes=1:2 on loopback: a node is lost, the other goes on alone from the last checkpoint. What is refused."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class Nodes:
         return (self.folder / f"node{node}.txt").read_text()
 
     def wait_for_checkpoint(self, root: Path) -> None:
+        """Of both: on a busy machine one node may have begun without the other."""
         deadline = time.monotonic() + 120
-        while checkpoint.latest(root) is None:
+        while (last := checkpoint.latest(root)) is None or read_manifest(last[1]).world_size < 2:
             assert time.monotonic() < deadline, self.said(0) + self.said(1)
             assert [a.poll() for a in self.agents] == [None, None], self.said(0) + self.said(1)
             time.sleep(0.02)
@@ -103,7 +104,7 @@ def test_a_run_of_the_harness_goes_on_alone(nodes: Any, tmp_path: Path) -> None:
     (path,) = (tmp_path / "results/records").glob("*.json")
     told = json.loads(path.read_text())
     assert (told["status"], told["nodes"], told["ranks_per_node"]) == ("completed", 1, 1)
-    assert told["config"]["resume_changed"] == [["cluster.nodes", 2, 1]]
+    assert told["config"]["resume_changed"][-1] == ["cluster.nodes", 2, 1]
     steps = [int(row.split(",")[0]) for row in (tmp_path / "results" / told["curve"]).read_text().split()[1:]]
     assert steps == list(range(1, 601))  # those after the checkpoint came again, none is missing
 

@@ -1,4 +1,4 @@
-"""The Trainer fine-tuning on files of GLUE, on 2 ranks: examples/trainer_glue.py with a small random model and made-up files."""
+"""The Trainer fine-tuning on files of GLUE, 2 ranks: examples/trainer_glue.py with a small random model, made-up files."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from launch.errors import UserError
 
 CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
 END = "<|endoftext|>"
-# preset: arguments of GPT2Config. medium, small: Radford et al., 2019, 354,823,168 and 124,439,808 parameters with 50,257 tokens
+# preset: arguments of GPT2Config. medium, small: Radford et al., 2019; with 50,257 tokens 354,823,168 and 124,439,808
+# parameters
 PRESETS: dict[str, dict[str, Any]] = {
     "medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
     "small": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
