@@ -188,14 +188,16 @@ def table(lines: Iterable[dict[str, Any]]) -> Table:
     return Table.text([*names, f"`mean`, {later}", f"`zeros`, {later}"], rows)
 
 
-def page(old: str, lines: Iterable[dict[str, Any]]) -> str:
+def page(old: str, lines: Sequence[dict[str, Any]]) -> str:
     """The page with the table of `lines` in place of the one it has."""
     pattern = re.escape(BEGIN) + ".*" + re.escape(END)
-    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{table(lines).grid()}\n{END}", old, flags=re.DOTALL)
+    new = table(lines).grid() if lines else "Not measured yet.\n"
+    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{new}\n{END}", old, flags=re.DOTALL)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a file that `study` wrote; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def study(seeds: int, publish: bool) -> None:
