@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import birder
 from birder import attach
@@ -21,6 +22,7 @@ WAYS = ("eager", "model", "blocks", "compiled autograd")
 
 def train(rank: int, mesh: Any, name: str, way: str) -> np.ndarray:
     torch._dynamo.reset()
+    counters.clear()
     model: nn.Module = toy.make()
     if way == "blocks":
         for block in (model.first, model.second):
@@ -32,6 +34,7 @@ def train(rank: int, mesh: Any, name: str, way: str) -> np.ndarray:
     with torch._dynamo.config.patch(compiled_autograd=way == "compiled autograd"):
         hsdp.train(outer, optimizer, toy.loss, rank, range(1, STEPS + 1))
     assert optimizer.steps == STEPS
+    assert (counters["compiled_autograd"]["captures"] > 0) == (way == "compiled autograd")
     return hsdp.full(model).numpy()
 
 

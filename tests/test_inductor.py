@@ -19,7 +19,10 @@ from tests import toy
 from tests.ranks import run_ranks
 
 STEPS = 12
-METHODS: dict[str, dict[str, Any]] = {"Birder": {"lr": 0.01}, "OneBitAdam": {"lr": 0.01, "warmup_steps": 4, "eps": 1e-4}}
+METHODS: dict[str, dict[str, Any]] = {
+    "Birder": {"lr": 0.01},
+    "OneBitAdam": {"lr": 0.01, "warmup_steps": 4, "eps": 1e-4},
+}
 ROUNDING = 1e-4
 """Of losses around 1.5, relative: fp32 sums and tanh in another order, and what that makes of 12 steps."""
 
@@ -56,7 +59,9 @@ def every_way(rank: int, world: int, cache: str) -> dict[tuple[str, str], Any]:
     # Graphs are not taken from a cache; compiled kernels are, so that the second rank and method need not compile again.
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
-    found: dict[tuple[str, str], Any] = {(n, w): train(rank, n, w) for n in METHODS for w in ("nowhere", "model", "ddp")}
+    found: dict[tuple[str, str], Any] = {
+        (n, w): train(rank, n, w) for n in METHODS for w in ("nowhere", "model", "ddp")
+    }
     found["kernels", ""] = torch._inductor.metrics.generated_kernel_count
     return found
 
