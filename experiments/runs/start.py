@@ -93,6 +93,12 @@ def take_place(composed: Composed) -> None:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
         raise UserError(f"{world} ranks are no multiple of the {per_node} on this node: start as many on every node")
+    if world > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _one_store_for_all_starts():
+        raise UserError(
+            "torchrun --max-restarts keeps one key-value store, in which ranks that are started again find the addresses "
+            "of those before them: use --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on "
+            "every node"
+        )
     cluster = composed.config.cluster
     cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"
 
@@ -103,13 +109,17 @@ def under(cluster: DictConfig, command: str) -> str:
     return f"torchrun {shape} {command.removeprefix('python ')}"
 
 
+def _one_store_for_all_starts() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def share(spec: RunSpec | None) -> RunSpec:
     """Rank 0's `spec`, on every rank: one id and one directory for the run."""
     import torch.distributed as dist
 
     store, rank, _ = next(iter(dist.rendezvous("env://")))
     _keep.append(store)
-    key = f"birder/spec/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{len(_keep)}"
+    key = f"birder/spec/{len(_keep)}"  # torchrun's count of restarts differs between nodes that came at different times
     if rank == 0:
         assert spec is not None
         store.set(key, json.dumps(dataclasses.asdict(spec)))

@@ -14,8 +14,10 @@ from experiments.workloads.files import text_files
 from launch.errors import UserError
 
 END = "<|endoftext|>"
-# preset: arguments of GPT2Config. small: Radford et al., 2019, 124,439,808 parameters with 50,257 tokens
+# preset: arguments of GPT2Config. medium, small: Radford et al., 2019; with 50,257 tokens 354,823,168 and 124,439,808
+# parameters
 PRESETS: dict[str, dict[str, Any]] = {
+    "medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
     "small": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
 }
@@ -26,7 +28,7 @@ class GPT2(bert.Text):
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         small | tiny, the shape where `model` is None.
+    preset:         medium | small | tiny, the shape where `model` is None.
     data_path:      a text file or a folder of .txt files.
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
     dataset_config: its configuration.

@@ -1,0 +1,70 @@
+"""Nodes that come and go: on each node
+
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:2 --nproc-per-node 2 --max-restarts=3 \\
+    --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=anything examples/elastic.py FOLDER
+
+When a node is lost, torchrun starts the ranks of the others again, as a smaller world. They go on from the last checkpoint in
+FOLDER, which all nodes see: every new worker gets the mean of the old workers' moments. The batch stays as large as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import Birder, attach, checkpoint, elastic
+
+STEPS, BATCH, EVERY = 2000, 96, 50
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """This rank's share of the points in the plane, to be told apart by whether they lie inside the unit circle."""
+    x = torch.randn(BATCH, 2, generator=torch.Generator().manual_seed(step))
+    mine = x[dist.get_rank() :: dist.get_world_size()]
+    return mine, (mine.square().sum(1) < 1).long()
+
+
+def go_on(folder: Path, model: nn.Module, optimizer: Birder) -> int:
+    """The step of the newest checkpoint, which is loaded; 0 where there is none."""
+    found = checkpoint.restore(folder, any_world=True)
+    if found is None:
+        return 0
+    model.load_state_dict(found.shared["model"])
+    if found.world_size == dist.get_world_size():
+        optimizer.load_state_dict(found.local["optimizer"])
+    else:
+        old = (checkpoint.read(found.folder, rank)[1]["optimizer"] for rank in range(found.world_size))
+        optimizer.load_state_dict(elastic.resize(optimizer, old))
+    if dist.get_rank() == 0:
+        print(f"step {found.step} of {found.world_size} ranks, now {dist.get_world_size()}", flush=True)
+    return found.step
+
+
+def main(folder: Path, steps: int) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = Birder(model.parameters(), lr=1e-3)
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    for step in range(go_on(folder, model, optimizer) + 1, steps + 1):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        if step % EVERY == 0:
+            checkpoint.save(folder, step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict()})
+    if dist.get_rank() == 0:
+        print(f"step {steps}: loss {loss.item():.3f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)
