@@ -63,9 +63,10 @@ predict: $(READY)  ## will it pay? make predict MODEL=resnet50 BATCH=32 GPU=a100
 	  $(if $(GPU),'gpu=$(GPU)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
 
-tables: $(READY)  ## write tables, plots and docs/claims.md again, from the records: results/published, results/local
+tables: $(READY)  ## write tables, plots, docs/claims.md and docs/accuracy.md again, from the records: results/published, results/local
 	@$(BIN)/python experiments/tables.py
 	@$(BIN)/python experiments/claims.py
+	@$(BIN)/python -m experiments.report.accuracy_page
 
 page: $(READY)  ## one page to look at, for any browser, without a network: results/published/index.html
 	@$(BIN)/python experiments/page.py
@@ -73,6 +74,7 @@ page: $(READY)  ## one page to look at, for any browser, without a network: resu
 publish: $(READY)  ## move a group of runs of committed code to results/published: make publish GROUP=NAME (or EXP=NAME)
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
 	@$(BIN)/python experiments/claims.py
+	@$(BIN)/python -m experiments.report.accuracy_page
 
 test: $(READY)  ## run the tests
 	@$(BIN)/python -m pytest -q -m "not cluster and not campaign"

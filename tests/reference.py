@@ -64,11 +64,14 @@ class Birder:
         parts: list[tuple[int, int, int]] | None = None,
         beta2: float | None = None,
         weyl: bool = False,
+        exact: bool = False,
     ) -> None:
         """parts: for the one-phase form (start, end, size) of each unit: its elements, and those of one shard.
 
         weyl: a bit's threshold is a 32-bit word, drawn once in its upper half, that goes round by a number in each step.
+        exact: u itself in the place of its bits.
         """
+        self.exact = exact
         self.parts, self.beta2, self.weyl = parts, beta2, weyl
         self.params, self.workers, self.lr, self.beta, self.seed = params, workers, lr, beta, seed
         self.weight_decay, self.decoupled, self.hold = weight_decay, decoupled, hold
@@ -84,11 +87,14 @@ class Birder:
         self.steps += 1
         for i, p in enumerate(self.params):
             bits = torch.stack([self._worker(w, i, grads[w][i].flatten(), p) for w in range(self.workers)])
-            if self.parts is None:
-                plus = self._server(bits, self.elements[i])
+            if self.exact:
+                q = sum(bits[1:], bits[0]) / self.workers
             else:
-                plus = bits.gather(0, self._owners(self.elements[i]).unsqueeze(0)).squeeze(0)
-            q = torch.where(plus, 1.0, -1.0)
+                if self.parts is None:
+                    plus = self._server(bits, self.elements[i])
+                else:
+                    plus = bits.gather(0, self._owners(self.elements[i]).unsqueeze(0)).squeeze(0)
+                q = torch.where(plus, 1.0, -1.0)
             self.active[i] |= (self.b[i] > 0).any(0)
             if self.decoupled and self.weight_decay:
                 p.mul_(1 - self.lr * self.weight_decay)
@@ -143,6 +149,8 @@ class Birder:
             u = torch.where(b > 0, m / b, 0.0)
         else:  # m/(1 - beta^t) over b/(1 - beta2^t)
             u = torch.where(b > 0, m * ((1 - second**self.steps) / (1 - self.beta**self.steps)) / b, 0.0).clamp(-1, 1)
+        if self.exact:
+            return u
         threshold = torch.floor(u * 32768 + 32768.5).long()
         if self.weyl:
             ahead = w * 2**32 // self.workers if self.parts is None else 0

@@ -6,8 +6,9 @@ import dataclasses
 import json
 from typing import Any
 
-from experiments.records.record import ResultRecord
-from experiments.report import accuracy
+from experiments.records import labels
+from experiments.records.record import PUBLISHED, ResultRecord, read_all
+from experiments.report import accuracy, accuracy_page
 from tests.records import score
 
 
@@ -84,3 +85,48 @@ def test_the_same_seed_again_replaces_the_older_run() -> None:
     again = score("Birder", 95.0, 0, 0.1, id="again", time="2026-05-01T00:00:00Z")
     (table,) = accuracy.build([score("Birder", 90.0, 0, 0.1), again])
     assert [r.id for r in table.cells[0].records] == ["again"]
+
+
+def on_virtual_workers(nodes: int, method: str, value: float, seed: int, lr: float) -> ResultRecord:
+    r = score(method, value, seed, lr, nodes=nodes, id=f"{nodes}-{method}-{lr}-{seed}")
+    parity = {"baseline": "sgdm", "margin": 1.0}
+    return dataclasses.replace(r, config={**r.config, "cluster": {"_target_": labels.VIRTUAL}, "parity": parity})
+
+
+def test_the_page_about_accuracy_is_that_of_the_published_records() -> None:
+    text = accuracy_page.PAGE.read_text(encoding="utf-8")
+    records = read_all(PUBLISHED)
+    assert accuracy_page.page(text, records) == text, "run: make tables"
+    for exp in accuracy_page.studies(records):
+        assert text.count(accuracy_page.mark(exp)) == text.count(accuracy_page.mark(exp, end=True)) == 1, exp
+
+
+def test_numbers_of_workers_stand_side_by_side() -> None:
+    made = [on_virtual_workers(n, "SGDM fp32", 90.0 + s + n, s, 0.1) for n in (16, 8) for s in range(3)]
+    made += [on_virtual_workers(8, "Birder", v + s, s, lr) for lr, v in ((0.1, 97.0), (0.2, 98.1)) for s in range(3)]
+    made += [on_virtual_workers(16, "Birder", 103.0 + s, s, 0.1) for s in range(3)]
+    made += [on_virtual_workers(8, "Birder", 99.0, 0, 0.3)]
+    elsewhere = [score("Birder", 1.0, 0, 0.1, nodes=8)]
+    (tables,) = accuracy_page.studies(made + elsewhere)["digits"]
+    shown = accuracy_page.section(tables).markdown()
+    assert "| method | 8 workers | 16 workers |" in shown
+    assert (
+        "| SGDM fp32 | 99.00 ± 1.00<br>baseline<br>lr 0.1, n = 3 | 107.00 ± 1.00<br>baseline<br>lr 0.1, n = 3 |"
+        in shown
+    )
+    # The best of three rates is in the middle; one alone has no edge.
+    assert "| Birder | 99.10 ± 1.00<br>+0.10 [0.10, 0.10]<br>parity<br>lr 0.2, n = 3 | " in shown
+    assert "104.00 ± 1.00<br>-3.00 [-3.00, -3.00]<br>worse<br>lr 0.1, n = 3 |" in shown
+    (one,) = accuracy_page.studies([r for r in made if r.nodes == 8 and r.config["optimizer"]["lr"] != 0.3])["digits"]
+    shown = accuracy_page.section(one).markdown()
+    assert "| method | lr | top1 | vs SGDM fp32 | verdict | seeds |" in shown
+    assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
+
+
+def test_only_what_stands_between_the_marks_is_made() -> None:
+    (one,) = accuracy_page.studies([on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1)])["digits"]
+    begin, end = accuracy_page.mark("digits"), accuracy_page.mark("digits", end=True)
+    made = accuracy_page.page(f"before\n{begin}old\n{end}after\n", [r for c in one[0].cells for r in c.records])
+    assert made.startswith(f"before\n{begin}\n**digits: digits")
+    assert made.endswith(f"\n{end}after\n")
+    assert "old" not in made

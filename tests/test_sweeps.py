@@ -109,6 +109,77 @@ def test_what_is_recorded_is_not_run_again(
     assert started[3][2] == "optimizer.gradient_ratio=512"
 
 
+CHOOSING = """
+exp: digits
+seeds: [3, 1]
+choose: true
+rates: [0.1, 0.2]
+overrides: [cluster=virtual, train.epochs=1]
+methods:
+  sgdm: {}
+  birder: {rates: [0.5], keys: [bits, beta2], settings: [[weyl, 0.999], [independent, null]]}
+"""
+
+
+def test_words_and_nothing_are_values_and_methods_have_rates_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")))
+    assert [row.title for row in rows] == [
+        *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=1"),
+        *("birder, bits=weyl, beta2=0.999, lr=0.5, seed=3", "birder, bits=weyl, beta2=0.999, lr=0.5, seed=1"),
+        *(
+            "birder, bits=independent, beta2=null, lr=0.5, seed=3",
+            "birder, bits=independent, beta2=null, lr=0.5, seed=1",
+        ),
+    ]
+    assert all(row.overrides[:3] == ("+exp=digits", "cluster=virtual", "train.epochs=1") for row in rows)
+    resolved = compose.resolve(compose.compose(rows[-1].overrides))
+    assert (resolved["optimizer"]["beta2"], resolved["optimizer"]["lr"]) == (None, 0.5)
+
+
+def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is held out decides, not the test data; a rate that ended in no number is never the best."""
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    ran: list[tuple[str, ...]] = []
+    lost = {"optimizer.lr=0.5"}
+
+    def launch(composed: Any, *, command: str) -> None:
+        typed = [privacy.clean_text(o, Path.cwd()) for o in composed.overrides]
+        rate = next(o for o in typed if o.startswith("optimizer.lr="))
+        ran.append((rate, typed[-2]))  # results_dir comes last
+        known: dict[str, Any] = {"id": f"r{len(ran)}", "exp": "digits", "overrides": typed}
+        if rate in lost:
+            reason = "rank 0 on node 0: RuntimeError: the loss is nan at step 3: lower optimizer.lr"
+            record.write(a_record("Birder", status="failed", reason=reason, **known), tmp_path)
+            raise RunFailed(reason)
+        held_out = {"optimizer.lr=0.1": 70.0, "optimizer.lr=0.2": 80.0}[rate]
+        metric = {"name": "top1", "value": -held_out, "higher_is_better": True, "all": {"held_out": held_out}}
+        record.write(a_record("SGDM fp32", metric=metric, **known), tmp_path)
+
+    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(tables, "write", lambda *_: None)
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}"]
+    assert sweep.main([*command, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "8 runs to do at most, 0 recorded" in said
+    assert said.count("to run if its learning rate does best") == 4
+    assert sweep.main(command) == 0
+    assert ran == [
+        *(("optimizer.lr=0.1", "seed=3"), ("optimizer.lr=0.2", "seed=3"), ("optimizer.lr=0.2", "seed=1")),
+        *(("optimizer.lr=0.5", "seed=3"), ("optimizer.lr=0.5", "seed=3")),
+    ]
+    assert "sgdm, lr=0.1, seed=1: its learning rate is not the best" in capsys.readouterr().out
+    assert sweep.main(command) == 0
+    assert len(ran) == 5
+    # One of the rates is not recorded any more: nothing is chosen until it is.
+    (tmp_path / "records" / "r1.json").unlink()
+    assert sweep.main([*command, "--seeds", "1", "--methods", "sgdm"]) == 0
+    assert "sgdm, lr=0.1, seed=1: its learning rates are not all recorded" in capsys.readouterr().out
+    assert len(ran) == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from tests.test_one_phase import hook_run
 FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
 SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
 BOTH = {"bits": "weyl", "beta2": 0.999}
+ROUNDING = 1e-5
+"""What rounding in another order makes of parameters of size 1 over the steps of a test; a step is 0.01."""
 
 
 def expected(workers: int, per_worker: int, options: dict, parts: list) -> torch.Tensor:
@@ -48,6 +51,26 @@ def test_hierarchical_equals_the_reference_with_nodes_as_workers(reduce: str) ->
     results = run_ranks(hook_run, 6, options, {"hierarchical": True}, ranks_per_node=2)
     x = expected(3, 2, options, results[0]["parts"])
     assert all((r["x"] == x).all() for r in results)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (3, 1), (2, 2)])
+def test_without_bits_the_mean_of_u_is_applied(nodes: int, local: int) -> None:
+    how = {"hierarchical": True} if local > 1 else {}
+    options = {"bits": "none", "beta2": 0.999, "weight_decay": 0.1}
+    results = run_ranks(hook_run, nodes * local, options, how, ranks_per_node=local)
+    given = {"lr": 0.01, "beta2": 0.999, "weight_decay": 0.1, "exact": True}
+    x = oracle_run(nodes, local, given).numpy()
+    # lr u is rounded once here (x - lr u in one operation), twice in the reference: of the same sizes as x.
+    assert all(np.allclose(r["x"], x, rtol=0, atol=ROUNDING) for r in results)
+    assert all((r["x"] == results[0]["x"]).all() for r in results)
+
+
+def test_u_on_every_rank_without_bits_is_the_mean_over_all_ranks() -> None:
+    how = {"hierarchical": True}
+    both = run_ranks(hook_run, 4, {"bits": "none", "intra": "u"}, how, ranks_per_node=2)
+    flat = run_ranks(hook_run, 4, {"bits": "none"}, {})
+    assert all((r["x"] == both[0]["x"]).all() for r in both)
+    assert np.allclose(both[0]["x"], flat[0]["x"], rtol=0, atol=ROUNDING)  # added up in another order
 
 
 def test_u_on_every_rank_takes_both_options() -> None:
@@ -195,3 +218,6 @@ def test_an_experiment_has_them_off_and_tables_call_them_this_projects_own() -> 
     ours = ["optimizer.bits=weyl", "optimizer.beta2=0.999", "optimizer.reduce=one_phase"]
     resolved = compose.resolve(compose.compose(["+exp=digits", *ours]))
     assert labels.method(resolved) == "Birder one-phase, weyl bits, two betas (this project's)"
+    resolved = compose.resolve(compose.compose(["+exp=digits", "optimizer.bits=none"]))
+    assert labels.method(resolved) == "Birder without bits (this project's)"
+    assert labels.wire(resolved) == "fp32"

@@ -168,6 +168,22 @@ def test_gpt2_reads_the_text_in_its_order(text: Path) -> None:
     assert torch.equal(again._valid, workload._valid[1::2])
 
 
+def test_gpt2_holds_sequences_out_before_those_it_is_evaluated_on(text: Path) -> None:
+    whole = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400)
+    part = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400, held_out=3)
+    for workload in (whole, part):
+        workload.prepare(Shard())
+    assert torch.equal(torch.cat([part._train, part._kept]), whole._train)
+    assert torch.equal(part._valid, whole._valid)
+    model = whole.build_model().eval()
+    with torch.no_grad():
+        found, plain = part.evaluate(model, Shard()), whole.evaluate(model, Shard())
+        kept = part._perplexity(model, whole._train[-3:], Shard())
+    assert found == {**plain, "held_out": kept["perplexity"]}
+    with pytest.raises(UserError, match="leaves nothing"):
+        GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400, held_out=10**6).prepare(Shard())
+
+
 def test_gpt2_predicts_the_next_token(text: Path) -> None:
     """Equal logits give the logarithm of the vocabulary; the first token of a sequence is not predicted."""
     workload = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400)
@@ -196,6 +212,7 @@ def test_gpt2_bad_input(tmp_path: Path) -> None:
         ({"vocab_size": 100}, "vocab_size=100"),
         ({"valid_fraction": 0.0}, "valid_fraction"),
         ({"documents": 0}, "documents=0"),
+        ({"held_out": -1}, "held_out=-1"),
     ):
         with pytest.raises(UserError, match=words):
             GPT2(**options)  # type: ignore[arg-type]

@@ -34,8 +34,8 @@ class Turns:
 
     def __init__(self, size: int, enter: Callable[[int], None] = lambda rank: None) -> None:
         self.size, self._enter = size, enter
-        self._state = threading.Condition()
-        self._turn = 0
+        self._wakes: list[threading.Semaphore] = []
+        """One for each rank, so that a turn that is passed on wakes one thread, not all of them."""
         self._over: list[bool] = []
         self._idle = 0
         """How often in a row a rank had its turn and could not go on."""
@@ -44,7 +44,8 @@ class Turns:
     def run(self, tasks: Sequence[Callable[[], object]]) -> None:
         """Returns when all tasks are done. Raises the first error that one of them met; the others then end early."""
         threads = torch.get_num_threads()
-        self._turn, self._idle, self._error, self._over = 0, 0, None, [False] * self.size
+        self._idle, self._error, self._over = 0, None, [False] * self.size
+        self._wakes = [threading.Semaphore(rank == 0) for rank in range(self.size)]  # the first turn is rank 0's
         started = [
             threading.Thread(target=self._life, args=(rank, task, threads), name=f"virtual-rank-{rank}", daemon=True)
             for rank, task in enumerate(tasks)
@@ -82,14 +83,13 @@ class Turns:
             self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
-        with self._state:
-            following = [(rank + i) % self.size for i in range(1, self.size + 1)]
-            self._turn = next((r for r in following if not self._over[r]), -1)
-            self._state.notify_all()
+        for following in ((rank + i) % self.size for i in range(1, self.size + 1)):
+            if not self._over[following]:
+                self._wakes[following].release()
+                return
 
     def _await_turn(self, rank: int) -> None:
-        with self._state:
-            self._state.wait_for(lambda: self._turn == rank)
+        self._wakes[rank].acquire()
         if self._error is not None:
             raise _Abandoned
         self._enter(rank)

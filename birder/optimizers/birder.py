@@ -12,8 +12,8 @@ Server of a chunk, then every rank:
     (5) a = mean_i q_i;  q = Q(a)
     (6) x = x - lr q - lr weight_decay x
 
-Of this project, and off by default: one phase for (5); thresholds of Q that are evenly spread over steps (`bits`); and with
-`beta2`, for step t from 1,
+Of this project, and off by default: one phase for (5); thresholds of Q that are evenly spread over steps, or no Q at all, q =
+mean_i u_i, to tell what the bits cost (`bits`); and with `beta2`, for step t from 1,
 
     (2') b_i = beta2 b_i + (1 - beta2) |g_i|
     (3') u_i = clip(m_i/(1 - beta^t) / (b_i/(1 - beta2^t)), -1, 1)
@@ -53,7 +53,8 @@ class Birder(BucketOptimizer):
                worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
     beta2:     this project's: (2') and (3') with this coefficient for b, in [0, 1). None: `beta` for both, the paper's.
     bits:      how Q draws. "independent": anew in each step, the paper's. "weyl": this project's; every bit has the same
-               probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py).
+               probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py). "none": no bits, the
+               mean of u is applied as it is. It sends (n-1) floats for each coordinate: for comparisons of accuracy only.
     reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
                same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
     options:   max_grad_norm, seed; see `BucketOptimizer`.
@@ -91,7 +92,7 @@ class Birder(BucketOptimizer):
         require(idle in ("decay", "hold"), "idle", repr(idle), "decay or hold")
         require(intra in ("gradient", "u"), "intra", repr(intra), "gradient or u")
         require(reduce in ("two_phase", "one_phase"), "reduce", repr(reduce), "two_phase or one_phase")
-        require(bits in ("independent", "weyl"), "bits", repr(bits), "independent or weyl")
+        require(bits in ("independent", "weyl", "none"), "bits", repr(bits), "independent, weyl or none")
         require_flag("decoupled", decoupled)
         self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
@@ -133,6 +134,9 @@ class Birder(BucketOptimizer):
         size = unit.padded // comm.shards
         runs = unit.numbered(comm.shard * size, size)  # one, but with FSDP
         averages = self._averages(unit.group, step)
+        if self.bits == "none":
+            yield from self._exchange_floats(unit, grad, averages)
+            return
         workers, servers, owners = self._draws(step)
         m, b, bits = unit.state["m"], unit.state["b"], buffers["bits"]
         if self.intra == "gradient" or comm.shards == 1:
@@ -165,6 +169,20 @@ class Birder(BucketOptimizer):
             kernels.reduce_bits(_columns(rows, _bytes(at)), start=start, **servers, out=chunk[_bytes(at)])
         unit.result = comm.gather(chunk, buffers["result"])  # (5)
 
+    def _exchange_floats(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Iterator[None]:
+        """Leaves the workers' mean of u, added up in their order: fp32[padded]."""
+        comm, m, b = self.comm, unit.state["m"], unit.state["b"]
+        if self.intra == "gradient" or comm.shards == 1:
+            u = kernels.ratio(comm.shard_mean(grad), m, b, **averages)
+        else:
+            u = comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clone()  # the next unit may use the buffer
+        yield
+        total, *others = comm.gather_workers(u).unbind()
+        total = total.clone()
+        for other in others:
+            total.add_(other)
+        unit.result = comm.gather_shards(total.div_(comm.workers))
+
     def _averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         """What `kernels.ratio` is told of (1) to (3), or of (2') and (3') with both corrections in two numbers."""
         beta, beta2, eps, hold = group["beta"], group["beta2"], group["eps"], self.idle == "hold"
@@ -193,6 +211,10 @@ class Birder(BucketOptimizer):
         for unit in self.units:
             lr, active = unit.group["lr"], unit.state.get("active")
             decay = lr * unit.group["weight_decay"] if self.decoupled else 0.0
+            if self.bits == "none":
+                for p, u in zip(unit.params, unit.views(unit.result), strict=True):
+                    p.mul_(1.0 - decay).sub_(u, alpha=lr)
+                continue
             kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (6)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -86,8 +86,9 @@ class ZeroOneAdam(_Adam):
 class Birder(Optimizer):
     beta: Decay = doc("weight of the past in both moments")
     beta2: Decay | None = doc("the same of b alone, both bias-corrected; this project's", None)
-    bits: Literal["independent", "weyl"] = doc(
-        "random bits: independent in each step, or evenly spread over steps, this project's", "independent"
+    bits: Literal["independent", "weyl", "none"] = doc(
+        "random bits: independent in each step, or evenly spread over steps, this project's; none: floats, to compare with",
+        "independent",
     )
     decoupled: Switch = doc("weight decay x -= lr*wd*x; false: g += wd*x")
     eps: NotNegative = doc("u = m/(b + eps)")

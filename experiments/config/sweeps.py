@@ -1,9 +1,13 @@
 """conf/sweep/NAME.yaml: a grid of runs of one experiment, as data.
 
-exp:      the experiment, a file of conf/exp
-seeds:    one run with each
-rates:    learning rates, one run with each; left out: the experiment's own
-methods:  {optimizer: {keys: arguments, settings: [their values, ...]}}; {} is the optimizer as the experiment has it
+exp:       the experiment, a file of conf/exp
+seeds:     one run with each
+rates:     learning rates, one run with each; left out: the experiment's own
+choose:    true: all rates are run with the first seed, and only the best of a setting with the others: by the held-out
+           part of the training data where the workload keeps one, else by the metric itself
+overrides: further keys of every run, as on the command line
+methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: instead of those above}}; {} is the
+           optimizer as the experiment has it
 """
 
 from __future__ import annotations
@@ -16,11 +20,15 @@ from experiments.config.data_files import Data, DataFiles
 from launch.errors import UserError
 
 
+Value = int | float | str | None
+
+
 class Method(Data):
     """One optimizer's part of a grid."""
 
     keys: list[str] = Field(default_factory=list)
-    settings: list[list[int | float]] = Field(default=[[]])
+    settings: list[list[Value]] = Field(default=[[]])
+    rates: list[float] | None = None
 
     @model_validator(mode="after")
     def fits(self) -> Method:
@@ -32,7 +40,7 @@ class Method(Data):
     @property
     def overrides(self) -> list[list[str]]:
         """Of each setting."""
-        return [[f"optimizer.{k}={v:g}" for k, v in zip(self.keys, s, strict=True)] for s in self.settings]
+        return [[f"optimizer.{k}={_typed(v)}" for k, v in zip(self.keys, s, strict=True)] for s in self.settings]
 
 
 class Sweep(Data):
@@ -41,6 +49,8 @@ class Sweep(Data):
     exp: str
     seeds: list[int] = Field(min_length=1)
     rates: list[float] | None = None
+    choose: bool = False
+    overrides: list[str] = []
     methods: dict[str, Method]
 
 
@@ -50,31 +60,57 @@ names, load = FILES.names, FILES.load
 
 @dataclass(frozen=True)
 class Row:
-    """One run. overrides: of the composition, without the user's own."""
+    """One run. overrides: of the composition, without the user's own.
+
+    rivals: overrides of the runs with the first seed, one for each rate, of which that at `place` has this row's rate: the
+            row is run if that one did best. Empty: it is run in any case.
+    """
 
     optimizer: str
     overrides: tuple[str, ...]
+    rivals: tuple[tuple[str, ...], ...] = ()
+    place: int = 0
 
     @property
     def title(self) -> str:
-        return ", ".join([self.optimizer, *(o.removeprefix("optimizer.") for o in self.overrides[2:])])
+        own = self.overrides[self.overrides.index(f"optimizer={self.optimizer}") + 1 :]
+        return ", ".join([self.optimizer, *(o.removeprefix("optimizer.") for o in own)])
 
 
 def rows(
     sweep: Sweep, methods: list[str] | None = None, rates: list[float] | None = None, seeds: list[int] | None = None
 ) -> list[Row]:
-    """All runs of the grid, or those of some methods, rates and seeds. Raises UserError for an unknown method."""
+    """All runs of the grid, or those of some methods, rates and seeds. Raises UserError for an unknown method.
+
+    With `choose` the runs of a setting with the first seed come before its others.
+    """
     if unknown := [m for m in methods or () if m not in sweep.methods]:
         raise UserError(f"this sweep has no '{unknown[0]}'; it has: {', '.join(sweep.methods)}")
-    every: list[float | None] = list(rates if rates is not None else sweep.rates or [])
+    wanted = seeds if seeds is not None else sweep.seeds
     found = []
     for optimizer, method in sweep.methods.items():
         if methods is not None and optimizer not in methods:
             continue
+        own = method.rates if method.rates is not None else sweep.rates
+        every: list[float | None] = list(rates if rates is not None else own or []) or [None]
         for setting in method.overrides:
-            for rate in every or (None,):
-                lr = [] if rate is None else [f"optimizer.lr={rate:g}"]
-                for seed in seeds if seeds is not None else sweep.seeds:
-                    mine = (f"+exp={sweep.exp}", f"optimizer={optimizer}", *setting, *lr, f"seed={seed}")
-                    found.append(Row(optimizer, mine))
+            common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *setting)
+            made = [[_row(common, rate, seed) for seed in wanted] for rate in every]
+            if not sweep.choose:
+                found += [Row(optimizer, one) for of_rate in made for one in of_rate]
+                continue
+            first = tuple(_row(common, rate, sweep.seeds[0]) for rate in every)
+            found += [Row(optimizer, one) for of_rate in made for one in of_rate if one in first]
+            for place, of_rate in enumerate(made):
+                found += [Row(optimizer, one, first, place) for one in of_rate if one not in first]
     return found
+
+
+def _row(common: tuple[str, ...], rate: float | None, seed: int) -> tuple[str, ...]:
+    lr = () if rate is None else (f"optimizer.lr={rate:g}",)
+    return (*common, *lr, f"seed={seed}")
+
+
+def _typed(value: Value) -> str:
+    """As it stands on a command line."""
+    return "null" if value is None else value if isinstance(value, str) else f"{value:g}"

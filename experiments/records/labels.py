@@ -24,10 +24,12 @@ def wire(config: dict[str, Any]) -> str:
         return "none"
     if hook := config.get("comm", {}).get("hook"):
         return "lowrank" if hook == "powersgd" else str(hook)
-    if sends := (config.get("method") or {}).get("sends"):
-        return str(sends)
     optimizer = config["optimizer"]
     name = class_name(optimizer)
+    if optimizer.get("bits") == "none":  # of Birder: u itself is sent
+        return "fp32"
+    if sends := (config.get("method") or {}).get("sends"):
+        return str(sends)
     if name in ONE_BIT:
         return "1bit"
     return str(optimizer.get("wire", "fp32" if name in DENSE else "1bit"))
@@ -48,7 +50,8 @@ def method(config: dict[str, Any]) -> str:
     optimizer = config["optimizer"]
     ours = ["one-phase"] * (optimizer.get("reduce") == "one_phase")
     if name == "Birder":
-        ours += ["weyl bits"] * (optimizer.get("bits") == "weyl") + ["two betas"] * (optimizer.get("beta2") is not None)
+        bits = {"weyl": ["weyl bits"], "none": ["without bits"]}.get(str(optimizer.get("bits")), [])
+        ours += bits + ["two betas"] * (optimizer.get("beta2") is not None)
     if ours:
         label += f" {', '.join(ours)} (this project's)"
     if (compressor := optimizer.get("compressor", "blocks")) != "blocks":

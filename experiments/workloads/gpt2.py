@@ -33,7 +33,9 @@ class GPT2(bert.Text):
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
     dataset_config: its configuration.
     documents:      number of leading lines of a file, or rows of a data set, to use; None: all.
-    valid_fraction: share of the sequences, at the end of the stream, that is held out.
+    valid_fraction: share of the sequences, at the end of the stream, that is evaluated on.
+    held_out:       sequences before these to leave out of training as well; the perplexity on them is the metric
+                    `held_out`, for the choice of hyper-parameters. None or 0: none.
     vocab_size:     pieces of a vocabulary made from the text (byte-level BPE); a short text gives fewer.
     """
 
@@ -55,6 +57,7 @@ class GPT2(bert.Text):
         valid_fraction: float = 0.01,
         eval_batch: int = 16,
         vocab_size: int = 8000,
+        held_out: int | None = None,
     ) -> None:
         if init not in ("pretrained", "random"):
             raise UserError(f"workload.init={init} is unknown: pretrained or random")
@@ -67,13 +70,14 @@ class GPT2(bert.Text):
             )
         if not 0 < valid_fraction < 1:
             raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
+        at_least(0, held_out=held_out)
         at_least(1, documents=documents)
         if vocab_size < 300:
             raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 300, the bytes alone are 256")
         self.model, self.init, self.preset = model, init, preset
         self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
         self.seq_len, self.documents, self.valid_fraction = seq_len, documents, valid_fraction
-        self.eval_batch, self.vocab_size = eval_batch, vocab_size
+        self.eval_batch, self.vocab_size, self.held_out = eval_batch, vocab_size, held_out or 0
         self.synthetic = data_path is None and dataset == "synthetic"
         self.data_name = corpus_name(data_path, dataset, dataset_config)
 
@@ -85,8 +89,11 @@ class GPT2(bert.Text):
     def prepare(self, shard: Shard) -> None:
         lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
         self.tokenizer = byte_tokenizer(lines, self.vocab_size) if self.model is None else _hub_tokenizer(self.model)
-        self._train, held_out = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
-        self._valid = held_out[shard.rank :: shard.world_size]
+        train, valid = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
+        if self.held_out >= len(train):
+            raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training sequences")
+        self._train, kept = train[: len(train) - self.held_out], train[len(train) - self.held_out :]
+        self._valid, self._kept = (part[shard.rank :: shard.world_size] for part in (valid, kept))
 
     def build_model(self) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
@@ -117,9 +124,15 @@ class GPT2(bert.Text):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
+        found = self._perplexity(model, self._valid, shard)
+        if self.held_out:
+            found["held_out"] = self._perplexity(model, self._kept, shard)["perplexity"]
+        return found
+
+    def _perplexity(self, model: nn.Module, sequences: Tensor, shard: Shard) -> dict[str, float]:
         loss, count = 0.0, 0.0
-        for first in range(0, len(self._valid), self.eval_batch):
-            tokens = self._valid[first : first + self.eval_batch].long().to(shard.device)
+        for first in range(0, len(sequences), self.eval_batch):
+            tokens = sequences[first : first + self.eval_batch].long().to(shard.device)
             logits, following = self._predictions(model, tokens)
             loss += float(F.cross_entropy(logits.float(), following, reduction="sum"))
             count += len(following)

@@ -1,0 +1,142 @@
+"""What was found about accuracy, written from the published records into docs/accuracy.md:
+`python -m experiments.report.accuracy_page`.
+
+Of every experiment that was run on virtual workers: the best learning rate of each method beside the baseline's, seed by
+seed. Where the same experiment was run with several numbers of workers, these are columns. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.records import labels
+from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
+from experiments.report import accuracy
+from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.formats import DASH, mean_sd
+from experiments.report.table import Column, Note, Table
+
+PAGE = ROOT / "docs" / "accuracy.md"
+TABLES = "../results/published/tables"
+EDGE = "§"
+"""Marks a best learning rate beyond which nothing was tried."""
+
+
+def mark(exp: str, end: bool = False) -> str:
+    """The line before or after the part of the page that is made from the records of `exp`."""
+    return f"<!-- {exp}: {'end' if end else 'made from the records'} -->\n"
+
+
+def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTable]]]:
+    """By experiment, all tables of runs on virtual workers; those that differ in the number of workers alone together."""
+    found: dict[str, dict[str, list[AccuracyTable]]] = {}
+    for table in accuracy.build([r for r in records if labels.is_virtual(r.config)]):
+        r = table.cells[0].records[0]
+        setting = f"{_setting(table)}, {r.ranks_per_node} ranks a node, {r.scale}"
+        found.setdefault(r.exp, {}).setdefault(setting, []).append(table)
+    return {
+        exp: [sorted(tables, key=lambda t: int(_workers(t))) for tables in by_setting.values()]
+        for exp, by_setting in found.items()
+    }
+
+
+def section(tables: Sequence[AccuracyTable]) -> Table:
+    """One table for `tables`, which differ in the number of workers alone."""
+    return _wide(tables) if len(tables) > 1 else _long(tables[0])
+
+
+def _long(table: AccuracyTable) -> Table:
+    """One number of workers: a row for each method."""
+    name = table.metric["name"]
+    columns = [
+        Column("method", "left", value=lambda c: c.label),
+        Column("lr", value=lambda c: _rate(table, c)),
+        Column(name, value=lambda c: mean_sd(*c.summary(None))),
+        Column(
+            f"vs {table.baseline.label}" if table.baseline else "vs baseline", value=lambda c: _difference(table, c)
+        ),
+        Column("verdict", "left", value=lambda c: _verdict(table, c)),
+        Column("seeds", value=Cell.count),
+    ]
+    return Table.of(columns, _best(table), notes=(Note(f"**{table.title}**; {_words(table)}"),))
+
+
+def _wide(tables: Sequence[AccuracyTable]) -> Table:
+    """Several numbers of workers: a row for each method, a column for each number."""
+    names = dict.fromkeys(c.label for table in tables for c in _best(table))
+    rows = []
+    for name in names:
+        cells = [next((c for c in _best(table) if c.label == name), None) for table in tables]
+        rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
+    heads = ["method", *(f"{_workers(table)} workers" for table in tables)]
+    return Table.text(heads, rows, notes=(Note(f"**{_setting(tables[0])}**; {_words(tables[0])}"),))
+
+
+def _cell(table: AccuracyTable, cell: Cell) -> str:
+    base = cell is table.baseline
+    shown = [mean_sd(*cell.summary(None)), "" if base else _difference(table, cell), _verdict(table, cell)]
+    return "<br>".join([s for s in shown if s] + [f"lr {_rate(table, cell)}, n = {cell.count()}"])
+
+
+def _words(table: AccuracyTable) -> str:
+    if table.parity is None or table.baseline is None:
+        return "no margin was stated."
+    better = "higher" if table.metric.get("higher_is_better", True) else "lower"
+    return (
+        f"{table.metric['name']}, {better} is better; margin {table.parity.text()} of {table.baseline.label}. "
+        f"[All learning rates and records]({TABLES}/{table.cells[0].records[0].exp}.md)."
+    )
+
+
+def _best(table: AccuracyTable) -> list[Cell]:
+    return [c for c in table.cells if table.best(c.label) is c]
+
+
+def _rate(table: AccuracyTable, cell: Cell) -> str:
+    if cell.lr is None:
+        return DASH
+    tried = [c.lr for c in table.cells if c.label == cell.label and c.lr is not None]
+    return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
+
+
+def _difference(table: AccuracyTable, cell: Cell) -> str:
+    found = table.compared(cell)
+    return "" if found is None or table.parity is None else found.text(table.parity.relative)
+
+
+def _verdict(table: AccuracyTable, cell: Cell) -> str:
+    found = table.compared(cell)
+    if found is None or table.parity is None:
+        return "baseline" if cell is table.baseline else ""
+    return found.verdict(table.parity.margin, bool(table.metric.get("higher_is_better", True)))
+
+
+def _setting(table: AccuracyTable) -> str:
+    """Experiment, data and length."""
+    return table.title.partition(f", {_workers(table)} ranks")[0]
+
+
+def _workers(table: AccuracyTable) -> str:
+    r = table.cells[0].records[0]
+    return str(r.nodes * r.ranks_per_node)
+
+
+def page(text: str, records: Sequence[ResultRecord]) -> str:
+    """`text`, a version of the page, with the tables of `records` between its marks."""
+    for exp, every in studies(records).items():
+        head, begin, rest = text.partition(mark(exp))
+        _, end, tail = rest.partition(mark(exp, end=True))
+        if begin and end:
+            text = head + begin + "\n" + "\n".join(section(tables).markdown() for tables in every) + "\n" + end + tail
+    return text
+
+
+def main(path: Path = PAGE, published: Path = PUBLISHED) -> None:
+    """Writes the page again."""
+    made = page(path.read_text(encoding="utf-8"), read_all(published))
+    write_file(path, made.encode(), "page")
+
+
+if __name__ == "__main__":
+    main()
