@@ -30,8 +30,8 @@ SLACK = 1.0
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
-    """Every kind of picture of the published records, laid out."""
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Figure]]:
+    """Every kind of picture of the published records, laid out; their look stays, as ticks are placed by it."""
     kept: list[Figure] = []
 
     def keep(made: Figure, data: object, mark: str = "") -> bytes:
@@ -52,7 +52,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
         for over, values in SWEEPS.items():
             swept = sweep(t, Cluster(8, 8, Link(10.0, 20.0)), over, values, SHOWN)
             found[over] = int(prediction_plots.draw_sweep(swept, over, folder / over).read_bytes())
-    return {name: kept[place] for name, place in found.items()}
+    with figure.styled():
+        yield {name: kept[place] for name, place in found.items()}
 
 
 def tick_labels(axis: Axis) -> list[Text]:

@@ -42,7 +42,7 @@ def picture() -> bytes:
             axes.grid(visible=True)
             axes.set_title(f"{label}, batch {t.batch_per_gpu}; fastest:\n{crossover.sentence(found)}", loc="left")
             drawn.append(crossover.ranges(found))
-            gains.append(f"{max(found[0].speedup(m.name)[0] for m in methods if m.name != 'none'):.1f}x for {label}")
+            gains.append(f"{max(found[0].speedup(m.name)[0] for m in methods if m.name != 'none'):.1f}x ({label})")
         grid[0].set_ylabel("times as fast as DDP in fp32")
         figure.key(made, grid[0], 3)
         slowest = f"{crossover.GBPS[0]:g} Gbit/s"

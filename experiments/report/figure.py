@@ -76,8 +76,8 @@ def blank(width: float, height: float) -> Figure:
 def head(figure: Figure, point: str, setting: str = "") -> None:
     """Adds room above the panels, with the point of the figure as its title and the setting in smaller letters."""
     width, height = figure.get_size_inches()
-    title = textwrap.wrap(point, int(0.97 * width * 72 / (TITLE * BOLD_EM)))
-    below = textwrap.wrap(setting, int(0.97 * width * 72 / (SETTING * EM)))
+    title = textwrap.wrap(point, int(0.97 * width * 72 / (TITLE * BOLD_EM)), break_on_hyphens=False)
+    below = textwrap.wrap(setting, int(0.97 * width * 72 / (SETTING * EM)), break_on_hyphens=False)
     line, small = 1.35 * TITLE / 72, 1.4 * SETTING / 72
     room = 0.12 + line * len(title) + small * len(below)
     figure.set_size_inches(width, height + room)
