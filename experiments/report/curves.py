@@ -110,7 +110,7 @@ def baseline(table: AccuracyTable) -> Cell | None:
     dense = [c for c in best if c.valid[0].wire == "fp32"]
     sign = 1 if table.metric.get("higher_is_better", True) else -1
     named = [c for c in dense if c.label == BASELINES.get(exp)]
-    return (named or sorted(dense, key=lambda c: -sign * (c.mean or 0.0)) or [None])[0]
+    return next(iter(named or sorted(dense, key=lambda c: -sign * (c.mean or 0.0))), None)
 
 
 def read(table: AccuracyTable, results_dir: Path) -> Curves:
@@ -144,10 +144,12 @@ def _of_cell(cell: Cell, results_dir: Path) -> Curve | None:
     rows = np.array([np.interp(steps, s.index.to_numpy(), s.to_numpy()) for s in smooth.values()])
     return Curve(
         cell,
-        tuple(int(s) for s in steps),
-        *(_short(values) for values in (rows.mean(axis=0), rows.min(axis=0), rows.max(axis=0))),
-        {seed: float(s.iloc[-1]) for seed, s in smooth.items()},
-        _evaluated(list(runs.values())),
+        steps=tuple(int(s) for s in steps),
+        loss=_short(rows.mean(axis=0)),
+        low=_short(rows.min(axis=0)),
+        high=_short(rows.max(axis=0)),
+        final={seed: float(s.iloc[-1]) for seed, s in smooth.items()},
+        evaluated=_evaluated(list(runs.values())),
     )
 
 
@@ -166,4 +168,6 @@ def _running(points: pd.DataFrame) -> pd.Series[float]:
 def _evaluated(runs: list[pd.DataFrame]) -> tuple[tuple[int, float], ...]:
     values = pd.concat([r.dropna(subset=["metric"])[["step", "metric"]] for r in runs])
     means = values.groupby("step")["metric"].mean()
-    return tuple((int(step), float(value)) for step, value in means.items())
+    return tuple(
+        (int(step), float(value)) for step, value in zip(means.index.to_numpy(), means.to_numpy(), strict=True)
+    )
