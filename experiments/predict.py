@@ -160,7 +160,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
 def evaluate(results: str) -> None:
     """Writes results/published/tables/predict.md and the plot of the paper's speedups. Raises UserError."""
     from experiments.records.record import read_all, write_file
-    from experiments.report import prediction, prediction_plots
+    from experiments.report import crossover_plot, prediction, prediction_plots
 
     outcomes = prediction.evaluate(read_all(results), prediction.load(results))
     if not outcomes:
@@ -170,6 +170,7 @@ def evaluate(results: str) -> None:
     write_file(path, page.encode(), "the table of predictions")
     print(f"{path}: {len(outcomes)} cells")
     print(prediction_plots.draw_paper(Path(results) / "plots" / "predict_paper.png"))
+    print(crossover_plot.draw_crossover(Path(results) / "plots" / "predict_crossover.png"))
     for name in ("resnet50_b32_tf32", "bert_base_b12_tf32"):
         t = timelines.load(name)
         found = sweep(t, ask([]).cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import json
 import re
 import shutil
@@ -11,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from birder.predict import Cluster, Link, predict
+from birder.predict import Cluster, Link, Prediction, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import methods_table, page, prediction, speedup
+from experiments.report import accuracy, crossover, curves, methods_table, page, prediction, speedup
 from experiments.report.page import Grid
 
 SMALL = Grid(
@@ -61,6 +63,11 @@ def test_accuracies_are_those_of_the_records(records: list[ResultRecord], conten
             assert mine["mean"] == line.best.mean
             assert mine["difference"] == pytest.approx(line.best.mean - base)
             assert mine["share"] == table.payload_ratio(line)
+            low, high = content["accuracy"]["axis"]
+            assert mine["beyond"] or low < mine["difference"] < high
+    # What would hide all others is named beside the axis: a method that learned nothing there.
+    assert [name for name, row in shown.items() if row["beyond"] and abs(row["difference"]) > 20] == ["EF-SGD"]
+    assert 0 < sum(row["beyond"] for row in shown.values()) <= 3
     assert content["accuracy"]["failures"] == [said for line in table.lines for said in line.failures]
 
 
@@ -74,17 +81,76 @@ def test_replays_are_those_of_the_records(records: list[ResultRecord], content: 
         assert row["predicted"] == known[row["id"]].predicted_ms
 
 
+def test_loss_curves_are_those_of_the_records(records: list[ResultRecord], content: dict[str, Any]) -> None:
+    """From the files alone: the last loss is the mean over the last twentieth of the steps, then over seeds."""
+    tables = {t.slug: t for t in accuracy.build(records)}
+    assert {task["slug"] for task in content["tasks"]} <= set(tables)
+    assert len(content["tasks"]) >= 4
+    assert max(len(task["methods"]) for task in content["tasks"]) > 6  # more than one chart holds: there is a control
+    for task in content["tasks"]:
+        table = tables[task["slug"]]
+        lasts = {}
+        for shown in task["methods"]:
+            best = table.best(shown["method"])
+            assert best is not None
+            seeds = {}
+            for r in (r for r in best.valid if r.curve):
+                with (PUBLISHED / str(r.curve)).open(encoding="utf-8") as file:
+                    losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+                count = max(1, round(0.05 * len(losses)))
+                seeds[r.seed] = sum(losses[-count:]) / count
+            lasts[shown["method"]] = seeds
+            assert shown["final"] == pytest.approx(sum(seeds.values()) / len(seeds), rel=1e-4)  # six digits are kept
+            assert shown["mean"] == best.mean
+            assert shown["lr"] == best.lr
+            assert shown["seeds"] == len(seeds)
+            assert len(shown["steps"]) == len(shown["loss"]) <= curves.POINTS
+            assert all(a <= b + 1e-9 for a, b in zip(shown["low"], shown["high"], strict=True))
+        for shown in task["methods"] if task["baseline"] else []:
+            if shown["method"] == task["baseline"]:
+                assert shown["final_gap"] is shown["difference"] is None
+                assert set(shown["gap"]) == {0.0}
+                continue
+            mine, base = lasts[shown["method"]], lasts[task["baseline"]]
+            both = sorted(set(mine) & set(base))
+            found = shown["final_gap"]
+            assert found["value"] == pytest.approx(sum(mine[s] - base[s] for s in both) / len(both))
+            assert (found["low"] is None) == (len(both) == 1)
+            if len(both) > 1:
+                assert found["low"] < found["value"] < found["high"]
+
+
+def test_the_baseline_is_the_one_that_was_stated_or_the_best_in_fp32(records: list[ResultRecord]) -> None:
+    for table in accuracy.build(records):
+        cell = curves.baseline(table)
+        if table.baseline is not None:
+            assert cell is table.baseline
+        elif cell is not None:
+            assert cell.valid[0].wire == "fp32"
+    (methods,) = (t for t in accuracy.build(records) if t.cells[0].records[0].exp == "methods")
+    assert curves.baseline(methods).label == "SGDM fp32"  # type: ignore[union-attr]
+
+
 def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
     grid = content["grid"]
     for m, (name, label) in enumerate(SMALL.models):
         assert grid["models"][m] == label
         for n, nodes in enumerate(SMALL.nodes):
             for g, gbps in enumerate(SMALL.gbps):
-                p = predict(timelines.load(name), Cluster(nodes, 8, Link(gbps, page.LATENCY_US)), list(SMALL.methods))
-                assert grid["ms"][m][n][g] == [round(p[method].ms, 3) for method in SMALL.methods]
+                p = predict(
+                    timelines.load(name), Cluster(nodes, 8, Link(gbps, crossover.LATENCY_US)), crossover.METHODS
+                )
+                assert grid["ms"][m][n][g] == [round(p[method].ms, 3) for method in crossover.METHODS]
+                assert crossover.METHODS[grid["wins"][m][n][g]] == winner(p)
     assert grid["methods"][grid["fp32"]] == "DDP fp32"
+    assert grid["methods"][grid["bf16"]] == "DDP bf16"
     assert grid["methods"][grid["bound"]] == "no communication"
-    assert "DDP bf16" in grid["methods"]  # the page looks for it by this name
+
+
+def winner(p: Prediction) -> str:
+    """The fastest that sends, unless bf16, a change of one line, is within 5 % of it."""
+    best = min((name for name in crossover.METHODS if name != "none"), key=lambda name: p[name].ms)
+    return "bf16" if p["bf16"].ms < 1.05 * p[best].ms else best
 
 
 def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -> None:
@@ -93,11 +159,12 @@ def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -
     assert held is not None
     assert json.loads(held[1]) == json.loads(json.dumps(content))
     assert "/*PLOTLY*/" not in made
-    own = page.TEMPLATE.read_text()
+    assert not re.search(r"/\*(CSS|JS|DATA)\*/", made.replace("/*DATA*/ in it", ""))
+    own = "".join(page.TEMPLATE.with_suffix(f".{kind}").read_text() for kind in ("html", "css", "js"))
     assert not re.search(r"https?://|@import|src=|url\(", own)  # nothing is fetched
     for id_ in re.findall(r'\$\("([a-z]+)"\)', own):
         assert f'id="{id_}"' in own, id_
-    for control in ("model", "nodes", "gbps"):  # native controls with a label each: the keyboard works
+    for control in ("model", "nodes", "gbps", "task", "shown"):  # native controls with a label each: the keyboard works
         assert re.search(rf"<label>[^<]+<select id=\"{control}\">", own)
 
 
@@ -107,20 +174,45 @@ def text_of(dom: str, id_: str) -> str:
     return re.sub(r"<[^>]+>", " ", found[1])
 
 
+MOVES = """
+const set = (id, value) => { const e = document.getElementById(id); e.value = value; e.dispatchEvent(new Event("input")); };
+const losses = document.getElementById("losses");
+const drawn = () => losses.data.filter((trace) => trace.showlegend !== false).map((trace) => trace.name);
+const told = document.createElement("p");
+told.id = "told";
+const first = drawn(), free = [...document.querySelectorAll("#methods input")];
+const blocked = free.filter((box) => box.disabled).length;
+free.find((box) => box.checked).click();
+const fewer = drawn();
+free.filter((box) => !box.checked)[1].click();
+const other = drawn();
+set("shown", "gap");
+const gap = losses.data.length;
+set("model", "MODEL"); set("nodes", "NODES"); set("gbps", "GBPS");
+told.textContent = JSON.stringify({first, blocked, fewer, other, gap, wide: document.documentElement.scrollWidth,
+  view: innerWidth, hash: location.hash});
+document.body.append(told);
+"""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-@pytest.mark.parametrize(("place", "width"), [("0,1,0", 400), ("1,0,1", 1600)])
-def test_a_browser_shows_the_numbers(content: dict[str, Any], tmp_path: Path, place: str, width: int) -> None:
-    """Headless, with plotly in the page: the controls stand where the address says, the table has the grid's numbers."""
+@pytest.mark.parametrize(("begin", "place", "width"), [("1,1,1", "0,1,0", 400), ("0,0,0", "1,0,1", 1600)])
+def test_a_browser_shows_the_numbers(
+    content: dict[str, Any], tmp_path: Path, begin: str, place: str, width: int
+) -> None:
+    """Headless, plotly in the page: controls are moved, tables and sentences have the records' and the grid's numbers."""
     from plotly.offline import get_plotlyjs
 
+    m, n, g = map(int, place.split(","))
+    moves = MOVES.replace("MODEL", str(m)).replace("NODES", str(n)).replace("GBPS", str(g))
     path = tmp_path / "index.html"
-    path.write_text(page.html(content, get_plotlyjs()), encoding="utf-8")
+    made = page.html(content, get_plotlyjs())
+    path.write_text(made.replace("</body>", f"<script>{moves}</script></body>"), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{place}"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{begin}"]
     done = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=120, check=True)
     dom = done.stdout
     assert 'data-ready="yes"' in dom, done.stderr[-2000:]
-    m, n, g = map(int, place.split(","))
     grid = content["grid"]
     ms = grid["ms"][m][n][g]
     best = min((value, i) for i, value in enumerate(ms) if i != grid["bound"])
@@ -131,5 +223,30 @@ def test_a_browser_shows_the_numbers(content: dict[str, Any], tmp_path: Path, pl
     for name, value in zip(grid["methods"], ms, strict=True):
         assert name in table
         assert f"{ms[grid['fp32']] / value:.2f}x" in table
-    assert dom.count('class="main-svg"') >= 3  # three charts were drawn
+    assert dom.count('class="main-svg"') >= 4  # four charts were drawn
     assert f"of {len(content['replays'])} cells are predicted within 10 %" in text_of(dom, "within")
+
+    moved = json.loads(html.unescape(text_of(dom, "told")))
+    task = content["tasks"][0]
+    assert moved["hash"] == f"#{place}"
+    assert moved["wide"] <= moved["view"]  # nothing but tables scrolls sideways
+    assert moved["first"][0] == task["baseline"]
+    assert len(moved["first"]) == 6
+    assert moved["blocked"] == len(task["methods"]) - 6
+    assert len(moved["fewer"]) == 5
+    assert set(moved["other"]) - set(moved["first"])
+    assert moved["gap"] == 6  # no bands around differences
+    finals = text_of(dom, "finals")
+    for curve in task["methods"]:
+        assert curve["method"] in finals
+        assert f"{curve['final']:.3f}" in finals
+        assert f"{curve['mean']:.2f}" in finals
+        if curve["final_gap"] is not None:
+            value = curve["final_gap"]["value"]
+            assert f"{'−' if value < 0 else '+'}{abs(value):.3f}" in finals
+    accuracies = text_of(dom, "accuracies")
+    for row in content["accuracy"]["rows"]:
+        assert row["method"] in accuracies
+        assert "failed" in accuracies if row["mean"] is None else f"{row['mean']:.2f}" in accuracies
+    for text in content["accuracy"]["failures"]:
+        assert html.escape(text, quote=False) in dom

@@ -13,7 +13,7 @@ import yaml
 from experiments import replay
 from experiments.cells import measured, suite
 from experiments.records.record import ROOT
-from experiments.report import plots, replay_details, replay_page, replayed
+from experiments.report import figure, replay_details, replay_page, replayed
 from launch.errors import UserError
 
 PUBLISHED = ROOT / "results/published"
@@ -31,7 +31,7 @@ def test_published_pages_are_those_of_the_published_records(name: str) -> None:
     page, picture = replay_page.paths(made, PUBLISHED)
     assert page.read_text() == replay_page.markdown(results)
     drawn = replay_page.plot(results, replay_page.mark(made))
-    assert plots.digest(picture.read_bytes(), replay_page.mark(made)) == plots.digest(drawn, replay_page.mark(made))
+    assert figure.digest(picture.read_bytes(), replay_page.mark(made)) == figure.digest(drawn, replay_page.mark(made))
 
 
 @pytest.mark.parametrize("name", suite.names())

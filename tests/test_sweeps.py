@@ -158,7 +158,7 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
         metric = {"name": "top1", "value": -held_out, "higher_is_better": True, "all": {"held_out": held_out}}
         record.write(a_record("SGDM fp32", metric=metric, **known), tmp_path)
 
-    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(start, "launch", launch)
     monkeypatch.setattr(tables, "write", lambda *_: None)
     command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}"]
     assert sweep.main([*command, "--dry-run"]) == 0

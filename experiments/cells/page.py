@@ -24,7 +24,7 @@ class Section(Data):
 
 
 class Plot(Data):
-    kind: Literal["lines", "bars"]
+    kind: Literal["lines", "dots"]
     file: str
     alt: str
     title: str

@@ -50,7 +50,7 @@ class Sweep(Data):
     seeds: list[int] = Field(min_length=1)
     rates: list[float] | None = None
     choose: bool = False
-    overrides: list[str] = []
+    overrides: list[str] = Field(default_factory=list)
     methods: dict[str, Method]
 
 

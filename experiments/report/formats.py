@@ -54,3 +54,27 @@ def mean_sd(mean: float | None, sd: float | None) -> str:
         return DASH
     digits = 4 if abs(mean) < 1.5 else 2  # fractions; percentages and perplexities
     return f"{mean:.{digits}f}" if sd is None or math.isnan(sd) else f"{mean:.{digits}f} ± {sd:.{digits}f}"
+
+
+METRICS = {
+    "top1": ("top-1 accuracy, %", " points"),
+    "accuracy": ("accuracy, %", " points"),
+    "f1": ("F1, %", " points"),
+    "exact_match": ("exact match, %", " points"),
+    "matthews": ("Matthews correlation, %", " points"),
+    "loss": ("validation loss, nats", " nats"),
+    "perplexity": ("perplexity, exp(nats per token)", " in perplexity"),
+}
+"""What a workload's metric is called on an axis, with its unit, and what stands behind a difference."""
+
+
+def metric_axis(name: str) -> str:
+    """A metric and its unit; a metric that is not known by its own name alone."""
+    return METRICS.get(name, (name, ""))[0]
+
+
+def metric_gap(name: str, value: float | None, relative: bool = False) -> str:
+    """A difference in the metric in the field's terms: +0.31 points, -12.5 %."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    return f"{100 * value:+.1f} %" if relative else f"{value:+.2f}{METRICS.get(name, ('', ''))[1]}"

@@ -1,4 +1,4 @@
-"""The table of all methods on one task, and its plot, from the records of `experiments/all_methods.py` alone."""
+"""The table of all methods on one task, from the records of `experiments/all_methods.py` alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, arithmetic, evidence, plots, sentences, speedup, turns
+from experiments.report import accuracy, arithmetic, evidence, sentences, speedup, turns
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
@@ -187,16 +187,6 @@ def clock_note(table: MethodsTable) -> str:
     note = f"Step times: short runs, {sentences.honesty(table.timed)}; {sentences.hardware(table.timed[0])}."
     groups = {r.group for r in table.timed}
     return note if len(groups) == 1 else f"{note} They were measured at {len(groups)} different times."
-
-
-def plot(table: MethodsTable) -> bytes | None:
-    """The metric against the bytes that a node sends per step."""
-    points = []
-    for line in table.lines:
-        if line.best is not None and line.payload:
-            mean, sd = line.best.summary(None)
-            points.append((line.label, line.record.method if line.record else line.label, line.payload, mean, sd))
-    return plots.metric_against_bytes(points, table.metric, table.scores.title)
 
 
 def show(results_dir: str | Path, console: Console | None = None) -> None:

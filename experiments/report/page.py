@@ -1,7 +1,7 @@
 """What results/published/index.html shows, as data, and the page with the data in it. No torch.
 
-The page is one file (page.html with plotly, the data and nothing from a network). Every number on it is one of `data`'s, and
-every number of `data` is one of a record's or of the predictor's.
+The page is one file (page.html with page.css, page.js, plotly, the data and nothing from a network). Every number on it is
+one of `data`'s, and every number of `data` is one of a record's or of the predictor's.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from birder.predict import METHODS, Cluster, Link, Method, predict
+from birder.predict import METHODS, Method
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
-from experiments.report import methods_table, prediction, sentences, speedup
+from experiments.report import (
+    accuracy,
+    against_bytes,
+    crossover,
+    curves,
+    methods_table,
+    prediction,
+    sentences,
+    speedup,
+)
 from experiments.report.claims_measured import newest
-from experiments.report.formats import size
+from experiments.report.curves import Curve, Curves
+from experiments.report.formats import METRICS, metric_axis, size
+from experiments.report.paired import Difference
 
 TEMPLATE = Path(__file__).with_name("page.html")
 EXP = "resnet50"
 """The experiment of the main table."""
-BASELINE = "SGDM fp32"
-"""Whose accuracy the others' are held against."""
-LATENCY_US = 20.0
-RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,15 @@ class Grid:
         ("bert_base_b12_amp", "BERT-Base, batch 12, AMP"),
     )
     nodes: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
-    gbps: tuple[float, ...] = (1, 2.5, 5, 10, 25, 50, 100, 200, 400)
-    methods: tuple[str, ...] = ("fp32", "bf16", "powersgd4", "onebit_adam", "birder", "birder_hierarchical", "none")
+    gbps: tuple[float, ...] = crossover.GBPS
 
 
 def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = Grid()) -> dict[str, Any]:
-    """All that the page shows, as JSON's types."""
+    """All that the page shows, as JSON's types. Raises UserError for a curve that is gone."""
     return {
         "speedups": speedups(records),
         "accuracy": accuracies(records),
+        "tasks": tasks(results_dir, records),
         "replays": replays(results_dir, records),
         "grid": predicted(grid),
     }
@@ -84,32 +91,83 @@ def _versus(table: speedup.SpeedupTable, row: speedup.Row, base: str) -> dict[st
 
 
 def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
-    """Of all methods on one task: what is sent, as a share of fp32, and the metric's difference to the baseline's."""
+    """Of all methods on one task: what is sent, as a share of fp32, and the metric's difference to the baseline's.
+
+    axis: the differences that a chart has room for; a row `beyond` it is named beside it.
+    """
     tables = methods_table.build(records)
-    if not tables:
-        return {"title": "", "rows": [], "failures": []}
-    table = tables[0]
-    scored = [line for line in table.lines if line.best is not None and line.best.mean is not None]
-    base = next((line.best.mean for line in scored if line.label == BASELINE and line.best), None)
-    rows = [
-        {
-            "method": line.label,
-            "share": table.payload_ratio(line),
-            "mean": line.best.summary(None)[0],
-            "sd": line.best.summary(None)[1],
-            "difference": None if base is None else line.best.summary(None)[0] - base,  # type: ignore[operator]
-            "seeds": len(line.best.valid),
-        }
-        for line in scored
-        if line.best is not None
-    ]
+    found = against_bytes.build(tables[0]) if tables else None
+    if found is None:
+        return {"title": "", "rows": [], "failures": [], "axis": [0, 0]}
+    rows = [{"method": p.label, **{k: v for k, v in vars(p).items() if k != "label"}} for p in found.points]
     return {
-        "title": table.scores.title,
-        "metric": table.metric,
-        "baseline": BASELINE,
+        "title": found.title,
+        "point": found.point(),
+        "metric": metric_axis(found.metric),
+        "unit": _unit(found.metric),
+        "baseline": found.baseline,
         "rows": rows,
-        "failures": [said for line in table.lines for said in line.failures],
+        "axis": list(found.axis),
+        "failures": list(found.failures),
     }
+
+
+def tasks(results_dir: str | Path, records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
+    """Loss curves of every task with accuracies, those with most methods first."""
+    found = [curves.read(table, Path(results_dir)) for table in accuracy.build(list(records))]
+    found = sorted((c for c in found if c.curves), key=lambda c: -len(c.curves))
+    return [_task(c) for c in found]
+
+
+def _task(found: Curves) -> dict[str, Any]:
+    table, base = found.table, found.baseline
+    name = str(table.metric["name"])
+    return {
+        "slug": table.slug,
+        "title": table.title,
+        "metric": metric_axis(name),
+        "unit": " %" if found.relative else _unit(name),
+        "higher_is_better": bool(table.metric.get("higher_is_better", True)),
+        "baseline": None if base is None else base.label,
+        "methods": [_curve(found, c) for c in found.curves],
+    }
+
+
+def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
+    """One method of a task. steps: of the optimizer; loss, low, high: training loss in nats; gap: less the baseline's."""
+    base, parity = found.baseline, found.table.parity
+    mean, sd = curve.cell.summary(None)
+    apart = found.metric_difference(curve)
+    better = bool(found.table.metric.get("higher_is_better", True))
+    return {
+        "method": curve.label,
+        "lr": curve.cell.lr,
+        "seeds": len(curve.final),
+        "compressed": curve.compressed,
+        "steps": curve.steps,
+        "loss": curve.loss,
+        "low": curve.low,
+        "high": curve.high,
+        "gap": None if base is None else curve.gap(base),
+        "final": curve.last,
+        "final_gap": _interval(found.loss_difference(curve)),
+        "mean": mean,
+        "sd": sd,
+        "difference": _interval(apart, 100.0 if found.relative else 1.0),
+        "verdict": None if apart is None or parity is None else apart.verdict(parity.margin, better),
+    }
+
+
+def _interval(found: Difference | None, scale: float = 1.0) -> dict[str, float | None] | None:
+    if found is None:
+        return None
+    ends = (None if v is None else scale * v for v in (found.low, found.high))
+    return {"value": scale * found.value, **dict(zip(("low", "high"), ends, strict=True))}
+
+
+def _unit(metric: str) -> str:
+    """What stands behind a difference in a metric."""
+    return METRICS.get(metric, ("", ""))[1]
 
 
 def replays(results_dir: str | Path, records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
@@ -140,26 +198,29 @@ def _kind(method: Method) -> str:
 
 
 def predicted(grid: Grid) -> dict[str, Any]:
-    """ms of a step for each model, number of nodes, rate and method: ms[model][nodes][rate][method], by place."""
-    ms = []
+    """ms of a step for each model, number of nodes, rate and method: ms[model][nodes][rate][method], by place.
+
+    wins: the place of the method that wins, for each model, number of nodes and rate (`crossover.winner`).
+    """
+    names = crossover.METHODS
+    ms, wins = [], []
     for name, _ in grid.models:
         t = timelines.load(name)
-        by_nodes = []
-        for nodes in grid.nodes:
-            made = [
-                predict(t, Cluster(nodes, RANKS_PER_NODE, Link(g, LATENCY_US)), list(grid.methods)) for g in grid.gbps
-            ]
-            by_nodes.append([[round(p[m].ms, 3) for m in grid.methods] for p in made])
-        ms.append(by_nodes)
+        sweeps = [crossover.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes]
+        ms.append([[[round(p[m].ms, 3) for m in names] for p in made] for made in sweeps])
+        wins.append([[names.index(crossover.winner(p)) for p in made] for made in sweeps])
     return {
         "models": [label for _, label in grid.models],
         "nodes": list(grid.nodes),
         "gbps": list(grid.gbps),
-        "methods": [METHODS[m].label for m in grid.methods],
-        "fp32": grid.methods.index("fp32"),
-        "bound": grid.methods.index("none"),
-        "ranks_per_node": RANKS_PER_NODE,
+        "methods": [METHODS[m].label for m in names],
+        "fp32": names.index("fp32"),
+        "bf16": names.index("bf16"),
+        "bound": names.index("none"),
+        "ranks_per_node": crossover.RANKS_PER_NODE,
+        "near": crossover.NEAR,
         "ms": ms,
+        "wins": wins,
     }
 
 
@@ -168,7 +229,14 @@ def html(content: dict[str, Any], library: str) -> str:
     # Within a script element nothing may look like its end.
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     page = TEMPLATE.read_text(encoding="utf-8")
-    for mark, part in (("/*DATA*/", text), ("/*PLOTLY*/", library)):  # neither is looked for in what was put in
+    own = {
+        f"/*{kind.upper()}*/": TEMPLATE.with_suffix(f".{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+    }
+    for mark, part in (
+        *own.items(),
+        ("/*DATA*/", text),
+        ("/*PLOTLY*/", library),
+    ):  # none is looked for in what was put in
         before, _, after = page.partition(mark)
         page = before + part + after
     return page

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import textwrap
-from collections.abc import Sequence
+import re
 from pathlib import Path
 
-import pandas as pd
-from matplotlib import style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
-from experiments.records.record import ResultRecord
-from experiments.report import accuracy, sentences
+from experiments.records.labels import is_compressed
+from experiments.report import curves, figure, sentences
 from experiments.report.accuracy import AccuracyTable
+from experiments.report.against_bytes import Against, Point
+from experiments.report.curves import Curve, Curves
+from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, number, times
 from experiments.report.speedup import SpeedupTable
-from launch.errors import UserError
 
-MARK = "Made by make tables"
-DPI = 110
-# A method has the same colour in every plot.
-COLOURS = {
-    "SGDM fp32": "#4477aa",
-    "SGDM bf16": "#66ccee",
-    "BertAdam fp32": "#4477aa",
-    "BertAdam bf16": "#66ccee",
-    "AdamW fp32": "#225588",
-    "AdamW bf16": "#99ddff",
-    "1-bit Adam": "#ccbb44",
-    "Birder": "#ee6677",
-    "Birder hierarchical": "#aa3377",
-    "no communication": "#bbbbbb",
-}
-MARKERS = "osD^v<>pPX*h"
-OTHERS = ("#228833", "#ee8866", "#44bb99", "#997700", "#77aadd", "#882255")
+EVALUATIONS = 3
+"""So many make a curve of the metric; fewer stand in the legend and in the table alone."""
 
 
 def step_times(table: SpeedupTable) -> bytes | None:
@@ -43,108 +24,195 @@ def step_times(table: SpeedupTable) -> bytes | None:
     rows = [row for row in table.rows if row.seconds is not None][::-1]
     if not rows:
         return None
-    with style.context("default"):
-        figure = Figure(figsize=(8, 1.5 + 0.45 * len(rows)), layout="constrained")
-        axes = figure.add_subplot()
+    with figure.styled():
+        picture = figure.blank(8, 0.7 + 0.3 * len(rows))
+        axes = picture.add_subplot()
+        ends, base = [], table.baseline("fp32")
         for place, row in enumerate(rows):
             t, typical = row.record.timing, 1000 * (row.seconds or 0.0)
             low, high = t.get("p10_ms") or typical, t.get("p90_ms") or typical
             spread = [[max(0.0, typical - low)], [max(0.0, high - typical)]]
-            axes.barh(place, typical, xerr=spread, color=colour(row.record.method, place), capsize=3)
-            if table.ratio(row, "fp32") is not None and row is not table.baseline("fp32"):
-                axes.text(0.01 * typical, place, f"{table.versus(row, 'fp32')} vs fp32", va="center", fontsize=6)
+            tint = figure.wire_colour(row.record.wire)
+            axes.barh(place, typical, height=0.7, xerr=spread, color=tint, capsize=3, error_kw={"linewidth": 1})
+            ends.append(max(typical, high))
+            said = f"{number(typical)} ms"
+            if base is not None and base is not row:
+                said += f", {table.versus(row, 'fp32')} vs fp32"
+            axes.annotate(said, (ends[-1], place), (5, 0), textcoords="offset points", va="center", fontsize=8)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
-        mean = ", the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
-        axes.set_xlabel(f"step time, ms (median, p10 to p90{mean})")
-        words = textwrap.wrap(sentences.honesty(table.records), 110)
-        figure.suptitle("\n".join([sentences.title(rows[0].record), *words]), fontsize=8)
-        return png(figure, [[row.label, row.record.timing] for row in rows])
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlim(0, 1.5 * max(ends))  # room for what is written behind the longest bar
+        mean = "; the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
+        axes.set_xlabel(f"step time, ms: median, p10 to p90{mean}")
+        setting = f"{sentences.title(rows[0].record)}. {sentences.honesty(table.records)}."
+        figure.head(picture, fastest(table), setting)
+        return figure.png(picture, [[row.label, row.record.timing] for row in rows])
 
 
-def metric_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
-    """Metric against step at the best learning rate of each method, one thin line per seed; None without curves."""
-    metric = table.metric["name"]
-    drawn: list[object] = []
-    with style.context("default"):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        labels = {r.id: f"{c.label}, lr {c.lr:g}" if c.lr else c.label for c in table.cells for r in c.records}
-        places = {label: i for i, label in enumerate(dict.fromkeys(labels.values()))}
-        named: set[str] = set()
-        for r in accuracy.curves(table):
-            points = _points(r, results_dir)
-            if points is None:
-                continue
-            label = labels[r.id]
-            legend = None if label in named else label
-            named.add(label)
-            steps, values = points["step"].to_numpy(), points["metric"].to_numpy()
-            line = axes.plot(steps, values, label=legend, linewidth=0.9, marker=".", markersize=4)
-            line[0].set_color(colour(r.method, places[label]))
-            drawn.append([label, points.to_numpy().tolist()])
-        if not drawn:
-            return None
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(metric)
-        figure.suptitle(table.title, fontsize=8)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        return png(figure, drawn)
+def fastest(table: SpeedupTable) -> str:
+    """What a table of step times shows, in one sentence."""
+    timed = sorted((row for row in table.rows if row.seconds), key=lambda row: row.seconds or 0.0)
+    mine = next((row for row in timed if is_compressed(row.record.wire)), None)
+    base, half, bound = (table.baseline(wire) for wire in ("fp32", "bf16", "none"))
+    if mine is None or base is None:
+        best = next((row for row in timed if row is not bound), timed[0])
+        return f"{best.label} is the fastest: {number(1000 * (best.seconds or 0.0))} ms a step"
+    if (table.speedup(mine, "fp32") or 0.0) < 1:
+        said = (
+            f"Do not compress here: the fastest, {mine.label}, is {times(table.speedup(mine, 'fp32'))} as fast as fp32"
+        )
+    else:
+        said = f"{mine.label} is the fastest compressed method: {times(table.speedup(mine, 'fp32'))} as fast as fp32"
+        said += f", {times(table.speedup(mine, 'bf16'))} as fast as bf16" if half is not None else ""
+    return said + (f"; the bound is {times(table.speedup(bound, 'fp32'))}" if bound is not None else "")
 
 
-def metric_against_bytes(
-    points: Sequence[tuple[str, str, float, float | None, float | None]], metric: str, title: str
-) -> bytes | None:
-    """A point for each method, with the spread over its seeds; None without points.
+def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
+    """Training loss over steps at the best learning rate of each method, in small multiples with the baseline in each.
 
-    points: (label, method, payload bytes per node and step, mean, sample standard deviation or None).
+    Columns: the loss, mean and range over seeds; its difference to the baseline's; the metric, where it was evaluated
+    often. None without curves.
     """
-    drawn = [(*point[:3], point[3], point[4] or 0.0) for point in points if point[3] is not None]
-    if not drawn:
+    found = curves.read(table, results_dir)
+    if not found.curves:
         return None
-    with style.context("default"):
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        axes = figure.add_subplot()
-        for place, (label, method, payload, mean, sd) in enumerate(drawn):
-            marker = MARKERS[place % len(MARKERS)]
-            axes.errorbar(
-                payload, mean, yerr=sd, label=label, color=colour(method, place), marker=marker, capsize=3, linestyle=""
-            )
-        axes.set_xscale("log")
-        axes.set_xlabel("payload, bytes per node and step")
-        axes.set_ylabel(metric)
-        axes.grid(alpha=0.3)
-        figure.legend(fontsize=8, loc="outside right upper")
-        figure.suptitle(title, fontsize=8)
-        return png(figure, [list(point) for point in drawn])
+    base = found.baseline
+    parts = figure.groups(found.others, figure.SERIES - 1) or [[]]
+    often = any(len(c.evaluated) >= EVALUATIONS for c in found.curves)
+    columns = ["loss"] + ["gap"] * (base is not None and bool(found.others)) + ["metric"] * often
+    named = {
+        "loss": ("training loss", "loss, nats"),
+        "gap": (f"less that of {_short(base.label) if base else ''}", "difference, nats"),
+        "metric": ("at evaluations", metric_axis(table.metric["name"])),
+    }
+    drawn: list[object] = []
+    with figure.styled():
+        picture = figure.blank(3.4 * len(columns) + 3.2, 0.2 + 2.4 * len(parts))
+        grid = picture.subplots(len(parts), len(columns), squeeze=False, sharex="col")
+        for panels, part in zip(grid, parts, strict=True):
+            shown = ([base] if base is not None else []) + list(part)
+            tints = figure.distinct([c.cell.valid[0].method for c in shown])
+            for curve, tint in zip(shown, tints, strict=True):
+                for axes, what in zip(panels, columns, strict=True):
+                    drawn.append([curve.label, what, _draw(axes, what, curve, base, tint, legend(found, curve))])
+            for axes, what in zip(panels, columns, strict=True):
+                axes.set_ylabel(named[what][1])
+                axes.grid(visible=True)
+            handles, labels = panels[0].get_legend_handles_labels()
+            panels[-1].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+        for axes, what in zip(grid[0], columns, strict=True):
+            axes.set_title(named[what][0], loc="left")
+        for axes in grid[-1]:
+            axes.set_xlabel("optimizer step")
+        setting = f"{table.title}. Loss: running mean over {curves.WINDOW:.0%} of the steps, mean and range over seeds."
+        figure.head(picture, outcome(found), setting)
+        return figure.png(picture, drawn)
 
 
-def colour(method: str, place: int) -> str:
-    """The colour of a method; `place` decides for methods without one of their own."""
-    return COLOURS.get(method, OTHERS[place % len(OTHERS)])
+def _draw(axes: Axes, what: str, curve: Curve, base: Curve | None, tint: str, label: str) -> object:
+    """One series of one panel; returns what was drawn."""
+    look = {"color": tint, "label": label, "linewidth": 1.3}
+    if what == "loss":
+        axes.plot(curve.steps, curve.loss, **look)
+        axes.fill_between(curve.steps, curve.low, curve.high, color=tint, alpha=0.15, linewidth=0)
+        return [curve.steps, curve.loss, curve.low, curve.high]
+    if what == "gap":
+        assert base is not None
+        points = [(s, v) for s, v in zip(curve.steps, curve.gap(base), strict=True) if v is not None]
+    else:
+        points = list(curve.evaluated)
+        look |= {"marker": ".", "markersize": 4}
+    axes.plot([s for s, _ in points], [v for _, v in points], **look)
+    return points
 
 
-def digest(png: bytes, mark: str = MARK) -> bytes:
-    """The digest of the data that a plot with this mark shows; of any other file, its bytes."""
-    _, found, rest = png.partition(f"{mark}, data ".encode())
-    return rest[:64] if found else png
+def legend(found: Curves, curve: Curve) -> str:
+    """A method, its learning rate and what became of it."""
+    cell = curve.cell
+    rate = f", lr {cell.lr:g}" if cell.lr else ""
+    # A label may hold the keys in which runs differ: each on a line of its own.
+    name = curve.label.replace(" (", "\n  (").replace(", workload.", ",\n  workload.")
+    return f"{name}{rate}\n  {found.table.metric['name']} {mean_sd(*cell.summary(None))}"
 
 
-def _points(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
-    if r.curve is None:
+def outcome(found: Curves) -> str:
+    """What became of the best compressed method beside the baseline, in one sentence."""
+    table, base = found.table, found.baseline
+    name = str(table.metric["name"])
+    sign = 1 if table.metric.get("higher_is_better", True) else -1
+    best = max(
+        [c for c in found.others if c.compressed] or found.curves, key=lambda c: sign * (c.cell.mean or float("-inf"))
+    )
+    value = f"{_short(best.label)} ends at {metric_axis(name).partition(', ')[0]} {mean_sd(*best.cell.summary(None))}"
+    apart = found.metric_difference(best)
+    if base is None or apart is None:
+        return value
+    return f"{value}, {metric_gap(name, apart.value, found.relative)} from {_short(base.label)}"
+
+
+def _short(label: str) -> str:
+    """A label without the keys in which runs differ."""
+    return re.sub(r" \([^()]*=[^()]*\)", "", label)
+
+
+def against_bytes(found: Against) -> bytes | None:
+    """A row for each method: the bytes that it sends, and how far its metric is from the baseline's. None without rows.
+
+    Rows too far off for the axis, and methods without a metric, are named beside it.
+    """
+    points = found.points[::-1]
+    if not points:
         return None
-    path = results_dir / r.curve
-    if not path.is_file():
-        raise UserError(f"record {r.id} names the curve {path}, which is not there: bring it back or remove the record")
-    points = pd.read_csv(path)[["step", "metric"]].dropna()
-    return None if points.empty else points
+    with figure.styled():
+        picture = figure.blank(9, 0.9 + 0.26 * len(points))
+        left, right = picture.subplots(1, 2, sharey=True, width_ratios=(1, 1.5))
+        for place, p in enumerate(points):
+            tint = figure.COMPRESSED if p.compressed else figure.WIRES["fp32"]
+            if p.payload:
+                left.plot(p.payload / 1000, place, "s", color=tint, markersize=5)
+            _difference(right, place, p, found, tint)
+        left.set_xscale("log")
+        left.set_xlabel("payload per node and step, kB")
+        left.set_yticks(range(len(points)), [_row(p) for p in points])
+        left.set_ylim(-0.7, len(points) - 0.3)
+        right.axvline(0, color="#888888", linewidth=0.8)
+        right.set_xlim(*found.axis)
+        unit = metric_gap(found.metric, 0.0).partition(" ")[2] or found.metric
+        name = metric_axis(found.metric).partition(", ")[0]
+        right.set_xlabel(f"{name}: difference, {unit}")
+        for axes in (left, right):
+            axes.grid(visible=True, axis="both")
+        setting = (
+            f"{found.title}. Left, what is sent; behind each name, as a share of fp32's bytes. Right, the mean's difference "
+            f"to {found.baseline}, 95 % interval over seeds. Blue: all-reduce, red: compressed."
+        )
+        figure.head(picture, found.point(), setting)
+        return figure.png(picture, [[*found.axis], [p.drawn() for p in points]])
 
 
-def png(figure: Figure, data: object, mark: str = MARK) -> bytes:
-    """The file of a figure; its description is the mark and a digest of the data that it shows."""
-    FigureCanvasAgg(figure)
-    buffer = io.BytesIO()
-    # Versions of matplotlib draw different pixels; the digest lets --check compare what is shown.
-    described = f"{mark}, data {hashlib.sha256(repr(data).encode()).hexdigest()}"
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, "Description": described})
-    return buffer.getvalue()
+def _row(p: Point) -> str:
+    """A method, its share of fp32's bytes, and how many of its runs failed."""
+    failed = f", {p.failed} failed" if p.failed else ""
+    return f"{p.label}   {fraction(p.share)}{failed}"
+
+
+def _difference(axes: Axes, place: int, p: Point, found: Against, tint: str) -> None:
+    if p.difference is None or p.beyond:
+        low, high = found.axis
+        at, side = (high, "right") if (p.difference or 0) > 0 else (low, "left")
+        arrow = "failed" if p.difference is None else f"◂ {p.text()}" if side == "left" else f"{p.text()} ▸"
+        axes.annotate(
+            arrow, (at, place), (4 if side == "left" else -4, 0), textcoords="offset points", ha=side, va="center"
+        )
+        return
+    low, high = (p.low, p.high) if p.low is not None and p.high is not None else (p.difference, p.difference)
+    axes.errorbar(
+        p.difference,
+        place,
+        xerr=[[p.difference - low], [high - p.difference]],
+        fmt="o",
+        color=tint,
+        markersize=5,
+        capsize=2,
+        elinewidth=1,
+    )

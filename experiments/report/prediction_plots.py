@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 from birder.predict import METHODS, Cluster, Costs, Link, Prediction, simulate
 from experiments.cells import published as published_times
 from experiments.cells import timelines
 from experiments.records.record import write_file
+from experiments.report import figure
 from experiments.report.formats import number
 from experiments.report.table import Table
 
@@ -27,7 +28,18 @@ COMPUTE_MS = (5.0, 300.0)
 GBPS = (1.0, 40.0)
 GRID = 28
 PROFILE = ("", "published, ms", "ring, ms", "difference", "by nodes, ms", "difference")
+MARKS = 7.5
+"""Size of what is written at the marks of the paper's plot, points."""
 FORMS = {"birder": "-", "birder_hierarchical": "--"}
+COLOURS = {
+    "fp32": "#4477aa",
+    "bf16": "#66ccee",
+    "powersgd4": "#228833",
+    "onebit_adam": "#ccbb44",
+    "birder": "#ee6677",
+    "birder_hierarchical": "#aa3377",
+    "none": "#888888",
+}
 
 
 def sweep_table(found: Sequence[Prediction], over: str) -> str:
@@ -43,24 +55,73 @@ def _value(p: Prediction, over: str) -> float:
 
 
 def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
-    """Step times over link rates or nodes, with their intervals."""
-    with style.context("default"):
-        figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+    """Step times over link rates or nodes, with their intervals: small multiples, fp32 and the bound in each."""
+    with figure.styled():
+        every = [row.name for row in found[0].rows]
+        always = [name for name in ("fp32", "none") if name in every]
+        others = [name for name in every if name not in always]
+        parts = figure.groups(others, figure.SERIES - len(always)) or [[]]
+        picture = figure.blank(4.2 * len(parts) + 0.6, 3.9)
+        grid = picture.subplots(1, len(parts), squeeze=False, sharey=True)[0]
         x = [_value(p, over) for p in found]
-        for row in found[0].rows:
-            axes.plot(x, [p[row.name].ms for p in found], marker="o", markersize=3, label=row.method.label)
-            axes.fill_between(x, [p[row.name].low for p in found], [p[row.name].high for p in found], alpha=0.12)
-        axes.set_xscale("log", base=2 if over == "nodes" else 10)
-        axes.set_yscale("log")
-        c, t = found[0].cluster, found[0].timeline
-        axes.set_xlabel("nodes" if over == "nodes" else "Gbit/s between nodes")
-        axes.set_ylabel("ms per step, predicted")
-        where = f"{c.between.gbps:g} Gbit/s" if over == "nodes" else f"{c.nodes} nodes"
-        axes.set_title(f"{t.name} on {t.gpu}, {where}, {c.ranks_per_node} ranks a node", fontsize=9)
-        axes.legend(fontsize=7)
-        return _save(figure, path)
+        for axes, part in zip(grid, parts, strict=True):
+            names = [name for name in every if name in always or name in part]
+            for name, tint in zip(names, tints(names), strict=True):
+                label = found[0][name].method.label
+                look = {"linestyle": ":"} if name == "none" else {"marker": "o", "markersize": 3}
+                axes.plot(x, [p[name].ms for p in found], color=tint, label=label, **look)
+                low, high = ([getattr(p[name], end) for p in found] for end in ("low", "high"))
+                axes.fill_between(x, low, high, color=tint, alpha=0.12, linewidth=0)
+            rate_axis(axes, x[:: 1 + (len(x) > 8)])
+            if over == "nodes":
+                axes.set_xlabel("nodes")
+            axes.set_yscale("log")
+            plain(axes.yaxis)
+            axes.grid(visible=True)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        grid[0].set_ylabel("predicted step, ms")
+        figure.head(picture, ends(found, over), _setting(found, over))
+        return _save(picture, path, [[x, [[row.name, row.ms] for row in p.rows]] for p in found])
+
+
+def tints(names: Sequence[str]) -> list[str]:
+    """A method's own colour, whichever panel it is in; colours of others that no method of the panel has."""
+    free = [c for c in figure.OTHERS if c not in COLOURS.values()]
+    return [COLOURS.get(name) or free[i % len(free)] for i, name in enumerate(names)]
+
+
+def ends(found: Sequence[Prediction], over: str) -> str:
+    """Which method is the fastest at either end of a sweep, and by how much."""
+    said = []
+    for p in (found[0], found[-1]):
+        best = min((row for row in p.rows if row.name != "none"), key=lambda row: row.ms)
+        value = _value(p, over)
+        where = f"{value:g} node{'s' * (value != 1)}" if over == "nodes" else f"{value:g} Gbit/s"
+        gain = f", {p.speedup(best.name)[0]:.2f}x as fast as fp32 DDP" if p.has("fp32") and best.name != "fp32" else ""
+        nothing = p.cluster.nodes == 1
+        said.append(f"{where}: nothing to win" if nothing else f"{where}: {best.method.label} is the fastest{gain}")
+    return "; ".join(said)
+
+
+def _setting(found: Sequence[Prediction], over: str) -> str:
+    c, t = found[0].cluster, found[0].timeline
+    where = f"{c.between.gbps:g} Gbit/s" if over == "nodes" else f"{c.nodes} nodes"
+    return f"{t.name} on {t.gpu}, {where}, {c.ranks_per_node} GPUs a node. Predicted, with the prediction's interval."
+
+
+def rate_axis(axes: Axes, gbps: Sequence[float]) -> None:
+    """A logarithmic axis of link rates, each of `gbps` with its number."""
+    axes.set_xscale("log")
+    axes.set_xticks(gbps, [f"{g:g}" for g in gbps])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("link of a node, Gbit/s")
+
+
+def plain(axis: Axis) -> None:
+    """1, 2, 5, 10, 20, ... on a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def claims(name: str, form: str, costs: Costs | None = None, grid: int = GRID) -> tuple[Any, Any, Any]:
@@ -81,33 +142,42 @@ def claims(name: str, form: str, costs: Costs | None = None, grid: int = GRID) -
 
 def draw_paper(path: Path, grid: int = GRID) -> Path:
     """The set of (compute per step, link rate) under which the paper's speedups come out; batches that there are as marks."""
-    with style.context("default"):
-        figure = Figure(figsize=(11, 4.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, (name, (label, claim)) in zip(figure.subplots(1, 2), CLAIMS.items(), strict=True):
+    drawn: list[Any] = []
+    with figure.styled():
+        picture = figure.blank(10, 4.4)
+        for axes, (name, (label, claim)) in zip(picture.subplots(1, 2), CLAIMS.items(), strict=True):
             for form, line in FORMS.items():
                 compute, rates, found = claims(name, form, grid=grid)
-                shown = axes.contour(
-                    compute, rates, found, levels=[1.5, claim], colors=["#888888", "#aa3377"], linestyles=line
-                )
-                axes.clabel(shown, fmt="%gx", fontsize=7)
-            family = label_of(name)
-            for other in timelines.names():
-                t = timelines.load(other)
-                if t.model == family:
-                    axes.axvline(t.step_ms, color="#4477aa", linewidth=0.6)
-                    text = f" batch {t.batch_per_gpu}, {t.precision}"
-                    axes.text(t.step_ms, 1.05, text, rotation=90, fontsize=6, va="bottom", color="#4477aa")
-            for rate, text in ((10.0, "10 Gbit/s"), (7.2, "7.2, NCCL's sockets")):
-                axes.axhline(rate, color="#228833", linewidth=0.6)
-                axes.text(COMPUTE_MS[1], rate, text, fontsize=6, ha="right", va="bottom", color="#228833")
+                for level, tint in ((1.5, "#888888"), (claim, "#aa3377")):
+                    axes.contour(compute, rates, found, levels=[level], colors=[tint], linestyles=line)
+                    axes.plot([], [], line, color=tint, label=f"{level:g}x, {METHODS[form].label}")
+                drawn.append([name, form, found.round(3).tolist()])
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xlabel("forward and backward, ms")
-            axes.set_ylabel("Gbit/s of a node's NIC")
-            title = f"{label}: where Birder is {claim:g}x as fast as fp32"
-            axes.set_title(f"{title}\n8 x 8 GPUs; full lines flat, broken ones hierarchical", fontsize=8)
-        return _save(figure, path)
+            axes.set_ylabel("link of a node, Gbit/s")
+            # Above what is written along the top.
+            axes.set_title(f"{label}: the paper's {claim:g}x", loc="left", pad=10 * MARKS)
+            for axis in (axes.xaxis, axes.yaxis):
+                plain(axis)
+            _marks(axes, label_of(name))
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+        point = "The published speedups come out below and to the left of the red lines: slow links, little computing"
+        setting = f"{NODES} nodes of {RANKS} GPUs, Birder over fp32 DDP; a timeline with its times scaled. Predicted."
+        figure.head(picture, point, setting)
+        return _save(picture, path, drawn)
+
+
+def _marks(axes: Axes, family: str) -> None:
+    """Batches and precisions for which there is a timeline along the top; what TCP gives of 10 GbE along the right."""
+    top, right = axes.get_xaxis_transform(), axes.get_yaxis_transform()
+    for t in (t for t in map(timelines.load, timelines.names()) if t.model == family):
+        axes.axvline(t.step_ms, color="#4477aa", linewidth=0.6)
+        look: dict[str, Any] = {"fontsize": MARKS, "color": "#4477aa", "rotation": 90, "ha": "center", "va": "bottom"}
+        axes.text(t.step_ms, 1.01, f"batch {t.batch_per_gpu}, {t.precision.upper()}", transform=top, **look)
+    for rate, text in ((10.0, "10 GbE"), (7.2, "7.2: NCCL's\nsockets")):
+        axes.axhline(rate, color="#228833", linewidth=0.6)
+        axes.text(1.01, rate, text, transform=right, fontsize=MARKS, color="#228833", va="center")
 
 
 def label_of(name: str) -> str:
@@ -137,8 +207,6 @@ def published() -> str:
     )
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    content = io.BytesIO()
-    figure.savefig(content, dpi=110, metadata={"Software": MARK})
-    write_file(path, content.getvalue(), "the plot")
+def _save(picture: Figure, path: Path, drawn: object) -> Path:
+    write_file(path, figure.png(picture, drawn, MARK), "the plot")
     return path

@@ -1,25 +1,30 @@
-"""The picture of a suite: speedups over the number of GPUs as lines, or step times as bars."""
+"""The picture of a suite: speedups over the number of GPUs as lines, or at each number of nodes as dots."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from experiments.cells.suite import Place
-from experiments.report import plots
-from experiments.report.formats import number
+from experiments.report import figure
+from experiments.report.formats import times
 from experiments.report.replay_verdicts import headline
 from experiments.report.replayed import Results
+
+SHADES = ("#99bbdd", "#4477aa", "#113355")
+"""Of the numbers of nodes, from the fewest to the most."""
 
 
 def plot(results: Results, mark: str) -> bytes:
     """A PNG whose description says who made it and holds a digest of what is drawn."""
-    with style.context("default"):
-        figure, drawn = (_lines if results.suite.report.plot.kind == "lines" else _bars)(results)
-        figure.suptitle(results.suite.report.plot.title, fontsize=9)
-        return plots.png(figure, drawn, mark)
+    about = results.suite.report.plot
+    with figure.styled():
+        picture, drawn = (_lines if about.kind == "lines" else _dots)(results)
+        point = (_gains if about.kind == "lines" else _winners)(results)
+        figure.head(picture, point, about.title)
+        return figure.png(picture, drawn, mark)
 
 
 def _lines(results: Results) -> tuple[Figure, list[Any]]:
@@ -28,8 +33,8 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
     drawn: list[Any] = []
     columns = list(dict.fromkeys((p.rate, p.link) for p in suite.places()))
     gpus = [n * suite.gpus_per_node for n in suite.nodes]
-    figure = Figure(figsize=(13, 1.2 + 2.9 * len(results.models)), layout="constrained")
-    grid = figure.subplots(len(results.models), len(columns), squeeze=False, sharex=True, sharey="row")
+    picture = figure.blank(11, 0.9 + 2.2 * len(results.models))
+    grid = picture.subplots(len(results.models), len(columns), squeeze=False, sharex=True, sharey="row")
     for row, model in zip(grid, results.models, strict=True):
         factor = headline(results, model)[1]
         for axes, (rate, link) in zip(row, columns, strict=True):
@@ -37,8 +42,8 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
             for name, method in suite.rows.items() if (model, rate, link) in results.settings() else ():
                 points = [(n, p, results.speedup(p, name)) for n, p in zip(gpus, places, strict=True)]
                 known = [(x, y) for x, _, y in points if y is not None]
-                if known:
-                    look = {"marker": "o", "markersize": 3, "color": method.colour, "label": method.label}
+                if known and name != "fp32":  # fp32 is the line at 1
+                    look = {"marker": "o", "markersize": 3.5, "color": method.colour, "label": method.label}
                     axes.plot(*zip(*known, strict=True), **look)
                     drawn.append([model, rate, link, name, known])
                 ratios = [(x, y, results.ratio(p, name)) for x, p, y in points if y is not None and name != "fp32"]
@@ -47,44 +52,95 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
                         whiskers = [[max(0.0, y - ratio.low)], [max(0.0, ratio.high - y)]]
                         axes.errorbar(x, y, yerr=whiskers, fmt="none", ecolor=method.colour, elinewidth=0.8, capsize=2)
                         drawn.append([x, ratio.low, ratio.high])
+            axes.axhline(1, color="#4477aa", linewidth=0.8)
             if factor:
                 axes.axhline(factor, linestyle=":", color="black", linewidth=1, label="the paper's best")
+                drawn.append([model, factor])
             axes.set_xscale("log", base=2)
             axes.set_xticks(gpus, [str(n) for n in gpus])
-            axes.grid(alpha=0.3)
-            axes.set_title(", ".join(filter(None, [model, suite.rates.get(rate or ""), f"{link} Gbit/s"])), fontsize=8)
-        row[0].set_ylabel("speedup over fp32 DDP")
+            axes.grid(visible=True)
+        about = ", ".join(filter(None, [_name(results, model), suite.models[model].short]))
+        row[0].set_ylabel(f"{about}\ntimes as fast as fp32 DDP")
+    for axes, (rate, link) in zip(grid[0], columns, strict=True):
+        axes.set_title(", ".join(filter(None, [suite.rates.get(rate or ""), f"{suite.links[link].gbit:g} Gbit/s"])))
     for axes in grid[-1]:
         axes.set_xlabel(f"GPUs, {suite.gpus_per_node} per node")
-    grid[0][0].legend(fontsize=6)
-    return figure, drawn
+    figure.key(picture, grid[0][0], 3)
+    return picture, drawn
 
 
-def _bars(results: Results) -> tuple[Figure, list[Any]]:
-    """Step times: a row of panels for each model and link, a column for each number of nodes."""
+def _name(results: Results, model: str) -> str:
+    """The model's title without what was done with it."""
+    return results.suite.models[model].title.partition(",")[0].partition(" on ")[0]
+
+
+def _gains(results: Results) -> str:
+    """By how much the suite's own method wins, from the setting in which it wins least to that in which it wins most."""
+    suite = results.suite
+    found = [best for s in results.settings() if (best := results.best(s, suite.report.ours)) is not None]
+    label = suite.methods[suite.report.ours].label
+    if not found:
+        return f"{label}: nothing measured"
+    return f"{label} is {times(min(found))} to {times(max(found))} as fast as fp32 DDP, by model, batch, precision and link"
+
+
+def _dots(results: Results) -> tuple[Figure, list[Any]]:
+    """Speedup against fp32: a panel for each model (rows) and link (columns), a row for each method, a dot for each
+    number of nodes."""
     suite, drawn = results.suite, []
-    columns = sorted({p.nodes for p in results.places()})
-    figure = Figure(figsize=(4.4 * len(columns) + 1.5, 0.8 + 2.6 * len(results.settings())), layout="constrained")
-    grid = figure.subplots(len(results.settings()), len(columns), squeeze=False, sharey=True)
-    names = list(suite.rows)[::-1]
-    for panels, (model, rate, link) in zip(grid, results.settings(), strict=True):
-        for axes, nodes in zip(panels, columns, strict=True):
-            place = Place(model, rate, nodes, link)
-            for i, name in enumerate(names):
-                ms = results.ms(place, name)
-                if ms is not None:
-                    axes.barh(i, ms, color=suite.methods[name].colour)
-                    ratio = results.ratio(place, name) if name != "fp32" else None
-                    said = "" if ratio is None else f", {results.versus(place, name)}"
-                    axes.text(ms, i, f" {number(ms)}{said}", va="center", fontsize=6)
-                    drawn.append([model, link, nodes, name, ms, *([said] if said else [])])
-            bound = results.ms(place, "none")
-            if bound is not None:
-                axes.axvline(bound, color="#888888", linewidth=0.8, linestyle=":")
-            axes.set_yticks(range(len(names)), [suite.methods[name].label for name in names], fontsize=7)
-            axes.tick_params(axis="x", labelsize=7)
-            axes.margins(x=0.15)
-            axes.set_title(f"{model}, {suite.links[link].title}, {nodes} nodes", fontsize=8)
+    nodes = sorted({p.nodes for p in results.places()})
+    shades = dict(zip(nodes[::-1], SHADES[::-1] + figure.OTHERS, strict=False))
+    links = list(dict.fromkeys((p.rate, p.link) for p in results.places()))
+    names = [name for name in suite.rows if name != "fp32"][::-1]
+    picture = figure.blank(3.6 * len(links) + 2.4, 0.6 + (0.5 + 0.24 * len(names)) * len(results.models))
+    grid = picture.subplots(len(results.models), len(links), squeeze=False, sharey=True, sharex="col")
+    for row, model in zip(grid, results.models, strict=True):
+        for axes, (rate, link) in zip(row, links, strict=True):
+            for count in nodes:
+                place = Place(model, rate, count, link)
+                found = [(i, y) for i, name in enumerate(names) if (y := results.speedup(place, name)) is not None]
+                if found:
+                    text = f"{count} nodes"
+                    axes.plot(
+                        [y for _, y in found], [i for i, _ in found], "o", color=shades[count], markersize=5, label=text
+                    )
+                for i, y in found:
+                    ratio = results.ratio(place, names[i])
+                    if ratio is not None:
+                        reach = [[max(0.0, y - ratio.low)], [max(0.0, ratio.high - y)]]
+                        axes.errorbar(y, i, xerr=reach, fmt="none", ecolor=shades[count], elinewidth=1, capsize=2)
+                    ends = [] if ratio is None else [ratio.low, ratio.high]
+                    drawn.append([model, link, count, names[i], y, *ends])
+            axes.axvline(1, color="#888888", linewidth=0.8)
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.set_yticks(range(len(names)), [suite.methods[name].label for name in names])
+            axes.grid(visible=True)
+            axes.set_title(f"{_name(results, model)}, {suite.links[link].title}", loc="left")
     for axes in grid[-1]:
-        axes.set_xlabel("step, ms of the cluster's clock", fontsize=7)
-    return figure, drawn
+        axes.set_xlabel("times as fast as PyTorch DDP in fp32")
+    figure.key(picture, grid[0][0], len(nodes))
+    return picture, drawn
+
+
+def _winners(results: Results) -> str:
+    """On each link, with most nodes: what the fastest compressed method gains over fp32."""
+    suite = results.suite
+    most = max((p.nodes for p in results.places()), default=0)
+    said = []
+    for link in dict.fromkeys(p.link for p in results.places()):
+        gains = [
+            gain
+            for p in results.places()
+            if (p.link, p.nodes) == (link, most)
+            for _, name in results.fastest(p)[:1]
+            if (gain := results.speedup(p, name)) is not None
+        ]
+        if gains:
+            low, high = times(min(gains)), times(max(gains))
+            said.append(f"{suite.links[link].title}: {low if low == high else f'{low} to {high}'}")
+    if not said:
+        return "Nothing that compresses has been measured"
+    return f"The fastest compressed method, {most} nodes, beside PyTorch DDP in fp32: {'; '.join(said)}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all, write_file
-from experiments.report import accuracy, evidence, methods_table, plots, published, speedup
+from experiments.report import accuracy, against_bytes, evidence, figure, methods_table, plots, published, speedup
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Table
 from launch.errors import UserError
@@ -37,17 +37,18 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
     timed = set(pages)
     scores: dict[str, list[str]] = {}
     for scored in accuracy.build(list(records)):
-        png = plots.metric_curves(scored, results_dir)
+        png = plots.loss_curves(scored, results_dir)
         if png is not None:
             files[f"plots/{scored.slug}_curve.png"] = png
         section = accuracy.markdown(scored, plot=png is not None)
         scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
     for exp in sorted(timed | set(scores)):
-        text = [f"<!-- {plots.MARK} from the records; do not edit. -->", f"# {exp}", ""]
+        text = [f"<!-- {figure.MARK} from the records; do not edit. -->", f"# {exp}", ""]
         if exp == methods_table.EXP:
             for methods in methods_table.build(records):
                 text += ["## All methods", "", methods_table.markdown(methods)]
-                if (png := methods_table.plot(methods)) is not None:
+                against = against_bytes.build(methods)
+                if against is not None and (png := plots.against_bytes(against)) is not None:
                     files[methods.plot_name] = png
         if exp in timed:
             text += ["## Time and bytes", "", NOTES.format(dash=DASH)]
@@ -148,15 +149,15 @@ def _paragraphs(sentences: Sequence[str]) -> list[str]:
     return [line for sentence in sentences for line in (sentence, "")]
 
 
-def same(path: Path, content: bytes, mark: str = plots.MARK) -> bool:
+def same(path: Path, content: bytes, mark: str = figure.MARK) -> bool:
     """Whether a file shows what `content` shows: the same text, a plot of the same data."""
     if not path.is_file():
         return False
     found = path.read_bytes()
-    return plots.digest(found, mark) == plots.digest(content, mark) if path.suffix == ".png" else found == content
+    return figure.digest(found, mark) == figure.digest(content, mark) if path.suffix == ".png" else found == content
 
 
 def _stale(results: Path, files: dict[str, bytes]) -> list[Path]:
     ours = [*(results / "tables").glob("*.md"), *(results / "plots").glob("*.png")]
     gone = [p for p in ours if p.relative_to(results).as_posix() not in files]
-    return sorted(p for p in gone if plots.MARK.encode() in p.read_bytes())
+    return sorted(p for p in gone if figure.MARK.encode() in p.read_bytes())

@@ -1,0 +1,173 @@
+"""Loss curves behind an accuracy table: each method at its best learning rate, beside a baseline. No torch.
+
+A run's curve has the training loss of each step, which is that of one batch: what is shown is its mean over the last
+`WINDOW` of the run's length, at `POINTS` steps, averaged over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from experiments.records.labels import is_compressed
+from experiments.records.record import ResultRecord
+from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.paired import Difference, difference
+from launch.errors import UserError
+
+WINDOW = 0.05
+"""Share of a run's steps over which its loss is averaged."""
+POINTS = 60
+BASELINES = {"methods": "SGDM fp32"}
+"""Experiments whose baseline is not simply their best run in fp32, where their configuration names none (`parity`)."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One method at its best learning rate.
+
+    steps:     optimizer steps at which the loss is shown.
+    loss:      mean over seeds of the running mean of the training loss there; low, high: the lowest and the highest seed.
+    final:     by seed, the mean loss over the last steps of the run.
+    evaluated: (step, mean over seeds of the metric), where the workload was evaluated.
+    """
+
+    cell: Cell
+    steps: tuple[int, ...]
+    loss: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    final: Mapping[int, float]
+    evaluated: tuple[tuple[int, float], ...]
+
+    @property
+    def label(self) -> str:
+        return self.cell.label
+
+    @property
+    def compressed(self) -> bool:
+        return is_compressed(self.cell.valid[0].wire)
+
+    @property
+    def last(self) -> float:
+        """The mean of `final` over seeds."""
+        return self.loss[-1]
+
+    def gap(self, base: Curve) -> tuple[float | None, ...]:
+        """Loss less the baseline's at the same steps; None beyond the baseline's curve."""
+        theirs = np.interp(self.steps, base.steps, base.loss, left=np.nan, right=np.nan)
+        found = np.asarray(self.loss) - theirs
+        return tuple(None if math.isnan(v) else round(float(v), 6) for v in found)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves of a table's methods, in its order."""
+
+    table: AccuracyTable
+    curves: tuple[Curve, ...]
+
+    @cached_property
+    def baseline(self) -> Curve | None:
+        """That of the method which others are held against; None where it has no curve."""
+        cell = baseline(self.table)
+        return next((c for c in self.curves if cell is not None and c.cell is cell), None)
+
+    @property
+    def others(self) -> list[Curve]:
+        return [c for c in self.curves if c is not self.baseline]
+
+    def loss_difference(self, curve: Curve) -> Difference | None:
+        """Of the last losses, seed by seed; None for the baseline itself and without one."""
+        base = self.baseline
+        return None if base is None or base is curve else difference(curve.final, base.final)
+
+    def metric_difference(self, curve: Curve) -> Difference | None:
+        """Of the metric, seed by seed, as a share where the experiment states it so; None as above."""
+        base = self.baseline
+        if base is None or base is curve:
+            return None
+        return difference(curve.cell.by_seed, base.cell.by_seed, self.relative)
+
+    @property
+    def relative(self) -> bool:
+        return self.table.parity is not None and self.table.parity.relative
+
+
+def baseline(table: AccuracyTable) -> Cell | None:
+    """What others are held against: `parity` of the runs, else `BASELINES`, else the fp32 all-reduce with the best metric."""
+    if table.baseline is not None:
+        return table.baseline
+    exp = table.cells[0].records[0].exp
+    labels = dict.fromkeys(c.label for c in table.cells)
+    best = [cell for label in labels if (cell := table.best(label)) is not None and cell.valid]
+    dense = [c for c in best if c.valid[0].wire == "fp32"]
+    sign = 1 if table.metric.get("higher_is_better", True) else -1
+    named = [c for c in dense if c.label == BASELINES.get(exp)]
+    return next(iter(named or sorted(dense, key=lambda c: -sign * (c.mean or 0.0))), None)
+
+
+def read(table: AccuracyTable, results_dir: Path) -> Curves:
+    """The curves that there are. Raises UserError for a file that a record names and that is gone."""
+    labels = dict.fromkeys(cell.label for cell in table.cells)
+    chosen = [cell for label in labels if (cell := table.best(label)) is not None]
+    found = [curve for cell in chosen if (curve := _of_cell(cell, results_dir)) is not None]
+    return Curves(table, tuple(found))
+
+
+def frame(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
+    """A run's curve; None without one. Raises UserError."""
+    if r.curve is None:
+        return None
+    path = results_dir / r.curve
+    if not path.is_file():
+        raise UserError(f"record {r.id} names the curve {path}, which is not there: bring it back or remove the record")
+    points = pd.read_csv(path)
+    return None if points.empty else points
+
+
+def _of_cell(cell: Cell, results_dir: Path) -> Curve | None:
+    runs = {r.seed: points for r in cell.valid if (points := frame(r, results_dir)) is not None}
+    smooth = {seed: _running(points) for seed, points in runs.items()}
+    smooth = {seed: s for seed, s in smooth.items() if not s.empty}
+    if not smooth:
+        return None
+    begin = max(int(s.index[0]) for s in smooth.values())
+    end = min(int(s.index[-1]) for s in smooth.values())
+    steps = np.unique(np.linspace(begin, end, POINTS).round().astype(int))
+    rows = np.array([np.interp(steps, s.index.to_numpy(), s.to_numpy()) for s in smooth.values()])
+    return Curve(
+        cell,
+        steps=tuple(int(s) for s in steps),
+        loss=_short(rows.mean(axis=0)),
+        low=_short(rows.min(axis=0)),
+        high=_short(rows.max(axis=0)),
+        final={seed: float(s.iloc[-1]) for seed, s in smooth.items()},
+        evaluated=_evaluated(list(runs.values())),
+    )
+
+
+def _short(values: np.ndarray) -> tuple[float, ...]:
+    """Six digits: beyond them versions of numpy and pandas may differ, and pictures of the same data shall be the same."""
+    return tuple(float(f"{v:.6g}") for v in values)
+
+
+def _running(points: pd.DataFrame) -> pd.Series[float]:
+    """Running mean of the loss, by step; it begins where the window is full."""
+    loss = points.set_index("step")["loss"].dropna()
+    window = max(1, round(WINDOW * len(loss)))
+    return loss.rolling(window).mean().dropna()
+
+
+def _evaluated(runs: list[pd.DataFrame]) -> tuple[tuple[int, float], ...]:
+    values = pd.concat([r.dropna(subset=["metric"])[["step", "metric"]] for r in runs])
+    means = values.groupby("step")["metric"].mean()
+    return tuple(
+        (int(step), float(value)) for step, value in zip(means.index.to_numpy(), means.to_numpy(), strict=True)
+    )

@@ -1,0 +1,142 @@
+"""How every picture here looks: its point as the title, its setting below that, colours by method, one file format. No torch.
+
+A panel holds at most `SERIES` series; more go into small multiples. Legends stand outside of the panels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments.records.labels import is_compressed
+
+MARK = "Made by make tables"
+DPI = 110
+SERIES = 6
+"""As many colours and markers as a reader keeps apart."""
+TITLE, SETTING = 11.0, 8.5
+"""Sizes of the two texts above the panels, points."""
+EM, BOLD_EM = 0.56, 0.62
+"""Mean width of a character of DejaVu Sans, in its size, and of its bold face."""
+LOOK: dict[str, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+}
+# A method has the same colour in every picture in which it has one of its own.
+COLOURS = {
+    "SGDM fp32": "#4477aa",
+    "SGDM bf16": "#66ccee",
+    "BertAdam fp32": "#225588",
+    "BertAdam bf16": "#99ddff",
+    "AdamW fp32": "#225588",
+    "AdamW bf16": "#99ddff",
+    "1-bit Adam": "#ccbb44",
+    "Birder": "#ee6677",
+    "Birder hierarchical": "#aa3377",
+    "no communication": "#bbbbbb",
+}
+OTHERS = ("#228833", "#ee8866", "#44bb99", "#997700", "#882255", "#77aadd")
+WIRES = {"fp32": "#4477aa", "bf16": "#66ccee", "fp16": "#66ccee", "none": "#bbbbbb"}
+COMPRESSED = "#ee6677"
+MARKERS = "osD^v<"
+
+T = TypeVar("T")
+
+
+def styled() -> AbstractContextManager[None]:
+    """Within it pictures look as they do here, whatever a user's matplotlibrc says."""
+    return style.context(["default", LOOK])
+
+
+def blank(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, without its title."""
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=DPI)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def head(figure: Figure, point: str, setting: str = "") -> None:
+    """Adds room above the panels, with the point of the figure as its title and the setting in smaller letters."""
+    width, height = figure.get_size_inches()
+    title = textwrap.wrap(point, int(0.97 * width * 72 / (TITLE * BOLD_EM)), break_on_hyphens=False)
+    below = textwrap.wrap(setting, int(0.97 * width * 72 / (SETTING * EM)), break_on_hyphens=False)
+    line, small = 1.35 * TITLE / 72, 1.4 * SETTING / 72
+    room = 0.12 + line * len(title) + small * len(below)
+    figure.set_size_inches(width, height + room)
+    whole = height + room
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(rect=(0, 0, 1, height / whole))  # type: ignore[call-arg]
+    left = 0.08 / width
+    top = figure.suptitle("\n".join(title), x=left, y=1 - 0.06 / whole, ha="left", va="top", fontsize=TITLE)
+    top.set_fontweight("bold")
+    top.set_in_layout(False)
+    if below:
+        at = 1 - (0.06 + line * len(title)) / whole
+        figure.text(left, at, "\n".join(below), ha="left", va="top", fontsize=SETTING, color="#555555", linespacing=1.2)
+
+
+def key(figure: Figure, axes: Axes, columns: int) -> None:
+    """One legend for all panels below them, of what `axes` shows."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def groups(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """The items in order, in as few groups of at most `size` as there must be, of about the same length."""
+    count = math.ceil(len(items) / size)
+    cuts = [round(i * len(items) / count) for i in range(count + 1)] if count else [0]
+    return [items[a:b] for a, b in pairwise(cuts)]
+
+
+def colour(method: str, place: int) -> str:
+    """The colour of a method; `place` decides for methods without one of their own."""
+    return COLOURS.get(method, OTHERS[place % len(OTHERS)])
+
+
+def distinct(methods: Sequence[str]) -> list[str]:
+    """A colour for each of at most `SERIES` methods of one panel, no two alike."""
+    taken: list[str] = []
+    for method in methods:
+        mine = [c for c in (COLOURS.get(method), *OTHERS) if c and c not in taken]
+        taken.append(mine[0])
+    return taken
+
+
+def wire_colour(wire: str) -> str:
+    """The colour of what is sent, where rows are named and colours only tell kinds apart."""
+    return COMPRESSED if is_compressed(wire) else WIRES.get(wire, "#4477aa")
+
+
+def digest(png: bytes, mark: str = MARK) -> bytes:
+    """The digest of the data that a plot with this mark shows; of any other file, its bytes."""
+    _, found, rest = png.partition(f"{mark}, data ".encode())
+    return rest[:64] if found else png
+
+
+def png(figure: Figure, data: object, mark: str = MARK) -> bytes:
+    """The file of a figure; its description is the mark and a digest of the data that it shows."""
+    figure.draw_without_rendering()  # the layout once: it moves ticks, whose widths the second one then knows
+    buffer = io.BytesIO()
+    # Versions of matplotlib draw different pixels; the digest lets --check compare what is shown.
+    described = f"{mark}, data {hashlib.sha256(repr(data).encode()).hexdigest()}"
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, "Description": described})
+    return buffer.getvalue()
