@@ -19,7 +19,6 @@ from pydantic import Field, model_validator
 from experiments.config.data_files import Data, DataFiles
 from launch.errors import UserError
 
-
 Value = int | float | str | None
 
 
