@@ -43,13 +43,15 @@ def test_every_replayed_cell_is_predicted_and_its_setup_is_what_ran(records: lis
 
 
 def test_the_evaluation_is_what_the_docs_say(outcomes: list[prediction.Outcome]) -> None:
-    """Bounds: what docs/predict.md states, rounded up. The targets were 3 %, 8 % and 15 %: the median meets its own."""
+    """Bounds: what docs/predict.md states, rounded up. The targets were 3 %, 8 % and 15 %: the worst cell misses its own."""
     emulated = [o for o in outcomes if o.case.link == "emulated"]
     whole = prediction.summary(emulated)
     assert whole.cells == 303
     assert whole.median < 0.015 < prediction.TARGETS["median"]
-    assert whole.p95 < 0.085
-    assert whole.worst < 0.35
+    assert whole.p95 < prediction.TARGETS["p95"]
+    assert whole.worst < 0.5
+    steady = prediction.summary([o for o in emulated if o.sends and o.steady])
+    assert steady.worst < prediction.TARGETS["worst"]
     sending = [o for o in emulated if o.sends]
     assert len(sending) == 243
     # The interval of every prediction rests on this number.
@@ -251,10 +253,10 @@ def test_a_cell_of_another_setup_is_not_predicted(records: list[ResultRecord]) -
     "name", ["paper-resnet50_b32-tf32-n4-9.4-onebit_adam", "bench-bert_base-loopback-n2-onebit_adam"]
 )
 def test_cells_whose_scales_travelled_alone_are_predicted_so(name: str, records: list[ResultRecord]) -> None:
-    """Their records count 4 collectives for each unit; now it is 2."""
-    old = next(r for r in records if r.id == name)
-    assert old.collectives_per_step is not None
-    kinds = [predicted.case(r) for r in (old, replace(old, collectives_per_step=old.collectives_per_step / 2))]
+    """Older records count 4 collectives for each unit; now it is 2."""
+    new = next(r for r in records if r.id == name)
+    assert new.collectives_per_step is not None
+    kinds = [predicted.case(r) for r in (replace(new, collectives_per_step=2 * new.collectives_per_step), new)]
     assert [of.method.rounds[0].small for of in kinds if of is not None] == [2, 0]
 
 

@@ -38,8 +38,10 @@ def test_the_largest_difference_of_any_two(tmp_path: Path) -> None:
     assert report.largest(found) == pytest.approx(0.08)
     assert report.largest(found[:1]) is None
     assert report.sentences(found) == [
-        "2 runs on the idle machine: speedups differ by 4.0 % at most, within 5%.",
-        "3 runs with those on the busy one: speedups differ by 8.0 % at most, within 10%.",
+        "2 runs on the idle machine: speedups of methods differ by 4.0 % at most, within 5%; "
+        "those of the bound by 0.0 % at most, within 5%.",
+        "3 runs with those on the busy one: speedups of methods differ by 8.0 % at most, within 10%; "
+        "those of the bound by 0.0 % at most, within 10%.",
     ]
     assert "NOT within 5%" in report.sentences([found[0], report.runs(comparison("g4", 1.2), "resnet50", 4)[0]])[0]
     text = report.as_table(found).markdown()

@@ -24,6 +24,10 @@ from experiments.training.rounds import Rounds
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
 
+MOST_COPIES = 7
+"""How often the size of the model a training takes at most: the model, four tensors of state (1-bit Adam: m, v and two
+errors), and twice its size while an exchange is under way."""
+
 
 class Own:
     """What a method's training has for itself on the shared model: tensors, random state, the workload's own state."""
@@ -185,6 +189,10 @@ class Variant(Entry):
 
     def lengths(self, rounds: int, steps: int) -> list[int]:
         return self._lengths or super().lengths(rounds, steps)
+
+    def most_memory(self) -> int:
+        """Bytes that the training may hold on this rank, known before it is made."""
+        return MOST_COPIES * sum(t.numel() * t.element_size() for t in self.shared.initial)
 
     def memory(self) -> int:
         """Bytes that the training holds on this rank, about: model, state, and what an exchange keeps of the gradient."""

@@ -147,20 +147,24 @@ class _World:
         budget = self._memory()
         taken = 0
         for entry in self.variants:
+            # Asked before it is made: what does not fit is killed by the system, and no message says so.
+            if self.held and taken and taken + entry.most_memory() > budget:
+                self._hold_one(taken + entry.most_memory())
             if not self._make(entry):
                 continue
-            taken += entry.memory()
-            if taken > budget and entry is not self.variants[0]:
-                self.held = False
+            taken += max(gathered(entry.memory()))
             if not self.held:
                 entry.free()
-        if not self.held:
-            for entry in self.variants:
-                entry.free()
-            self.rounds = min(self.rounds, int(self.config["turns"]["rounds_anew"]))
-            self._say(
-                f"Memory does not hold all methods at once ({taken / 2**30:.1f} GiB a rank): each is made anew in turn"
-            )
+
+    def _hold_one(self, needed: int) -> None:
+        """From here on one method at a time is in memory."""
+        self.held = False
+        for entry in self.variants:
+            entry.free()
+        self.rounds = min(self.rounds, int(self.config["turns"]["rounds_anew"]))
+        self._say(
+            f"Memory does not hold all methods at once (up to {needed / 2**30:.1f} GiB a rank): each is made anew"
+        )
 
     def _make(self, entry: Variant) -> bool:
         """Makes a method and warms it up on links that are free. Whether it works, on all ranks."""
