@@ -19,12 +19,12 @@ const share = (v) => !v ? DASH : Math.abs(v - 1) < 0.005 ? "1" : v > 1 ? times(v
 const signed = (v, digits) => (v < 0 ? "\u2212" : "+") + Math.abs(v).toFixed(digits);
 
 function interval(found) {
-  return times(found.value) + (found.low === null ? "" : " [" + found.low.toFixed(2) + ", " + found.high.toFixed(2) + "]");
+  return times(found.value) + (found.low === null ? "" : " [" + found.low.toFixed(2) + ",\u00a0" + found.high.toFixed(2) + "]");
 }
 
 function difference(found, digits, unit) {
   if (found === null || found.value === null) return DASH;
-  const between = found.low === null ? "" : " [" + signed(found.low, digits) + ", " + signed(found.high, digits) + "]";
+  const between = found.low === null ? "" : " [" + signed(found.low, digits) + ",\u00a0" + signed(found.high, digits) + "]";
   return signed(found.value, digits) + between + (unit || "");
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -111,7 +112,7 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
 
 def _draw(axes: Axes, what: str, curve: Curve, base: Curve | None, tint: str, label: str) -> object:
     """One series of one panel; returns what was drawn."""
-    look = {"color": tint, "label": label, "linewidth": 1.3}
+    look: dict[str, Any] = {"color": tint, "label": label, "linewidth": 1.3}
     if what == "loss":
         axes.plot(curve.steps, curve.loss, **look)
         axes.fill_between(curve.steps, curve.low, curve.high, color=tint, alpha=0.15, linewidth=0)
