@@ -123,6 +123,24 @@ def test_numbers_of_workers_stand_side_by_side() -> None:
     assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
 
 
+def test_the_best_method_in_fp32_is_shown_beside_the_baseline() -> None:
+    made = [on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]
+    made += [on_virtual_workers(n, "Birder", 95.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]
+    adam = [on_virtual_workers(8, "SGDM fp32", 97.5 + s, s, 0.1) for s in range(3)]
+    made += [
+        dataclasses.replace(
+            r, method="AdamW fp32", optimizer="AdamW", id=f"adam-{r.seed}",
+            config={**r.config, "optimizer": {"_target_": "birder.AdamW", "lr": 0.1}},
+        )
+        for r in adam
+    ]  # fmt: skip
+    (tables,) = accuracy_page.studies(made)["digits"]
+    shown = accuracy_page.section(tables).markdown()
+    assert "+5.00 [5.00, 5.00]<br>better<br>-2.50 [-2.50, -2.50] to AdamW fp32<br>lr 0.1, n = 3 |" in shown
+    assert "+5.00 [5.00, 5.00]<br>better<br>lr 0.1, n = 3 |\n" in shown  # with 16 workers the baseline is the only one
+    assert "| AdamW fp32 | 98.50 ± 1.00<br>+7.50 [7.50, 7.50]<br>better<br>lr 0.1, n = 3 | — |" in shown
+
+
 def test_only_what_stands_between_the_marks_is_made() -> None:
     (one,) = accuracy_page.studies([on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1)])["digits"]
     begin, end = accuracy_page.mark("digits"), accuracy_page.mark("digits", end=True)

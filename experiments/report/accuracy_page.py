@@ -15,6 +15,7 @@ from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, 
 from experiments.report import accuracy
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.formats import DASH, mean_sd
+from experiments.report.paired import difference
 from experiments.report.table import Column, Note, Table
 
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -76,7 +77,23 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
 def _cell(table: AccuracyTable, cell: Cell) -> str:
     base = cell is table.baseline
     shown = [mean_sd(*cell.summary(None)), "" if base else _difference(table, cell), _verdict(table, cell)]
+    shown.append(_to_strongest(table, cell))
     return "<br>".join([s for s in shown if s] + [f"lr {_rate(table, cell)}, n = {cell.count()}"])
+
+
+def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
+    """The difference to the best method in fp32, where that is not the baseline. No verdict: nothing was stated of it."""
+    sign = 1 if table.metric.get("higher_is_better", True) else -1
+    dense = [c for c in _best(table) if c.mean is not None and _full_precision(c.records[0])]
+    best = max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
+    if best is None or best is table.baseline or cell in dense or table.parity is None:
+        return ""
+    found = difference(cell.by_seed, best.by_seed, table.parity.relative)
+    return "" if found is None else f"{found.text(table.parity.relative)} to {best.label}"
+
+
+def _full_precision(r: ResultRecord) -> bool:
+    return r.wire == "fp32" and labels.class_name(r.config["optimizer"]) in labels.DENSE
 
 
 def _words(table: AccuracyTable) -> str:
@@ -84,7 +101,8 @@ def _words(table: AccuracyTable) -> str:
         return "no margin was stated."
     better = "higher" if table.metric.get("higher_is_better", True) else "lower"
     return (
-        f"{table.metric['name']}, {better} is better; margin {table.parity.text()} of {table.baseline.label}. "
+        f"{table.metric['name']}, {better} is better; differences and verdicts: to {table.baseline.label}, margin "
+        f"{table.parity.text()}. "
         f"[All learning rates and records]({TABLES}/{table.cells[0].records[0].exp}.md)."
     )
 
