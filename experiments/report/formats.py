@@ -63,7 +63,7 @@ METRICS = {
     "exact_match": ("exact match, %", " points"),
     "matthews": ("Matthews correlation, %", " points"),
     "loss": ("validation loss, nats", " nats"),
-    "perplexity": ("perplexity, exp(nats per token)", " in perplexity"),
+    "perplexity": ("perplexity, exp(nats per token)", ""),
 }
 """What a workload's metric is called on an axis, with its unit, and what stands behind a difference."""
 

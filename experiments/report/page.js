@@ -251,7 +251,7 @@ function showReplays() {
   });
   const near = data.replays.filter((r) => Math.abs(r.predicted / r.replayed - 1) <= 0.1).length;
   const percent = data.replays.length ? Math.round(100 * near / data.replays.length) : 0;
-  draw("cells", percent + " % of the cells are predicted within 10 %", traces, {xaxis: {title: "replayed step, ms", type: "log", dtick: narrow.matches ? 1 : "D2"},
+  draw("cells", percent + " % of the cells are predicted within 10 %", traces, {xaxis: {title: "replayed step, ms", type: "log", tickvals: narrow.matches ? [10, 100, 1000] : [5, 10, 20, 50, 100, 200, 500, 1000, 2000]},
     yaxis: {title: "predicted, difference in %", zeroline: true}});
   $("within").textContent = near + " of " + data.replays.length + " cells are predicted within 10 %.";
 }
