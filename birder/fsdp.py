@@ -15,6 +15,7 @@ communication does under DDP, but for the parameters, which stay sharded: Birder
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -56,7 +57,13 @@ class ShardAttachment(Attachment):
             self.all_reduce_mean(reduced, number).wait()
 
     def on_gradient(self, p: Tensor) -> None:
-        """What FSDP calls when `p.grad` is there."""
+        """What FSDP calls when `p.grad` is there. Raises RuntimeError under compiled autograd, which traces it instead."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+            raise RuntimeError(
+                "compiled autograd traces hooks instead of calling them, and the messages that one takes would be wrong: "
+                "compile forward only, with torch.compile(model)"
+            )
         step = self.optimizer.steps + 1
         if not self._active or not self.overlap or self.optimizer.plan(step) is Plan.DENSE:
             return

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import re
 import statistics
@@ -179,12 +180,20 @@ def table(lines: Iterable[dict[str, Any]]) -> Table:
         base = {when: of["unchanged", when] for when in ("soon", "later")}
         cells = [f"{statistics.fmean(base['soon'].values()):.3f}"]
         for rule, when in (("mean", "soon"), ("zeros", "soon"), ("mean", "later"), ("zeros", "later")):
-            found = paired.difference(of[rule, when], base[when], relative=True)
-            cells.append(found.text(relative=True) if found else "—")
+            cells.append(share(of[rule, when], base[when]))
         rows.append([f"{METHODS[method]}, {before} → {after}", *cells])
     soon, later = f"steps 1 to {SOON.stop}", f"the last {-LATER.start} of {STEPS - CHANGE} steps"
     names = ["method, workers", f"loss unchanged, {soon}", f"`mean`, {soon}", f"`zeros`, {soon}"]
     return Table.text([*names, f"`mean`, {later}", f"`zeros`, {later}"], rows)
+
+
+def share(values: dict[int, float], base: dict[int, float]) -> str:
+    """By how much the losses differ from the unchanged runs', by seed; or how many are no numbers."""
+    lost = sum(not math.isfinite(value) for value in values.values())
+    if lost:
+        return f"no number in {lost} of {len(values)}"
+    found = paired.difference(values, base, relative=True)
+    return found.text(relative=True) if found else "—"
 
 
 def page(old: str, lines: Sequence[dict[str, Any]]) -> str:
@@ -208,9 +217,9 @@ def study(seeds: int, publish: bool) -> None:
             lines += measure(method, seed)
             print(f"{METHODS[method]}, seed {seed}", flush=True)
     dist.destroy_process_group()
-    table(lines).show(Console(width=WIDTH))
     target = (PUBLISHED if publish else Path(LOCAL)) / FILE
     write_file(target, "".join(json.dumps(line) + "\n" for line in lines).encode(), "losses")
+    table(lines).show(Console(width=WIDTH))
     if publish:
         write_file(PAGE, page(PAGE.read_text(), lines).encode(), "page")
 

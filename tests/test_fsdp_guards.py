@@ -109,6 +109,10 @@ def while_training(rank: int, world: int) -> dict[str, str]:
     out["scaler"] = said(optimizer.step)
 
     model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out["compiled autograd"] = said(toy.loss(model, rank, 1).backward)
+
+    model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
     train(model, optimizer, toy.loss, rank, range(1, 2))
     kept: list[Any] = [None, None]
     torch.distributed.all_gather_object(kept, optimizer.state_dict())
@@ -122,6 +126,7 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert "set_requires_gradient_sync(False)" in result["twice"]
         assert "max_grad_norm" in result["clipped"]
         assert "MixedPrecisionPolicy" in result["scaler"]
+        assert "compile forward only" in result["compiled autograd"]
         assert "saved by rank" in result["state"]
 
 
