@@ -49,8 +49,8 @@ from experiments.workloads.digits import Digits
 from launch.errors import UserError
 
 METHODS = {"birder": "Birder", "onebit_adam": "1-bit Adam"}
-"""Variants of conf/exp/methods_digits.yaml, with its learning rates, constant here. 0/1 Adam is none of them: it diverges at a
-constant rate, unchanged too."""
+"""Variants of conf/exp/methods_digits.yaml, with its learning rates, constant here. 0/1 Adam is none of them: it diverges
+at a constant rate, unchanged too."""
 CHANGES = {4: (2, 3), 2: (8,)}
 """Workers before: after."""
 RULES = ("unchanged", "mean", "zeros")
