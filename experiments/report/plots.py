@@ -18,6 +18,8 @@ from experiments.report.speedup import SpeedupTable
 
 EVALUATIONS = 3
 """So many make a curve of the metric; fewer stand in the legend and in the table alone."""
+LINE = 0.15
+"""Inches of a legend's line."""
 
 
 def step_times(table: SpeedupTable) -> bytes | None:
@@ -88,12 +90,14 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
     }
     drawn: list[object] = []
     with figure.styled():
-        picture = figure.blank(3.4 * len(columns) + 3.2, 0.2 + 2.4 * len(parts))
+        shown = [([base] if base is not None else []) + list(part) for part in parts]
+        lines = max(sum(legend(found, c).count("\n") + 1 for c in of) for of in shown)
+        height = max(2.4, LINE * lines + 0.6)  # the legend stands beside the panels
+        picture = figure.blank(3.4 * len(columns) + 3.2, 0.2 + height * len(parts))
         grid = picture.subplots(len(parts), len(columns), squeeze=False, sharex="col")
-        for panels, part in zip(grid, parts, strict=True):
-            shown = ([base] if base is not None else []) + list(part)
-            tints = figure.distinct([c.cell.valid[0].method for c in shown])
-            for curve, tint in zip(shown, tints, strict=True):
+        for panels, of in zip(grid, shown, strict=True):
+            tints = figure.distinct([c.cell.valid[0].method for c in of])
+            for curve, tint in zip(of, tints, strict=True):
                 for axes, what in zip(panels, columns, strict=True):
                     drawn.append([curve.label, what, _draw(axes, what, curve, base, tint, legend(found, curve))])
             for axes, what in zip(panels, columns, strict=True):
