@@ -70,13 +70,7 @@ def hook_run(rank: int, world: int, options: dict) -> tuple:
 
 def local_run(make, steps: int = STEPS) -> torch.Tensor:
     torch.set_num_threads(1)
-    model = toy.make()
-    optimizer = make(model.parameters())
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        toy.loss(model, 0, step).backward()
-        optimizer.step()
-    return toy.flat(model)
+    return toy.trained(make, steps)
 
 
 @pytest.mark.parametrize("options", VARIANTS)

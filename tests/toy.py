@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 ROWS, USED = 23, 17
 
@@ -39,6 +42,17 @@ def loss(model: nn.Module, worker: int, step: int) -> Tensor:
 def make(seed: int = 3, width: int = 37) -> Net:
     torch.manual_seed(seed)
     return Net(width)
+
+
+def trained(make_optimizer: Callable[..., Optimizer], steps: int) -> Tensor:
+    """The parameters of one worker's model after so many steps."""
+    model = make()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        optimizer.step()
+    return flat(model)
 
 
 def part(values: np.ndarray, name: str) -> Tensor:

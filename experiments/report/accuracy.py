@@ -102,6 +102,12 @@ class AccuracyTable:
             return None
         return difference(cell.by_seed, base.by_seed, self.parity.relative)
 
+    @property
+    def chosen(self) -> list[Cell]:
+        """The best learning rate of each method, in the order of the table; methods without a candidate are left out."""
+        labels = dict.fromkeys(c.label for c in self.cells)
+        return [cell for label in labels if (cell := self.best(label)) is not None]
+
     def best(self, label: str) -> Cell | None:
         """The learning rate with the best mean metric; one with a failed seed is no candidate.
 
@@ -222,13 +228,6 @@ def _value(table: AccuracyTable, cell: Cell) -> str:
 
 def _links(cell: Cell) -> str:
     return " ".join(f"[{r.seed}](../records/{r.id}.json)" for r in cell.records)
-
-
-def curves(table: AccuracyTable) -> list[ResultRecord]:
-    """The runs to draw: those of the best learning rate of each method, in the order of the table."""
-    labels = dict.fromkeys(cell.label for cell in table.cells)
-    chosen = [cell for label in labels if (cell := table.best(label)) is not None]
-    return [r for cell in chosen for r in cell.valid]
 
 
 def _setting(r: ResultRecord) -> tuple[Any, ...]:

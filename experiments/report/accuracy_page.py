@@ -60,15 +60,15 @@ def _long(table: AccuracyTable) -> Table:
         Column("verdict", "left", value=lambda c: _verdict(table, c)),
         Column("seeds", value=Cell.count),
     ]
-    return Table.of(columns, _best(table), notes=(Note(f"**{table.title}**; {_words(table)}"),))
+    return Table.of(columns, table.chosen, notes=(Note(f"**{table.title}**; {_words(table)}"),))
 
 
 def _wide(tables: Sequence[AccuracyTable]) -> Table:
     """Several numbers of workers: a row for each method, a column for each number."""
-    names = dict.fromkeys(c.label for table in tables for c in _best(table))
+    names = dict.fromkeys(c.label for table in tables for c in table.chosen)
     rows = []
     for name in names:
-        cells = [next((c for c in _best(table) if c.label == name), None) for table in tables]
+        cells = [next((c for c in table.chosen if c.label == name), None) for table in tables]
         rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
     heads = ["method", *(f"{_workers(table)} workers" for table in tables)]
     return Table.text(heads, rows, notes=(Note(f"**{_setting(tables[0])}**; {_words(tables[0])}"),))
@@ -84,7 +84,7 @@ def _cell(table: AccuracyTable, cell: Cell) -> str:
 def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
     """The difference to the best method in fp32, where that is not the baseline. No verdict: nothing was stated of it."""
     sign = 1 if table.metric.get("higher_is_better", True) else -1
-    dense = [c for c in _best(table) if c.mean is not None and _full_precision(c.records[0])]
+    dense = [c for c in table.chosen if c.mean is not None and _full_precision(c.records[0])]
     best = max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
     if best is None or best is table.baseline or cell in dense or table.parity is None:
         return ""
@@ -105,10 +105,6 @@ def _words(table: AccuracyTable) -> str:
         f"{table.parity.text()}. "
         f"[All learning rates and records]({TABLES}/{table.cells[0].records[0].exp}.md)."
     )
-
-
-def _best(table: AccuracyTable) -> list[Cell]:
-    return [c for c in table.cells if table.best(c.label) is c]
 
 
 def _rate(table: AccuracyTable, cell: Cell) -> str:

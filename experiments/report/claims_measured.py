@@ -113,8 +113,8 @@ class Score:
 def score(records: Sequence[ResultRecord], exp: str, method: str, words: str = "") -> Score | None:
     """The best cell of a method in the table of `exp` whose title holds `words`; failed learning rates are no candidates."""
     for table in accuracy.build([r for r in records if r.exp == exp]):
-        labels = {c.label for c in table.cells if c.label == method or c.label.startswith(method + " (")}
-        found = [c for label in labels if (c := table.best(label)) is not None and c.mean is not None]
+        mine = [c for c in table.chosen if c.label == method or c.label.startswith(method + " (")]
+        found = [c for c in mine if c.mean is not None]
         if words in table.title and found:
             higher = bool(table.metric.get("higher_is_better", True))
             best = max(found, key=lambda c: (c.mean or 0.0) * (1 if higher else -1))

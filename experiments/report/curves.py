@@ -105,9 +105,7 @@ def baseline(table: AccuracyTable) -> Cell | None:
     if table.baseline is not None:
         return table.baseline
     exp = table.cells[0].records[0].exp
-    labels = dict.fromkeys(c.label for c in table.cells)
-    best = [cell for label in labels if (cell := table.best(label)) is not None and cell.valid]
-    dense = [c for c in best if c.valid[0].wire == "fp32"]
+    dense = [c for c in table.chosen if c.valid and c.valid[0].wire == "fp32"]
     sign = 1 if table.metric.get("higher_is_better", True) else -1
     named = [c for c in dense if c.label == BASELINES.get(exp)]
     return next(iter(named or sorted(dense, key=lambda c: -sign * (c.mean or 0.0))), None)
@@ -115,9 +113,7 @@ def baseline(table: AccuracyTable) -> Cell | None:
 
 def read(table: AccuracyTable, results_dir: Path) -> Curves:
     """The curves that there are. Raises UserError for a file that a record names and that is gone."""
-    labels = dict.fromkeys(cell.label for cell in table.cells)
-    chosen = [cell for label in labels if (cell := table.best(label)) is not None]
-    found = [curve for cell in chosen if (curve := _of_cell(cell, results_dir)) is not None]
+    found = [curve for cell in table.chosen if (curve := _of_cell(cell, results_dir)) is not None]
     return Curves(table, tuple(found))
 
 

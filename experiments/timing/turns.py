@@ -133,8 +133,8 @@ class _World:
         taken = 0
         for entry in self.variants:
             # Asked before it is made: what does not fit is killed by the system, and no message says so.
-            if self.held and taken and taken + entry.most_memory() > budget:
-                self._hold_one(taken + entry.most_memory())
+            if self.held and taken and (needed := taken + entry.most_memory()) > budget:
+                self._hold_one(needed)
             if not self._make(entry):
                 continue
             taken += max(gathered(entry.memory()))
