@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
@@ -204,15 +206,21 @@ def next_trial(pending: list[Trial], tried: Iterable[Trial]) -> Trial:
     return min(pending, key=lambda t: (faults[t.fault] + methods[t.method], places[t.fault, t.cluster], t.number))
 
 
-def go_through(seed: int, count: int, seconds: float, folder: Path, results: Path) -> list[Trial]:
-    """The first `count` trials of a seed, those that `results` does not hold yet, as far as the time reaches."""
+def go_through(seed: int, count: int, seconds: float, folder: Path, results: Path, jobs: int = 1) -> list[Trial]:
+    """The first `count` trials of a seed, those not in `results` yet, as far as time reaches; `jobs` at a time."""
     end, earlier = time.monotonic() + seconds, done(results)
     pending = [t for t in itertools.islice(plan(seed, clusters()), count) if t.number not in earlier]
-    while pending and time.monotonic() < end:
-        pending.remove(trial := next_trial(pending, earlier.values()))
-        earlier[trial.number] = attempt(trial, folder)
-        with open(results, "a") as file:
-            file.write(json.dumps(asdict(trial)) + "\n")
-        print(f"{trial.number}: {trial.fault}, {trial.moment}, {trial.method} on {trial.cluster}: {trial.outcome}"
-              f" in {trial.seconds:.0f} s {trial.said}", flush=True)  # fmt: skip
+    running: dict[Future[Trial], Trial] = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        while running or (pending and time.monotonic() < end):
+            while len(running) < jobs and pending and time.monotonic() < end:
+                pending.remove(trial := next_trial(pending, [*earlier.values(), *running.values()]))
+                running[pool.submit(attempt, trial, folder)] = trial
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[ended]
+                trial = earlier[ended.result().number] = ended.result()
+                with open(results, "a") as file:
+                    file.write(json.dumps(asdict(trial)) + "\n")
+                print(f"{trial.number}: {trial.fault}, {trial.moment}, {trial.method} on {trial.cluster}: {trial.outcome}"
+                      f" in {trial.seconds:.0f} s {trial.said}", flush=True)  # fmt: skip
     return list(earlier.values())

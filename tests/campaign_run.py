@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from launch import process
@@ -170,15 +171,16 @@ def content(folder: Path) -> dict[str, torch.Tensor]:
 
 def undisturbed(folder: Path, method: str) -> dict[str, torch.Tensor]:
     """The last checkpoint of a run that nothing happened to, on loopback; made once."""
-    kept = folder / f"undisturbed/{method}"
-    if not kept.exists():
-        shutil.rmtree(folder / "reference", ignore_errors=True)  # of a campaign that was broken off
-        run = Run(folder / "reference", Trial(-1, "local", method, "", "", 0.0))
-        code, said = run.end()
-        last = run.dir / f"checkpoints/step-{STEPS:08d}"
-        if code or not last.exists():
-            raise RuntimeError(f"no trial: the undisturbed run of {method} failed: {said}")
-        kept.parent.mkdir(exist_ok=True)
-        shutil.copytree(last, kept)
-        shutil.rmtree(folder / "reference")
+    kept, place = folder / f"undisturbed/{method}", folder / f"reference-{method}"
+    kept.parent.mkdir(exist_ok=True)
+    with FileLock(f"{kept}.lock"):  # trials run side by side
+        if not kept.exists():
+            shutil.rmtree(place, ignore_errors=True)  # of a campaign that was broken off
+            run = Run(place, Trial(-1, "local", method, "", "", 0.0))
+            code, said = run.end()
+            last = run.dir / f"checkpoints/step-{STEPS:08d}"
+            if code or not last.exists():
+                raise RuntimeError(f"no trial: the undisturbed run of {method} failed: {said}")
+            shutil.copytree(last, kept)
+            shutil.rmtree(place)
     return content(kept)

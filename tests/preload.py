@@ -17,7 +17,6 @@ for _name in (
     "safetensors.torch",
     "hypothesis",
     "pytest",
-    "sklearn.datasets",
     "experiments.training.loop",
 ):
     importlib.import_module(_name)

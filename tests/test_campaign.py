@@ -71,7 +71,8 @@ def test_a_fault_at_random(trial: Trial, place: Place) -> None:
 @pytest.mark.timeout(0)
 def test_campaign(tmp_path: Path) -> None:
     seconds = float(os.environ.get("CAMPAIGN_SECONDS", FULL_S))
-    trials = campaign.go_through(0, FULL, seconds, tmp_path, campaign_table.RESULTS)
+    jobs = int(os.environ.get("CAMPAIGN_JOBS", max(1, (os.cpu_count() or 1) // 2)))
+    trials = campaign.go_through(0, FULL, seconds, tmp_path, campaign_table.RESULTS, jobs)
     campaign_table.write()
     assert [t for t in trials if t.outcome == "wrong"] == []
 

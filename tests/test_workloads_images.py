@@ -99,6 +99,17 @@ def test_digits_are_learned() -> None:
         assert workload.evaluate(model.eval(), shard)["top1"] > 90
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    (train, labels), (test, test_labels) = Digits().read()
+    found = torch.cat([train, test]).flatten(1).double() * 16 / 255
+    rows = torch.cat([found.round(), torch.cat([labels, test_labels]).unsqueeze(1)], 1).int()
+    wanted = load_digits()
+    expected = torch.cat([torch.tensor(wanted.data), torch.tensor(wanted.target).unsqueeze(1)], 1).int()
+    assert sorted(rows.tolist()) == sorted(expected.tolist())
+
+
 def test_digits_split_has_no_image_twice() -> None:
     workload = Digits()
     (train, _), (test, _) = workload.read()

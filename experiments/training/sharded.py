@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from launch.spec import RunSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # half a second on every rank: only those that shard load it
 
 
 class ShardedModel(nn.Module):
@@ -22,6 +23,9 @@ class ShardedModel(nn.Module):
     """
 
     def __init__(self, model: nn.Module, nodes: int, ranks_per_node: int, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         super().__init__()
         self.mesh = init_device_mesh(device.type, (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
         inside = self.mesh["shard"]
@@ -31,13 +35,14 @@ class ShardedModel(nn.Module):
                     fully_shard(block, mesh=inside)
         fully_shard(model, mesh=inside, reshard_after_forward=False)
         self.module = model
+        self.parts = [m for m in model.modules() if isinstance(m, FSDPModule)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     @property
     def _root(self) -> FSDPModule:
-        return cast(FSDPModule, self.module)
+        return cast("FSDPModule", self.module)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -51,16 +56,15 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, every rank has the whole model. Forward passes send nothing: ranks may differ in how many they make."""
-        parts = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         self._root.set_reshard_after_forward(False)
-        for part in parts:
+        for part in self.parts:
             part.unshard()
         try:
             yield
         finally:
             self._root.set_reshard_after_forward(True)
             self._root.set_reshard_after_forward(False, recurse=False)
-            for part in parts:
+            for part in self.parts:
                 part.reshard()
 
 
