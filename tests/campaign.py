@@ -171,6 +171,8 @@ def damage(checkpoints: Path, fault: str, draw: random.Random) -> None:
     if len(folders) < 2:
         raise Wrong("fewer than two checkpoints to damage")
     files = sorted(p for p in folders[-1].iterdir() if p.suffix == ".safetensors")
+    if fault == "swapped files":  # those that are alike, such as an empty one, are no damage
+        files = [f for f in files if f.read_bytes() != (folders[-2] / f.name).read_bytes()]
     file = draw.choice(files)
     if fault == "torn file":
         os.truncate(file, draw.randrange(file.stat().st_size))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import is_number, require, require_number
+from birder.optimizers.checks import is_pair, pair, require, require_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit, with_gradient
 from birder.optimizers.norms import norms
@@ -26,9 +26,8 @@ def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: f
 
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError for betas or eps out of range."""
-    betas = tuple(group["betas"])
-    ok = len(betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
-    require(ok, "betas", betas, "two numbers in [0, 1)")
+    betas = pair(group["betas"])
+    require(is_pair(betas) and all(0 <= beta < 1 for beta in betas), "betas", betas, "two numbers in [0, 1)")
     require_number("eps", group["eps"])
 
 
@@ -77,7 +76,7 @@ class AdamW(DenseAdam):
         **options: Any,
     ) -> None:
         """`options`: wire, max_grad_norm; see `BucketOptimizer`."""
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -112,7 +111,7 @@ class BertAdam(DenseAdam):
         """tensor_clip: largest norm of each tensor's gradient, or None. `options`: see `BucketOptimizer`."""
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": pair(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "tensor_clip": tensor_clip,
@@ -121,8 +120,8 @@ class BertAdam(DenseAdam):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        clip = group["tensor_clip"]
-        require(clip is None or (is_number(clip) and clip > 0), "tensor_clip", clip, "positive or None")
+        if group["tensor_clip"] is not None:
+            require_number("tensor_clip", group["tensor_clip"], "positive or None", above=True)
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
         if group["tensor_clip"] is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from birder.comm import Communicator, Pipeline, SingleProcess
-from birder.optimizers.checks import check_parameter, require
+from birder.optimizers.checks import check_parameter, require_number
 from birder.optimizers.contract import Method
 from birder.optimizers.exchange import GradientExchange
 from birder.optimizers.layout import make_units, round_up, sharded
@@ -56,7 +56,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         """
         if self._bound:
             raise RuntimeError("this optimizer is bound already: attach it once, before its first step")
-        require(unit_mb > 0, "unit_mb", unit_mb, "positive")
+        require_number("unit_mb", unit_mb, "positive", above=True)
         self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
         if self._sharded and comm is None:
             raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")

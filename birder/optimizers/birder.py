@@ -33,7 +33,7 @@ from torch import Tensor
 from birder import kernels
 from birder.kernels import weyl
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import require, require_flag, require_number
+from birder.optimizers.checks import require_choice, require_flag, require_fraction, require_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.seen import unite_seen
@@ -89,10 +89,10 @@ class Birder(BucketOptimizer):
         bits: str = "independent",
         **options: Any,
     ) -> None:
-        require(idle in ("decay", "hold"), "idle", repr(idle), "decay or hold")
-        require(intra in ("gradient", "u"), "intra", repr(intra), "gradient or u")
-        require(reduce in ("two_phase", "one_phase"), "reduce", repr(reduce), "two_phase or one_phase")
-        require(bits in ("independent", "weyl", "none"), "bits", repr(bits), "independent, weyl or none")
+        require_choice("idle", idle, "decay", "hold")
+        require_choice("intra", intra, "gradient", "u")
+        require_choice("reduce", reduce, "two_phase", "one_phase")
+        require_choice("bits", bits, "independent", "weyl", "none")
         require_flag("decoupled", decoupled)
         self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
@@ -100,11 +100,9 @@ class Birder(BucketOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        require_number("beta", group["beta"], "in [0, 1)")
-        require(group["beta"] < 1, "beta", group["beta"], "in [0, 1)")
-        if (beta2 := group["beta2"]) is not None:
-            require_number("beta2", beta2, "in [0, 1) or None")
-            require(beta2 < 1, "beta2", beta2, "in [0, 1) or None")
+        require_fraction("beta", group["beta"])
+        if group["beta2"] is not None:
+            require_number("beta2", group["beta2"], "in [0, 1) or None", high=1.0, below=True)
         require_number("eps", group["eps"])
 
     def plan(self, step: int) -> Plan:

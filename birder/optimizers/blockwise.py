@@ -19,7 +19,7 @@ from torch import Tensor
 from birder.compress.blocks import Blocks
 from birder.compress.sparse import COMPRESSORS, SHARED, Largest
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import require, whole_number
+from birder.optimizers.checks import require, require_choice, whole_number
 from birder.optimizers.contract import WIRES
 from birder.optimizers.layout import Unit
 from birder.optimizers.psync import Sent, SentAlike, SentOwn
@@ -55,9 +55,9 @@ class BlockwiseSGD(BucketOptimizer):
         compressor: str,
         **options: Any,
     ) -> None:
-        require(compressor in COMPRESSORS, "compressor", repr(compressor), "one of " + ", ".join(COMPRESSORS))
+        require_choice("compressor", compressor, *COMPRESSORS)
         self.compressor = compressor
-        require(variant in ("paper", "released"), "variant", repr(variant), "paper or released")
+        require_choice("variant", variant, "paper", "released")
         self.block, self.variant = whole_number("block", block), variant
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults, **options)

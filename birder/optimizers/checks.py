@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import torch
 
 LARGEST = torch.finfo(torch.float32).max
 """Beyond it a number is infinite in the arithmetic of a step."""
+MOST = 2**63 - 1
+"""Of a whole number that torch can hold."""
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
 def require(ok: bool, name: str, value: Any, wanted: str) -> None:
-    """Raises ValueError, in one line, unless `ok`."""
+    """Raises ValueError, in one line, unless `ok`. A long value is shortened."""
     if not ok:
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        got = _REPR.repr(value).encode("unicode_escape").decode()
+        raise ValueError(f"{name} must be {wanted}, got {got[:100]}")
+
+
+def require_choice(name: str, value: Any, *choices: str) -> None:
+    """Raises ValueError unless `value` is one of these words."""
+    *first, last = choices
+    require(isinstance(value, str) and value in choices, name, value, f"{', '.join(first)} or {last}")
 
 
 def require_whole(name: str, value: Any, minimum: int = 1) -> None:
     """Raises ValueError unless `value` is a whole number, `minimum` or more. True is none."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    ok = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MOST
     require(ok, name, value, f"a whole number >= {minimum}")
 
 
@@ -27,14 +41,39 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def require_number(name: str, value: Any, wanted: str = "at least 0", low: float = 0.0) -> None:
-    """Raises ValueError unless `value` is a finite number of `low` or more."""
-    require(is_number(value) and value >= low, name, value, wanted)
+def require_number(
+    name: str,
+    value: Any,
+    wanted: str = "at least 0",
+    low: float = 0.0,
+    high: float = LARGEST,
+    *,
+    above: bool = False,
+    below: bool = False,
+) -> None:
+    """Raises ValueError unless `value` is a finite number from `low` to `high`, or above and below these."""
+    inside = is_number(value) and low <= value <= high
+    require(inside and not (above and value == low) and not (below and value == high), name, value, wanted)
+
+
+def require_fraction(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a number in [0, 1)."""
+    require_number(name, value, "in [0, 1)", high=1.0, below=True)
+
+
+def pair(value: Any) -> Any:
+    """A list as a tuple, anything else as it is: pairs come from files as lists."""
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def is_pair(value: Any) -> bool:
+    """Whether `value` is a tuple of two numbers that fp32 can hold."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
 
 
 def require_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is True or False."""
-    require(isinstance(value, bool), name, repr(value), "True or False")
+    require(isinstance(value, bool), name, value, "True or False")
 
 
 def check_parameter(p: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, Pipeline, SingleProcess
-from birder.optimizers.checks import require, require_number
+from birder.optimizers.checks import require, require_choice, require_number
 from birder.optimizers.layout import ALIGN, Unit
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,10 +73,9 @@ class Method(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
-        require(wire in WIRES, "wire", repr(wire), "one of " + ", ".join(WIRES))
+        require_choice("wire", wire, *WIRES)
         if max_grad_norm is not None:
-            require_number("max_grad_norm", max_grad_norm, "positive or None")
-            require(max_grad_norm > 0, "max_grad_norm", max_grad_norm, "positive or None")
+            require_number("max_grad_norm", max_grad_norm, "positive or None", above=True)
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
         self.wire = wire

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from birder.optimizers.blockwise import BlockwiseSGD
-from birder.optimizers.checks import require, whole_number
+from birder.optimizers.checks import require, require_choice, whole_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
@@ -100,16 +100,16 @@ class CSER(BlockwiseSGD):
         compressor: str = "blocks",
         **options: Any,
     ) -> None:
-        none = gradient_ratio is None or gradient_ratio == math.inf
+        none = gradient_ratio is None or (isinstance(gradient_ratio, float) and gradient_ratio == math.inf)
         self.gradient_ratio = None if none else whole_number("gradient_ratio", gradient_ratio)
         self.model_ratio = whole_number("model_ratio", model_ratio)
         self.reset_every = whole_number("reset_every", reset_every)
-        require(implementation in ("I", "II"), "implementation", repr(implementation), "I or II")
+        require_choice("implementation", implementation, "I", "II")
         self.implementation = implementation
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
         # What averages parts of the models themselves (5), (6) needs the same part on all ranks.
         wanted = "blocks or random_k with implementation='II' or variant='released'"
-        require(self.alike or self.keeps_error, "compressor", repr(compressor), wanted)
+        require(self.alike or self.keeps_error, "compressor", compressor, wanted)
 
     @property
     def keeps_error(self) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from birder.comm import Communicator
 from birder.optimizers.adam import DenseAdam, Tensors, adam_moments, check_adam
-from birder.optimizers.checks import require
+from birder.optimizers.checks import is_pair, pair, require, require_flag, require_number
 from birder.optimizers.norms import norms
 
 
@@ -30,10 +30,11 @@ def check_lamb(group: dict[str, Any]) -> None:
     """Raises ValueError for betas, eps or bounds of the ratio out of range."""
     check_adam(group)
     # 0/0 in one coordinate without gradient would spoil the norm of its whole tensor.
-    require(group["eps"] > 0, "eps", group["eps"], "above 0")
+    require_number("eps", group["eps"], "above 0", above=True)
     low, high = group["min_coeff"], group["max_coeff"]
-    require(low >= 0, "min_coeff", low, "at least 0")
-    require(high is None or (high > 0 and high >= low), "max_coeff", high, "above 0, at least min_coeff, or None")
+    require_number("min_coeff", low)
+    if high is not None:
+        require_number("max_coeff", high, "above 0, at least min_coeff, or None", low, above=low == 0)
 
 
 def trust_ratios(
@@ -78,15 +79,16 @@ class LAMB(DenseAdam):
         phi: tuple[float, float] | None = None,
         **options: Any,
     ) -> None:
+        require_flag("bias_correction", bias_correction)
         self.bias_correction = bias_correction
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": pair(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "min_coeff": min_coeff,
             "max_coeff": max_coeff,
-            "phi": None if phi is None else tuple(phi),
+            "phi": pair(phi),
         }
         super().__init__(params, defaults, **options)
 
@@ -94,7 +96,7 @@ class LAMB(DenseAdam):
         super().check_group(group)
         check_lamb(group)
         phi = group["phi"]
-        ordered = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
+        ordered = phi is None or (is_pair(phi) and 0 <= phi[0] <= phi[1] and phi[1] > 0)
         require(ordered, "phi", phi, "two rising numbers of 0 or more, or None")
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:

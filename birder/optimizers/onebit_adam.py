@@ -23,7 +23,7 @@ from torch import Tensor
 
 from birder import kernels
 from birder.optimizers.adam import adam_moments, check_adam
-from birder.optimizers.checks import require_whole
+from birder.optimizers.checks import pair, require_flag, require_whole
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit, with_gradient
 from birder.optimizers.onebit import OneBitMethod
@@ -61,8 +61,9 @@ class OneBitAdam(OneBitMethod):
         **options: Any,
     ) -> None:
         require_whole("warmup_steps", warmup_steps)
+        require_flag("bias_correction", bias_correction)
         self.warmup_steps, self.bias_correction = warmup_steps, bias_correction
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from birder.optimizers.adam import adam_moments
-from birder.optimizers.checks import require, require_whole
+from birder.optimizers.checks import pair, require_fraction, require_number, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.lamb import check_lamb, trust_ratios
 from birder.optimizers.layout import Unit
@@ -88,15 +88,15 @@ class OneBitLAMB(OneBitMethod):
         **options: Any,
     ) -> None:
         require_whole("warmup_steps", warmup_steps)
-        require(0 <= coeff_beta < 1, "coeff_beta", coeff_beta, "in [0, 1)")
-        require(0 < factor_min <= 1, "factor_min", factor_min, "in (0, 1]")
-        require(factor_max >= 1, "factor_max", factor_max, "at least 1")
-        require(0 <= factor_threshold < 1, "factor_threshold", factor_threshold, "in [0, 1)")
+        require_fraction("coeff_beta", coeff_beta)
+        require_number("factor_min", factor_min, "in (0, 1]", high=1.0, above=True)
+        require_number("factor_max", factor_max, "at least 1", low=1.0)
+        require_fraction("factor_threshold", factor_threshold)
         self.warmup_steps, self.coeff_beta = warmup_steps, coeff_beta
         self.factor_min, self.factor_max, self.factor_threshold = factor_min, factor_max, factor_threshold
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": pair(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "min_coeff": min_coeff,

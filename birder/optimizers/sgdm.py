@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 import torch
 
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import require, require_flag, require_number
+from birder.optimizers.checks import require_flag, require_fraction
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit, with_gradient
 
 
 def check_momentum(group: dict[str, Any]) -> None:
     """Raises ValueError for momentum or nesterov out of range."""
-    require_number("momentum", group["momentum"], "in [0, 1)")
-    require(group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
+    require_fraction("momentum", group["momentum"])
     require_flag("nesterov", group["nesterov"])
 
 

@@ -30,7 +30,7 @@ from birder.compress.masks import random_mask
 from birder.late import Late
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import require, require_whole
+from birder.optimizers.checks import pair, require_choice, require_flag, require_number, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.variants import Variants
@@ -90,15 +90,17 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
         bias_correction: bool = True,
         **options: Any,
     ) -> None:
-        require(0 <= beta3 <= 1, "beta3", beta3, "in [0, 1]")
-        require(SMALLEST <= fraction <= 1, "fraction", fraction, "in [2^-15, 1]")
+        require_number("beta3", beta3, "in [0, 1]", high=1.0)
+        require_number("fraction", fraction, "in [2^-15, 1]", SMALLEST, 1.0)
         require_whole("sync_every", sync_every)
-        whole = isinstance(sync_phase, int) and sync_phase >= 0
-        require(sync_phase is None or whole, "sync_phase", sync_phase, "a whole number >= 0, or None")
+        if sync_phase is not None:
+            require_whole("sync_phase", sync_phase, 0)
         require_whole("dense_below", dense_below, 0)
-        require(form in ("paper", "v1", "v2"), "form", repr(form), "paper, v1 or v2")
-        require(unseen in ("step", "hold"), "unseen", repr(unseen), "step or hold")
-        require(0 <= min_coeff <= max_coeff, "min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}")
+        require_choice("form", form, "paper", "v1", "v2")
+        require_choice("unseen", unseen, "step", "hold")
+        require_number("max_coeff", max_coeff)
+        require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
+        require_flag("bias_correction", bias_correction)
         self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
         self.form, self.unseen = form, unseen
         self.sync_every = sync_every
@@ -107,12 +109,12 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
         self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
         self._powers: dict[torch.device, Tensor] = {}
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         check_adam(group)
-        require(group["eps"] > 0, "eps", group["eps"], "above 0")
+        require_number("eps", group["eps"], "above 0", above=True)
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import is_number, require, require_number, require_whole
+from birder.optimizers.checks import pair, require, require_fraction, require_number, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import ALIGN, Unit, round_up
 
@@ -87,12 +87,12 @@ class SparseLoCo(BucketOptimizer):
         require(fits, "chunk", chunk, f"a multiple of {ALIGN} up to {LARGEST_CHUNK}")
         require_whole("top_k", top_k)
         require(top_k <= chunk, "top_k", top_k, f"at most chunk = {chunk}")
-        require(is_number(error_decay) and 0 <= error_decay <= 1, "error_decay", error_decay, "in [0, 1]")
+        require_number("error_decay", error_decay, "in [0, 1]", high=1.0)
         require_number("outer_lr", outer_lr)
-        require(is_number(outer_momentum) and 0 <= outer_momentum < 1, "outer_momentum", outer_momentum, "in [0, 1)")
+        require_fraction("outer_momentum", outer_momentum)
         self.sync_every, self.top_k, self.chunk = sync_every, top_k, chunk
         self.error_decay, self.outer_lr, self.outer_momentum = error_decay, outer_lr, outer_momentum
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

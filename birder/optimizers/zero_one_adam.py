@@ -29,7 +29,7 @@ from torch import Tensor
 
 from birder.optimizers import zero_one_schedule as schedule
 from birder.optimizers.adam import check_adam
-from birder.optimizers.checks import require, require_whole
+from birder.optimizers.checks import pair, require_choice, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.onebit import OneBitMethod
@@ -90,10 +90,10 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
         require_whole("kappa", kappa)
         require_whole("local_doubling", local_doubling)
         require_whole("local_limit", local_limit)
-        require(variant in ("paper", "deepspeed"), "variant", repr(variant), "paper or deepspeed")
+        require_choice("variant", variant, "paper", "deepspeed")
         self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, variant
         self.local_doubling, self.local_limit = local_doubling, local_limit
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
