@@ -106,7 +106,7 @@ def test_norms_of_uneven_and_empty_shards_are_those_of_whole_tensors() -> None:
 
 
 def counted(rank: int, world: int) -> dict[str, Any]:
-    mesh = make_mesh(2, 2)
+    mesh = make_mesh(world // 2, 2)
     out: dict[str, Any] = {}
     for name, (model, optimizer, attachment) in {
         "hsdp": hsdp("even", mesh, "Birder", {"lr": 0.01}),
@@ -120,11 +120,12 @@ def counted(rank: int, world: int) -> dict[str, Any]:
     return out
 
 
-def test_bytes_and_state_are_what_the_page_promises() -> None:
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_bytes_and_state_are_what_the_page_promises(replicas: int) -> None:
     d, s = sum(p.numel() for p in make_even().parameters()), 2
-    for result in run_ranks(counted, 4, ranks_per_node=2):
-        # Between 2 nodes: of d/s coordinates one bit to the server, of half of them, and one bit back.
-        assert result["hsdp"][1] == result["ddp"][1] == d // s // 8
+    for result in run_ranks(counted, s * replicas, ranks_per_node=s):
+        # Between n nodes: of d/s coordinates one bit to each server, of its share, and of the own share one bit back to each.
+        assert result["hsdp"][1] == result["ddp"][1] == 2 * (replicas - 1) * (d // s // replicas) // 8
         # Inside: two layers gathered for forward and again for backward, the gradient reduce-scattered.
         assert result["hsdp"][0] == 3 * (s - 1) * 4 * d // s
         assert result["hsdp"][2] == result["ddp"][2] == 8 * d // s

@@ -1,4 +1,5 @@
-"""torchrun --nnodes=1:2 on loopback: a node is lost, the other goes on alone from the last checkpoint. What is refused."""
+"""torchrun --nnodes=1:2 on loopback: a node is lost, the other goes on alone from the last checkpoint; a node comes, both go
+on. What is refused."""
 
 from __future__ import annotations
 
@@ -30,30 +31,37 @@ RENDEZVOUS = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5
 
 
 class Nodes:
-    """Two torchrun agents of one rank each; node 0 holds the rendezvous."""
+    """Torchrun agents of one rank each, at most two; node 0 holds the rendezvous."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str) -> None:
-        self.folder, port = folder, free_port()
+    def __init__(self, folder: Path, script: str, *arguments: str, begin_with: int = 2) -> None:
+        self.folder, self.port = folder, free_port()
+        self.script = [str(ROOT / script), *arguments]
+        self.agents: list[subprocess.Popen] = []
+        for _ in range(begin_with):
+            self.join()
+
+    def join(self) -> None:
+        """The next node comes."""
+        node = len(self.agents)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.agents = []
-        for node in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
-            command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=elastic", "--local-addr=127.0.0.1"]
-            command += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={int(node == 0)},{RENDEZVOUS}"]
-            command += [f"--log-dir={folder}/logs", str(ROOT / script), *arguments]
-            with open(folder / f"node{node}.txt", "w") as said:
-                self.agents.append(subprocess.Popen(command, env=env, cwd=folder, stdout=said, stderr=said))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
+        command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=elastic", "--local-addr=127.0.0.1"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf=is_host={int(node == 0)},{RENDEZVOUS}"]
+        command += [f"--log-dir={self.folder}/logs", *self.script]
+        with open(self.folder / f"node{node}.txt", "w") as said:
+            self.agents.append(subprocess.Popen(command, env=env, cwd=self.folder, stdout=said, stderr=said))
 
     def said(self, node: int) -> str:
         return (self.folder / f"node{node}.txt").read_text()
 
     def wait_for_checkpoint(self, root: Path) -> None:
-        """Of both: on a busy machine one node may have begun without the other."""
-        deadline = time.monotonic() + 120
-        while (last := checkpoint.latest(root)) is None or read_manifest(last[1]).world_size < 2:
-            assert time.monotonic() < deadline, self.said(0) + self.said(1)
-            assert [a.poll() for a in self.agents] == [None, None], self.said(0) + self.said(1)
+        """Of all that have come: on a busy machine one node may have begun without the other."""
+        deadline, nodes = time.monotonic() + 120, range(len(self.agents))
+        while (last := checkpoint.latest(root)) is None or read_manifest(last[1]).world_size < len(self.agents):
+            told = "".join(map(self.said, nodes))
+            assert time.monotonic() < deadline, told
+            assert all(a.poll() is None for a in self.agents), told
             time.sleep(0.02)
 
     def lose(self, node: int) -> None:
@@ -72,8 +80,8 @@ class Nodes:
 def nodes(tmp_path: Path) -> Iterator[Any]:
     started: list[Nodes] = []
 
-    def start(script: str, *arguments: str) -> Nodes:
-        started.append(Nodes(tmp_path, script, *arguments))
+    def start(script: str, *arguments: str, begin_with: int = 2) -> Nodes:
+        started.append(Nodes(tmp_path, script, *arguments, begin_with=begin_with))
         return started[-1]
 
     yield start
@@ -93,6 +101,20 @@ def test_the_example_goes_on_alone(nodes: Any, tmp_path: Path) -> None:
     last = checkpoint.latest(tmp_path / "kept")
     assert last is not None
     assert (last[0], read_manifest(last[1]).world_size) == (4000, 1)
+
+
+@pytest.mark.cluster
+def test_a_node_that_comes_is_given_the_state(nodes: Any, tmp_path: Path) -> None:
+    """torchrun ends the ranks that are there, and starts those of both nodes as a world of two."""
+    there = nodes("examples/elastic.py", str(tmp_path / "kept"), "1000000", begin_with=1)
+    there.wait_for_checkpoint(tmp_path / "kept")
+    there.join()
+    there.wait_for_checkpoint(tmp_path / "kept")
+    (went_on,) = re.findall(r"step (\d+) of 1 ranks, now 2", there.said(0))
+    last = checkpoint.latest(tmp_path / "kept")
+    assert last is not None
+    assert last[0] > int(went_on) > 0
+    assert [a.poll() for a in there.agents] == [None, None]
 
 
 @pytest.mark.cluster
