@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import attach
+from birder.fsdp import _check_parameters
 from tests import toy
 from tests.hsdp import hsdp, make_mesh, shard, train
 from tests.ranks import run_ranks
@@ -27,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def said(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (RuntimeError, TypeError, ValueError) as e:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as e:
         return str(e)
     return ""
 
@@ -47,7 +50,15 @@ def before_training(rank: int, world: int) -> dict[str, str]:
     shard(late, mesh)
     alone = birder.Birder(shard(toy.make(), mesh).parameters(), lr=0.01)
     odd = shard(toy.make(), mesh)
+    columns = fully_shard(toy.make(), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    mixed = toy.make()
+    fully_shard(mixed.first, mesh=mesh["replicate"])
+    fully_shard(mixed, mesh=mesh["shard"])
+    away = shard(toy.make(), mesh)
     return {
+        "columns": try_attach(columns, mesh=mesh),
+        "meshes": try_attach(mixed, mesh=mesh),
+        "offload": said(lambda: _check_parameters(away, birder.Birder(away.parameters()), OfAGpu(mesh))),  # type: ignore[arg-type]
         "2-D": try_attach(two, mesh=mesh),
         "part": try_attach(fully_shard_only(toy.make(), mesh), mesh=mesh),
         "other": try_attach(other, mesh=mesh),
@@ -63,12 +74,28 @@ def before_training(rank: int, world: int) -> dict[str, str]:
     }
 
 
+class OfAGpu:
+    """The mesh, as if its ranks had GPUs: parameters on the CPU are then those that CPUOffloadPolicy keeps there."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.device_type = mesh, "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mesh, name)
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        return self.mesh[name]
+
+
 def fully_shard_only(model: nn.Module, mesh: Any) -> nn.Module:
     """Sharded, but for one parameter that FSDP is told to ignore."""
     return fully_shard(model, mesh=mesh["shard"], ignored_params={model.scale})  # type: ignore[arg-type]
 
 
 WORDS = {
+    "columns": "leave out shard_placement_fn",
+    "meshes": 'is sharded over ranks [0, 1], mesh["shard"] has',
+    "offload": "is on cpu, the mesh on cuda: leave out CPUOffloadPolicy",
     "2-D": 'use fully_shard(module, mesh=mesh["shard"]), and give the 2-D mesh to attach alone',
     "part": "scale is not sharded",
     "other": 'is sharded over ranks [0, 1], mesh["shard"] has',
@@ -108,6 +135,7 @@ def while_training(rank: int, world: int) -> dict[str, str]:
     assert optimizer._step_supports_amp_scaling
     out["scaler"] = said(optimizer.step)
 
+    out["symmetric"] = said(model.set_symm_mem_for_comm)  # type: ignore[operator]
     model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         out["compiled autograd"] = said(toy.loss(model, rank, 1).backward)
@@ -126,6 +154,7 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert "set_requires_gradient_sync(False)" in result["twice"]
         assert "max_grad_norm" in result["clipped"]
         assert "MixedPrecisionPolicy" in result["scaler"]
+        assert "cannot call set_symm_mem()" in result["symmetric"]  # torch's own: the collectives are this project's
         assert "compile forward only" in result["compiled autograd"]
         assert "saved by rank" in result["state"]
 
