@@ -1,4 +1,7 @@
-"""torch.compile around a model of FSDP2, and around its blocks: equal to eager bit for bit. On 2 replicas of 2 shards."""
+"""torch.compile around a model of FSDP2 and around its blocks, activation checkpointing: equal to eager bit for bit.
+
+On 2 replicas of 2 shards.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import birder
 from birder import attach
@@ -16,7 +20,7 @@ from tests.ranks import run_ranks
 
 STEPS = 5
 METHODS: dict[str, dict[str, Any]] = {"Birder": {"lr": 0.01}, "OneBitAdam": {"lr": 0.01, "warmup_steps": 2}}
-WAYS = ("eager", "model", "blocks")
+WAYS = ("eager", "model", "blocks", "checkpointed")
 
 
 def train(rank: int, mesh: Any, name: str, way: str) -> np.ndarray:
@@ -25,6 +29,9 @@ def train(rank: int, mesh: Any, name: str, way: str) -> np.ndarray:
     if way == "blocks":
         for block in (model.first, model.second):
             block.compile(backend="aot_eager")
+    if way == "checkpointed":
+        for name_of in ("first", "second"):
+            setattr(model, name_of, checkpoint_wrapper(getattr(model, name_of)))
     hsdp.shard(model, mesh)
     optimizer = getattr(birder, name)(model.parameters(), **METHODS[name])
     outer: Any = torch.compile(model, backend="aot_eager") if way == "model" else model
@@ -47,7 +54,7 @@ def ends() -> list[dict[tuple[str, str], np.ndarray]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_compiled_sharded_model_equals_eager(ends: Any, method: str, way: str) -> None:
+def test_a_compiled_or_checkpointed_sharded_model_equals_eager(ends: Any, method: str, way: str) -> None:
     for mine in ends:
         assert np.array_equal(mine[method, way], ends[0][method, "eager"])
         assert not np.array_equal(mine[method, way], mine["start", ""])
