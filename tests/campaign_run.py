@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from launch import process
 from launch.emulated import launcher as emulated
-from tests.test_launch import descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES, STEPS, EVERY = 2, 120, 20
@@ -134,7 +133,7 @@ class Run:
         """A rank or an agent of this run, if there is one already."""
         word = b"worker.py" if fault.endswith("rank") else b"torch.distributed.run"
         found = []
-        for pid in descendants(self.launcher.pid):
+        for pid in process.descendants(self.launcher.pid):
             with contextlib.suppress(OSError):
                 if word in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and (
                     word == b"worker.py") != (b"torch.distributed.run" in line):  # fmt: skip

@@ -100,7 +100,7 @@ class Site:
         """Command lines of all processes that jobs have started here and that still run."""
         daemons = {"munged", "slurmctld", "slurmd", "slurmscriptd"}
         found = []
-        for pid in descendants(self.daemons.pid)[1:]:  # the first is the shell that has started the daemons
+        for pid in process.descendants(self.daemons.pid)[1:]:  # the first is the shell that has started the daemons
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError:
@@ -165,21 +165,12 @@ def wait_until_idle(made: Site, within_s: float = 90) -> None:
 
 def end(daemons: subprocess.Popen) -> None:
     """Ends the namespace and so every process in it; returns when they are gone."""
-    inside = descendants(daemons.pid)
+    inside = process.descendants(daemons.pid)
     daemons.kill()
     daemons.wait()
     deadline = time.monotonic() + 20
     while any(process.alive(p) for p in inside) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of all descendants of `pid`."""
-    try:
-        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return children + [d for c in children for d in descendants(c)]
 
 
 def free_ports(count: int) -> list[int]:

@@ -25,8 +25,9 @@ from torch import Tensor
 from birder import checkpoint
 from experiments.records import record
 from experiments.training import heartbeat
+from launch import process
 from launch.emulated import launcher as emulated
-from tests.test_launch import assert_all_gone, descendants
+from tests.test_launch import assert_all_gone
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES = 3
@@ -73,7 +74,7 @@ class Run:
                 out, err = self.launcher.communicate()
                 raise AssertionError(f"the run did not come so far:\n{out}\n{err}\n{self.logs()}")
             time.sleep(0.05)
-        self.all = descendants(self.launcher.pid)
+        self.all = process.descendants(self.launcher.pid)
         assert len(self.all) >= 2 * NODES  # agents and ranks
 
     def wait_until_training(self) -> None:
@@ -206,7 +207,9 @@ def test_rank_stopped_while_it_loads(start: Callable[..., Run]) -> None:
 
     def appeared() -> bool:
         found[:] = [
-            pid for pid in descendants(run.launcher.pid) if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in process.descendants(run.launcher.pid)
+            if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         return len(found) == 2 * NODES  # each agent names the program too
 

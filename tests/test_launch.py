@@ -48,12 +48,6 @@ def wait_for_ranks(folder: Path) -> dict[int, int]:
     raise AssertionError("the ranks did not start")
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids of all descendants of `pid`."""
-    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return children + [d for c in children for d in descendants(c)]
-
-
 def assert_all_gone(pids: list[int], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while any(process.alive(p) for p in pids) and time.monotonic() < deadline:
@@ -105,7 +99,7 @@ def test_bad_input_found_by_workers_is_one_line(tmp_path: Path) -> None:
 def test_killed_rank_ends_the_run(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     ranks = wait_for_ranks(tmp_path)
-    everything = descendants(launcher.pid)
+    everything = process.descendants(launcher.pid)
     assert set(ranks.values()) <= set(everything)
     os.kill(ranks[1], signal.SIGKILL)
     _, err = launcher.communicate(timeout=60)
@@ -117,7 +111,7 @@ def test_killed_rank_ends_the_run(tmp_path: Path) -> None:
 def test_ctrl_c(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     wait_for_ranks(tmp_path)
-    everything = descendants(launcher.pid)
+    everything = process.descendants(launcher.pid)
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=60)
     assert (launcher.returncode, err.count("\n")) == (130, 1)
@@ -129,7 +123,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     wait_for_ranks(tmp_path)
-    everything = descendants(launcher.pid)
+    everything = process.descendants(launcher.pid)
     assert len(everything) >= 4  # two agents, two ranks
     launcher.kill()
     assert_all_gone(everything, within_s=15)

@@ -21,9 +21,9 @@ from birder.checkpoint_files import read_manifest
 from experiments import run
 from experiments.config import compose
 from experiments.runs import start
+from launch import process
 from launch.errors import UserError
 from tests.ranks import free_port
-from tests.test_launch import descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 RENDEZVOUS = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
@@ -66,7 +66,7 @@ class Nodes:
 
     def lose(self, node: int) -> None:
         """The whole node at once: its agent and its ranks."""
-        for pid in (self.agents[node].pid, *descendants(self.agents[node].pid)):
+        for pid in (self.agents[node].pid, *process.descendants(self.agents[node].pid)):
             os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
