@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd
@@ -94,6 +95,13 @@ class AccuracyTable:
         mine = [c for c in self.cells if c.valid and c.valid[0].optimizer.lower() == name and _dense(c.valid[0])]
         chosen = sorted(mine, key=lambda c: c.valid[0].wire != "fp32")
         return self.best(chosen[0].label) if chosen else None
+
+    @cached_property
+    def strongest(self) -> Cell | None:
+        """Of the methods whose gradients are all-reduced in fp32 (`full_precision`) the one with the best mean metric."""
+        sign = 1 if self.metric.get("higher_is_better", True) else -1
+        dense = [c for c in self.chosen if c.valid and full_precision(c.valid[0])]
+        return max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
 
     def compared(self, cell: Cell) -> Difference | None:
         """The paired difference of a method's best learning rate to the baseline; None for all other rows."""
@@ -217,6 +225,12 @@ def _verdicts(table: AccuracyTable, parity: Parity) -> list[Column]:
 def _dense(r: ResultRecord) -> bool:
     """Whether a run sent gradients by plain all-reduce, not by one of PyTorch's hooks."""
     return (r.config.get("comm") or {}).get("hook") is None
+
+
+def full_precision(r: ResultRecord) -> bool:
+    """Whether gradients were all-reduced in fp32: by none of PyTorch's hooks, whose `wire` is never fp32, and not by Birder
+    without bits, which sends its update in fp32."""
+    return r.wire == "fp32" and class_name(r.config["optimizer"]) in DENSE
 
 
 def _value(table: AccuracyTable, cell: Cell) -> str:

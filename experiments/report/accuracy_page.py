@@ -83,17 +83,11 @@ def _cell(table: AccuracyTable, cell: Cell) -> str:
 
 def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
     """The difference to the best method in fp32, where that is not the baseline. No verdict: nothing was stated of it."""
-    sign = 1 if table.metric.get("higher_is_better", True) else -1
-    dense = [c for c in table.chosen if c.mean is not None and _full_precision(c.records[0])]
-    best = max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
-    if best is None or best is table.baseline or cell in dense or table.parity is None:
+    best = table.strongest
+    if best is None or best is table.baseline or accuracy.full_precision(cell.records[0]) or table.parity is None:
         return ""
     found = difference(cell.by_seed, best.by_seed, table.parity.relative)
     return "" if found is None else f"{found.text(table.parity.relative)} to {best.label}"
-
-
-def _full_precision(r: ResultRecord) -> bool:
-    return r.wire == "fp32" and labels.class_name(r.config["optimizer"]) in labels.DENSE
 
 
 def _words(table: AccuracyTable) -> str:
