@@ -10,15 +10,11 @@ table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad in
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
-
-    interrupt.ends_silently()
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
 from rich.console import Console
 

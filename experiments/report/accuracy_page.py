@@ -54,9 +54,7 @@ def _long(table: AccuracyTable) -> Table:
         Column("method", "left", value=lambda c: c.label),
         Column("lr", value=lambda c: _rate(table, c)),
         Column(name, value=lambda c: mean_sd(*c.summary(None))),
-        Column(
-            f"vs {table.baseline.label}" if table.baseline else "vs baseline", value=lambda c: _difference(table, c)
-        ),
+        Column(f"vs {table.baseline.label if table.baseline else 'baseline'}", value=table.difference_text),
         Column("verdict", "left", value=lambda c: _verdict(table, c)),
         Column("seeds", value=Cell.count),
     ]
@@ -75,8 +73,7 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
 
 
 def _cell(table: AccuracyTable, cell: Cell) -> str:
-    base = cell is table.baseline
-    shown = [mean_sd(*cell.summary(None)), "" if base else _difference(table, cell), _verdict(table, cell)]
+    shown = [mean_sd(*cell.summary(None)), table.difference_text(cell), _verdict(table, cell)]
     shown.append(_to_strongest(table, cell))
     return "<br>".join([s for s in shown if s] + [f"lr {_rate(table, cell)}, n = {cell.count()}"])
 
@@ -93,7 +90,7 @@ def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
 def _words(table: AccuracyTable) -> str:
     if table.parity is None or table.baseline is None:
         return "no margin was stated."
-    better = "higher" if table.metric.get("higher_is_better", True) else "lower"
+    better = "higher" if table.higher_is_better else "lower"
     return (
         f"{table.metric['name']}, {better} is better; differences and verdicts: to {table.baseline.label}, margin "
         f"{table.parity.text()}. "
@@ -108,16 +105,8 @@ def _rate(table: AccuracyTable, cell: Cell) -> str:
     return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
 
-def _difference(table: AccuracyTable, cell: Cell) -> str:
-    found = table.compared(cell)
-    return "" if found is None or table.parity is None else found.text(table.parity.relative)
-
-
 def _verdict(table: AccuracyTable, cell: Cell) -> str:
-    found = table.compared(cell)
-    if found is None or table.parity is None:
-        return "baseline" if cell is table.baseline else ""
-    return found.verdict(table.parity.margin, bool(table.metric.get("higher_is_better", True)))
+    return "baseline" if cell is table.baseline else table.verdict(cell)
 
 
 def _setting(table: AccuracyTable) -> str:

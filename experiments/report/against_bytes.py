@@ -91,9 +91,10 @@ def build(table: MethodsTable) -> Against | None:
     low, high = max(min(ends, default=0.0), -2 * limit), min(max(ends, default=0.0), 2 * limit)
     room = 0.08 * (high - low) or 1.0
     failures = tuple(said for line in table.lines for said in line.failures)
-    better = bool(table.scores.metric.get("higher_is_better", True))
     axis = (low - room, high + room)
-    return Against(table.scores.title, table.metric, better, base.label, tuple(kept), axis, failures)
+    return Against(
+        table.scores.title, table.metric, table.scores.higher_is_better, base.label, tuple(kept), axis, failures
+    )
 
 
 def _point(table: MethodsTable, line: Line, base: Line) -> Point:

@@ -127,7 +127,7 @@ def _task(found: Curves) -> dict[str, Any]:
         "title": table.title,
         "metric": metric_axis(name),
         "unit": " %" if found.relative else _unit(name),
-        "higher_is_better": bool(table.metric.get("higher_is_better", True)),
+        "higher_is_better": table.higher_is_better,
         "baseline": None if base is None else base.label,
         "methods": [_curve(found, c) for c in found.curves],
     }
@@ -138,7 +138,6 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
     base, parity = found.baseline, found.table.parity
     mean, sd = curve.cell.summary(None)
     apart = found.metric_difference(curve)
-    better = bool(found.table.metric.get("higher_is_better", True))
     return {
         "method": curve.label,
         "lr": curve.cell.lr,
@@ -154,7 +153,9 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
         "mean": mean,
         "sd": sd,
         "difference": _interval(apart, 100.0 if found.relative else 1.0),
-        "verdict": None if apart is None or parity is None else apart.verdict(parity.margin, better),
+        "verdict": None
+        if apart is None or parity is None
+        else apart.verdict(parity.margin, found.table.higher_is_better),
     }
 
 

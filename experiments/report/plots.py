@@ -144,7 +144,7 @@ def outcome(found: Curves) -> str:
     """What became of the best compressed method beside the baseline, in one sentence."""
     table, base = found.table, found.baseline
     name = str(table.metric["name"])
-    sign = 1 if table.metric.get("higher_is_better", True) else -1
+    sign = 1 if table.higher_is_better else -1
     best = max(
         [c for c in found.others if c.compressed] or found.curves, key=lambda c: sign * (c.cell.mean or float("-inf"))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,20 @@ from experiments.workloads.base import Workload
 from launch.errors import UserError
 
 
+@dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores model, optimizer, workload, loss scale and random states below `folder`."""
+    """Saves and restores model, optimizer, workload, loss scale and random states below `folder`.
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        ddp: Wrapped,
-        optimizer: BucketOptimizer,
-        workload: Workload,
-        scaler: torch.amp.GradScaler | None,
-        rule: str = "same",
-    ) -> None:
-        """rule: "mean" takes checkpoints of another number of ranks too (birder/elastic.py)."""
-        self.folder = folder
-        self.keep = keep
-        self.ddp = ddp
-        self.optimizer = optimizer
-        self.workload = workload
-        self.scaler = scaler
-        self.rule = rule
+    rule: "mean" takes checkpoints of another number of ranks too (birder/elastic.py).
+    """
+
+    folder: Path
+    keep: int
+    ddp: Wrapped
+    optimizer: BucketOptimizer
+    workload: Workload
+    scaler: torch.amp.GradScaler | None
+    rule: str = "same"
 
     def save(self, step: int) -> None:
         """Every rank calls it after step `step`. Raises UserError when the disk is full."""
