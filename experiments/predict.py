@@ -161,7 +161,9 @@ def evaluate(results: str) -> None:
     write_file(path, page.encode(), "the table of predictions")
     print(f"{path}: {len(outcomes)} cells")
     print(prediction_plots.draw_paper(Path(results) / "plots" / "predict_paper.png"))
-    print(crossover_plot.draw_crossover(Path(results) / "plots" / "predict_crossover.png"))
+    path = Path(results) / "plots" / "predict_crossover.png"
+    write_file(path, crossover_plot.picture(), "the plot")
+    print(path)
     for name in ("resnet50_b32_tf32", "bert_base_b12_tf32"):
         t = timelines.load(name)
         found = sweep(t, ask([]).cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))

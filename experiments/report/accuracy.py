@@ -17,6 +17,8 @@ from experiments.report.table import Column, Note, Table
 
 # Shown in columns or headings of their own.
 SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps")
+EDGE = "§"
+"""Marks a best learning rate that is the smallest or the largest one tried."""
 HELD_OUT = "held_out"
 """The metric's value on a part of the training set that was not trained on, where the workload kept one back."""
 
@@ -123,6 +125,13 @@ class AccuracyTable:
         """What `compared` decides; empty where it is None."""
         found = self.compared(cell)
         return "" if found is None or self.parity is None else found.verdict(self.parity.margin, self.higher_is_better)
+
+    def rate(self, cell: Cell) -> str:
+        """A method's learning rate, marked where nothing was tried beyond it."""
+        if cell.lr is None:
+            return DASH
+        tried = [c.lr for c in self.cells if c.label == cell.label and c.lr is not None]
+        return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
     @property
     def chosen(self) -> list[Cell]:

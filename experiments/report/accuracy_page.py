@@ -20,8 +20,6 @@ from experiments.report.table import Column, Note, Table
 
 PAGE = ROOT / "docs" / "accuracy.md"
 TABLES = "../results/published/tables"
-EDGE = "§"
-"""Marks a best learning rate beyond which nothing was tried."""
 
 
 def mark(exp: str, end: bool = False) -> str:
@@ -52,7 +50,7 @@ def _long(table: AccuracyTable) -> Table:
     name = table.metric["name"]
     columns = [
         Column("method", "left", value=lambda c: c.label),
-        Column("lr", value=lambda c: _rate(table, c)),
+        Column("lr", value=table.rate),
         Column(name, value=lambda c: mean_sd(*c.summary(None))),
         Column(f"vs {table.baseline.label if table.baseline else 'baseline'}", value=table.difference_text),
         Column("verdict", "left", value=lambda c: _verdict(table, c)),
@@ -75,7 +73,7 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
 def _cell(table: AccuracyTable, cell: Cell) -> str:
     shown = [mean_sd(*cell.summary(None)), table.difference_text(cell), _verdict(table, cell)]
     shown.append(_to_strongest(table, cell))
-    return "<br>".join([s for s in shown if s] + [f"lr {_rate(table, cell)}, n = {cell.count()}"])
+    return "<br>".join([s for s in shown if s] + [f"lr {table.rate(cell)}, n = {cell.count()}"])
 
 
 def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
@@ -96,13 +94,6 @@ def _words(table: AccuracyTable) -> str:
         f"{table.parity.text()}. "
         f"[All learning rates and records]({TABLES}/{table.cells[0].records[0].exp}.md)."
     )
-
-
-def _rate(table: AccuracyTable, cell: Cell) -> str:
-    if cell.lr is None:
-        return DASH
-    tried = [c.lr for c in table.cells if c.label == cell.label and c.lr is not None]
-    return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
 
 def _verdict(table: AccuracyTable, cell: Cell) -> str:

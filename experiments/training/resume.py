@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import nn
 
 from birder import Attachment, BucketOptimizer, checkpoint, elastic
@@ -93,7 +93,7 @@ class Checkpoints:
 
     def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
         """What this rank goes on with. Of another number of ranks: random states and text under way begin anew."""
-        world = torch.distributed.get_world_size()
+        world = dist.get_world_size()
         if found.world_size == world:
             return found.local
         if isinstance(self.ddp, ShardedModel):
@@ -134,8 +134,6 @@ def prime_buckets(ddp: Wrapped, attachment: Attachment | HookAttachment, workloa
 
 def broadcast_buffers(module: nn.Module) -> None:
     """Gives every rank rank 0's buffers (batch statistics), so that ranks evaluate the same model."""
-    import torch.distributed as dist
-
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
