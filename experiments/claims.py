@@ -7,15 +7,11 @@ Exit status: 0; 1 --check found a difference; 2 bad input.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
-
-    interrupt.ends_silently()
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
 from experiments.report import claims, claims_predicted, volume

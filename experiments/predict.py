@@ -25,16 +25,12 @@ Exit status: 0; 2 bad input; 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
-
-    interrupt.ends_silently()
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
 from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, crossover, predict, sweep
 from experiments.cells import timelines
@@ -90,7 +86,9 @@ def timeline_of(q: Question) -> Timeline:
     if not q.model:
         raise UserError("say timeline=NAME or model=NAME: " + ", ".join(timelines.names()))
     if ":" in q.model:
-        return _scaled(_recorded(q), q)
+        from experiments.cells import timeline_tools
+
+        return _scaled(timeline_tools.record_module(q.model, q.batch, q.steps), q)
     known = [timelines.load(name) for name in timelines.names()]
     fits = [
         t
@@ -114,13 +112,6 @@ def _scaled(t: Timeline, q: Question) -> Timeline:
     if q.gpu_rate == 1:
         return t
     return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=q.gpu)
-
-
-def _recorded(q: Question) -> Timeline:
-    from experiments.cells import timeline_tools
-
-    assert q.model is not None
-    return timeline_tools.record_module(q.model, q.batch, q.steps)
 
 
 def costs_of(t: Timeline) -> Costs:
@@ -170,7 +161,9 @@ def evaluate(results: str) -> None:
     write_file(path, page.encode(), "the table of predictions")
     print(f"{path}: {len(outcomes)} cells")
     print(prediction_plots.draw_paper(Path(results) / "plots" / "predict_paper.png"))
-    print(crossover_plot.draw_crossover(Path(results) / "plots" / "predict_crossover.png"))
+    path = Path(results) / "plots" / "predict_crossover.png"
+    write_file(path, crossover_plot.picture(), "the plot")
+    print(path)
     for name in ("resnet50_b32_tf32", "bert_base_b12_tf32"):
         t = timelines.load(name)
         found = sweep(t, ask([]).cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))

@@ -1,10 +1,7 @@
 """What a change of the number of workers costs: `python experiments/resize.py [--seeds 5] [--publish]`.
 
-scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to step CHANGE and then goes
-on three times, with the same batches in all: unchanged; on k workers with what birder/elastic.py makes of the old states
-(`mean`, what resume_rule=mean does); and on k workers that keep only what all old ones had in common and begin with zeros
-for the rest (`zeros`). What counts is the loss over all training images after each of the next steps, as a share of the
-unchanged run's.
+scikit-learn's digits on virtual workers, several methods; experiments/runs/resize.py says what is run. What counts is the
+loss over all training images after each of the steps that follow the change, as a share of the unchanged run's.
 
 Prints a table and writes the losses to results/local/resize.jsonl; --publish writes them to results/published, and the
 table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad input; 130 Ctrl-C.
@@ -13,216 +10,19 @@ table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad in
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import math
-import os
-import re
-import statistics
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
-    interrupt.ends_silently()
-
-import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import BucketOptimizer, Topology, VirtualRanks, elastic
-from experiments.config import compose
-from experiments.records.record import LOCAL, PUBLISHED, ROOT, write_file
-from experiments.report import paired
-from experiments.report.table import WIDTH, Table
-from experiments.runs import command
-from experiments.training.method import make_optimizer
-from experiments.workloads.base import Shard
-from experiments.workloads.digits import Digits
+from experiments.records.record import LOCAL, PUBLISHED
+from experiments.report import resize as report
+from experiments.report.table import WIDTH
+from experiments.runs import command, resize
 from launch.errors import UserError
-
-METHODS = {"birder": "Birder", "onebit_adam": "1-bit Adam"}
-"""Variants of conf/exp/methods_digits.yaml, with its learning rates, constant here. 0/1 Adam is none of them: it diverges
-at a constant rate, unchanged too."""
-CHANGES = {4: (2, 3), 2: (8,)}
-"""Workers before: after."""
-RULES = ("unchanged", "mean", "zeros")
-CHANGE, STEPS = 100, 160
-"""After which step the number changes, and after which the run ends."""
-SOON, LATER = slice(0, 20), slice(-20, None)
-"""Of the steps after the change."""
-BATCH = 48
-"""Of all workers together."""
-FILE, PAGE = "resize.jsonl", ROOT / "docs/elastic.md"
-BEGIN, END = "<!-- resize: written by experiments/resize.py --publish -->", "<!-- end of resize -->"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Steps until the change, and in all."""
-
-    change: int = CHANGE
-    steps: int = STEPS
-
-
-class World:
-    """A method on virtual workers. start: parameters to begin with, instead of those of the seed."""
-
-    def __init__(
-        self, config: dict[str, Any], workload: Digits, workers: int, steps: int, start: dict[str, Tensor] | None = None
-    ) -> None:
-        self.workload, self.seed = workload, int(config["seed"])
-        torch.manual_seed(self.seed)
-        net = workload.build_model()
-        if start is not None:
-            net.load_state_dict(start)
-        ddp = DistributedDataParallel(net)
-        groups = [
-            workload.param_groups(net, float(config["optimizer"].get("weight_decay", 0.0))) for _ in range(workers)
-        ]
-        optimizers = [make_optimizer(config, group, self.seed, steps) for group in groups]
-        self.ranks = VirtualRanks(ddp, optimizers, topology=Topology(workers, 1))
-        everything = workload.steps_per_epoch(1, 1)
-        self._all = next(workload.train_batches(Shard(), everything, seed=0, epoch=0))
-
-    def train(self, steps: range, look: bool = False) -> list[float]:
-        """The loss over all training images after each step, where one looks."""
-        ranks, losses = self.ranks, []
-        each = BATCH // ranks.size
-        epoch_steps = self.workload.steps_per_epoch(ranks.size, each)
-        for step in steps:
-            epoch, number = divmod(step - 1, epoch_steps)
-            for rank in range(ranks.size):
-                shard = Shard(rank, ranks.size)
-                batch = next(self.workload.train_batches(shard, each, seed=self.seed, epoch=epoch, start=number))
-                with ranks.turn(rank):
-                    self.workload.loss(ranks.model, batch).backward()
-            ranks.step()
-            if look:
-                with ranks.averaged(), torch.no_grad():
-                    losses.append(float(self.workload.loss(ranks.model.module, self._all)))
-        return losses
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Where workers' models differ, their mean."""
-        with self.ranks.averaged():
-            return {name: p.detach().clone() for name, p in self.ranks.model.module.state_dict().items()}
-
-    def states(self) -> list[dict[str, Any]]:
-        return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.ranks.optimizers]
-
-    def take(self, states: list[dict[str, Any]], rule: str) -> None:
-        """Goes on from the states of another number of workers."""
-        for optimizer in self.ranks.optimizers:
-            state = elastic.resize(optimizer, states)
-            optimizer.load_state_dict(forgotten(optimizer, state) if rule == "zeros" else state)
-
-
-def forgotten(optimizer: BucketOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with zeros for what was every worker's or every server's own."""
-    for unit in state["units"]:
-        for name, tensor in unit.items():
-            if optimizer.carried[name] != "copy":
-                tensor.zero_()
-    return state
-
-
-def measure(method: str, seed: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
-    """One line for each change and rule: {method, before, after, rule, seed, losses}."""
-    lengths = lengths or Lengths()
-    config = settings(method, seed)
-    workload = Digits()
-    workload.prepare(Shard())
-    lines = []
-    for before, afters in CHANGES.items():
-        world = World(config, workload, before, lengths.steps)
-        world.train(range(1, lengths.change + 1))
-        start, states = world.parameters(), world.states()
-        remaining = range(lengths.change + 1, lengths.steps + 1)
-        unchanged = world.train(remaining, look=True)
-        for after in afters:
-            for rule in RULES:
-                if rule == "unchanged":
-                    losses = unchanged
-                else:
-                    new = World(config, workload, after, lengths.steps, start)
-                    new.take(states, rule)
-                    losses = new.train(remaining, look=True)
-                told = {"method": method, "before": before, "after": after, "rule": rule, "seed": seed}
-                lines.append({**told, "losses": [round(loss, 6) for loss in losses]})
-    return lines
-
-
-def settings(method: str, seed: int) -> dict[str, Any]:
-    """The resolved configuration of a variant of methods_digits."""
-    exp = ["+exp=methods_digits", "scale=quick"]
-    variants = [list(v) for v in compose.compose(exp).config.compare]
-    chosen = next(v for v in variants if v[0] == f"optimizer={method}")
-    return compose.resolve(compose.compose([*exp, *chosen, f"seed={seed}"]))
-
-
-def table(lines: Iterable[dict[str, Any]]) -> Table:
-    """A row for each method and change."""
-    means: dict[tuple[Any, ...], dict[int, float]] = {}
-    for line in lines:
-        for name, part in (("soon", SOON), ("later", LATER)):
-            key = (line["method"], line["before"], line["after"], line["rule"], name)
-            means.setdefault(key, {})[line["seed"]] = statistics.fmean(line["losses"][part])
-    rows = []
-    for method, before, after in dict.fromkeys(key[:3] for key in means):
-        of = {key[3:]: value for key, value in means.items() if key[:3] == (method, before, after)}
-        base = {when: of["unchanged", when] for when in ("soon", "later")}
-        cells = [f"{statistics.fmean(base['soon'].values()):.3f}"]
-        for rule, when in (("mean", "soon"), ("zeros", "soon"), ("mean", "later"), ("zeros", "later")):
-            cells.append(share(of[rule, when], base[when]))
-        rows.append([f"{METHODS[method]}, {before} → {after}", *cells])
-    soon, later = f"steps 1 to {SOON.stop}", f"the last {-LATER.start} of {STEPS - CHANGE} steps"
-    names = ["method, workers", f"loss unchanged, {soon}", f"`mean`, {soon}", f"`zeros`, {soon}"]
-    return Table.text([*names, f"`mean`, {later}", f"`zeros`, {later}"], rows)
-
-
-def share(values: dict[int, float], base: dict[int, float]) -> str:
-    """By how much the losses differ from the unchanged runs', by seed; or how many are no numbers."""
-    lost = sum(not (math.isfinite(value) and math.isfinite(base[seed])) for seed, value in values.items())
-    if lost:
-        return f"no number in {lost} of {len(values)}"
-    found = paired.difference(values, base, relative=True)
-    return found.text(relative=True) if found else "—"
-
-
-def page(old: str, lines: Sequence[dict[str, Any]]) -> str:
-    """The page with the table of `lines` in place of the one it has."""
-    pattern = re.escape(BEGIN) + ".*" + re.escape(END)
-    new = table(lines).grid() if lines else "Not measured yet.\n"
-    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{new}\n{END}", old, flags=re.DOTALL)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that `study` wrote; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def study(seeds: int, publish: bool) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    lines: list[dict[str, Any]] = []
-    for method in METHODS:
-        for seed in range(seeds):
-            lines += measure(method, seed)
-            print(f"{METHODS[method]}, seed {seed}", flush=True)
-    dist.destroy_process_group()
-    target = (PUBLISHED if publish else Path(LOCAL)) / FILE
-    write_file(target, "".join(json.dumps(line) + "\n" for line in lines).encode(), "losses")
-    table(lines).show(Console(width=WIDTH))
-    if publish:
-        write_file(PAGE, page(PAGE.read_text(), lines).encode(), "page")
 
 
 @command.told
@@ -234,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         raise UserError("--seeds is a number of 1 or more")
-    study(options.seeds, options.publish)
+    lines = resize.study(options.seeds)
+    report.write(lines, PUBLISHED if options.publish else Path(LOCAL), publish=options.publish)
+    report.table(lines).show(Console(width=WIDTH))
     return 0
 
 

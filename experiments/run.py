@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
-
-    interrupt.ends_silently()
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

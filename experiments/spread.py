@@ -14,11 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
-
-    interrupt.ends_silently()
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
 from experiments import compare
 from experiments.config import compose

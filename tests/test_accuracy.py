@@ -141,6 +141,23 @@ def test_the_best_method_in_fp32_is_shown_beside_the_baseline() -> None:
     assert "| AdamW fp32 | 98.50 ± 1.00<br>+7.50 [7.50, 7.50]<br>better<br>lr 0.1, n = 3 | — |" in shown
 
 
+def test_only_a_plain_all_reduce_in_fp32_counts_as_full_precision() -> None:
+    made = [on_virtual_workers(8, "SGDM fp32", 90.0 + s, s, 0.1) for s in range(3)]
+    others = (("PowerSGD rank 4", "lowrank", "birder.SGDM"), ("Birder without bits", "fp32", "birder.Birder"))
+    for place, (method, wire, target) in enumerate(others):
+        made += [
+            dataclasses.replace(
+                r, method=method, wire=wire, optimizer=target, id=f"{place}-{r.seed}",
+                config={**r.config, "optimizer": {"_target_": target, "lr": 0.1}},
+            )
+            for r in (on_virtual_workers(8, "SGDM fp32", 99.0 + s, s, 0.1) for s in range(3))
+        ]  # fmt: skip
+    (table,) = accuracy.build(made)
+    assert [c.label for c in table.chosen] == ["Birder without bits", "SGDM fp32", "PowerSGD rank 4"]
+    assert table.strongest is not None
+    assert table.strongest.label == "SGDM fp32"
+
+
 def test_only_what_stands_between_the_marks_is_made() -> None:
     (one,) = accuracy_page.studies([on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1)])["digits"]
     begin, end = accuracy_page.mark("digits"), accuracy_page.mark("digits", end=True)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from experiments import resize
+from experiments import resize as entry
 from experiments.records.record import PUBLISHED
+from experiments.report import resize as report
+from experiments.runs import resize
 from experiments.workloads.base import Shard
 from experiments.workloads.digits import Digits
 from tests.ranks import run_ranks
@@ -50,7 +52,7 @@ def test_losses_of_every_change_and_rule() -> None:
 
 
 def line(rule: str, seed: int, loss: float) -> dict[str, Any]:
-    count = resize.STEPS - resize.CHANGE
+    count = report.STEPS - report.CHANGE
     told = {"method": "birder", "before": 4, "after": 2, "rule": rule, "seed": seed}
     return {**told, "losses": [loss] * (count // 2) + [loss / 2] * (count - count // 2)}
 
@@ -58,21 +60,21 @@ def line(rule: str, seed: int, loss: float) -> dict[str, Any]:
 def test_the_table_shows_shares_of_the_unchanged_runs_loss() -> None:
     lines = [line("unchanged", s, 1.0) for s in (0, 1)]
     lines += [line("mean", s, 1.0 + 0.01 * s) for s in (0, 1)] + [line("zeros", s, 1.1) for s in (0, 1)]
-    (row,) = resize.table(lines).rows
+    (row,) = report.table(lines).rows
     # Student's t with one degree of freedom: 12.706 times the standard error, 0.5 %.
     assert row == ("Birder, 4 → 2", "1.000", *["+0.50 [-5.85, 6.85] %", "+10.00 [10.00, 10.00] %"] * 2)
 
 
 def test_the_page_holds_the_table_of_the_published_losses() -> None:
-    lines = resize.read(PUBLISHED / resize.FILE)
-    assert {len(item["losses"]) for item in lines} <= {resize.STEPS - resize.CHANGE}
-    shown = resize.PAGE.read_text()
-    assert resize.BEGIN in shown
-    assert resize.page(shown, lines) == shown
+    lines = report.read(PUBLISHED / report.FILE)
+    assert {len(item["losses"]) for item in lines} <= {report.STEPS - report.CHANGE}
+    shown = report.PAGE.read_text()
+    assert report.BEGIN in shown
+    assert report.page(shown, lines) == shown
 
 
 def test_a_bad_number_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resize.main(["--seeds", "0"]) == 2
+    assert entry.main(["--seeds", "0"]) == 2
     assert capsys.readouterr().err == "error: --seeds is a number of 1 or more\n"
     assert list(tmp_path.iterdir()) == []

@@ -48,7 +48,7 @@ def _residuals(pairs: Sequence[Pair], machine: Machine) -> list[float]:
     errors: list[float] = []
     for of, record in pairs:
         step, split = predicted.step(of, machine), record.timing["split"]
-        errors.append(predicted.log_error(step.ms, record.timing["median_ms"]))
+        errors.append(math.log(step.ms / record.timing["median_ms"]))
         for own, key in ((step.update_ms, "update_ms"), (step.encode_ms, "encode_ms")):
             if split.get(key):  # 0.0: not there, or not recorded
                 errors.append(PARTS * SCALE / 0.04 * math.log((own + 0.5) / (split[key] + 0.5)))

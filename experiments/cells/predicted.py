@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -233,8 +232,3 @@ def names(link: str) -> tuple[str, ...]:
 def start(link: str, kernels: Mapping[str, float]) -> Machine:
     """Where a fit begins."""
     return Machine(link, {**COMMON, **START[link]}, kernels)
-
-
-def log_error(predicted_ms: float, measured_ms: float) -> float:
-    """log of predicted over measured."""
-    return math.log(predicted_ms / measured_ms)

@@ -12,8 +12,7 @@ from launch.spec import RunSpec
 CHANGED = "resume_changed"
 """Key of a resolved configuration, and so of its record: [[key, then, now], ...], what a resumed run was changed in."""
 
-# What changes no parameter at any step. Everything else does, or may.
-FREE: tuple[str, ...] = (
+BOOKKEEPING = (
     "run_name",
     "output_dir",
     "results_dir",
@@ -25,10 +24,14 @@ FREE: tuple[str, ...] = (
     "checkpoint",
     "hydra",
     "compare",
-)
-FREE += (
-    "tune",
     "method",
+)
+"""Keys that say how a run is kept and told of, not what is run."""
+
+# What changes no parameter at any step. Everything else does, or may.
+FREE = (
+    *BOOKKEEPING,
+    "tune",
     "scale",
     "scales",
     "timeline",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd
@@ -16,6 +17,8 @@ from experiments.report.table import Column, Note, Table
 
 # Shown in columns or headings of their own.
 SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps")
+EDGE = "§"
+"""Marks a best learning rate that is the smallest or the largest one tried."""
 HELD_OUT = "held_out"
 """The metric's value on a part of the training set that was not trained on, where the workload kept one back."""
 
@@ -75,6 +78,10 @@ class AccuracyTable:
         return max(runs, key=lambda r: (r.time, r.id)).metric
 
     @property
+    def higher_is_better(self) -> bool:
+        return bool(self.metric.get("higher_is_better", True))
+
+    @property
     def tuned(self) -> bool:
         """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
         return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
@@ -95,12 +102,36 @@ class AccuracyTable:
         chosen = sorted(mine, key=lambda c: c.valid[0].wire != "fp32")
         return self.best(chosen[0].label) if chosen else None
 
+    @cached_property
+    def strongest(self) -> Cell | None:
+        """Of the methods whose gradients are all-reduced in fp32 (`full_precision`) the one with the best mean metric."""
+        sign = 1 if self.higher_is_better else -1
+        dense = [c for c in self.chosen if c.valid and full_precision(c.valid[0])]
+        return max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
+
     def compared(self, cell: Cell) -> Difference | None:
         """The paired difference of a method's best learning rate to the baseline; None for all other rows."""
         base = self.baseline
         if self.parity is None or base is None or base is cell or self.best(cell.label) is not cell:
             return None
         return difference(cell.by_seed, base.by_seed, self.parity.relative)
+
+    def difference_text(self, cell: Cell) -> str:
+        """`compared` as text; empty where it is None."""
+        found = self.compared(cell)
+        return "" if found is None or self.parity is None else found.text(self.parity.relative)
+
+    def verdict(self, cell: Cell) -> str:
+        """What `compared` decides; empty where it is None."""
+        found = self.compared(cell)
+        return "" if found is None or self.parity is None else found.verdict(self.parity.margin, self.higher_is_better)
+
+    def rate(self, cell: Cell) -> str:
+        """A method's learning rate, marked where nothing was tried beyond it."""
+        if cell.lr is None:
+            return DASH
+        tried = [c.lr for c in self.cells if c.label == cell.label and c.lr is not None]
+        return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
     @property
     def chosen(self) -> list[Cell]:
@@ -114,7 +145,7 @@ class AccuracyTable:
         With a held-out part it is the one whose run with the method's first seed is best there. It stays the choice
         whatever became of its other seeds.
         """
-        sign = 1 if self.metric.get("higher_is_better", True) else -1
+        sign = 1 if self.higher_is_better else -1
         mine = [c for c in self.cells if c.label == label]
         if self.tuned:
             first = min((r.seed for c in mine for r in c.records), default=0)
@@ -163,7 +194,7 @@ def columns(table: AccuracyTable) -> list[Column]:
         Column("lr", value=lambda cell: DASH if cell.lr is None else f"{cell.lr:g}"),
         Column(name, value=lambda cell: _value(table, cell)),
         *map(_other, others),
-        *(_verdicts(table, table.parity) if table.baseline is not None and table.parity is not None else []),
+        *(_verdicts(table, table.baseline) if table.baseline is not None else []),
         Column("n", value=Cell.count),
         Column("target", value=lambda _: DASH if target is None else f"{target:g}"),
         Column("best lr", value=lambda cell: "best" if table.best(cell.label) is cell else ""),
@@ -173,7 +204,7 @@ def columns(table: AccuracyTable) -> list[Column]:
 
 def as_table(table: AccuracyTable) -> Table:
     """The table, and above it how it is to be read."""
-    better = "higher" if table.metric.get("higher_is_better", True) else "lower"
+    better = "higher" if table.higher_is_better else "lower"
     kept = "images" if table.metric["name"] == "top1" else "data"
     chosen = f"{HELD_OUT} of its first seed, on {kept} held out of training" if table.tuned else "this same metric"
     notes = (
@@ -199,24 +230,20 @@ def _other(name: str) -> Column:
     return Column(name, value=lambda cell: mean_sd(*cell.summary(name)))
 
 
-def _verdicts(table: AccuracyTable, parity: Parity) -> list[Column]:
-    better = bool(table.metric.get("higher_is_better", True))
-
-    def shown(cell: Cell) -> str:
-        found = table.compared(cell)
-        return "" if found is None else found.text(parity.relative)
-
-    def verdict(cell: Cell) -> str:
-        found = table.compared(cell)
-        return "" if found is None else found.verdict(parity.margin, better)
-
-    assert table.baseline is not None
-    return [Column(f"vs {table.baseline.label}", value=shown), Column("verdict", "left", value=verdict)]
+def _verdicts(table: AccuracyTable, base: Cell) -> list[Column]:
+    against = Column(f"vs {base.label}", value=table.difference_text)
+    return [against, Column("verdict", "left", value=table.verdict)]
 
 
 def _dense(r: ResultRecord) -> bool:
     """Whether a run sent gradients by plain all-reduce, not by one of PyTorch's hooks."""
     return (r.config.get("comm") or {}).get("hook") is None
+
+
+def full_precision(r: ResultRecord) -> bool:
+    """Whether gradients were all-reduced in fp32: by none of PyTorch's hooks, whose `wire` is never fp32, and not by Birder
+    without bits, which sends its update in fp32."""
+    return r.wire == "fp32" and class_name(r.config["optimizer"]) in DENSE
 
 
 def _value(table: AccuracyTable, cell: Cell) -> str:

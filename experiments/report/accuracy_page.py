@@ -20,8 +20,6 @@ from experiments.report.table import Column, Note, Table
 
 PAGE = ROOT / "docs" / "accuracy.md"
 TABLES = "../results/published/tables"
-EDGE = "§"
-"""Marks a best learning rate beyond which nothing was tried."""
 
 
 def mark(exp: str, end: bool = False) -> str:
@@ -52,11 +50,9 @@ def _long(table: AccuracyTable) -> Table:
     name = table.metric["name"]
     columns = [
         Column("method", "left", value=lambda c: c.label),
-        Column("lr", value=lambda c: _rate(table, c)),
+        Column("lr", value=table.rate),
         Column(name, value=lambda c: mean_sd(*c.summary(None))),
-        Column(
-            f"vs {table.baseline.label}" if table.baseline else "vs baseline", value=lambda c: _difference(table, c)
-        ),
+        Column(f"vs {table.baseline.label if table.baseline else 'baseline'}", value=table.difference_text),
         Column("verdict", "left", value=lambda c: _verdict(table, c)),
         Column("seeds", value=Cell.count),
     ]
@@ -75,31 +71,24 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
 
 
 def _cell(table: AccuracyTable, cell: Cell) -> str:
-    base = cell is table.baseline
-    shown = [mean_sd(*cell.summary(None)), "" if base else _difference(table, cell), _verdict(table, cell)]
+    shown = [mean_sd(*cell.summary(None)), table.difference_text(cell), _verdict(table, cell)]
     shown.append(_to_strongest(table, cell))
-    return "<br>".join([s for s in shown if s] + [f"lr {_rate(table, cell)}, n = {cell.count()}"])
+    return "<br>".join([s for s in shown if s] + [f"lr {table.rate(cell)}, n = {cell.count()}"])
 
 
 def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
     """The difference to the best method in fp32, where that is not the baseline. No verdict: nothing was stated of it."""
-    sign = 1 if table.metric.get("higher_is_better", True) else -1
-    dense = [c for c in table.chosen if c.mean is not None and _full_precision(c.records[0])]
-    best = max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
-    if best is None or best is table.baseline or cell in dense or table.parity is None:
+    best = table.strongest
+    if best is None or best is table.baseline or accuracy.full_precision(cell.records[0]) or table.parity is None:
         return ""
     found = difference(cell.by_seed, best.by_seed, table.parity.relative)
     return "" if found is None else f"{found.text(table.parity.relative)} to {best.label}"
 
 
-def _full_precision(r: ResultRecord) -> bool:
-    return r.wire == "fp32" and labels.class_name(r.config["optimizer"]) in labels.DENSE
-
-
 def _words(table: AccuracyTable) -> str:
     if table.parity is None or table.baseline is None:
         return "no margin was stated."
-    better = "higher" if table.metric.get("higher_is_better", True) else "lower"
+    better = "higher" if table.higher_is_better else "lower"
     return (
         f"{table.metric['name']}, {better} is better; differences and verdicts: to {table.baseline.label}, margin "
         f"{table.parity.text()}. "
@@ -107,23 +96,8 @@ def _words(table: AccuracyTable) -> str:
     )
 
 
-def _rate(table: AccuracyTable, cell: Cell) -> str:
-    if cell.lr is None:
-        return DASH
-    tried = [c.lr for c in table.cells if c.label == cell.label and c.lr is not None]
-    return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
-
-
-def _difference(table: AccuracyTable, cell: Cell) -> str:
-    found = table.compared(cell)
-    return "" if found is None or table.parity is None else found.text(table.parity.relative)
-
-
 def _verdict(table: AccuracyTable, cell: Cell) -> str:
-    found = table.compared(cell)
-    if found is None or table.parity is None:
-        return "baseline" if cell is table.baseline else ""
-    return found.verdict(table.parity.margin, bool(table.metric.get("higher_is_better", True)))
+    return "baseline" if cell is table.baseline else table.verdict(cell)
 
 
 def _setting(table: AccuracyTable) -> str:

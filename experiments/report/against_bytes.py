@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 
-from experiments.report.curves import BASELINES
+from experiments.report.curves import baseline
 from experiments.report.formats import fraction, metric_gap
-from experiments.report.methods_table import EXP, Line, MethodsTable
+from experiments.report.methods_table import Line, MethodsTable
 from experiments.report.paired import difference
 
 FAR = 10.0
@@ -78,11 +78,10 @@ class Against:
 def build(table: MethodsTable) -> Against | None:
     """None for a table in which nothing has ended well."""
     scored = [line for line in table.lines if line.record is not None and line.best is not None]
-    dense = [line for line in scored if line.record is not None and line.record.wire == "fp32"]
-    named = [line for line in scored if line.label == BASELINES[EXP]]
-    base = next(iter(named or dense or scored), None)
-    if base is None:
+    if not scored:
         return None
+    held_against = baseline(table.scores)
+    base = next((line for line in scored if line.best is held_against), scored[0])
     found = [_point(table, line, base) for line in table.lines if line.tried]
     found.sort(key=lambda p: (-p.payload, p.label))
     apart = [abs(p.difference) for p in found if p.difference and p.label != base.label]
@@ -92,9 +91,10 @@ def build(table: MethodsTable) -> Against | None:
     low, high = max(min(ends, default=0.0), -2 * limit), min(max(ends, default=0.0), 2 * limit)
     room = 0.08 * (high - low) or 1.0
     failures = tuple(said for line in table.lines for said in line.failures)
-    better = bool(table.scores.metric.get("higher_is_better", True))
     axis = (low - room, high + room)
-    return Against(table.scores.title, table.metric, better, base.label, tuple(kept), axis, failures)
+    return Against(
+        table.scores.title, table.metric, table.scores.higher_is_better, base.label, tuple(kept), axis, failures
+    )
 
 
 def _point(table: MethodsTable, line: Line, base: Line) -> Point:

@@ -116,7 +116,7 @@ def score(records: Sequence[ResultRecord], exp: str, method: str, words: str = "
         mine = [c for c in table.chosen if c.label == method or c.label.startswith(method + " (")]
         found = [c for c in mine if c.mean is not None]
         if words in table.title and found:
-            higher = bool(table.metric.get("higher_is_better", True))
+            higher = table.higher_is_better
             best = max(found, key=lambda c: (c.mean or 0.0) * (1 if higher else -1))
             mean, sd = best.summary(None)
             return Score(method, mean or 0.0, sd, len(best.valid), higher)

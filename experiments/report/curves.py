@@ -101,14 +101,10 @@ class Curves:
 
 
 def baseline(table: AccuracyTable) -> Cell | None:
-    """What others are held against: `parity` of the runs, else `BASELINES`, else the fp32 all-reduce with the best metric."""
-    if table.baseline is not None:
-        return table.baseline
-    exp = table.cells[0].records[0].exp
-    dense = [c for c in table.chosen if c.valid and c.valid[0].wire == "fp32"]
-    sign = 1 if table.metric.get("higher_is_better", True) else -1
-    named = [c for c in dense if c.label == BASELINES.get(exp)]
-    return next(iter(named or sorted(dense, key=lambda c: -sign * (c.mean or 0.0))), None)
+    """What others are held against: `parity` of the runs, else `BASELINES`, else the strongest fp32 all-reduce."""
+    name = BASELINES.get(table.cells[0].records[0].exp)
+    named = [c for c in table.chosen if c.valid and c.label == name]
+    return table.baseline or next(iter(named), table.strongest)
 
 
 def read(table: AccuracyTable, results_dir: Path) -> Curves:

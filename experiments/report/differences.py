@@ -6,27 +6,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.config.same_run import CHANGED, flatten
+from experiments.config.same_run import BOOKKEEPING, flatten
 from experiments.records.record import ResultRecord
 
 # Bookkeeping, and what tables show in columns or titles of their own.
 NOT_A_VARIANT = (
-    *(
-        "seed",
-        "run_name",
-        "output_dir",
-        "results_dir",
-        "resume",
-        "resume_with",
-        "resume_rule",
-        "wandb",
-        "checkpoint",
-        "compare",
-        "hydra",
-        "method",
-    ),
-    CHANGED,
-    *("exp", "scale", "scales", "cluster", "data", "workload.data_path", "turns", "parity"),
+    *BOOKKEEPING,
+    *("seed", "exp", "scale", "scales", "cluster", "data", "workload.data_path", "turns", "parity"),
 )
 
 

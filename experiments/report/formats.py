@@ -73,8 +73,13 @@ def metric_axis(name: str) -> str:
     return METRICS.get(name, (name, ""))[0]
 
 
+def metric_unit(name: str) -> str:
+    """What stands behind a difference in a metric."""
+    return METRICS.get(name, ("", ""))[1]
+
+
 def metric_gap(name: str, value: float | None, relative: bool = False) -> str:
     """A difference in the metric in the field's terms: +0.31 points, -12.5 %."""
     if value is None or not math.isfinite(value):
         return DASH
-    return f"{100 * value:+.1f} %" if relative else f"{value:+.2f}{METRICS.get(name, ('', ''))[1]}"
+    return f"{100 * value:+.1f} %" if relative else f"{value:+.2f}{metric_unit(name)}"

@@ -22,7 +22,6 @@ from launch.errors import UserError
 EXP = "methods"
 # In which the runs of one method differ among each other.
 OF_A_RUN = ("optimizer.lr", "train.epochs", "train.max_steps", "train.eval_every", "train.timing_warmup", "evaluate")
-EDGE = " §"
 INTRO = """\
 Every method is tuned from the same small budget, three or four learning rates (`tried`), one run each with the first seed.
 The rate is chosen by {chosen}; what is shown is the {metric} on the test set with that rate, mean ± sample standard
@@ -53,11 +52,6 @@ class Line:
     @property
     def first_seed(self) -> int:
         return min(r.seed for cell in self.tried for r in cell.records)
-
-    @property
-    def at_edge(self) -> bool:
-        rates = [c.lr for c in self.tried if c.lr is not None]
-        return self.best is not None and len(rates) > 1 and self.best.lr in (min(rates), max(rates))
 
     @property
     def failures(self) -> list[str]:
@@ -141,7 +135,7 @@ def columns(table: MethodsTable) -> list[Column]:
         Column(table.metric, value=_score),
         _trained("n", lambda line: line.best.count()),
         _trained(accuracy.HELD_OUT, lambda line: mean_sd(line.best.held_out(line.first_seed), None), terminal=False),
-        _trained("lr", _rate),
+        _trained("lr", lambda line: table.scores.rate(line.best)),
         Column("tried", terminal=False, value=_rates),
         _trained("payload per node and step", lambda line: size(line.payload), short="payload"),
         _trained("vs fp32", lambda line: fraction(table.payload_ratio(line))),
@@ -164,7 +158,7 @@ def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
     theirs = {line.label: _score(line) for line in beside.lines} if beside else {}
     published = [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if beside else []
     chosen = "the accuracy on a held-out part of the training set" if table.scores.tuned else "the test metric itself"
-    intro = INTRO.format(chosen=chosen, metric=table.metric, edge=EDGE.strip())
+    intro = INTRO.format(chosen=chosen, metric=table.metric, edge=accuracy.EDGE)
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
     notes = [Note(intro), Note(clock_note(table), "caution")]
     notes += [Note(said, "caution" if cautious else "plain") for said, cautious in turns.notes(table.timed)]
@@ -209,11 +203,6 @@ def _score(line: Line) -> str:
     if line.best is None or line.record is None:
         return "failed" if line.tried else DASH
     return mean_sd(*line.best.summary(None))
-
-
-def _rate(line: Line) -> str:
-    lr = line.best.lr if line.best else None
-    return DASH if lr is None else f"{lr:g}" + (EDGE if line.at_edge else "")
 
 
 def _rates(line: Line) -> str:

@@ -27,7 +27,7 @@ from experiments.report import (
 )
 from experiments.report.claims_measured import newest
 from experiments.report.curves import Curve, Curves
-from experiments.report.formats import METRICS, metric_axis, size
+from experiments.report.formats import metric_axis, metric_unit, size
 from experiments.report.paired import Difference
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -104,7 +104,7 @@ def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
         "title": found.title,
         "point": found.point(),
         "metric": metric_axis(found.metric),
-        "unit": _unit(found.metric),
+        "unit": metric_unit(found.metric),
         "baseline": found.baseline,
         "rows": rows,
         "axis": list(found.axis),
@@ -126,8 +126,8 @@ def _task(found: Curves) -> dict[str, Any]:
         "slug": table.slug,
         "title": table.title,
         "metric": metric_axis(name),
-        "unit": " %" if found.relative else _unit(name),
-        "higher_is_better": bool(table.metric.get("higher_is_better", True)),
+        "unit": " %" if found.relative else metric_unit(name),
+        "higher_is_better": table.higher_is_better,
         "baseline": None if base is None else base.label,
         "methods": [_curve(found, c) for c in found.curves],
     }
@@ -138,7 +138,6 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
     base, parity = found.baseline, found.table.parity
     mean, sd = curve.cell.summary(None)
     apart = found.metric_difference(curve)
-    better = bool(found.table.metric.get("higher_is_better", True))
     return {
         "method": curve.label,
         "lr": curve.cell.lr,
@@ -154,7 +153,9 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
         "mean": mean,
         "sd": sd,
         "difference": _interval(apart, 100.0 if found.relative else 1.0),
-        "verdict": None if apart is None or parity is None else apart.verdict(parity.margin, better),
+        "verdict": None
+        if apart is None or parity is None
+        else apart.verdict(parity.margin, found.table.higher_is_better),
     }
 
 
@@ -163,11 +164,6 @@ def _interval(found: Difference | None, scale: float = 1.0) -> dict[str, float |
         return None
     ends = (None if v is None else scale * v for v in (found.low, found.high))
     return {"value": scale * found.value, **dict(zip(("low", "high"), ends, strict=True))}
-
-
-def _unit(metric: str) -> str:
-    """What stands behind a difference in a metric."""
-    return METRICS.get(metric, ("", ""))[1]
 
 
 def replays(results_dir: str | Path, records: Sequence[ResultRecord]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from experiments.report import curves, figure, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.against_bytes import Against, Point
 from experiments.report.curves import Curve, Curves
-from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, number, times
+from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number, times
 from experiments.report.speedup import SpeedupTable
 
 EVALUATIONS = 3
@@ -144,7 +144,7 @@ def outcome(found: Curves) -> str:
     """What became of the best compressed method beside the baseline, in one sentence."""
     table, base = found.table, found.baseline
     name = str(table.metric["name"])
-    sign = 1 if table.metric.get("higher_is_better", True) else -1
+    sign = 1 if table.higher_is_better else -1
     best = max(
         [c for c in found.others if c.compressed] or found.curves, key=lambda c: sign * (c.cell.mean or float("-inf"))
     )
@@ -182,7 +182,7 @@ def against_bytes(found: Against) -> bytes | None:
         left.set_ylim(-0.7, len(points) - 0.3)
         right.axvline(0, color="#888888", linewidth=0.8)
         right.set_xlim(*found.axis)
-        unit = metric_gap(found.metric, 0.0).partition(" ")[2] or found.metric
+        unit = metric_unit(found.metric).strip() or found.metric
         name = metric_axis(found.metric).partition(", ")[0]
         right.set_xlabel(f"{name}: difference, {unit}")
         for axes in (left, right):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,7 @@ def summary(outcomes: Sequence[Outcome]) -> Summary:
     errors = sorted(abs(o.error) for o in outcomes)
     inside = sum(0.97 * o.low_ms <= o.predicted_ms <= 1.03 * o.high_ms for o in outcomes)
     place = min(len(errors) - 1, int(0.95 * len(errors)))
-    half = len(errors) // 2
-    median = errors[half] if len(errors) % 2 else (errors[half - 1] + errors[half]) / 2
-    return Summary(len(errors), median, errors[place], errors[-1], inside)
+    return Summary(len(errors), statistics.median(errors), errors[place], errors[-1], inside)
 
 
 def reason(o: Outcome) -> str:

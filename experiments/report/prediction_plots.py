@@ -160,7 +160,7 @@ def draw_paper(path: Path, grid: int = GRID) -> Path:
             axes.set_title(f"{label}: the paper's {claim:g}x", loc="left", pad=10 * MARKS)
             for axis in (axes.xaxis, axes.yaxis):
                 plain(axis)
-            _marks(axes, label_of(name))
+            _marks(axes, timelines.load(name).model)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
         point = "The published speedups come out below and to the left of the red lines: slow links, little computing"
         setting = f"{NODES} nodes of {RANKS} GPUs, Birder over fp32 DDP; a timeline with its times scaled. Predicted."
@@ -178,11 +178,6 @@ def _marks(axes: Axes, family: str) -> None:
     for rate, text in ((10.0, "10 GbE"), (7.2, "7.2: NCCL's\nsockets")):
         axes.axhline(rate, color="#228833", linewidth=0.6)
         axes.text(1.01, rate, text, transform=right, fontsize=MARKS, color="#228833", va="center")
-
-
-def label_of(name: str) -> str:
-    """The model of a timeline's name."""
-    return timelines.load(name).model
 
 
 def published() -> str:

@@ -8,11 +8,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
-import struct
 import sys
 import threading
 import time
@@ -22,12 +20,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 PING_S = 2.0
 """Between two questions to the next rank, at most."""
 PROBE_S = 2.0
 """How long an answer may take before it counts as missing this time."""
-
-_SIOCGIFADDR = 0x8915
 
 
 class PeerLost(RuntimeError):
@@ -198,12 +196,9 @@ def _meet(store: Any, world: int, join_s: float) -> list[Peer]:
 def _own_address() -> str:
     """The address of this rank's own traffic: that of gloo's interface, or the one on the way to rank 0."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface and sys.platform == "linux":
-        import fcntl
-
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(answer[20:24])
+    for found in psutil.net_if_addrs().get(interface, ()):
+        if found.family == socket.AF_INET:
+            return found.address
     family, kind, protocol, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as s:
         s.connect(address)  # sends nothing: only the way is looked up

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import nn
 
 from birder import Attachment, BucketOptimizer, checkpoint, elastic
@@ -18,27 +19,20 @@ from experiments.workloads.base import Workload
 from launch.errors import UserError
 
 
+@dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores model, optimizer, workload, loss scale and random states below `folder`."""
+    """Saves and restores model, optimizer, workload, loss scale and random states below `folder`.
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        ddp: Wrapped,
-        optimizer: BucketOptimizer,
-        workload: Workload,
-        scaler: torch.amp.GradScaler | None,
-        rule: str = "same",
-    ) -> None:
-        """rule: "mean" takes checkpoints of another number of ranks too (birder/elastic.py)."""
-        self.folder = folder
-        self.keep = keep
-        self.ddp = ddp
-        self.optimizer = optimizer
-        self.workload = workload
-        self.scaler = scaler
-        self.rule = rule
+    rule: "mean" takes checkpoints of another number of ranks too (birder/elastic.py).
+    """
+
+    folder: Path
+    keep: int
+    ddp: Wrapped
+    optimizer: BucketOptimizer
+    workload: Workload
+    scaler: torch.amp.GradScaler | None
+    rule: str = "same"
 
     def save(self, step: int) -> None:
         """Every rank calls it after step `step`. Raises UserError when the disk is full."""
@@ -99,7 +93,7 @@ class Checkpoints:
 
     def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
         """What this rank goes on with. Of another number of ranks: random states and text under way begin anew."""
-        world = torch.distributed.get_world_size()
+        world = dist.get_world_size()
         if found.world_size == world:
             return found.local
         if isinstance(self.ddp, ShardedModel):
@@ -140,8 +134,6 @@ def prime_buckets(ddp: Wrapped, attachment: Attachment | HookAttachment, workloa
 
 def broadcast_buffers(module: nn.Module) -> None:
     """Gives every rank rank 0's buffers (batch statistics), so that ranks evaluate the same model."""
-    import torch.distributed as dist
-
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,17 +38,12 @@ class Tracker:
             return
         self._start = start
         self._stride = max(1, -(-total // CURVE_ROWS))
-        self._curve = Curve(self.curve_path(spec), start)
+        self._curve = Curve(spec.path / "curve.csv", start)
         self._begin = self._printed = time.monotonic()
         self._drawn = 0.0
         self._shown: dict[str, Any] = {}
         self._wandb = wandb_run.WandbRun(spec)
         self._bar = self._make_bar() if sys.stdout.isatty() else None
-
-    @staticmethod
-    def curve_path(spec: RunSpec) -> Path:
-        """Where the run's curve is written."""
-        return spec.path / "curve.csv"
 
     def log(self, step: int, **values: Any) -> None:
         """What is known after optimizer step `step`, counted from 1.

@@ -102,8 +102,20 @@ class Workload(ABC):
         return batch_per_rank
 
     def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups for the optimizer. Default: all trainable parameters in one group."""
-        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+        """Parameter groups for the optimizer: trainable parameters that decay, and those that do not, where there are any."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [p for name, p in named if self.decays(name, p) is decays],
+                "weight_decay": decays * weight_decay,
+            }
+            for decays in (True, False)
+        ]
+        return groups if groups[1]["params"] else groups[:1]
+
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether weight decay is for this parameter. Default: for all of them."""
+        return True
 
     def communicator(self, hierarchical: bool) -> Callable[..., Any] | None:
         """What `birder.attach` takes as `communicator`; None, the default, is its own choice."""

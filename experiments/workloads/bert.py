@@ -30,13 +30,8 @@ class Text(Shuffled):
 
     sample = "sequences"
 
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """Two groups: matrices with `weight_decay`; biases and LayerNorm weights (one dimension) without."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ]
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim > 1
 
 
 def check_model(model: str | None, init: str | None, preset: str) -> None:

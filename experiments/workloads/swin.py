@@ -83,15 +83,9 @@ class Swin(ResNet50):
         images, labels = batch
         return F.cross_entropy(model(images), labels, label_smoothing=self.label_smoothing)
 
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """Two groups: matrices with `weight_decay`; biases, normalisation and tables of relative positions without."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        plain = [p for name, p in named if p.ndim <= 1 or "relative_position" in name]
-        skip = {id(p) for p in plain}
-        return [
-            {"params": [p for _, p in named if id(p) not in skip], "weight_decay": weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        """Matrices do; biases, normalisation and tables of relative positions do not."""
+        return parameter.ndim > 1 and "relative_position" not in name
 
     def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         from torchvision.transforms import v2

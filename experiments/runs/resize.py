@@ -1,0 +1,142 @@
+"""What a change of the number of workers costs, measured: scikit-learn's digits on virtual workers (experiments/resize.py).
+
+Every run trains on n workers up to the change and then goes on three times, with the same batches in all: unchanged; on k
+workers with what birder/elastic.py makes of the old states (`mean`, what resume_rule=mean does); and on k workers that keep
+only what all old ones had in common and begin with zeros for the rest (`zeros`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import BucketOptimizer, elastic
+from experiments.config import compose
+from experiments.report.resize import CHANGE, METHODS, STEPS
+from experiments.training.method import Length
+from experiments.training.virtual import VirtualMethod
+from experiments.workloads.base import Shard
+from experiments.workloads.digits import Digits
+
+CHANGES = {4: (2, 3), 2: (8,)}
+"""Workers before: after."""
+RULES = ("unchanged", "mean", "zeros")
+BATCH = 48
+"""Of all workers together."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Steps until the change, and in all."""
+
+    change: int = CHANGE
+    steps: int = STEPS
+
+
+class World:
+    """A method on virtual workers, at a constant learning rate. start: parameters, instead of those of the seed."""
+
+    def __init__(
+        self, config: dict[str, Any], workload: Digits, workers: int, steps: int, start: dict[str, Tensor] | None = None
+    ) -> None:
+        cluster = config["cluster"] | {"nodes": workers, "ranks_per_node": 1}
+        train = config["train"] | {"batch_per_rank": BATCH // workers, "max_steps": steps, "epochs": steps}
+        self.config, self.workload = config | {"cluster": cluster, "train": train}, workload
+        seed = int(config["seed"])
+        torch.manual_seed(seed)
+        net = workload.build_model()
+        if start is not None:
+            net.load_state_dict(start)
+        length = Length(self.config, workload, workers)
+        ddp = DistributedDataParallel(net)
+        self.method = VirtualMethod(self.config, workload, ddp, torch.device("cpu"), length, seed)
+        self.ranks = self.method.ranks
+        everything = workload.steps_per_epoch(1, 1)
+        self._all = next(workload.train_batches(Shard(), everything, seed=0, epoch=0))
+
+    def train(self, steps: range, look: bool = False) -> list[float]:
+        """The loss over all training images after each step, where one looks."""
+        stream, losses = self.method.batches(self.config, Shard(), steps.start - 1), []
+        for _ in steps:
+            self.method.step(stream)
+            if look:
+                with self.ranks.averaged(), torch.no_grad():
+                    losses.append(float(self.workload.loss(self.ranks.model.module, self._all)))
+        return losses
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Where workers' models differ, their mean."""
+        with self.ranks.averaged():
+            return {name: p.detach().clone() for name, p in self.ranks.model.module.state_dict().items()}
+
+    def states(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.ranks.optimizers]
+
+    def take(self, states: list[dict[str, Any]], rule: str) -> None:
+        """Goes on from the states of another number of workers."""
+        for optimizer in self.ranks.optimizers:
+            state = elastic.resize(optimizer, states)
+            optimizer.load_state_dict(forgotten(optimizer, state) if rule == "zeros" else state)
+
+
+def forgotten(optimizer: BucketOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with zeros for what was every worker's or every server's own."""
+    for unit in state["units"]:
+        for name, tensor in unit.items():
+            if optimizer.carried[name] != "copy":
+                tensor.zero_()
+    return state
+
+
+def measure(method: str, seed: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
+    """One line for each change and rule: {method, before, after, rule, seed, losses}."""
+    lengths = lengths or Lengths()
+    config = settings(method, seed)
+    workload = Digits()
+    workload.prepare(Shard())
+    lines = []
+    for before, afters in CHANGES.items():
+        world = World(config, workload, before, lengths.steps)
+        world.train(range(1, lengths.change + 1))
+        start, states = world.parameters(), world.states()
+        remaining = range(lengths.change + 1, lengths.steps + 1)
+        unchanged = world.train(remaining, look=True)
+        for after in afters:
+            for rule in RULES:
+                if rule == "unchanged":
+                    losses = unchanged
+                else:
+                    new = World(config, workload, after, lengths.steps, start)
+                    new.take(states, rule)
+                    losses = new.train(remaining, look=True)
+                told = {"method": method, "before": before, "after": after, "rule": rule, "seed": seed}
+                lines.append({**told, "losses": [round(loss, 6) for loss in losses]})
+    return lines
+
+
+def settings(method: str, seed: int) -> dict[str, Any]:
+    """The resolved configuration of a variant of methods_digits."""
+    exp = ["+exp=methods_digits", "scale=quick"]
+    variants = [list(v) for v in compose.compose(exp).config.compare]
+    chosen = next(v for v in variants if v[0] == f"optimizer={method}")
+    return compose.resolve(compose.compose([*exp, *chosen, f"seed={seed}"]))
+
+
+def study(seeds: int) -> list[dict[str, Any]]:
+    """The lines of every method and seed. Says what is done."""
+    lines = []
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for method, name in METHODS.items():
+        for seed in range(seeds):
+            lines += measure(method, seed)
+            print(f"{name}, seed {seed}", flush=True)
+    dist.destroy_process_group()
+    return lines
