@@ -137,7 +137,7 @@ def write_report(folder: Path, names: Sequence[str], began: float, finished: Seq
         bad = sum(not row["ok"] for row in found)
         cut = not done and name != "accuracy"  # which runs until the time is over
         well = well and not bad and not cut and bool(found)
-        verdict = "cut off by its time limit" if cut else "complete"
+        verdict = f"cut off by its time limit, or ended early ({name}.log)" if cut else "complete"
         text.append(f"## {name}\n\n{len(found)} results, {bad} not as they must be; {verdict}.\n")
         keys = list(dict.fromkeys(k for row in found for k in row if k != "at_s"))
         if found:

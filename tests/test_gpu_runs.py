@@ -40,10 +40,6 @@ def test_a_checkpoint_has_the_state_of_the_gpus_generator(tmp_path: Path, monkey
     """Or a resumed run with dropout would differ from the uninterrupted one."""
     state = torch.arange(16, dtype=torch.uint8)
     put_back: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state.clone())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
 
     def made() -> Checkpoints:
         model = torch.nn.Linear(3, 2)
@@ -54,8 +50,12 @@ def test_a_checkpoint_has_the_state_of_the_gpus_generator(tmp_path: Path, monkey
         wrapped: Any = SimpleNamespace(module=model)
         return Checkpoints(tmp_path, 2, wrapped, optimizer, workload, None)
 
-    made().save(1)
-    again = made()
+    first, again = made(), made()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state.clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    first.save(1)
     found = again.find()
     assert found is not None
     again.apply(found)

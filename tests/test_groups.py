@@ -14,6 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from birder import Topology, attach
 from birder.comm import TwoPhase
 from birder.comm.link import backend_for, new_group
+from birder.predict import measuring
+from experiments.training import link
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -102,6 +104,24 @@ def test_nccl_has_high_priority(world_of_4: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     new_group([0, 1])
     assert seen[-1]["pg_options"].is_high_priority_stream
+
+
+def test_links_are_measured_with_the_gpus_back_end(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for spelled_as, device in (("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:gloo", "cpu")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, said=spelled_as: said)
+        assert measuring._device(dist.group.WORLD) == torch.device(device)  # type: ignore[arg-type]
+
+
+def test_gloo_is_probed_from_the_host(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends no tensor of a GPU."""
+    sent: list[torch.device] = []
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda pair: [sent.append(p.tensor.device) for p in pair][:0])
+    monkeypatch.setattr(link, "backend_for", lambda group, device: "gloo")
+    monkeypatch.setattr(link, "PROBE_MB", 1)
+    assert link.probe(1, torch.device("cuda", 0)) is not None
+    assert set(sent) == {torch.device("cpu")}
 
 
 def two_groups(rank: int, world: int, hierarchical: bool) -> tuple:
