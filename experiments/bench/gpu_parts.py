@@ -89,7 +89,7 @@ def hooks(rehearse: bool) -> Iterator[Row]:
         torch.backends.cudnn.benchmark = True
     with bench.alone(where):
         for model, batch in models:
-            for row in bench.measure_model(where, model, batch, 2 if rehearse else 20, few):
+            for row in bench.measure_model(where, model, batch, 2 if rehearse else 30, few):
                 judged = not rehearse and (model, batch) == ("resnet50", 32) and "hook" not in row["method"]
                 yield {**row, "ok": hook_is_light(row, judged)}
 

@@ -43,6 +43,8 @@ MORE: dict[str, dict[str, Any]] = {
 """Beside METHODS, for `measure_model`."""
 WARMUP = 4
 """Steps that are not timed: dense ones, the first compressed one, compilation."""
+TOGETHER = 5
+"""Steps for which a GPU is waited for together: in training nobody waits for each, and the host queues the next meanwhile."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """What torch's profiler calls the runtime's functions that queue work, and those for which the host waits."""
@@ -136,14 +138,17 @@ def _measure(label: str, options: dict[str, Any], device: torch.device, build: B
         loss(ddp).backward()
         optimizer.step()
 
+    for _ in range(WARMUP):
+        step()
     taken = []
-    for number_ in range(steps + WARMUP):
+    together = TOGETHER if device.type == "cuda" else 1
+    for _ in range(max(1, steps // together)):
         _wait(device)
         began = time.perf_counter()
-        step()
+        for _ in range(together):
+            step()
         _wait(device)
-        if number_ >= WARMUP:
-            taken.append(1000 * (time.perf_counter() - began))
+        taken.append(1000 * (time.perf_counter() - began) / together)
     row = {"method": label, "step_ms": statistics.median(taken), **_queued(step, device)}
     if attachment is not None:
         attachment.close()
