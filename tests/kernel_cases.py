@@ -51,6 +51,7 @@ def cases(module: ModuleType, device: str) -> Checks:
     made["apply"] = [check(checks.apply, *how) for how in product(HALVES, (0.0, 0.01), EITHER)]
     made["Adam"] = [check(checks.moved_adam, *how) for how in product(HALVES, (1.0, 0.99))]
     made["take"] = [check(checks.taken, *how) for how in product(checks.DTYPES, EITHER, EITHER)]
+    made["take"].append(check(checks.taken, torch.float32, False, True, shifted=True))
     made["draws"] = [check(checks.draws, n, seed=2**63 + 999 + n) for n in sizes]
     made["one phase"] = [check(checks.one_phase, *how, seed=2**62 + 17) for how in product((1, 2, 3, 8), (1, 300))]
     made["unseen"] = [check(checks.unseen, *how) for how in product((0, 8, 1024, 1025, 5000), (1024, 100))]

@@ -175,7 +175,8 @@ def _take_part(
         x = x * tl.load(factor)
     if SCREENED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # false for NaN too
-    tl.store(flat + place + logical, x, mask=live)
+    # Said of the pointer: what older Triton is told of a number that it loads it forgets.
+    tl.store(tl.multiple_of(flat + place, 16) + logical, x, mask=live)
 
 
 @triton.jit
@@ -273,6 +274,9 @@ def move_adam(
 
 def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, factor: Tensor | None, screen: bool) -> None:
     """See `reference_many.take`."""
+    if flat.storage_offset() % 4:  # a flat buffer begins at a multiple of 16 bytes; a part of one need not
+        reference_many.take(flat, grads, offsets, factor=factor, screen=screen)
+        return
     orders, rest = _orders(grads, KINDS)
     for kind, here in orders.items():
         constants = {"KIND": KINDS[kind], "SCALED": factor is not None, "SCREENED": screen}
