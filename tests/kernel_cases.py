@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -27,9 +28,10 @@ def cases(module: ModuleType, device: str) -> Checks:
     """Name of a group of kernels -> calls that raise AssertionError where `module` on `device` differs from the reference."""
     gpu = device != "cpu"
     sizes = SIZES + MORE if gpu else SIZES
-    check: Callable[..., Callable[[], object]] = lambda run, *more, **options: partial(  # noqa: E731
-        run, module, device, *more, **options
-    )
+
+    def check(run: Callable[..., object], *more: Any, **options: Any) -> Callable[[], object]:
+        return partial(run, module, device, *more, **options)
+
     made: Checks = {}
     for dtype in checks.DTYPES:
         made[f"encode, {dtype}"] = [

@@ -117,7 +117,12 @@ def test_links_are_measured_with_the_gpus_back_end(world_of_4: None, monkeypatch
 def test_gloo_is_probed_from_the_host(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends no tensor of a GPU."""
     sent: list[torch.device] = []
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda pair: [sent.append(p.tensor.device) for p in pair][:0])
+
+    def exchange(pair: list[Any]) -> list[Any]:
+        sent.extend(one.tensor.device for one in pair)
+        return []
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
     monkeypatch.setattr(link, "backend_for", lambda group, device: "gloo")
     monkeypatch.setattr(link, "PROBE_MB", 1)
     assert link.probe(1, torch.device("cuda", 0)) is not None

@@ -70,7 +70,8 @@ def main(name: str, rehearse: bool) -> int:
             first = first or f"case {number}: {type(error).__name__}: {str(error).strip()[:500]}"
             if "CUDA error" in str(error):  # nothing that this process does later means anything
                 break
-    print(json.dumps({"cases": len(runs), "wrong": wrong, "ok": not wrong, **({"error": first} if first else {})}))
+    result: dict[str, Any] = {"cases": len(runs), "wrong": wrong, "ok": not wrong}
+    print(json.dumps(result | ({"error": first} if first else {})))
     return int(wrong > 0)
 
 
