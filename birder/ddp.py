@@ -130,7 +130,7 @@ def attach(
     pipeline = Pipeline()
     if optimizer.compressed and communicate:
         # A group of its own: these collectives run beside DDP's, in an order of their own.
-        own = new_group(dist.get_process_group_ranks(group))
+        own = new_group(dist.get_process_group_ranks(group), like=group)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
             pipeline = pipeline_for(device, own)

@@ -133,13 +133,16 @@ def apply(module: ModuleType, device: str, dtype: torch.dtype, decay: float, par
         assert partial or expected.numel() == 0 or not torch.equal(expected, old)
 
 
-def taken(module: ModuleType, device: str, dtype: torch.dtype, scaled: bool, screen: bool) -> None:
-    """Gradients come into the flat buffer at their places, and nothing else is written."""
+def taken(
+    module: ModuleType, device: str, dtype: torch.dtype, scaled: bool, screen: bool, shifted: bool = False
+) -> None:
+    """Gradients come into the flat buffer at their places, and nothing else is written. shifted: one not at 16 bytes."""
     grads, offsets, end = unit(dtype)
     for i, g in enumerate(grads):
         g[-1:] = float("nan") if i % 2 else float("-inf")
     factor = torch.tensor(0.37) if scaled else None
-    expected, found = torch.full((end,), 5.0), torch.full((end,), 5.0, device=device)
+    expected, found = torch.full((end,), 5.0), torch.full((end + 1,), 5.0, device=device)
+    found = found[1:] if shifted else found[:-1]
     there = None if factor is None else factor.to(device)
     reference.take(expected, grads, offsets, factor=factor, screen=screen)
     module.take(found, moved(grads, device), offsets, factor=there, screen=screen)

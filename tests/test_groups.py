@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from birder import Topology, attach
 from birder.comm import TwoPhase
-from birder.comm.link import backend_for
+from birder.comm.link import backend_for, new_group
+from birder.predict import measuring
+from experiments.training import link
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -47,6 +53,80 @@ def test_the_entry_of_the_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     names = [backend_for(None, torch.device(kind)) for kind in ("cpu", "cuda", "meta")]  # type: ignore[arg-type]
     assert names == ["gloo", "nccl", ""]
+
+
+@pytest.fixture
+def world_of_4() -> Iterator[None]:
+    """A world of 4 ranks, bound to a device, of which there is only this one; it sends nothing."""
+    device = torch.device("cpu:0")
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore(), device_id=device)
+    yield
+    dist.destroy_process_group()
+
+
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What torch is told, from now on, of each group; and the device that the world is bound to meanwhile."""
+    seen: list[dict[str, Any]] = []
+    make = dist.new_group
+
+    def noted(ranks: list[int], **options: Any) -> Any:
+        seen.append({**options, "bound": dist.group.WORLD.bound_device_id})  # type: ignore[union-attr]
+        return make(ranks, **{**options, "pg_options": None})
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    return seen
+
+
+def test_a_group_of_some_ranks_is_not_split_off_the_world(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all others would have to come: ncclCommSplit is a collective of the whole world."""
+    seen = made(monkeypatch)
+    new_group([0, 2])
+    new_group([0, 1, 2, 3])
+    assert [one["bound"] for one in seen] == [None, torch.device("cpu:0")]
+    assert all(one["use_local_synchronization"] for one in seen)
+    assert dist.group.WORLD.bound_device_id == torch.device("cpu:0")  # type: ignore[union-attr]
+
+
+def test_a_group_has_the_back_end_of_the_one_that_it_is_for(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_gloo = dist.new_group([0], backend="gloo")
+    seen = made(monkeypatch)
+    assert backend_for(new_group([0], like=of_gloo), torch.device("cpu")) == "gloo"
+    assert backend_for(new_group([0]), torch.device("cpu")) == "fake"
+    assert [one["backend"] is None for one in seen] == [False, True]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_nccl_has_high_priority(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = made(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    new_group([0, 1])
+    assert seen[-1]["pg_options"] is None
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    new_group([0, 1])
+    assert seen[-1]["pg_options"].is_high_priority_stream
+
+
+def test_links_are_measured_with_the_gpus_back_end(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for spelled_as, device in (("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:gloo", "cpu")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, said=spelled_as: said)
+        assert measuring._device(dist.group.WORLD) == torch.device(device)  # type: ignore[arg-type]
+
+
+def test_gloo_is_probed_from_the_host(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends no tensor of a GPU."""
+    sent: list[torch.device] = []
+
+    def exchange(pair: list[Any]) -> list[Any]:
+        sent.extend(one.tensor.device for one in pair)
+        return []
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    monkeypatch.setattr(link, "backend_for", lambda group, device: "gloo")
+    monkeypatch.setattr(link, "PROBE_MB", 1)
+    assert link.probe(1, torch.device("cuda", 0)) is not None
+    assert set(sent) == {torch.device("cpu")}
 
 
 def two_groups(rank: int, world: int, hierarchical: bool) -> tuple:

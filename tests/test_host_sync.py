@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import birder
+from birder import kernels
 from birder.comm import StreamPipeline
 from birder.comm import link as link_module
 from birder.ddp import BucketAttachment
@@ -61,19 +62,20 @@ def run(
     *,
     feed: bool = True,
     seen: bool = True,
+    elements: int = 600,
     **options: Any,
 ) -> tuple[FakeGpu, list[int]]:
     """Some steps of a method with 4 ranks; returns what was noted after the second, and launches of each step.
 
-    feed: gradients arrive one by one, as in backward. seen: Birder has seen every coordinate.
+    elements: of a unit. feed: gradients arrive one by one, as in backward. seen: Birder has seen every coordinate.
     """
     gpu, launches = FakeGpu(), []
     monkeypatch.setattr(link_module, "dist", Nccl())
     with gpu.running(monkeypatch):
         params = [torch.nn.Parameter(torch.randn(40, 7, device=GPU)) for _ in range(tensors)]
         optimizer = getattr(birder, name.split()[0])(params, lr=0.01, **EVERY[name], **options)
-        optimizer.bind(communicator(kind), StreamPipeline(GPU, Streams()), unit_mb=600 * 4 / 2**20)
-        assert len(optimizer.units) > 2
+        optimizer.bind(communicator(kind), StreamPipeline(GPU, Streams()), unit_mb=elements * 4 / 2**20)
+        assert (len(optimizer.units) > 2) is (elements == 600)
         for step in range(1, steps + 1):
             gpu.step = step
             for p in params:
@@ -103,6 +105,39 @@ def test_no_step_waits_on_the_host(name, kind, monkeypatch):
 def test_nor_with_clipping(name, monkeypatch):
     gpu, _ = run(name, "flat", monkeypatch, feed=False, max_grad_norm=1.0)
     assert gpu.waits == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Birder", "Birder one-phase", "Birder hold", "OneBitAdam", "ZeroOneAdam", "CSER", "QSparseLocalSGD", "EFSGD"],
+)
+def test_launches_do_not_grow_with_the_tensors_of_a_unit(name, monkeypatch):
+    few, many = (run(name, "flat", monkeypatch, tensors=n, feed=False, elements=2**20)[1][2:] for n in (6, 24))
+    assert few == many
+
+
+@pytest.mark.parametrize("reduce", ["two_phase", "one_phase"])
+def test_birder_is_a_few_kernels_for_each_unit_and_nothing_else(reduce, monkeypatch):
+    """Random numbers are drawn inside of them: torch's integer arithmetic would be some 130 launches for each draw."""
+    gpu, _ = run("Birder", "flat", monkeypatch, feed=False, reduce=reduce, elements=2**20)
+    served = {"_copied": 1} if reduce == "two_phase" else {"_owned": 1, "_assemble": 1}
+    expected = {"_take": 1, "_encode": 1, **served, "_apply": 1}
+    assert {k.removeprefix("triton."): n for k, n in gpu.launches.items() if k.startswith("triton.")} == expected
+    assert gpu.launches.total() <= len(expected) + 1
+
+
+def test_parameters_in_other_orders_of_memory_are_left_to_no_other_code(monkeypatch):
+    gpu = FakeGpu()
+    with gpu.running(monkeypatch):
+        orders = (torch.contiguous_format, torch.channels_last)
+        tensors = [torch.randn(8, 3, 4, 4, device=GPU).contiguous(memory_format=order) for order in orders]
+        tensors.append(torch.randn(16, 40, device=GPU).t())
+        flat, offsets = torch.empty(2048, device=GPU), [0, 384, 768]
+        bits = torch.empty(256, dtype=torch.uint8, device=GPU)
+        gpu.reset()
+        kernels.take(flat, tensors, offsets, factor=None, screen=True)
+        kernels.apply_bits(tensors, offsets, bits, lr=0.1, decay=0.0, active=None)
+    assert gpu.launches == {"triton._take": 2, "triton._apply": 2}  # one in order, one for all others
 
 
 @pytest.mark.parametrize("tensors", [6, 12])

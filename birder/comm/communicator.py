@@ -188,8 +188,8 @@ class Hierarchical(Communicator):
         self.world_size, self.rank = self.all.size, self.all.rank
         self.workers, self.shards = topology.nodes, topology.ranks_per_node
         self.worker, self.shard = divmod(self.rank, topology.ranks_per_node)
-        intra = new_group([self.worker * self.shards + i for i in range(topology.ranks_per_node)])
-        inter = new_group([n * self.shards + self.shard for n in range(topology.nodes)])
+        intra = new_group([self.worker * self.shards + i for i in range(topology.ranks_per_node)], group)
+        inter = new_group([n * self.shards + self.shard for n in range(topology.nodes)], group)
         self.intra = Link(intra, topology, self.counter)
         self.inter = Link(inter, topology, self.counter)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,25 +25,47 @@ FEW = 512
 """Bytes of flags up to which sending all of them to every peer takes less time than a collective more."""
 
 
-def new_group(ranks: list[int]) -> dist.ProcessGroup:
+def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """A process group of `ranks`: all of them call it, and no other rank has to.
 
-    Its collectives may take as long as those of the whole world. Raises RuntimeError when torch makes no group.
+    like: the group whose back ends it has; None: those of the world. Its collectives may take as long as those of the whole
+    world. Raises RuntimeError when torch makes no group.
     """
+    world = dist.group.WORLD
+    backends = str(dist.get_backend_config(world if like is None else like))
     options, timeout = None, _world_timeout()
-    if (
-        torch.cuda.is_available()
-        and dist.is_nccl_available()
-        and "cuda:nccl" in str(dist.get_backend_config(dist.group.WORLD))
-    ):
+    if torch.cuda.is_available() and dist.is_nccl_available() and "cuda:nccl" in backends:
         # Its kernels go before those of backward, as those of the streams that wait for them do (birder/comm/pipeline.py).
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             options._timeout = timeout
-    group = dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
+    named = None if backends == str(dist.get_backend_config(world)) else backends
+    with _not_split_off(len(ranks)):
+        group = dist.new_group(
+            ranks, timeout=timeout, backend=named, pg_options=options, use_local_synchronization=True
+        )
     if group is None:
         raise RuntimeError(f"torch.distributed made no process group of ranks {ranks}")
     return group  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _not_split_off(size: int) -> Iterator[None]:
+    """Inside, a group of so many ranks is made by these alone.
+
+    Of a world that is bound to a device (`init_process_group(device_id=...)`) torch would split it off, and
+    ncclCommSplit is a collective of the whole world: ranks outside of the group never come.
+    """
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None or size == dist.get_world_size():
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _world_timeout() -> timedelta | None:

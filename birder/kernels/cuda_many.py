@@ -9,7 +9,7 @@ memory too; what is beside them in flat buffers is then gathered, from the cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from birder.kernels import reference_feedback, reference_many
 from birder.kernels.cuda_bits import launch, unpack
-from birder.kernels.segments import CHUNK, order, table
+from birder.kernels.segments import CHUNK, IN_ORDER, Order, order, table
 
 ROWS = tl.constexpr(CHUNK // 8)
 
@@ -175,7 +175,8 @@ def _take_part(
         x = x * tl.load(factor)
     if SCREENED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # false for NaN too
-    tl.store(flat + place + logical, x, mask=live)
+    # Said of the pointer: what older Triton is told of a number that it loads it forgets.
+    tl.store(tl.multiple_of(flat + place, 16) + logical, x, mask=live)
 
 
 @triton.jit
@@ -196,48 +197,60 @@ def _take(
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+SINGLE = (torch.float32,)
+
+
+Orders = dict[int, Order]
+"""Numbers of tensors, and the order of each one's memory."""
+
+
+def _orders(tensors: Sequence[Tensor], kinds: Container[torch.dtype]) -> tuple[dict[torch.dtype, Orders], list[int]]:
+    """By data type: the tensors that a kernel takes, those with elements; and the numbers of the others. One pass: a step has
+    hundreds of tensors, and the host has less than a GPU's step for all of them."""
+    found: dict[torch.dtype, Orders] = {}
+    rest: list[int] = []
+    for i, t in enumerate(tensors):
+        here = order(t) if t.dtype in kinds else None
+        if here is None:
+            rest.append(i)
+        elif t.numel():
+            found.setdefault(t.dtype, {})[i] = here
+    return found, rest
 
 
 def _launch(
     kernel: Any,
     tensors: Sequence[Tensor],
     offsets: Sequence[int],
+    orders: Orders,
     more: Sequence[Sequence[Tensor]],
     args: tuple[Any, ...],
     constants: dict[str, Any],
 ) -> None:
-    """One launch for the tensors that stand in memory as they are numbered, one for the others."""
-    numbered = [order(t) == (1, 1) for t in tensors]
+    """One launch for the tensors of `orders` that stand in memory as they are numbered, one for the others."""
     for ordered in (True, False):
-        here = [i for i, n in enumerate(numbered) if n is ordered and tensors[i].numel()]
+        here = [i for i, found in orders.items() if (found == IN_ORDER) is ordered]
         if here:
-            rows, aligned = table(
-                [tensors[i].detach() for i in here], [offsets[i] for i in here], *([t[i] for i in here] for t in more)
-            )
+            forms = [(tensors[i].numel(), offsets[i], *orders[i]) for i in here]
+            rows, aligned = table([tensors[i] for i in here], forms, *([t[i] for i in here] for t in more))
             launch(kernel, len(rows), rows, *args, ORDERED=ordered, ALIGNED=aligned, **constants)
 
 
-def _apart(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> tuple[list[int], list[int]]:
-    """Numbers of the tensors that fit, and of the others."""
-    yes = [i for i, t in enumerate(tensors) if order(t) is not None and fits(t)]
-    return yes, sorted(set(range(len(tensors))) - set(yes))
-
-
-def _single(t: Tensor) -> bool:
-    return t.dtype == torch.float32
+def _some(numbers: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
+    return [[each[i] for i in numbers] for each in lists]
 
 
 def apply_bits(
     params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, *, lr: float, decay: float, active: Tensor | None
 ) -> None:
     """See `reference_many.apply_bits`; parameters that are not fp32 take it."""
-    here, rest = _apart(params, _single)
-    law = {"lr": lr, "decay": decay, "active": active}
-    reference_many.apply_bits([params[i] for i in rest], [offsets[i] for i in rest], bits, **law)  # type: ignore[arg-type]
+    orders, rest = _orders(params, SINGLE)
+    if rest:
+        reference_many.apply_bits(*_some(rest, params, offsets), bits, lr=lr, decay=decay, active=active)
     moves = bits if active is None else active.view(torch.uint8)
     constants = {"DECAYS": bool(decay), "PARTIAL": active is not None}
-    chosen = [params[i] for i in here], [offsets[i] for i in here]
-    _launch(_apply, *chosen, (), (bits, moves, lr, 1.0 - decay), constants)
+    for here in orders.values():
+        _launch(_apply, params, offsets, here, (), (bits, moves, lr, 1.0 - decay), constants)
 
 
 def move_adam(
@@ -251,20 +264,21 @@ def move_adam(
     keep: float,
 ) -> None:
     """See `reference_feedback.move_adam`; parameters that are not fp32 take it."""
-    here, rest = _apart(params, _single)
+    orders, rest = _orders(params, SINGLE)
     if rest:
         law = {"rate": rate, "correction": correction, "eps": eps, "keep": keep}
-        reference_feedback.move_adam(*([t[i] for i in rest] for t in (params, m, v)), **law)  # type: ignore[arg-type]
-    chosen, more = [params[i] for i in here], ([m[i] for i in here], [v[i] for i in here])
-    _launch(_move, chosen, [0] * len(here), more, (-rate, correction, eps, keep), {})
+        reference_feedback.move_adam(*_some(rest, params, m, v), **law)
+    for here in orders.values():
+        _launch(_move, params, [0] * len(params), here, (m, v), (-rate, correction, eps, keep), {})
 
 
 def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, factor: Tensor | None, screen: bool) -> None:
     """See `reference_many.take`."""
-    for kind, name in KINDS.items():
-        here, _ = _apart(grads, lambda g, kind=kind: g.dtype == kind)  # type: ignore[misc]
-        chosen = [grads[i] for i in here], [offsets[i] for i in here]
-        constants = {"KIND": name, "SCALED": factor is not None, "SCREENED": screen}
-        _launch(_take, *chosen, (), (flat, flat if factor is None else factor), constants)
-    _, rest = _apart(grads, lambda g: g.dtype in KINDS)
-    reference_many.take(flat, [grads[i] for i in rest], [offsets[i] for i in rest], factor=factor, screen=screen)
+    if flat.storage_offset() % 4:  # a flat buffer begins at a multiple of 16 bytes; a part of one need not
+        reference_many.take(flat, grads, offsets, factor=factor, screen=screen)
+        return
+    orders, rest = _orders(grads, KINDS)
+    for kind, here in orders.items():
+        constants = {"KIND": KINDS[kind], "SCALED": factor is not None, "SCREENED": screen}
+        _launch(_take, grads, offsets, here, (), (flat, flat if factor is None else factor), constants)
+    reference_many.take(flat, *_some(rest, grads, offsets), factor=factor, screen=screen)

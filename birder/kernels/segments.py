@@ -22,13 +22,18 @@ COLUMNS = 5
 KEPT = 256
 """Tables kept at a time. A step needs a few for each unit."""
 
+Order = tuple[int, int]
+"""(I, K) of the module's docstring."""
+IN_ORDER: Order = (1, 1)
+"""Of memory in logical order."""
+
 _tables: OrderedDict[tuple, tuple[Tensor, bool]] = OrderedDict()
 
 
-def order(t: Tensor) -> tuple[int, int] | None:
-    """(I, K) of the module's docstring, (1, 1) where memory is in logical order; None for any other memory."""
+def order(t: Tensor) -> Order | None:
+    """The order of its memory; None where that is another one than those of the module's docstring."""
     if t.is_contiguous():
-        return 1, 1
+        return IN_ORDER
     if t.numel() >= 2**31:  # places within a tensor are 32-bit numbers there
         return None
     if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
@@ -40,27 +45,28 @@ def order(t: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def table(tensors: Sequence[Tensor], offsets: Sequence[int], *more: Sequence[Tensor]) -> tuple[Tensor, bool]:
+def table(
+    tensors: Sequence[Tensor], forms: Sequence[tuple[int, int, int, int]], *more: Sequence[Tensor]
+) -> tuple[Tensor, bool]:
     """int64[chunks, COLUMNS + 1 + len(more)] on the tensors' device, and whether all addresses are multiples of 16 bytes.
 
-    tensors: those whose `order` is not None, of one device and one order (in memory as logical, or not).
-    offsets: where each begins in the flat buffer.
+    tensors: those whose `order` is not None, of one device, and all in logical order or none.
+    forms:   of each: elements, where it begins in the flat buffer, and its `order`.
     more:    for each tensor others, whose elements stand in memory as logical.
 
     Made once for each set of addresses; copied from pinned memory, so that nothing waits for it.
     """
     addresses = [tuple(t.data_ptr() for t in row) for row in zip(tensors, *more, strict=True)]
-    places = [(t.numel(), o, *(order(t) or (1, 1))) for t, o in zip(tensors, offsets, strict=True)]
     device = tensors[0].device
     # Made and used on one stream: no other may read it before it is there, or write where it stood.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, *addresses, *places)
+    key = (device, stream, *addresses, *forms)
     if (found := _tables.get(key)) is not None:
         _tables.move_to_end(key)
         return found
     rows = [
         (first, min(CHUNK, numel - first), offset, inner, middle, *address)
-        for (numel, offset, inner, middle), address in zip(places, addresses, strict=True)
+        for (numel, offset, inner, middle), address in zip(forms, addresses, strict=True)
         for first in range(0, numel, CHUNK)
     ]
     host = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS + 1 + len(more))

@@ -14,7 +14,7 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
-from birder.comm.link import new_group
+from birder.comm.link import backend_for, new_group
 from birder.predict.cluster import Link
 from birder.predict.costs import BYTES, Costs
 from birder.predict.recording import clock_of
@@ -58,17 +58,17 @@ def measure_link(
     for where, members in parts.items():
         if len(members[0]) == 1:
             continue
-        made = [new_group(m) for m in members]
-        own = made[mine // local if where == "inside" else mine % local]
+        own = new_group(members[mine // local if where == "inside" else mine % local])
         sharing = local if where == "between" else 1
         found[where] = _measure(Collectives(own, topology, ByteCounter()), device, sizes, where, sharing, world, times)
     return Links(found["between"], found["inside"], tuple(times))
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    """Of messages: the GPU, where the group has NCCL for it, however the group's back end was asked for."""
+    if torch.cuda.is_available() and backend_for(group, torch.device("cuda")) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _measure(

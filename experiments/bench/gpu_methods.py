@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder.comm import Topology
 
-METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {  # in the order of their worth
+    "Birder": {},
+    "Birder one-phase": {"reduce": "one_phase"},
+    "Birder hierarchical": {"hierarchical": True},
+    "Birder, u inside nodes": {"hierarchical": True, "intra": "u"},
     "SGDM": {"lr": 0.01},
     "AdamW": {},
     "BertAdam": {},
@@ -34,16 +39,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "QSparseLocalSGD": {"lr": 0.01, "block": 64},
     "EFSGD": {"lr": 0.01, "ratio": 4, "block": 64},
     "SLAMB": {"dense_below": 100, "sync_every": 20},
-    "Birder": {},
-    "Birder one-phase": {"reduce": "one_phase"},
-    "Birder hierarchical": {"hierarchical": True},
-    "Birder, u inside nodes": {"hierarchical": True, "intra": "u"},
 }
 EXACT = ("Birder", "Birder one-phase", "Birder hierarchical")
 """Kernels of this project from the gradient to the parameter: equal in every bit."""
 CLOSE = 1e-2
 """Of other methods: |x_gpu - x_cpu| / |x_cpu - x_0| at most. torch contracts products and sums on one device and not on the
 other; a sign at the edge then falls the other way, once in some thousand times."""
+STALL_S = 60.0
+"""Seconds after which a collective has failed; twice as long without a word from any rank is a failure too."""
+GRACE_S = 10.0
+"""Seconds that ranks have to end."""
 SHAPES = ((64, 3, 3, 3), (64,), (300, 37), (300,), (1,), (128, 64, 3, 3), (1000, 17))
 IDLE = 5
 """Rows of the last parameter that never have a gradient, as tokens that are not in the data."""
@@ -159,51 +164,87 @@ def amp(device: torch.device, half: torch.dtype, steps: int) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, world: int, backend: str, kind: str, store: str, steps: int, pipe: Connection) -> None:
+def tasks(world: int, kind: str) -> list[tuple[str, str]]:
+    """What is run, in this order: (kind of task, what of it)."""
+    names = [("method", n) for n in METHODS if world > 1 or not METHODS[n].get("hierarchical")]
+    return names + [("autocast", half) for half in (["bfloat16", "float16"] if kind == "cuda" else ["bfloat16"])]
+
+
+def _rank(
+    rank: int, world: int, backend: str, kind: str, store: str, steps: int, first: int, wrong: str, pipe: Connection
+) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=120)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
-
-    def say(work: Callable[[], dict[str, Any]], label: str) -> None:
-        try:
-            row = work()
-        except Exception as error:
-            row = {"method": label, "ok": False, "error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        if rank == 0:
-            pipe.send({"ranks": world, "backend": backend, **row})
-
-    names = [n for n in METHODS if world > 1 or not METHODS[n].get("hierarchical")]
-    for name in names:
-        say(lambda name=name: compare(name, device, steps), name)  # type: ignore[misc]
-    halves = [torch.bfloat16, torch.float16] if kind == "cuda" else [torch.bfloat16]
-    for half in halves:
-        say(lambda half=half: amp(device, half, steps), f"autocast {half}")  # type: ignore[misc]
+    number = first
+    try:
+        if kind == "cuda":
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        limit = timedelta(seconds=STALL_S)
+        dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        for number, (task, name) in list(enumerate(tasks(world, kind)))[first:]:
+            if name == wrong and rank == world - 1:
+                raise RuntimeError("on purpose")
+            row = compare(name, device, steps) if task == "method" else amp(device, getattr(torch, name), steps)
+            if rank == 0:
+                pipe.send((number, row))
+    except BaseException as error:
+        pipe.send((number, {"ok": False, "error": f"rank {rank}: {type(error).__name__}: {str(error).strip()[:300]}"}))
+        os._exit(1)  # the other ranks wait for this one, and what a GPU has failed at once it fails at again
     if rank == 0:
         pipe.send(None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(world: int, backend: str, kind: str, steps: int = 60) -> Iterator[dict[str, Any]]:
-    """Rows as they come, from `world` ranks on that back end, on "cuda" or "cpu"."""
+def measure(
+    world: int, backend: str, kind: str, steps: int = 60, only: range | None = None, wrong: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Rows as they come, from `world` ranks on that back end, on "cuda" or "cpu".
+
+    After a failure of any rank all are ended, and new ones go on with the next task: a kernel that reads where it must not
+    spoils its process, and ranks that have lost one wait for it. only: numbers of tasks. wrong: a task that fails on the
+    last rank.
+    """
+    every = tasks(world, kind)
+    first, end = (0, len(every)) if only is None else (only.start, only.stop)
+    while first < end:
+        for number, row in _started(world, backend, kind, steps, first, wrong):
+            yield {"ranks": world, "backend": backend, "method": " ".join(every[number]).removeprefix("method "), **row}
+            first = number + 1
+            if first >= end:
+                break
+
+
+def _started(
+    world: int, backend: str, kind: str, steps: int, first: int, wrong: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of a task, its row) from task `first` on, until all are done or one has failed."""
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = mp.get_context("spawn").Pipe(duplex=False)
-        args = (world, backend, kind, f"{folder}/store", steps, theirs)
-        running = mp.spawn(_rank, args=args, nprocs=world, join=False)
+        args = (world, backend, kind, f"{folder}/store", steps, first, wrong, theirs)
+        running = mp.spawn(_rank, args=args, nprocs=world, join=False).processes
+        at, heard, ended = first, time.monotonic(), False
         try:
-            while True:
+            while not ended:
                 while not ours.poll(0.5):
-                    running.join(timeout=0)  # raises when a rank has died
-                if (row := ours.recv()) is None:
-                    break
-                yield row
-            running.join()
+                    silent = time.monotonic() - heard > 2 * STALL_S
+                    died = any(process.exitcode is not None for process in running)
+                    if (silent or died) and not ours.poll(0.5):
+                        codes = [process.exitcode for process in running]
+                        yield at, {"ok": False, "error": f"nothing heard of it; exit status of the ranks: {codes}"}
+                        return
+                if (message := ours.recv()) is None:
+                    ended = True
+                    continue
+                yield message
+                if "error" in message[1]:
+                    return
+                at, heard = message[0] + 1, time.monotonic()
         finally:
-            for process in running.processes:
+            for process in running:
+                process.join(GRACE_S if ended else 0)
                 if process.is_alive():
                     process.kill()
+                    process.join(GRACE_S)

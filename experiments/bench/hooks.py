@@ -8,7 +8,6 @@ what the method costs the device: copies, kernels, launches, Python.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import statistics
 import tempfile
@@ -44,6 +43,8 @@ MORE: dict[str, dict[str, Any]] = {
 """Beside METHODS, for `measure_model`."""
 WARMUP = 4
 """Steps that are not timed: dense ones, the first compressed one, compilation."""
+TOGETHER = 5
+"""Steps for which a GPU is waited for together: in training nobody waits for each, and the host queues the next meanwhile."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """What torch's profiler calls the runtime's functions that queue work, and those for which the host waits."""
@@ -85,9 +86,17 @@ def measure_model(
         return Whole(*timeline_tools.build(model, batch, device.type)), lambda wrapped: wrapped()
 
     rows = _against_the_first(
-        _measure(k, dict(v), device, build, steps) for k, v in (methods or METHODS | MORE).items()
+        _attempt(k, dict(v), device, build, steps) for k, v in (methods or METHODS | MORE).items()
     )
     yield from ({"model": model, "batch": batch, **row} for row in rows)
+
+
+def _attempt(label: str, options: dict[str, Any], device: torch.device, build: Build, steps: int) -> dict[str, Any]:
+    """As `_measure`; what it meets becomes its row, and the next method has its turn."""
+    try:
+        return _measure(label, options, device, build, steps)
+    except Exception as error:
+        return {"method": label, "error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
 
 
 @contextlib.contextmanager
@@ -103,11 +112,18 @@ def alone(device: torch.device) -> Iterator[None]:
 
 
 def _against_the_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    first = None
+    """With what each is more than the first; one that has failed is passed on as it is."""
+    first: dict[str, Any] | None = None
     for row in rows:
         gc.collect()  # the model of the method before
-        first = row["step_ms"] if first is None else first
-        yield {**row, "overhead_ms": row["step_ms"] - first, "overhead": row["step_ms"] / first - 1}
+        if "error" in row:
+            yield row
+            continue
+        first = first or row
+        more = {"overhead_ms": row["step_ms"] - first["step_ms"], "overhead": row["step_ms"] / first["step_ms"] - 1}
+        if "waits" in row:
+            more["more_waits"] = row["waits"] - first["waits"]
+        yield {**row, **more}
 
 
 def _measure(label: str, options: dict[str, Any], device: torch.device, build: Build, steps: int) -> dict[str, Any]:
@@ -122,17 +138,22 @@ def _measure(label: str, options: dict[str, Any], device: torch.device, build: B
         loss(ddp).backward()
         optimizer.step()
 
+    for _ in range(WARMUP):
+        step()
     taken = []
-    for number_ in range(steps + WARMUP):
+    together = TOGETHER if device.type == "cuda" else 1
+    for _ in range(max(1, steps // together)):
         _wait(device)
         began = time.perf_counter()
-        step()
+        for _ in range(together):
+            step()
         _wait(device)
-        if number_ >= WARMUP:
-            taken.append(1000 * (time.perf_counter() - began))
+        taken.append(1000 * (time.perf_counter() - began) / together)
     row = {"method": label, "step_ms": statistics.median(taken), **_queued(step, device)}
     if attachment is not None:
         attachment.close()
+        # Birder then waits once in a step: docs/gpu.md
+        row["unseen"] = any("active" in unit.state for unit in optimizer.units)
     return row
 
 
@@ -140,16 +161,21 @@ def _queued(step: Callable[[], None], device: torch.device, steps: int = 3) -> d
     """launches and waits of the host in a step; nothing on a CPU."""
     if device.type != "cuda":
         return {}
+    # The profiler itself waits for the device: what it counts where next to nothing is done is its own.
+    without = _counted(lambda: torch.zeros(1, device=device))
+    launches, waits = _counted(lambda: [step() for _ in range(steps)])
+    return {"launches": max(0, launches - without[0]) / steps, "waits": max(0, waits - without[1]) / steps}
+
+
+def _counted(work: Callable[[], object]) -> tuple[int, int]:
+    """Launches and waits of the host that torch's profiler sees."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(steps):
-            step()
-    counts = {event.key: event.count for event in seen.key_averages()}  # without the profiler's own wait at its end
-    total = functools.partial(sum, start=0)
-    launches = total(c for key, c in counts.items() if key.startswith(LAUNCHES))
-    waits = total(c for key, c in counts.items() if key in WAITS)
-    return {"launches": launches / steps, "waits": max(0, waits - 1) / steps}
+        work()
+    counts = [(event.key, event.count) for event in seen.key_averages()]
+    launches = sum(count for key, count in counts if key.startswith(LAUNCHES))
+    return launches, sum(count for key, count in counts if key in WAITS)
 
 
 def _wait(device: torch.device) -> None:

@@ -17,6 +17,9 @@ import annotated_types
 from pydantic import AfterValidator, Field, Strict
 from pydantic.fields import FieldInfo
 
+from experiments.config.words import escaped
+from experiments.config.words import one_line as one_line
+
 LIMIT = 1000
 """Upper bounds from here on are technical."""
 LONGEST = 60
@@ -148,17 +151,6 @@ def shown(value: Any) -> str:
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - 20]}...{text[-17:]}"
     return f"'{text}'" if isinstance(value, str) else text
-
-
-def one_line(text: str, longest: int = 150) -> str:
-    """The first line of `text` that says something, escaped and shortened."""
-    first = escaped(next((line.strip() for line in text.splitlines() if line.strip()), "unknown error"))
-    return first if len(first) <= longest else first[: longest - 3] + "..."
-
-
-def escaped(text: str) -> str:
-    """`text` without line breaks and control characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _bounds(metadata: typing.Sequence[Any]) -> dict[str, Any]:

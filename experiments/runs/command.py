@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
 
-from experiments.config.kinds import one_line
+from experiments.config.words import one_line
 from launch import interrupt
 from launch.errors import UserError
 from launch.failure import RunFailed

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from birder.comm.link import backend_for
 from experiments.records import labels
 from experiments.training.together import gathered
 from launch.errors import UserError
@@ -67,6 +68,8 @@ def probe(per_node: int, device: torch.device) -> float | None:
     rank, nodes = dist.get_rank(), dist.get_world_size() // per_node
     if nodes < 2:
         return None
+    if backend_for(dist.group.WORLD, device) == "gloo":  # which sends none of a GPU's tensors
+        device = torch.device("cpu")
     sent = torch.zeros(PROBE_MB * 2**20, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     took = []
