@@ -208,7 +208,11 @@ def test_the_commands_of_the_validation_compose() -> None:
 
 def test_a_part_of_the_validation_has_its_bound() -> None:
     part = list(validation.cells(["resnet50", "nodes=4,2", "gbps=10,2.5", "methods=birder,fp32"]))
-    assert [c.folder.name for c in part[:3]] == ["resnet50-n2-2.5-none", "resnet50-n2-2.5-fp32", "resnet50-n2-2.5-birder"]
+    assert [c.folder.name for c in part[:3]] == [
+        "resnet50-n2-2.5-none",
+        "resnet50-n2-2.5-fp32",
+        "resnet50-n2-2.5-birder",
+    ]
     assert {(c.nodes, c.gbps) for c in part} == {(2, 2.5), (2, 10.0), (4, 2.5), (4, 10.0)}
     assert len(part) == 12
 
