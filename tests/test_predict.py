@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,11 +76,14 @@ def test_latency_counts_hops_in_a_ring_and_messages_in_an_exchange() -> None:
     assert c.all_to_all(8.0).ms == pytest.approx(0.0, abs=1e-6)  # the NIC is free meanwhile
 
 
-def test_congestion_is_nothing_for_one_peer_and_grows_with_them() -> None:
-    calm, busy = link(1.0), link(1.0, congestion=0.1, stall_ms=1e12)
-    late = [busy.exchange(1e6, 0, peers).late_ms for peers in (1, 2, 3)]
+def test_the_last_flow_is_behind_by_the_root_of_the_exchange_and_not_at_all_where_it_is_alone() -> None:
+    u = 12.0
+    calm, unfair = link(1.0), link(1.0, unfair_ms=u)
     wire = calm.exchange(1e6, 0, 1).ms
-    assert late == pytest.approx([0.0, 0.1 * wire, 0.2 * wire], rel=1e-6)
+    late = [unfair.exchange(1e6, 0, peers).late_ms for peers in (1, 3, 7)]
+    assert late == pytest.approx([0.0, math.sqrt(2 * math.log(3) * u * wire), math.sqrt(2 * math.log(7) * u * wire)])
+    assert unfair.exchange(4e6, 0, 3).late_ms == pytest.approx(2 * late[1], rel=ROUNDED)
+    assert calm.exchange(1e6, 0, 7).late_ms == 0.0
 
 
 # ---- buckets and units --------------------------------------------------------------------------------------------------

@@ -184,6 +184,8 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
         (["model=tests.toy_module:nothing"], "no attribute 'nothing'"),
         (["--validate", "moon"], "knows resnet50, bert_squad"),
+        (["--validate", "resnet50", "nodes=3"], "knows 2, 4, 8, not 3"),
+        (["--validate", "bandwidth=3"], "knows nodes, gbps, methods and experiments, not bandwidth="),
         (["--evaluate", "--results", "nowhere"], "--fit makes it"),
     ],
 )
@@ -195,12 +197,24 @@ def test_bad_questions_end_with_one_line(arguments: list[str], words: str, capsy
 
 
 def test_the_commands_of_the_validation_compose() -> None:
-    every = list(validation.cells(list(validation.MODELS)))
+    every = list(validation.cells())
     assert len(every) == 2 * 3 * 3 * 5
+    assert every == list(validation.cells(list(validation.MODELS)))
     for cell in every[:5] + every[-5:]:
         made = compose.compose(cell.command()[2:])
         assert made.config.cluster.nodes == cell.nodes
         assert made.config.cluster.link_gbps == cell.gbps
+
+
+def test_a_part_of_the_validation_has_its_bound() -> None:
+    part = list(validation.cells(["resnet50", "nodes=4,2", "gbps=10,2.5", "methods=birder,fp32"]))
+    assert [c.folder.name for c in part[:3]] == [
+        "resnet50-n2-2.5-none",
+        "resnet50-n2-2.5-fp32",
+        "resnet50-n2-2.5-birder",
+    ]
+    assert {(c.nodes, c.gbps) for c in part} == {(2, 2.5), (2, 10.0), (4, 2.5), (4, 10.0)}
+    assert len(part) == 12
 
 
 def test_a_validation_predicts_from_the_bound_and_the_link_alone() -> None:

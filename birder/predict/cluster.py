@@ -11,10 +11,17 @@ rank. What crosses one NIC, and how often a message has to be waited for:
 
 B of (4) is what everybody has in the end. With one node the same formulas hold for the link inside it, with n = g "nodes" of
 one rank.
+
+Flows that share a NIC do not end together. The last of p in an exchange of t ms comes later by
+
+    (6) sqrt(2 ln p) sqrt(u t)
+
+which is how far the last of p independent normal deviations of variance u t is behind, to leading order; 0 for one peer.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -43,8 +50,8 @@ class Link:
 
     gbps:       Gbit/s of payload in large messages. latency_us: of one message.
     message_us: what each message of a pairwise exchange costs its sender besides.
-    congestion: flows of a pairwise exchange that meet on one NIC are not served alike: the last one ends this share of the
-                exchange's time later for each peer but the first; of long exchanges, the share of `stall_ms`.
+    unfair_ms:  flows of a pairwise exchange that meet on one NIC are not served alike. What each is ahead or behind is a
+                random walk, after t ms of standard deviation sqrt(unfair_ms t); the last of p flows is behind by (6).
     burst_bytes: what a token bucket lets pass at once after a pause; 0 for a real link.
     spread:     relative half-width of the rate where it was measured.
     """
@@ -52,8 +59,7 @@ class Link:
     gbps: float
     latency_us: float = 0.0
     message_us: float = 0.0
-    congestion: float = 0.0
-    stall_ms: float = 1000.0
+    unfair_ms: float = 0.0
     burst_bytes: float = 0.0
     spread: float = 0.0
     source: str = "stated"
@@ -61,8 +67,8 @@ class Link:
     def __post_init__(self) -> None:
         if not self.gbps > 0:
             raise ValueError(f"a link's rate must be positive, got {self.gbps:g} Gbit/s")
-        if min(self.latency_us, self.message_us, self.congestion, self.burst_bytes, self.spread) < 0:
-            raise ValueError("latency_us, message_us, congestion, burst_bytes and spread must not be negative")
+        if min(self.latency_us, self.message_us, self.unfair_ms, self.burst_bytes, self.spread) < 0:
+            raise ValueError("latency_us, message_us, unfair_ms, burst_bytes and spread must not be negative")
 
     def ring(self, sent: float, hops: int) -> Transfer:
         """`sent` bytes in a ring of `hops` messages after one another."""
@@ -73,11 +79,8 @@ class Link:
         if not sent or not peers:
             return NOTHING
         wire = self._wire(sent)
-        late = (
-            self.congestion * (peers - 1) * wire / (1 + wire / self.stall_ms)
-            + (self.latency_us + messages * self.message_us) / 1e3
-        )
-        return Transfer(wire, late, sent)
+        behind = math.sqrt(2 * math.log(peers) * self.unfair_ms * wire)
+        return Transfer(wire, behind + (self.latency_us + messages * self.message_us) / 1e3, sent)
 
     def _wire(self, nbytes: float) -> float:
         return nbytes * 8 / (self.gbps * 1e6)

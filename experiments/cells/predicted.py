@@ -32,7 +32,7 @@ WHOLE = 1e4
 """MB of a bucket that holds everything."""
 SAME = {"fp32_serial": "fp32", "bf16_hook": "bf16", "fp16_hook": "fp16"}
 START: dict[str, dict[str, float]] = {
-    "emulated": {"rate": 1.0, "congestion": 0.1, "stall_ms": 500.0},
+    "emulated": {"rate": 1.0, "unfair_ms": 10.0},
     "loopback": {"rate": 6.0, "s4": 2.5, "s8": 5.0, "half": 2.0},
 }
 COMMON = {
@@ -61,8 +61,7 @@ class Machine:
     benchmark's record.
 
     latency_ms: of a hop of an all-reduce, message_ms: of a message of a pairwise exchange, both times k(N), being work
-    of the CPU. call_us: to start a kernel; tensor_us: for each tensor that a kernel goes through. congestion, stall_ms:
-    as in `Link`.
+    of the CPU. call_us: to start a kernel; tensor_us: for each tensor that a kernel goes through. unfair_ms: as in `Link`.
     """
 
     link: str
@@ -93,7 +92,7 @@ class Machine:
             link = Link(v["rate"] / self.shared(nodes, "s") / slower, hop, message)
         else:
             rate = of.set_mbit * GOODPUT * v["rate"] / 1e3
-            link = Link(rate, hop, message, v["congestion"], v["stall_ms"], BURST_BYTES)
+            link = Link(rate, hop, message, v["unfair_ms"], BURST_BYTES)
         return Nodes(nodes, 1, link, ring=False, copies=of.copies, inside_ms_per_byte=of.inside_ms_per_byte)
 
 

@@ -125,7 +125,7 @@ def reason(o: Outcome) -> str:
     if o.case.name == "deepspeed":
         return "eager passes over one large buffer: what a byte costs depends on whether the buffer fits the caches"
     if o.case.copies > 1:
-        return "eight-fold messages of all nodes meet on one link; how TCP shares it differs from model to model"
+        return "eight-fold messages of all nodes meet on one link: how late its last flow is differs from step to step"
     return "what small messages cost where eight processes share two cores differs from model to model"
 
 

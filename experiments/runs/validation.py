@@ -5,6 +5,8 @@ steps on random data. What is predicted for each comes from two things only: the
 the same model, nodes and link, which gives forward, backward and update (spread over the gradients as the timeline of the
 model has them), and the rate that the launcher measured. Cells that have run are not run again: an interrupted validation
 goes on where it stopped.
+
+A part of it: `--validate resnet50 nodes=2,4 gbps=2.5,10 methods=fp32,birder`. The bound is always run.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ RUNS: dict[str, list[str]] = {
     "onebit_adam": ["optimizer=onebit_adam", "optimizer.warmup_steps=2"],
 }
 STEPS = 8
+BOUND = "none"
+KEYS = "nodes", "gbps", "methods"
+"""What a part of the validation is named by, beside experiments."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,29 @@ class Cell:
         return content if content.get("status") == "completed" else None
 
 
-def cells(exps: Sequence[str]) -> Iterator[Cell]:
-    """All cells, those of one place together, the bound first."""
-    for exp, nodes, gbps, method in itertools.product(exps, NODES, GBPS, RUNS):
-        yield Cell(exp, nodes, gbps, method)
+def cells(asked: Sequence[str] = ()) -> Iterator[Cell]:
+    """The cells that are meant, those of one place together, the bound first.
+
+    asked: experiments of `MODELS`, none: all; nodes=2,4, gbps=2.5,10 and methods=fp32,birder: only these.
+    Raises UserError for anything else.
+    """
+    pairs = dict(a.split("=", 1) for a in asked if "=" in a)
+    if unknown := sorted(set(pairs) - set(KEYS)):
+        raise UserError(f"--validate knows {', '.join(KEYS)} and experiments, not {unknown[0]}=")
+    exps = _among([a for a in asked if "=" not in a], list(MODELS))
+    nodes = _among(pairs.get("nodes"), [str(n) for n in NODES])
+    rates = _among(pairs.get("gbps"), [f"{g:g}" for g in GBPS])
+    methods = _among(pairs.get("methods"), list(RUNS))
+    for exp, n, rate, method in itertools.product(exps, nodes, rates, dict.fromkeys([BOUND, *methods])):
+        yield Cell(exp, int(n), float(rate), method)
+
+
+def _among(names: str | list[str] | None, known: list[str]) -> list[str]:
+    """Names, in the order of those that are known; all of them where none is named."""
+    chosen = names.split(",") if isinstance(names, str) else names or known
+    if unknown := [n for n in chosen if n not in known]:
+        raise UserError(f"--validate knows {', '.join(known)}, not {unknown[0]}")
+    return [n for n in known if n in chosen]
 
 
 def outcome(cell: Cell, bound: dict[str, Any], own: dict[str, Any], costs: Costs) -> Outcome:
@@ -104,13 +128,11 @@ def outcome(cell: Cell, bound: dict[str, Any], own: dict[str, Any], costs: Costs
 
 
 def run(names: Sequence[str]) -> None:
-    """Trains what has not been trained yet, and prints the comparison. names: of MODELS; none: all.
+    """Trains what has not been trained yet, and prints the comparison. names: as in `cells`.
 
     Raises UserError and RunFailed.
     """
-    if unknown := [n for n in names if n not in MODELS]:
-        raise UserError(f"--validate knows {', '.join(MODELS)}, not {unknown[0]}")
-    every = list(cells(names or list(MODELS)))
+    every = list(cells(names))
     for number_, cell in enumerate(every, start=1):
         if cell.record() is None:
             print(f"[{number_}/{len(every)}] {cell.folder.name}", flush=True)
@@ -120,8 +142,8 @@ def run(names: Sequence[str]) -> None:
     costs = measure_kernels("cpu")
     found = []
     for cell in every:
-        bound, own = Cell(cell.exp, cell.nodes, cell.gbps, "none").record(), cell.record()
-        if bound and own and cell.method != "none":
+        bound, own = Cell(cell.exp, cell.nodes, cell.gbps, BOUND).record(), cell.record()
+        if bound and own and cell.method != BOUND:
             found.append(outcome(cell, bound, own, costs))
     rows = [[o.case.id, number(o.predicted_ms), number(o.measured_ms), f"{o.error:+.1%}"] for o in found]
     print(Table.text(("cell", "predicted, ms", "trained, ms", "difference"), rows).grid())
