@@ -163,6 +163,26 @@ def test_a_diverged_run_counts_and_another_failure_is_tried_again(
     assert "- local SGD, lr 0.1, seed 0, failed: rank 0 on node 0: RuntimeError: the loss is nan at step 7" in page
 
 
+def test_times_that_later_code_has_measured_stand_beside_older_accuracies(runs: Runs) -> None:
+    """Its configuration may have keys that the trained runs' had not: they ran with what is the default now."""
+    assert all_methods.main(arguments(runs, "--methods", "local_sgd", "--seeds", "0")) == 0
+
+    def timed(section: str, key: str, value: Any) -> list[ResultRecord]:
+        records = []
+        for r in record.read_all(runs.results):
+            config = json.loads(json.dumps(r.config))
+            if methods_table.is_timing(r):
+                config[section][key] = value
+            records.append(dataclasses.replace(r, config=config))
+        (table,) = methods_table.build(records)
+        return table.timed
+
+    assert [r.method for r in timed("optimizer", "younger_key", None)] == ["local SGD"]
+    assert timed("optimizer", "reset_every", 7) == []
+    trained = next(r for r in record.read_all(runs.results) if not methods_table.is_timing(r))
+    assert not methods_table.alike(trained, dataclasses.replace(trained, method="local SGD top-k"))
+
+
 def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in (
         (["scale=quick"], "needs real data"),

@@ -3,10 +3,24 @@
 A step without overlap takes compute + bytes/rate. With DDP's buckets it cannot be shorter than the largest, over buckets, of
 (when the bucket is ready + what is left to be sent from then on / rate). A row that is further than `TOLERANCE` from it is
 named where it is published.
+
+Where nodes are emulated the exchange has work of its own on the cores on which they compute: copies to and from sockets,
+sums, casts. Methods in turns measure it (experiments/timing/opened.py): E = a step with open links - the bound - the update.
+A bucket then is work of the cores, which backward waits for, and after that bytes on the wire, which hide behind the backward
+and the work of later buckets. Buckets k = 1..n with shares s of the elements, ready in the bound at r_k, W = bytes/rate:
+
+    (1) step = max over k of ( r_k + E (s_1 + ... + s_k) + W (s_k + ... + s_n) ) + update
+
+With open links, W = 0, this is what was measured there; with E = 0 it is the sentence above. Nothing in it is taken from the
+step that it is held against. What a link's token bucket lets pass at once after the pause between two steps is not in W.
+
+Whether the link itself is right is told apart from that: the same buckets, all-reduced on the same links while nobody
+computes, take W.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,25 +28,32 @@ from birder.predict.simulation import Layout, buckets
 from birder.predict.timeline import Timeline
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
-from launch.emulated.network import GOODPUT
+from launch.emulated.network import GOODPUT, burst_bytes
 from launch.errors import UserError
 
 TOLERANCE = 0.05
 """Share by which a step may differ from arithmetic without being named."""
 WIRES = {"fp32": 4, "bf16": 2}
 """Bytes of an element on the wire, of the methods that are checked."""
+WORK = " + the exchange's own work"
 SAME = 0.02
 """A timeline is that of the model when their numbers of elements differ by no more than this share."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row. Times in ms. off_by: how far the link was from what its set rate should give when it was measured."""
+    """One row. Times in ms. off_by: how far the link was from what its set rate should give when it was measured.
+
+    own:  the exchange's own work as a share of the step, where it was measured with open links; it is in `expected` then.
+    link: time of the exchange alone over bytes/rate, less 1, where that was measured.
+    """
 
     name: str
     measured: float
     expected: float
     off_by: float = 0.0
+    own: float | None = None
+    link: float | None = None
 
     @property
     def difference(self) -> float:
@@ -42,6 +63,11 @@ class Check:
     @property
     def holds(self) -> bool:
         return abs(self.difference) <= TOLERANCE
+
+    @property
+    def link_holds(self) -> bool:
+        """Whether the exchange alone took what arithmetic says, or was not measured."""
+        return self.link is None or abs(self.link) <= TOLERANCE
 
     def __str__(self) -> str:
         return f"{self.name} ({self.difference:+.1%})"
@@ -59,6 +85,20 @@ def last(t: Timeline, wire_ms: float, *, scale: float = 1.0, bucket_mb: float = 
     return longest
 
 
+def last_with_work(ready: Sequence[Sequence[float]], own_ms: float, wire_ms: float) -> float:
+    """When the last gradient has been sent, ms after the step's begin: (1) of the module's docstring, without the update.
+
+    ready: [elements, ms] of each bucket in the order in which they are sent. own_ms, wire_ms: of all of them.
+    """
+    whole = sum(elements for elements, _ in ready)
+    before, longest = 0.0, 0.0
+    for elements, at in ready:
+        share = elements / whole
+        longest = max(longest, at + own_ms * (before + share) + wire_ms * (1 - before))
+        before += share
+    return longest
+
+
 def of_runs(records: Sequence[ResultRecord]) -> list[Check]:
     """fp32 and bf16 DDP of one table, over links of a set rate, beside the run without communication: its compute.
 
@@ -69,18 +109,59 @@ def of_runs(records: Sequence[ResultRecord]) -> list[Check]:
     found = []
     for r in done if bound is not None else ():
         assert bound is not None
-        expected = _expected(r, bound.timing["median_ms"] - _update_ms(bound)) if r.wire in WIRES else None
-        if expected is not None:
-            found.append(Check(r.method, r.timing["median_ms"], expected, float(r.link.get("off_by") or 0.0)))
+        if r.wire not in WIRES:
+            continue
+        compute = bound.timing["median_ms"] - _update_ms(bound)
+        if (check := _with_work(r, compute) or _plain(r, compute)) is not None:
+            found.append(check)
     return found
 
 
-def _expected(r: ResultRecord, compute: float) -> float | None:
+def _plain(r: ResultRecord, compute: float) -> Check | None:
+    expected = _expected(r, compute)
+    return None if expected is None else Check(r.method, r.timing["median_ms"], expected, _off_by(r))
+
+
+def _with_work(r: ResultRecord, compute: float) -> Check | None:
+    """The check of a row whose exchange was measured with open links; None for any other."""
+    wire_ms, ready, opened = _wire_ms(r), r.turns.get("ready"), r.turns.get("open_ms")
+    if wire_ms is None or not ready or not opened:
+        return None
+    at_once = burst_bytes(r.link["set_mbit_per_s"]) if r.link.get("set_mbit_per_s") else 0
+    wire_ms *= max(0.0, 1 - at_once / r.bytes_per_step["payload_inter"])
+    own = max(0.0, statistics.median(opened) - compute - _update_ms(r))
+    # Buckets are timed on the slowest rank of each step, the bound on that of each turn.
+    pace = min(1.0, compute / ready[-1][1])
+    expected = last_with_work([(elements, pace * at) for elements, at in ready], own, wire_ms) + _update_ms(r)
+    measured = r.timing["median_ms"]
+    return Check(r.method, measured, expected, _off_by(r), own / measured, _link(r, wire_ms))
+
+
+def _link(r: ResultRecord, wire_ms: float) -> float | None:
+    """How much longer the exchange alone took than bytes/rate, each turn at the rate that the links then had."""
+    taken, rates, usual = r.turns.get("exchange_ms"), r.turns.get("exchange_mbit_per_s"), r.link.get("set_mbit_per_s")
+    if not taken or not rates or not usual:
+        return None
+    return statistics.median(ms * rate / usual for ms, rate in zip(taken, rates, strict=True)) / wire_ms - 1
+
+
+def _off_by(r: ResultRecord) -> float:
+    return float(r.link.get("off_by") or 0.0)
+
+
+def _wire_ms(r: ResultRecord) -> float | None:
+    """What all bytes of a step take on the wire; None where bytes or rate are not known, or steps differ."""
     rate = r.link["mbit_per_s"] or GOODPUT * (r.link.get("set_mbit_per_s") or 0.0)
     payload, train = r.bytes_per_step["payload_inter"], r.config.get("train", {})
     if not rate or not payload or train.get("accumulate", 1) != 1 or r.timing.get("typical") == "mean":
         return None
-    wire_ms = payload * 8 / (rate * 1e3)
+    return float(payload * 8 / (rate * 1e3))
+
+
+def _expected(r: ResultRecord, compute: float) -> float | None:
+    wire_ms, payload = _wire_ms(r), r.bytes_per_step["payload_inter"]
+    if wire_ms is None or not payload:
+        return None
     elements = payload * r.nodes / (2 * (r.nodes - 1) * WIRES[r.wire])
     bucket_mb = r.config.get("comm", {}).get("bucket_mb", 25.0)
     if 4 * elements <= bucket_mb * 2**20:
@@ -102,9 +183,34 @@ def _update_ms(r: ResultRecord) -> float:
 
 def listed(checks: Sequence[Check]) -> str:
     """What the check of a table found, every row named."""
-    text = "Against arithmetic (compute + bytes/rate, less what hides behind backward): "
-    text += ", ".join(map(str, checks))
-    return f"{text}. {missed(checks)}".rstrip()
+    said = []
+    for work, kind in (("", [c for c in checks if c.own is None]), (WORK, [c for c in checks if c.own is not None])):
+        if kind:
+            rows = ", ".join(map(str, kind))
+            said.append(f"Against arithmetic (compute{work} + bytes/rate, less what hides behind backward): {rows}.")
+    return " ".join([*said, *_own_work(checks), *_links(checks), missed(checks)]).rstrip()
+
+
+def _own_work(checks: Sequence[Check]) -> list[str]:
+    """What the exchange costs beside the wire."""
+    shares = [f"{100 * c.own:.0f} % of the step of {c.name}" for c in checks if c.own is not None]
+    if not shares:
+        return []
+    return [
+        f"The exchange's own work (copies, sums, casts), measured with open links, keeps this machine's cores busy for "
+        f"{', '.join(shares)}, partly beside the wire; nodes whose GPUs compute would not have it in their backward."
+    ]
+
+
+def _links(checks: Sequence[Check]) -> list[str]:
+    """Whether the links carry what they should when nobody computes."""
+    known = [c for c in checks if c.link is not None]
+    if not known:
+        return []
+    rows = ", ".join(f"{c.name} ({c.link:+.1%})" for c in known)
+    text = f"The exchange alone, while nobody computes, against bytes/rate: {rows}."
+    bad = [c.name for c in known if not c.link_holds]
+    return [f"{text} Not within {TOLERANCE:.0%}: {', '.join(bad)}." if bad else text]
 
 
 def missed(checks: Sequence[Check]) -> str:

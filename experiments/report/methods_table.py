@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,20 +102,25 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
     tables = []
     for scores in accuracy.build(ours):
         lines, shape = [], _shape(scores.cells[0].records[0])
-        timed = {key(r.config): r for r in clocks if _shape(r) == shape}  # the latest of each method
+        timed = [r for r in reversed(clocks) if _shape(r) == shape]  # the latest first
         for label in dict.fromkeys(cell.label for cell in scores.cells):
             mine = tuple(cell for cell in scores.cells if cell.label == label)
-            clock = timed.get(key(mine[0].records[0].config))
+            clock = next((r for r in timed if alike(r, mine[0].records[0])), None)
             lines.append(Line(label, mine, scores.best(label), Row(label, clock) if clock else None))
-        bound = [r for r in timed.values() if r.wire == "none"]
-        lines += [Line(r.method, (), None, Row(r.method, r)) for r in bound[-1:]]
+        bound = [r for r in timed if r.wire == "none"]
+        lines += [Line(r.method, (), None, Row(r.method, r)) for r in bound[:1]]
         tables.append(MethodsTable(scores, tuple(lines)))
     return tables
 
 
-def key(config: dict[str, Any]) -> str:
-    """What a method is: its configuration without what differs between its runs."""
-    return json.dumps(distinguishing(config, OF_A_RUN), sort_keys=True)
+def alike(a: ResultRecord, b: ResultRecord) -> bool:
+    """Whether two runs are of one method: the same label, and no key that both know differs but those of single runs.
+
+    A key that only one of them has is younger than the other, which ran with what is the default now; a variant has a label
+    of its own.
+    """
+    mine, theirs = distinguishing(a.config, OF_A_RUN), distinguishing(b.config, OF_A_RUN)
+    return (a.method, a.wire) == (b.method, b.wire) and all(mine[k] == theirs[k] for k in mine.keys() & theirs.keys())
 
 
 def _shape(r: ResultRecord) -> tuple[str, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class Entry(ABC):
         """Drops what has been measured."""
         self.seconds: list[float] = []
         self.steps: list[int] = []
+        self.open: list[float] = []
+        """Seconds a step of each turn on open links (`experiments/timing/opened.py`), on the slowest rank."""
         self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
 
     def per_step(self) -> list[float]:
@@ -126,16 +129,29 @@ class Bound(Entry):
         self.settings = config["train"]
         self.own = Own(shared)
         self.stream = method.batches(config, shared.workload, shared.shard, shared.length, 0)
+        self.buckets: list[int] = []
+        """Elements of each of DDP's buckets in the last step."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.ready: list[list[tuple[int, float]]] = []
+        """Of each timed step DDP's buckets: elements, and seconds after the step's begin until its gradients were ready."""
 
     def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
         ddp, shard = self.shared.ddp, self.shared.shard
         self.own.enter()
-        ddp.send_nothing()
+        ready, begins = ddp.send_nothing(), [(0, 0.0)] * steps
         watch.start()
-        for _ in range(steps):
+        for number in range(steps):
+            begins[number] = (len(ready), time.perf_counter())
             ddp.zero_grad(set_to_none=True)
             method.forward_backward(self.shared.workload, ddp, self.stream, self.settings, shard.device)
         seconds = watch.stop()
+        self.buckets = [elements for elements, _ in ready[begins[-1][0] :]] if steps else []
+        if timed and watch.device.type != "cuda":  # there the host only queues work
+            ends = [*(place for place, _ in begins[1:]), len(ready)]
+            for (place, began), end in zip(begins, ends, strict=True):
+                self.ready.append([(elements, at - began) for elements, at in ready[place:end]])
         ddp.use(None)
         self.own.leave()
         return seconds

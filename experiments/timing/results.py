@@ -46,6 +46,9 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
             made_record = record.failed(spec, entry.failed, **known)
         else:
             turns = {**about, "ms": [round(1000 * s, 4) for s in entry.per_step()], "steps": entry.steps}
+            if entry.open:
+                turns["open_ms"] = [round(1000 * s, 4) for s in entry.open]
+                turns |= world.exchange.told(labels.wire(described["config"]))
             fields["timing"]["ratios"] = against
             made_record = record.from_spec(spec, turns=turns, **fields, **known)
         path = record.write(made_record, described["config"]["results_dir"])

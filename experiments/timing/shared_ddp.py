@@ -1,6 +1,7 @@
 """One DistributedDataParallel for methods that take turns."""
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,9 @@ def _hook(switch: _Switch, bucket: dist.GradBucket) -> Future[Tensor]:
     return hook(state, bucket)
 
 
-def _nothing(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sends nothing: the bucket stays as it is."""
+def _nothing(ready: list[tuple[int, float]], bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sends nothing: the bucket stays as it is. Notes its elements, and when it was ready, seconds of `perf_counter`."""
+    ready.append((bucket.buffer().numel(), time.perf_counter()))
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
@@ -54,7 +56,12 @@ class SharedDDP(DistributedDataParallel):
         self._switch.current = hook
         self.broadcast_buffers = True
 
-    def send_nothing(self) -> None:
-        """Until the next `use`, passes are as any others', and send neither gradients nor buffers."""
-        self.use((None, _nothing))
+    def send_nothing(self) -> list[tuple[int, float]]:
+        """Until the next `use`, passes are as any others', and send neither gradients nor buffers.
+
+        Returns a list to which every bucket adds its elements and the host's time at which its gradients were ready.
+        """
+        ready: list[tuple[int, float]] = []
+        self.use((ready, _nothing))
         self.broadcast_buffers = False
+        return ready

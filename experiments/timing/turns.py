@@ -6,7 +6,8 @@ ended leaves the ranks no sooner than the slowest of them: a turn is as long as 
 
     warm up   each method, past its dense stage; emulated links have no rate yet
     bound     forward and backward alone, nothing sent, nothing updated; the dilation and the links' rate follow from it
-    rounds    each method, the bound among them; before each the links are set anew from the bound's last turns
+    rounds    each method, the bound among them; before each the links are set anew from the bound's last turns. Beside some
+              of them dense methods on open links, and their exchange alone (experiments/timing/opened.py)
     check     the bound again; if the links did not keep up with this machine's pace the rounds are repeated, once
 
 Where memory does not hold all methods at once, each is made, warmed up and freed in every turn.
@@ -27,6 +28,7 @@ from experiments.records import record
 from experiments.timing import plan, results
 from experiments.timing.entries import Bound, Entry, Shared, Variant
 from experiments.timing.links import BOUND_TURNS, Links
+from experiments.timing.opened import Exchange, dense, due, ready
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import link, machine
 from experiments.training.clock import Stopwatch
@@ -78,6 +80,7 @@ class _World:
         """What the comparison calls its runs without communication: the bound stands for them."""
         self.watch = Stopwatch(shard.device)
         self.links = Links(spec, self._agree, self._say)
+        self.exchange = Exchange(self.ddp, [v["config"] for v in described])
         self.held = True
         self.repeated = False
 
@@ -110,6 +113,7 @@ class _World:
             self._say(f"This machine's pace has changed by {drift:+.0%}: the rounds are repeated")
             before, dilation = now, self.links.settle(now)
             self.links.set_to.clear()
+            self.exchange.forget()
             for entry in self._all():
                 entry.forget()
         if self.links.set_to:
@@ -124,6 +128,7 @@ class _World:
             "drift": round(drift, 4),
             "dilations": [dilation for _, dilation, _ in self.links.set_to],
             "busy": busy,
+            **({"ready": found} if self.links.shapes and (found := ready(self.bound)) else {}),
         }
         results.write(self, about, dilation, probed)
 
@@ -170,21 +175,35 @@ class _World:
         began = time.monotonic()
         self._one_round(-1, timed=False)  # the first after the links have got their rate
         for number in range(self.rounds):
+            extra = self.links.shapes and due(number)
+            if extra and self.held:
+                self.links.free()
+                for entry in self._order(f"{number} open"):
+                    self._open_turn(entry)
+                self.links.set()
             self.links.follow()
-            self._one_round(number, timed=True)
+            if extra:
+                self.exchange.turns(self.bound, self.watch, self.links.mbit)
+            self._one_round(number, timed=True, extra=extra)
             left = (time.monotonic() - began) / (number + 2) * (self.rounds - number - 1)
             self._say(f"round {number + 1}/{self.rounds}, {left:.0f} s left")
 
-    def _one_round(self, number: int, *, timed: bool) -> None:
+    def _order(self, which: str) -> list[Entry]:
+        """Those that take turns, shuffled."""
         order: list[Entry] = [e for e in self._all() if e.failed is None]
-        random.Random(f"{self.spec.seed} {number} turns").shuffle(order)
-        for entry in order:
+        random.Random(f"{self.spec.seed} {which}").shuffle(order)
+        return order
+
+    def _one_round(self, number: int, *, timed: bool, extra: bool = False) -> None:
+        for entry in self._order(f"{number} turns"):
             if not self.held and isinstance(entry, Variant):
                 if not timed:
                     continue
                 self.links.free()
                 if not self._make(entry):
                     continue
+                if extra:
+                    self._open_turn(entry)
                 self.links.set()
             # Made anew, a method plans anew too.
             steps = entry.lengths(self.rounds, self.steps)[number] if timed else 1
@@ -204,6 +223,15 @@ class _World:
             entry.keep(max(everyone), steps)
             if entry is self.bound:
                 self.links.pace.append(max(everyone) / steps)
+
+    def _open_turn(self, entry: Entry) -> None:
+        """A turn of a dense method on links that are open; others have none."""
+        if not isinstance(entry, Variant) or not dense(entry.config):
+            return
+        self._at(entry)
+        dist.barrier()
+        everyone = self._same(entry, entry.turn(self.steps, self.watch))
+        entry.open.append(max(everyone) / self.steps)
 
     def _measure_bound(self, turns: int) -> float:
         """Seconds of a step without communication and update, on the slowest rank."""

@@ -102,9 +102,7 @@ def shape(node: int, mbit_per_s: float) -> None:
 
 def shape_commands(node: int, mbit_per_s: float) -> list[list[str]]:
     """What `shape` runs: a token bucket where the node sends, and one where the bridge sends to it."""
-    bytes_per_s = mbit_per_s * 1e6 / 8
-    # Large enough for one segment of 64 KB as TCP hands it down, and for 2 ms between two turns of the bucket.
-    burst = max(80_000, int(bytes_per_s * 0.002))
+    bytes_per_s, burst = mbit_per_s * 1e6 / 8, burst_bytes(mbit_per_s)
     # What may wait: every other node's full congestion window where all send to one.
     limit = max(250_000, int(bytes_per_s * 0.05)) + burst
     tbf = ["root", "tbf", "rate", f"{round(mbit_per_s * 1e6)}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
@@ -112,6 +110,12 @@ def shape_commands(node: int, mbit_per_s: float) -> list[list[str]]:
         [*enter(node), "tc", "qdisc", "replace", "dev", NIC, *tbf],
         ["tc", "qdisc", "replace", "dev", _port(node), *tbf],
     ]
+
+
+def burst_bytes(mbit_per_s: float) -> int:
+    """What passes a link of this rate at once after a pause: the depth of its token bucket."""
+    # Large enough for one segment of 64 KB as TCP hands it down, and for 2 ms between two turns of the bucket.
+    return max(80_000, int(mbit_per_s * 1e6 / 8 * 0.002))
 
 
 def cut(node: int) -> None:
