@@ -173,20 +173,14 @@ def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(t
 def test_on_emulated_nodes_the_link_is_open_for_its_turns_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ["+exp=digits", "cluster=emulated", "cluster.nodes=2", "cluster.ranks_per_node=1", "scale=quick"]
-    overrides += [
-        "cluster.dilation=1",
-        "cluster.link_gbps=0.02",
-        "turns.mode=turns",
-        "turns.rounds=5",
-        "wandb=disabled",
-    ]
-    overrides += ["train.max_steps=40", "train.threads=1"]
+    overrides = ["+exp=cifar100", "cluster=emulated", "cluster.nodes=2", "cluster.ranks_per_node=1", "scale=quick"]
+    overrides += ["cluster.dilation=1", "cluster.link_gbps=0.2", "turns.mode=turns", "turns.rounds=5", "wandb=disabled"]
+    overrides += ["train.max_steps=40", "train.threads=1", "train.batch_per_rank=2"]
     assert compare.compare([*overrides, f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"], ["sgdm"]) == 0
     records = {r.wire: r for r in record.read_all(tmp_path / "r")}
     fp32 = records["fp32"]
     asked = next((tmp_path / "o").glob("*/*/control")).read_text().splitlines()
-    assert asked.count("rate 40000") >= 1 + 2  # at the beginning, and for the open turns of rounds 0 and 4
+    assert asked.count("rate 40000") >= 1 + 2, asked  # at the beginning, and for the open turns of rounds 0 and 4
     wire_ms = fp32.bytes_per_step["payload_inter"] * 8 / (fp32.link["mbit_per_s"] * 1e3)
     assert min(fp32.turns["exchange_ms"]) > 0.7 * wire_ms  # a bucket's worth may leave at once
     assert min(fp32.turns["open_ms"]) < fp32.timing["median_ms"]

@@ -140,7 +140,7 @@ def _with_work(r: ResultRecord, compute: float) -> Check | None:
 def _link(r: ResultRecord, wire_ms: float) -> float | None:
     """How much longer the exchange alone took than bytes/rate, each turn at the rate that the links then had."""
     taken, rates, usual = r.turns.get("exchange_ms"), r.turns.get("exchange_mbit_per_s"), r.link.get("set_mbit_per_s")
-    if not taken or not rates or not usual:
+    if not taken or not rates or not usual or wire_ms <= 0:  # what a burst holds takes no time
         return None
     return statistics.median(ms * rate / usual for ms, rate in zip(taken, rates, strict=True)) / wire_ms - 1
 
