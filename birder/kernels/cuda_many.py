@@ -246,7 +246,8 @@ def apply_bits(
     """See `reference_many.apply_bits`; parameters that are not fp32 take it."""
     orders, rest = _orders(params, SINGLE)
     if rest:
-        reference_many.apply_bits(*_some(rest, params, offsets), bits, lr=lr, decay=decay, active=active)
+        some, at = _some(rest, params, offsets)
+        reference_many.apply_bits(some, at, bits, lr=lr, decay=decay, active=active)
     moves = bits if active is None else active.view(torch.uint8)
     constants = {"DECAYS": bool(decay), "PARTIAL": active is not None}
     for here in orders.values():
@@ -266,8 +267,8 @@ def move_adam(
     """See `reference_feedback.move_adam`; parameters that are not fp32 take it."""
     orders, rest = _orders(params, SINGLE)
     if rest:
-        law = {"rate": rate, "correction": correction, "eps": eps, "keep": keep}
-        reference_feedback.move_adam(*_some(rest, params, m, v), **law)
+        some, its_m, its_v = _some(rest, params, m, v)
+        reference_feedback.move_adam(some, its_m, its_v, rate=rate, correction=correction, eps=eps, keep=keep)
     for here in orders.values():
         _launch(_move, params, [0] * len(params), here, (m, v), (-rate, correction, eps, keep), {})
 

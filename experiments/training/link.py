@@ -68,7 +68,9 @@ def probe(per_node: int, device: torch.device) -> float | None:
     rank, nodes = dist.get_rank(), dist.get_world_size() // per_node
     if nodes < 2:
         return None
-    if backend_for(dist.group.WORLD, device) == "gloo":  # which sends none of a GPU's tensors
+    world = dist.group.WORLD
+    assert world is not None
+    if backend_for(world, device) == "gloo":  # which sends none of a GPU's tensors
         device = torch.device("cpu")
     sent = torch.zeros(PROBE_MB * 2**20, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
