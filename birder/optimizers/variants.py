@@ -28,4 +28,6 @@ class Variants:
             cls.variants[named] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(cls.variants.get(kwargs.get(cls._argument), cls) if cls is cls._method else cls)  # type: ignore[arg-type]
+        named = kwargs.get(cls._argument)
+        chosen = cls.variants.get(named, cls) if cls is cls._method and isinstance(named, str) else cls
+        return super().__new__(chosen)
