@@ -246,7 +246,8 @@ def apply_bits(
     """See `reference_many.apply_bits`; parameters that are not fp32 take it."""
     orders, rest = _orders(params, SINGLE)
     if rest:
-        reference_many.apply_bits(*_some(rest, params, offsets), bits, lr=lr, decay=decay, active=active)
+        chosen, places = _some(rest, params, offsets)
+        reference_many.apply_bits(chosen, places, bits, lr=lr, decay=decay, active=active)
     moves = bits if active is None else active.view(torch.uint8)
     constants = {"DECAYS": bool(decay), "PARTIAL": active is not None}
     for here in orders.values():
@@ -267,7 +268,8 @@ def move_adam(
     orders, rest = _orders(params, SINGLE)
     if rest:
         law = {"rate": rate, "correction": correction, "eps": eps, "keep": keep}
-        reference_feedback.move_adam(*_some(rest, params, m, v), **law)
+        p, first, second = _some(rest, params, m, v)
+        reference_feedback.move_adam(p, first, second, **law)
     for here in orders.values():
         _launch(_move, params, [0] * len(params), here, (m, v), (-rate, correction, eps, keep), {})
 

@@ -163,7 +163,12 @@ def _queued(step: Callable[[], None], device: torch.device, steps: int = 3) -> d
         return {}
     # The profiler itself waits for the device: what it counts where next to nothing is done is its own.
     without = _counted(lambda: torch.zeros(1, device=device))
-    launches, waits = _counted(lambda: [step() for _ in range(steps)])
+
+    def several() -> None:
+        for _ in range(steps):
+            step()
+
+    launches, waits = _counted(several)
     return {"launches": max(0, launches - without[0]) / steps, "waits": max(0, waits - without[1]) / steps}
 
 
