@@ -78,7 +78,7 @@ def _world_timeout() -> timedelta | None:
 
 
 def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The back end that carries tensors on `device`: "gloo", "nccl", ...; "" when the group (None: the world) has none for it.
+    """What carries tensors on `device`: "gloo", "nccl", ...; "" when the group (None: the world) has nothing for it.
 
     A group may have one for each kind of device, however it was asked for: "gloo", "cpu:gloo,cuda:nccl", or nothing at all.
     """
