@@ -77,8 +77,8 @@ def _world_timeout() -> timedelta | None:
     return None
 
 
-def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The back end that carries tensors on `device`: "gloo", "nccl", ...; "" when the group has none for it.
+def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """What carries tensors on `device`: "gloo", "nccl", ...; "" when the group (None: the world) has nothing for it.
 
     A group may have one for each kind of device, however it was asked for: "gloo", "cpu:gloo,cuda:nccl", or nothing at all.
     """

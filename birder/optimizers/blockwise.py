@@ -94,8 +94,7 @@ class BlockwiseSGD(BucketOptimizer):
             m = unit.state["momentum"]
             m.mul_(beta).add_(grad)
             if self.decay_in_momentum() and group["weight_decay"]:
-                for view, p in zip(unit.views(m), unit.params, strict=True):
-                    view.add_(p * group["weight_decay"])
+                torch._foreach_add_(unit.views(m), torch._foreach_mul(unit.params, group["weight_decay"]))
             if group["nesterov"]:
                 grad.add_(m * beta)
             else:

@@ -87,6 +87,5 @@ class QSparseLocalSGD(BlockwiseSGD):
             if plan is Plan.SKIP:
                 torch._foreach_sub_(unit.params, views)
             else:
-                for x, view in zip(unit.params, views, strict=True):
-                    x.copy_(view)
+                torch._foreach_copy_(unit.params, views)
             unit.result = None

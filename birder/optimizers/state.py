@@ -69,8 +69,7 @@ class MethodState(Method):
     def flat_parameters(self, unit: Unit) -> Tensor:
         """The unit's parameters as they are now, in a new flat buffer: fp32[padded]."""
         flat = unit.zeros()
-        for view, p in zip(unit.views(flat), unit.params, strict=True):
-            view.copy_(p.detach())
+        torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])
         return flat
 
     @torch.no_grad()
@@ -78,8 +77,7 @@ class MethodState(Method):
         """Replaces the parameters by their mean over all ranks. Every rank calls it."""
         for unit in self.units:
             mean = self.comm.mean(self.flat_parameters(unit))
-            for view, p in zip(unit.views(mean), unit.params, strict=True):
-                p.copy_(view)
+            torch._foreach_copy_(unit.params, unit.views(mean))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
