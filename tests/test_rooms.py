@@ -10,7 +10,7 @@ import pytest
 from experiments.records.record import ROOT
 
 HOUSE = ROOT / "experiments"
-COMMANDS = sorted(p.stem for p in HOUSE.glob("*.py") if p.stem != "__init__")
+COMMANDS = sorted(p.stem for p in HOUSE.glob("*.py") if not p.stem.startswith("_"))
 ROOMS = sorted(p.parent.name for p in HOUSE.glob("*/__init__.py"))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PICTURE = ARCHITECTURE.partition("## Rooms")[2].split("```")[1]
@@ -27,7 +27,11 @@ def test_every_file_at_the_top_is_a_command(name: str) -> None:
     """It says how it is called, ends without a word by Ctrl-C while it imports, and tells every error in one line."""
     text = (HOUSE / f"{name}.py").read_text(encoding="utf-8")
     assert f"experiments/{name}.py" in text.split('"""')[1]
-    assert "    sys.path[0] = str(Path(__file__).resolve().parents[1])\n    from launch import interrupt\n" in text
+    first = text if name == "gpu_check" else (HOUSE / "_script.py").read_text(encoding="utf-8")
+    assert re.search(
+        r"sys\.path\[0\] = str\(Path\(__file__\)\.resolve\(\)\.parents\[1\]\)\n\s*from launch import interrupt\b", first
+    )
+    assert first is text or "\nif not __package__:  # run as a script\n    import _script  # noqa: F401\n" in text
     assert "\ndef main(" in text
     assert "@command.told\ndef main(" in text or name == "run"  # Hydra's application goes on after an error: -m
     assert text.endswith('\n\nif __name__ == "__main__":\n    command.start(main)\n')

@@ -55,7 +55,8 @@ class BlockwiseSGD(BucketOptimizer):
         compressor: str,
         **options: Any,
     ) -> None:
-        require_choice("compressor", compressor, *COMPRESSORS)
+        known = isinstance(compressor, str) and compressor in COMPRESSORS
+        require(known, "compressor", compressor, "one of " + ", ".join(COMPRESSORS))
         self.compressor = compressor
         require_choice("variant", variant, "paper", "released")
         self.block, self.variant = whole_number("block", block), variant

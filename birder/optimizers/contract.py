@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, Pipeline, SingleProcess
-from birder.optimizers.checks import require, require_choice, require_number
+from birder.optimizers.checks import require, require_number
 from birder.optimizers.layout import ALIGN, Unit
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +73,7 @@ class Method(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
-        require_choice("wire", wire, *WIRES)
+        require(isinstance(wire, str) and wire in WIRES, "wire", wire, "one of " + ", ".join(WIRES))
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, "positive or None", above=True)
         whole = isinstance(seed, int) and not isinstance(seed, bool)
