@@ -17,14 +17,24 @@ from experiments.config.kinds import shown
 from launch.errors import UserError
 
 
+_under_way: set[str] = set()
+"""Keys that ${scaled:...} is evaluating."""
+
+
 def _scaled(key: str, *, _root_: DictConfig) -> Any:
     name = str(_root_.scale.name)
     scales = _root_.get("scales") or {}
     if name not in scales:
         raise UserError(f"scale.name must be one of {', '.join(map(str, scales)) or 'quick, paper'}, not {shown(name)}")
-    if key not in scales[name]:
+    if key not in list(scales[name]):  # `in` would evaluate what stands there
         raise UserError(f"this workload sets no {shown(key)} for scale {name}: add it to scales.{name}")
-    return scales[name][key]
+    if key in _under_way:
+        raise UserError(f"scales.{name}.{key} refers to itself")
+    _under_way.add(key)
+    try:
+        return scales[name][key]
+    finally:
+        _under_way.discard(key)
 
 
 def _lr_rule(base: float, *, _root_: DictConfig) -> float:
