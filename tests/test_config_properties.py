@@ -120,6 +120,19 @@ def test_bases_are_runs(base: tuple[str, ...], tmp_path: Path) -> None:
     assert isinstance(found := outcome([*base, f"output_dir={tmp_path}"]), RunSpec), found
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("scales.quick.nodes=${scaled:nodes}", "scales.quick.nodes refers to itself"),
+        ("scales.quick.nodes=${cluster.nodes}", "scales.quick.nodes refers to itself"),
+        ("train.batch_per_rank=${lr_rule:0.1}", "the configuration refers to itself"),
+        ("seed=${seed}", "Recursive interpolation detected (at seed)"),
+    ],
+)
+def test_circles_are_refused_at_once(override: str, words: str) -> None:
+    assert words in str(outcome([*BASES[5], override]))
+
+
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.lists(st.text()), st.none(), st.booleans()))
 @settings(max_examples=300, derandomize=True)
 def test_values_are_shown_on_one_short_line(value: Any) -> None:

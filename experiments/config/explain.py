@@ -54,7 +54,7 @@ def explain(error: Exception, config_dir: Path, known: Callable[[str], list[str]
         return UserError(
             "a group is chosen by the name of a file, such as optimizer=birder; in quotes if it is a number"
         )
-    if isinstance(error, RecursionError):
+    if isinstance(error, RecursionError) or "maximum recursion depth" in text:
         return UserError("the configuration refers to itself: look for ${...} that lead in a circle")
     if not isinstance(error, HydraException | omegaconf.errors.OmegaConfBaseException):
         return UserError(f"cannot compose this configuration: {one_line(text or type(error).__name__)}")

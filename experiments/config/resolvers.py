@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.config.kinds import shown
 from launch.errors import UserError
 
-
 _under_way: set[str] = set()
 """Keys that ${scaled:...} is evaluating."""
 
