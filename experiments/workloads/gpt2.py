@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, at_least, one_of
+from experiments.workloads.base import Batch, Shard, at_least, one_of, shown
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from launch.errors import UserError
@@ -60,7 +60,7 @@ class GPT2(bert.Text):
         held_out: int | None = None,
     ) -> None:
         if init not in ("pretrained", "random"):
-            raise UserError(f"workload.init={init} is unknown: pretrained or random")
+            raise UserError(f"workload.init={shown(init)} is unknown: pretrained or random")
         one_of(PRESETS, preset=preset)
         if seq_len < 8:
             raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
