@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from experiments.config import compose, validate
-from experiments.config.kinds import one_line, shown
+from experiments.config.kinds import shown
 from launch.errors import UserError
 from launch.spec import RunSpec
+from launch.words import one_line
 
 BASES = (
     ("+exp=digits",),

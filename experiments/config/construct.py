@@ -10,11 +10,12 @@ import hydra.utils
 from hydra.errors import HydraException
 
 from experiments.config import validate
-from experiments.config.kinds import one_line, shown
+from experiments.config.kinds import shown
 from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.records import record
 from launch.base import Launcher
 from launch.errors import UserError
+from launch.words import one_line
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload

@@ -12,8 +12,9 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 
 from experiments.config import validate
 from experiments.config.construct import user_error
-from experiments.config.kinds import one_line, shown
+from experiments.config.kinds import shown
 from launch.errors import UserError
+from launch.words import one_line
 
 CONFIG_ERRORS: tuple[type[Exception], ...] = (
     HydraException,

@@ -17,8 +17,7 @@ import annotated_types
 from pydantic import AfterValidator, Field, Strict
 from pydantic.fields import FieldInfo
 
-from experiments.config.words import escaped
-from experiments.config.words import one_line as one_line
+from launch.words import escaped
 
 LIMIT = 1000
 """Upper bounds from here on are technical."""

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
 
-from experiments.config.words import one_line
 from launch import interrupt
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
+from launch.words import one_line
 
 LONGEST = 290
 """Characters of a message about bad input."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.errors import UserError
+from launch.words import shortened
 
 Batch = Any
 CPU = torch.device("cpu")
@@ -129,24 +130,18 @@ class Workload(ABC):
         """Restores what `state_dict` returned."""
 
 
-def shown(value: object) -> str:
-    """`value` as a message shows it: on one short line."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def at_least(least: int, **arguments: int | None) -> None:
     """Raises UserError for an argument of a workload that is below `least`. None is not set."""
     for key, value in arguments.items():
         if value is not None and value < least:
-            raise UserError(f"workload.{key}={shown(value)} must be {least} or more")
+            raise UserError(f"workload.{key}={shortened(str(value))} must be {least} or more")
 
 
 def one_of(known: Collection[str], **arguments: str) -> None:
     """Raises UserError for an argument of a workload that is none of these."""
     for key, value in arguments.items():
         if value not in known:
-            raise UserError(f"workload.{key}={shown(value)} is unknown: one of {', '.join(known)}")
+            raise UserError(f"workload.{key}={shortened(str(value))} is unknown: one of {', '.join(known)}")
 
 
 def all_sum(values: list[float], shard: Shard) -> list[float]:

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from experiments.workloads.base import one_of, shown
+from experiments.workloads.base import one_of
 from experiments.workloads.ordering import Shuffled
 from launch.errors import UserError
+from launch.words import shortened
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # preset: BertConfig of a model with random weights
@@ -37,7 +38,7 @@ class Text(Shuffled):
 def check_model(model: str | None, init: str | None, preset: str) -> None:
     """Raises UserError for an unknown `init` or `preset`, or a local model folder that cannot be one."""
     if init not in (None, "pretrained", "random"):
-        raise UserError(f"workload.init={shown(init)} is unknown: pretrained or random")
+        raise UserError(f"workload.init={shortened(init)} is unknown: pretrained or random")
     if init == "pretrained" and model is None:
         raise UserError("workload.init=pretrained needs workload.model (a hub name or a folder)")
     one_of(PRESETS, preset=preset)

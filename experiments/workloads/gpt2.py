@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, at_least, one_of, shown
+from experiments.workloads.base import Batch, Shard, at_least, one_of
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from launch.errors import UserError
+from launch.words import shortened
 
 END = "<|endoftext|>"
 # preset: arguments of GPT2Config. medium, small: Radford et al., 2019; with 50,257 tokens 354,823,168 and 124,439,808
@@ -60,7 +61,7 @@ class GPT2(bert.Text):
         held_out: int | None = None,
     ) -> None:
         if init not in ("pretrained", "random"):
-            raise UserError(f"workload.init={shown(init)} is unknown: pretrained or random")
+            raise UserError(f"workload.init={shortened(init)} is unknown: pretrained or random")
         one_of(PRESETS, preset=preset)
         if seq_len < 8:
             raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.workloads.base import Batch, Shard, one_of, shown
+from experiments.workloads.base import Batch, Shard, one_of
 from experiments.workloads.ordering import as_global, generator
 from experiments.workloads.resnet50 import ResNet50, to_tensor
 from launch.errors import UserError
+from launch.words import shortened
 
 # preset: arguments of torchvision's SwinTransformer. base: Swin-B (Liu et al., 2021), 87,768,224 parameters
 PRESETS: dict[str, dict[str, Any]] = {
@@ -49,7 +50,7 @@ class Swin(ResNet50):
         one_of(PRESETS, preset=preset)
         for key, value in (("drop_path", drop_path), ("label_smoothing", label_smoothing)):
             if not 0 <= value < 1:
-                raise UserError(f"workload.{key}={shown(value)} must be in [0, 1)")
+                raise UserError(f"workload.{key}={shortened(str(value))} must be in [0, 1)")
         self.preset, self.drop_path, self.label_smoothing, self.mix = preset, drop_path, label_smoothing, mix
 
     def build_model(self) -> nn.Module:

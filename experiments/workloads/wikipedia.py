@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard, at_least, shown
+from experiments.workloads.base import Batch, Shard, at_least
 from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from experiments.workloads.ordering import generator
 from launch.errors import UserError
+from launch.words import shortened
 
 IGNORED = -100  # label of a token that is not predicted
 
@@ -60,7 +61,7 @@ class Wikipedia(bert.Text):
         metric: str = "perplexity",
     ) -> None:
         if metric not in ("perplexity", "loss"):
-            raise UserError(f"workload.metric={shown(metric)} is unknown: perplexity or loss")
+            raise UserError(f"workload.metric={shortened(metric)} is unknown: perplexity or loss")
         if seq_len < 8:
             raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
         if not 0 < mask_prob < 1:

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 def one_line(text: str, longest: int = 150) -> str:
     """The first line of `text` that says something, escaped and shortened."""
-    first = escaped(next((line.strip() for line in text.splitlines() if line.strip()), "unknown error"))
-    return first if len(first) <= longest else first[: longest - 3] + "..."
+    return shortened(next((line.strip() for line in text.splitlines() if line.strip()), "unknown error"), longest)
+
+
+def shortened(text: str, longest: int = 60) -> str:
+    """`text`, escaped, and its beginning where it is longer."""
+    text = escaped(text)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def escaped(text: str) -> str:
