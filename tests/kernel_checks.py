@@ -6,6 +6,7 @@ Each check takes the module to be checked and the device that its tensors live o
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,11 +49,16 @@ def encode(
     b = torch.rand(numel, generator=gen)
     m = b * (2 * torch.rand(numel, generator=gen) - 1)
     b[::6] = m[::6] = 0.0
-    law = {"beta": 0.95, "eps": eps, "hold": hold}
+    law: dict[str, Any] = {"beta": 0.95, "eps": eps, "hold": hold}
     if ours:
         law |= {"beta2": 0.999, "scale": 1.7, "shift": seed % 2**16}
     # Counters beyond 32 bits, key and step with their highest bit set.
-    counter = {"seed": seed, "step": 2**32 - 1 - seed % 100, "worker": seed % 1000, "start": 8 * (seed % 2**45)}
+    counter: dict[str, Any] = {
+        "seed": seed,
+        "step": 2**32 - 1 - seed % 100,
+        "worker": seed % 1000,
+        "start": 8 * (seed % 2**45),
+    }
     mine = g.to(device), m.to(device, copy=True), b.to(device, copy=True)
     expected = reference.encode(g, m, b, **law, **counter)
     same(module.encode(*mine, **law, **counter), expected)
@@ -75,7 +81,7 @@ def certain_signs(module: ModuleType, device: str, numel: int) -> None:
 def server(module: ModuleType, device: str, workers: int, count: int, seed: int = 1) -> None:
     gen = torch.Generator().manual_seed(seed % 2**31)
     rows = torch.randint(0, 256, (workers, count), generator=gen, dtype=torch.uint8)
-    draw = {"seed": seed, "step": 2, "start": 8 * (seed % 2**40)}
+    draw: dict[str, Any] = {"seed": seed, "step": 2, "start": 8 * (seed % 2**40)}
     same(module.reduce_bits(rows.to(device), **draw), reference.reduce_bits(rows, **draw))
     draw["shift"] = seed % 2**16
     same(module.reduce_bits(rows.to(device), **draw), reference.reduce_bits(rows, **draw))
@@ -153,19 +159,19 @@ def taken(
 def draws(module: ModuleType, device: str, numel: int, seed: int = 1) -> None:
     """What is drawn and nothing else: signs, masks, blocks."""
     gen = torch.Generator().manual_seed(seed % 2**31)
-    counter = {"seed": seed, "step": 2**32 - 1 - seed % 100, "start": 8 * (seed % 2**45)}
+    counter: dict[str, Any] = {"seed": seed, "step": 2**32 - 1 - seed % 100, "start": 8 * (seed % 2**45)}
     u = torch.rand(numel, generator=gen) * 2 - 1
     u[::3], u[1::7] = 1.0, -1.0
     same(
         module.binarize(u.to(device), worker=seed % 999, **counter), reference.binarize(u, worker=seed % 999, **counter)
     )
-    turned = {**counter, "worker": 0, "shift": 2**16 - 1 - seed % 100}
+    turned: dict[str, Any] = {**counter, "worker": 0, "shift": 2**16 - 1 - seed % 100}
     same(module.binarize(u.to(device), **turned), reference.binarize(u, **turned))
     for odd, limit in ((0, 6554), (3, 0), (5, 65536)):
         found = module.random_mask(numel + odd, limit, device=torch.device(device), **counter)
         same(found, reference.random_mask(numel + odd, limit, device=torch.device("cpu"), **counter))
     for ratio in (1, 3, 1000):
-        options = {"seed": seed, "step": 7, "stream": 2}
+        options: dict[str, Any] = {"seed": seed, "step": 7, "stream": 2}
         first, count = seed % 2**40, numel // 8
         found = module.chosen_blocks(first, count, ratio, device=torch.device(device), **options)
         same(found, reference.chosen_blocks(first, count, ratio, device=torch.device("cpu"), **options))
@@ -175,7 +181,7 @@ def one_phase(module: ModuleType, device: str, workers: int, groups: int, seed: 
     """What each worker sends, and what all of them make of it."""
     gen = torch.Generator().manual_seed(seed % 2**31)
     rows = torch.randint(0, 256, (workers, 4 * workers * groups), generator=gen, dtype=torch.uint8)
-    draw = {"seed": seed, "step": 2, "start": 32 * (seed % 2**40), "turn": seed % workers}
+    draw: dict[str, Any] = {"seed": seed, "step": 2, "start": 32 * (seed % 2**40), "turn": seed % workers}
     sent = [reference.owned(row, n=workers, worker=i, **draw) for i, row in enumerate(rows)]
     for i, row in enumerate(rows):
         same(module.owned(row.to(device), n=workers, worker=i, **draw), sent[i])
@@ -272,7 +278,7 @@ def moved_adam(module: ModuleType, device: str, dtype: torch.dtype, keep: float)
     for x, y in zip(m, v, strict=True):
         x.view(-1)[::5] = y.view(-1)[::5] = 0.0
     mine = [moved(tensors, device) for tensors in (params, m, v)]
-    law = {"rate": 1.3e-3, "correction": 0.77, "eps": 1e-8, "keep": keep}
+    law: dict[str, Any] = {"rate": 1.3e-3, "correction": 0.77, "eps": 1e-8, "keep": keep}
     for _ in range(2):
         reference.move_adam(params, m, v, **law)
         module.move_adam(*mine, **law)
