@@ -15,10 +15,11 @@ Defaults are in conf/predict, all keys in docs/configuration.md.
 
     --sweep gbps | nodes                a table and a plot over link rates, or over nodes up to 1,024
     --crossover                         below which link rate each method pays
-    --evaluate                          every replayed cell beside its prediction: results/published/tables/predict.md
+    --evaluate                          every replayed cell, and every comparison in turns, beside its prediction:
+                                        results/published/tables/predict.md
     --fit                               fits what --evaluate predicts with, from the records of replayed cells (minutes)
-    --validate                          real training on emulated links beside its prediction: a quiet machine, an hour;
-                                        a part: --validate resnet50 nodes=2,4 gbps=2.5,10 methods=fp32,birder
+    --validate                          real training on emulated links beside its prediction: half an hour, quiet machine;
+                                        a part: --validate resnet50 nodes=2,4 gbps=2.5,10
 
 Exit status: 0; 2 bad input; 130 Ctrl-C.
 """

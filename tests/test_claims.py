@@ -12,7 +12,7 @@ from experiments import claims as command
 from experiments.cells import claimed
 from experiments.records.record import PUBLISHED, read_all
 from experiments.report import claims_measured as measured
-from experiments.report import replayed
+from experiments.report import claims_page, replayed
 from experiments.report.claims import Claim
 from experiments.workloads import cifar_models
 from tests.records import run, score
@@ -20,11 +20,11 @@ from tests.records import run, score
 
 @pytest.fixture(scope="module")
 def rows() -> list[Claim]:
-    return command.collect(read_all(PUBLISHED))
+    return claims_page.collect(read_all(PUBLISHED))
 
 
 def test_the_page_is_that_of_the_records() -> None:
-    assert command.PAGE.read_text(encoding="utf-8") == command.text(), "run: make tables"
+    assert command.PAGE.read_text(encoding="utf-8") == claims_page.text(), "run: make tables"
 
 
 def test_every_row_says_what_was_run_and_ends_in_a_verdict(rows: list[Claim]) -> None:

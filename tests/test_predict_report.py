@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from birder.predict import Costs
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
-from experiments.cells import fit, predicted, published, suite, timelines
+from experiments.cells import fit, predicted, published, suite
 from experiments.cells.predicted import Machine
-from experiments.config import compose
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
 from experiments.report import prediction, prediction_plots, replay_page, replayed
 from experiments.report.formats import number
-from experiments.runs import validation
 from launch.errors import UserError
 
 RESULTS = PUBLISHED
@@ -183,9 +180,9 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
         (["model=tests.toy_module:nothing"], "no attribute 'nothing'"),
-        (["--validate", "moon"], "knows resnet50, bert_squad"),
+        (["--validate", "moon"], "knows resnet50, bert_squad_base, not moon"),
         (["--validate", "resnet50", "nodes=3"], "knows 2, 4, 8, not 3"),
-        (["--validate", "bandwidth=3"], "knows nodes, gbps, methods and experiments, not bandwidth="),
+        (["--validate", "bandwidth=3"], "knows nodes, gbps, results_dir and experiments, not bandwidth="),
         (["--evaluate", "--results", "nowhere"], "--fit makes it"),
     ],
 )
@@ -194,42 +191,6 @@ def test_bad_questions_end_with_one_line(arguments: list[str], words: str, capsy
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
-
-
-def test_the_commands_of_the_validation_compose() -> None:
-    every = list(validation.cells())
-    assert len(every) == 2 * 3 * 3 * 5
-    assert every == list(validation.cells(list(validation.MODELS)))
-    for cell in every[:5] + every[-5:]:
-        made = compose.compose(cell.command()[2:])
-        assert made.config.cluster.nodes == cell.nodes
-        assert made.config.cluster.link_gbps == cell.gbps
-
-
-def test_a_part_of_the_validation_has_its_bound() -> None:
-    part = list(validation.cells(["resnet50", "nodes=4,2", "gbps=10,2.5", "methods=birder,fp32"]))
-    assert [c.folder.name for c in part[:3]] == [
-        "resnet50-n2-2.5-none",
-        "resnet50-n2-2.5-fp32",
-        "resnet50-n2-2.5-birder",
-    ]
-    assert {(c.nodes, c.gbps) for c in part} == {(2, 2.5), (2, 10.0), (4, 2.5), (4, 10.0)}
-    assert len(part) == 12
-
-
-def test_a_validation_predicts_from_the_bound_and_the_link_alone() -> None:
-    cell = validation.Cell("resnet50", 4, 10.0, "fp32")
-    bound = {"timing": {"median_ms": 1000.0, "split": {"update_ms": 50.0}}}
-    own = {
-        "timing": dict.fromkeys(("median_ms", "p10_ms", "p90_ms"), 1.0),
-        "ranks_per_node": 1,
-        "link": {"mbit_per_s": 800.0},
-    }
-
-    found = validation.outcome(cell, bound, own, Costs())
-    wire = 2 * 3 / 4 * 4 * timelines.load("resnet50_b32_tf32").elements * 8 / 800e3
-    assert 1000 < found.predicted_ms < 1000 + wire
-    assert found.predicted_ms > 50 + wire
 
 
 def test_a_folder_without_a_fit_takes_the_published_one(

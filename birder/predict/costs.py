@@ -29,7 +29,9 @@ BYTES: dict[str, Callable[[int], float]] = {
     "move_adam": lambda n: 16.0,
     # plain passes over fp32 tensors
     "copy": lambda n: 8.0,
-    "cast": lambda n: 6.0,
+    "cast": lambda n: 6.0,  # to 16 bits, divided by the number of ranks
+    "widen": lambda n: 6.0,
+    "screen": lambda n: 8.0,  # of a gradient for what is no number, where taking it does not do so by itself
     "scale": lambda n: 8.0,
     "sgdm": lambda n: 32.0,  # m = beta m;  m = m + g;  x = x - lr m
     "adam": lambda n: 72.0,  # torch's five passes over m, v and x
@@ -40,6 +42,9 @@ BYTES: dict[str, Callable[[int], float]] = {
     "low_rank": lambda n: 40.0,
 }
 """Bytes moved per element."""
+
+EXCHANGES = {4: "all_reduce_fp32", 2: "all_reduce_half", 0: "pairwise"}
+"""Kinds of exchange by the bytes of a number that is added up on the way; 0: nothing is."""
 
 GPUS = {"v100": 900.0, "a100": 1555.0, "a100-80gb": 2039.0, "h100": 3350.0, "h200": 4800.0, "a10": 600.0, "l4": 300.0}
 """Memory bandwidth in GB/s, from the makers' data sheets."""
@@ -52,12 +57,14 @@ LAUNCH_US = 8.0
 @dataclass(frozen=True)
 class Costs:
     """ns_per_byte: by kernel; "" is for kernels that are not named. call_us: to start one. tensor_us: for each tensor, by
-    kernel likewise. source: where it is from."""
+    kernel likewise. sending_ns: per byte that a rank sends, what an exchange itself costs the cores on which its model
+    computes (`EXCHANGES`); one that is not there costs them nothing, as on a GPU. source: where it is from."""
 
     ns_per_byte: Mapping[str, float] = field(default_factory=lambda: {"": 0.0})
     call_us: float = 0.0
     tensor_us: Mapping[str, float] = field(default_factory=dict)
     source: str = "free"
+    sending_ns: Mapping[str, float] = field(default_factory=dict)
 
     def ms(self, kernel: str, elements: float, workers: int = 1, tensors: int = 0) -> float:
         """(1), in ms. Raises KeyError for a kernel that is not in `BYTES`."""
@@ -65,10 +72,15 @@ class Costs:
         each = self.tensor_us.get(kernel, self.tensor_us.get("", 0.0))
         return (self.call_us + tensors * each) / 1e3 + elements * BYTES[kernel](workers) * rate / 1e6
 
+    def sending_ms(self, exchange: str, nbytes: float) -> float:
+        """What an exchange of `EXCHANGES` in which a rank sends so many bytes costs its cores, in ms."""
+        return nbytes * self.sending_ns.get(exchange, 0.0) / 1e6
+
     def times(self, factor: float) -> Costs:
         """`factor` times as much."""
-        rates, tensors = ({k: v * factor for k, v in part.items()} for part in (self.ns_per_byte, self.tensor_us))
-        return Costs(rates, self.call_us * factor, tensors, self.source)
+        parts = (self.ns_per_byte, self.tensor_us, self.sending_ns)
+        rates, tensors, sending = ({k: v * factor for k, v in part.items()} for part in parts)
+        return Costs(rates, self.call_us * factor, tensors, self.source, sending)
 
     @staticmethod
     def of_bandwidth(gb_per_s: float, call_us: float = LAUNCH_US, source: str | None = None) -> Costs:

@@ -22,6 +22,8 @@ from birder.predict.recording import clock_of
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
 """Bytes of the tensors that `measure_link` sends."""
 ROUNDS = 5
+COLD = 2**25
+"""Elements of fp32 that are written before a kernel is timed: in a training step its data are not in a cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +130,16 @@ def _ms(task: Callable[[], Any], device: torch.device) -> float:
 def measure_kernels(device: torch.device | str = "cpu", elements: int = 2**21, rounds: int = 5) -> Costs:
     """ns per byte of every kernel on `device`, and what it takes to start one. Takes a second.
 
-    elements: of the tensors, rounded to what kernels want. Medians over `rounds`. Passes that are not kernels of this package
-    (casts, the update of SGD and Adam) are measured as torch does them.
+    elements: of the tensors, rounded to what kernels want. Medians over `rounds`, caches cold. Passes that are not kernels of
+    this package (casts, the update of SGD and Adam) are measured as torch does them.
     """
     where = torch.device(device)
     elements -= elements % 1024
     tasks = _tasks(elements, where)
-    rates = {name: _median(task, where, rounds) * 1e6 / (elements * BYTES[name](4)) for name, task in tasks.items()}
+    flush = torch.zeros(COLD, device=where)
+    rates = {
+        name: _median(task, where, rounds, flush) * 1e6 / (elements * BYTES[name](4)) for name, task in tasks.items()
+    }
     tiny = _tasks(1024, where)
     call = statistics.median(_median(task, where, rounds) * 1e3 for task in tiny.values())
     rates[""] = rates["low_rank"] = rates["eager"]
@@ -142,9 +147,14 @@ def measure_kernels(device: torch.device | str = "cpu", elements: int = 2**21, r
     return Costs(rates, call, source=f"measured on this {where.type}")
 
 
-def _median(task: Callable[[], Any], device: torch.device, rounds: int) -> float:
+def _median(task: Callable[[], Any], device: torch.device, rounds: int, flush: Tensor | None = None) -> float:
     task()  # compiled and warm
-    return statistics.median(_ms(task, device) for _ in range(rounds))
+    taken = []
+    for _ in range(rounds):
+        if flush is not None:
+            flush.fill_(1.0)
+        taken.append(_ms(task, device))
+    return statistics.median(taken)
 
 
 def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -158,6 +168,7 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
 
     g, m, p, e = normal(), normal().mul_(0.1), normal(), normal()
     b, v = m.abs() + 0.1, normal().square_()
+    half = g.to(torch.bfloat16)
     rows, packed = bits(4, elements // 8), bits(elements // 8)
     scale = torch.ones((), device=device)
     messages, results = (bits(4, kernels.message_bytes(size)) for size in (elements, elements // 4))
@@ -191,8 +202,10 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
         "write_signs": lambda: k.write_signs(e, results, None),
         "move_adam": lambda: k.move_adam([p], [m], [v], rate=1e-9, correction=1.0, eps=1e-8, keep=1.0),
         "copy": lambda: e.copy_(g),
-        "cast": lambda: g.to(torch.bfloat16),
+        "cast": lambda: g.to(torch.bfloat16).div_(4),
+        "widen": lambda: e.copy_(half),
         "scale": lambda: e.mul_(1.0),
+        **({} if device.type == "cuda" else {"screen": lambda: torch.nan_to_num_(e, nan=0.0, posinf=0.0, neginf=0.0)}),
         "sgdm": sgdm,
         "adam": adam,
         "eager": lambda: torch.add(g, m, out=e),

@@ -23,6 +23,7 @@ class Round:
     phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, where scales do not travel behind the bits.
     layout:   bucket (DDP's) | unit (the optimizer's) | fused (one of everything, after backward).
     split:    whether encoding has a thread of its own (a generator, birder/comm/pipeline.py); False: one thread does it all.
+    screens:  what is no number is kept out of the error; a pass of its own where there is a cost for it ("screen").
     rank:     of PowerSGD.
     """
 
@@ -37,6 +38,7 @@ class Round:
     small: int = 0
     layout: str = "bucket"
     split: bool = False
+    screens: bool = False
     rank: int = 1
 
 
@@ -80,6 +82,7 @@ _FEEDBACK = Round(
     serve=("add_average", "split_signs"),
     layout="unit",
     split=True,
+    screens=True,
 )
 _MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"), split=False)
 SYNCS_OF_ZERO_ONE_ADAM = 0.598
@@ -140,8 +143,8 @@ METHODS: dict[str, Method] = {
     m.name: m
     for m in (
         _dense("fp32", "DDP fp32", 4.0, ("scale",), ()),
-        _dense("bf16", "DDP bf16", 2.0, ("cast",), ("cast",)),
-        _dense("fp16", "DDP fp16", 2.0, ("cast",), ("cast",)),
+        _dense("bf16", "DDP bf16", 2.0, ("cast",), ("widen",)),
+        _dense("fp16", "DDP fp16", 2.0, ("cast",), ("widen",)),
         _low_rank(1),
         _low_rank(4),
         *_FLAT,

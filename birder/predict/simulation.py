@@ -20,13 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from birder.predict.cluster import NOTHING, Cluster, Transfer
-from birder.predict.costs import Costs
+from birder.predict.costs import EXCHANGES, Costs
 from birder.predict.methods import Method, Round, low_rank_numbers
 from birder.predict.timeline import Gradient, Timeline
 
 ALIGN = 32
 FIRST_BUCKET_MB = 1.0
 """DDP's first bucket where its size is not given: a small one, so that communication begins early."""
+
+CORE = ("hook", "encode", "comm", "read")
+"""Lanes that compute: where `Layout.shared`, on one core with backward."""
+BACKWARD = -1
+"""Its number among items, where it shares a core with them: before all."""
 
 Stage = tuple[str, float]
 """(lane, ms); without a lane it is a delay. From its first stage on `comm` an item keeps that lane to its end."""
@@ -37,12 +42,15 @@ class Layout:
     """How gradients are cut. bucket_mb: DDP's; first_mb: of its first bucket; unit_mb: of the optimizer's units. MiB of fp32.
 
     gpu: encoding shares the device with backward, so that one may delay the other; on a CPU cores are assumed to be free.
+    shared: they are not: backward, kernels and what sending costs have one core together, and backward gives way. So it is
+    where ranks train on a CPU.
     """
 
     bucket_mb: float = 25.0
     first_mb: float = FIRST_BUCKET_MB
     unit_mb: float = 25.0
     gpu: bool = True
+    shared: bool = False
 
 
 @dataclass
@@ -137,12 +145,13 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
     elif round_.wire == "onebit":
         _onebit(item, d, round_, method.hierarchical, cluster, costs, layout)
     elif round_.wire == "lowrank":
-        _low_rank(item, d, round_, cluster, costs)
+        _low_rank(item, d, round_, cluster, costs, layout)
     elif round_.layout == "bucket":
         sent = cluster.all_reduce(round_.nbytes * d)
+        sending = _sending(sent, cluster, costs, layout, round_.nbytes)
         before = 0.0 if cluster.ring else cluster.inside_ms(4 * d, 2) if cluster.nodes > 1 else 0.0
         work, after = (sum(costs.ms(k, d) for k in part) for part in (round_.encode, round_.decode))
-        item.stages = [("hook", work), ("inside", before), *over(sent), ("read", after)]
+        item.stages = [("hook", work + sending), ("inside", before), *over(sent), ("read", after)]
         item.nic_bytes = sent.nbytes
     else:
         sent = cluster.mean(round_.nbytes * d * round_.density)
@@ -150,7 +159,7 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
         read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
         item.stages = [
             ("hook", costs.ms("copy", d, 1, len(item.gradients))),
-            ("comm", made),
+            ("comm", made + _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
             *over(sent),
             ("comm", read),
         ]
@@ -176,40 +185,67 @@ def _onebit(
         before = after = 0.0
     scales = over(tiny) * (round_.small // 2)
     lane = "encode" if round_.split else "comm"
-    stages: list[Stage] = [("hook", costs.ms("copy", d, 1, len(item.gradients))), (lane, before + made)]
+    taken = costs.ms("copy", d, 1, len(item.gradients))
+    if round_.screens and "screen" in costs.ns_per_byte:
+        taken += costs.ms("screen", d)
+    stages: list[Stage] = [("hook", taken), (lane, before + made)]
     if round_.phases == 2:
-        stages += [*over(first), *scales, ("comm", served)]
+        work = served + _sending(second, cluster, costs, layout)
+        stages[-1] = (lane, before + made + _sending(first, cluster, costs, layout))
+        stages += [*over(first), *scales, ("comm", work)]
     else:
         first = NOTHING
+        stages[-1] = (lane, before + made + _sending(second, cluster, costs, layout))
     item.stages = [*stages, ("comm", 0.0), *over(second), *scales, ("comm", after + read)]
     item.nic_bytes = first.nbytes + second.nbytes
 
 
-def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Costs) -> None:
+def _sending(sent: Transfer, cluster: Cluster, costs: Costs, layout: Layout, number_bytes: float = 0) -> float:
+    """What sending costs a rank's cores, in ms; nothing where backward is elsewhere. number_bytes: as in `EXCHANGES`."""
+    if not layout.shared:
+        return 0.0
+    return costs.sending_ms(EXCHANGES[int(number_bytes)], sent.nbytes / cluster.ranks_per_node)
+
+
+def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Costs, layout: Layout) -> None:
     numbers = [low_rank_numbers(g.shape, round_.rank) for g in item.gradients]
     item.stages = [("hook", costs.ms("copy", d, 1, len(item.gradients)))]
     work = sum(costs.ms(k, d, 1, len(item.gradients)) for k in round_.encode)
     for position in range(3):  # uncompressed, P, Q: one after the other
         sent = cluster.all_reduce(4.0 * sum(n[position] for n in numbers))
-        item.stages += [("comm", work / 3), *over(sent)]
+        item.stages += [("comm", work / 3 + _sending(sent, cluster, costs, layout, 4)), *over(sent)]
         item.nic_bytes += sent.nbytes
     item.stages.append(("comm", 0.0))
 
 
-def run(items: Sequence[Item], burst_ms: float = 0.0) -> dict[str, float]:
-    """Runs all items to their ends, sets `end`, and returns how long each lane was busy.
+def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] = ()) -> dict[str, float]:
+    """Runs all items to their ends, sets `end`, and returns how long each lane was busy, and when backward ended.
 
-    burst_ms: of the link's token bucket.
+    burst_ms: of the link's token bucket. backward: when it comes to each gradient and to its end, where it shares a core with
+    the lanes of `CORE`: their work comes first, and items are ready so much later. Empty: it shares nothing.
     """
     free: dict[str, float] = {}
     busy: dict[str, float] = {}
-    heap = [(item.ready, number, 0) for number, item in enumerate(items)]
+    points = sorted({0.0, *backward, *(item.ready for item in items)}) if backward else []
+    heap = [(points[1], BACKWARD, 1)] if len(points) > 1 else [(i.ready, number, 0) for number, i in enumerate(items)]
     heapq.heapify(heap)
     holder: int | None = None
-    tokens = burst_ms
+    tokens, behind = burst_ms, 0.0
     parked: list[tuple[int, int]] = []  # (item, stage) that want the comm lane
     while heap:
         now, number, stage = heapq.heappop(heap)
+        if number == BACKWARD:
+            if behind:  # what the core did meanwhile
+                heapq.heappush(heap, (now + behind, BACKWARD, stage))
+                behind = 0.0
+                continue
+            for ready, item in enumerate(items):
+                if item.ready == points[stage]:
+                    heapq.heappush(heap, (now, ready, 0))
+            if stage + 1 < len(points):
+                heapq.heappush(heap, (now + points[stage + 1] - points[stage], BACKWARD, stage + 1))
+            busy["backward"] = now
+            continue
         item = items[number]
         if stage == len(item.stages):
             item.end = now
@@ -229,6 +265,9 @@ def run(items: Sequence[Item], burst_ms: float = 0.0) -> dict[str, float]:
         if not lane:  # nothing is busy meanwhile
             heapq.heappush(heap, (now + ms, number, stage + 1))
             continue
+        if points and lane in CORE:
+            lane = "core"
+            behind += ms
         start = max(now, free.get(lane, 0.0))
         if lane == "nic" and burst_ms:
             tokens = min(burst_ms, tokens + start - free.get(lane, 0.0))
@@ -269,10 +308,12 @@ def _step(
     found = items_of(round_, timeline, layout)
     for item in found:
         program(item, round_, method, cluster, costs, layout)
-    busy = run(found, cluster.between.burst_ms)
     ready = max(g.ready_ms for g in timeline.gradients)
-    last = max(found, key=lambda item: item.end)
     compute = max(timeline.step_ms, ready)
+    moments = [*(g.ready_ms for g in timeline.gradients), compute] if layout.shared else []
+    busy = run(found, cluster.between.burst_ms, moments)
+    compute = busy.pop("backward", compute)
+    last = max(found, key=lambda item: item.end)
     end = max(compute, last.end)
     return Step(
         ms=end + update,

@@ -78,6 +78,7 @@ class Machine:
         rates = {name: ns * v["fast"] for name, ns in self.kernels.items()}
         rates |= dict.fromkeys(("move_adam", "owned", "assemble", "copy"), v["copy"] * v["fast"])
         rates |= {name: v[name] for name in ("sgdm", "eager", "low_rank", "cast", "scale")}
+        rates["widen"] = v["cast"]
         tensors = {"sgdm": v["sgdm_tensor_us"], "low_rank": v["low_rank_tensor_us"]}
         tensors |= {"apply_bits": 2 * each, "move_adam": each, "copy": each, "eager": each}
         return Costs({**rates, "unpack_rows": v["eager"], "": 0.1}, v["call_us"], tensors).times(self.shared(nodes))

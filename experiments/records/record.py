@@ -55,7 +55,8 @@ class ResultRecord:
                           where links follow the bound; busy: {others, steal, load, cores} of the machine}.
                           Of emulated links also ready: [elements, ms] of each of DDP's buckets, when it is ready in the
                           bound's steps; and of dense methods, for some rounds: open_ms, a step's on open links;
-                          exchange_ms, of its all-reduces alone, the links set to exchange_mbit_per_s.
+                          exchange_ms, of its all-reduces alone, the links set to exchange_mbit_per_s. With one rank a
+                          node also profile: what predictions are made from (experiments/timing/profiled.py).
                           Of a suite's cell: world, ms, steps, seed, held, busy, on the clock of the cell (link.dilation).
     state_bytes_per_rank: bytes of optimizer state on one rank.
     metric:               {name, value, target, higher_is_better, all: {...}}; empty when nothing was evaluated.

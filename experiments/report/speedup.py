@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.records.labels import is_virtual
 from experiments.records.record import ResultRecord
-from experiments.report import arithmetic, sentences, turns
+from experiments.report import arithmetic, sentences, trained, turns
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, fraction, number, size, times
 from experiments.report.table import Column, Note, Table
@@ -225,6 +225,8 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
         footnotes.append(Note(UNEVEN_NOTE))
     if checked := arithmetic.of_runs([row.record for row in table.rows]):
         footnotes.append(Note(arithmetic.listed(checked)))
+    if predicted := trained.sentence([row.record for row in table.rows]):
+        footnotes.append(Note(predicted))
     if summary := sentences.conclusion(table):
         footnotes.append(Note(summary, "strong"))
     shown = [*columns(table), *([published_column(beside)] if beside else [])]

@@ -1,97 +1,77 @@
-"""Real training on emulated links beside its prediction: `python experiments/predict.py --validate`. Needs a quiet machine.
+"""Real training on emulated links beside its prediction: `python experiments/predict.py --validate`, on a quiet machine.
 
-For ResNet-50 and BERT-Base on 2, 4 and 8 emulated nodes, three link rates and four methods, `experiments/run.py` trains some
-steps on random data. What is predicted for each comes from two things only: the record of the run without communication of
-the same model, nodes and link, which gives forward, backward and update (spread over the gradients as the timeline of the
-model has them), and the rate that the launcher measured. Cells that have run are not run again: an interrupted validation
-goes on where it stopped.
+For ResNet-50 and a small BERT on 2, 4 and 8 emulated nodes and three link rates, `experiments/compare.py` trains some steps
+of four methods on random data, in turns in one world. What is predicted for each comes from what the world knew before
+(experiments/cells/trained.py). Worlds that are recorded are not made again: an interrupted validation goes on where it
+stopped.
 
-A part of it: `--validate resnet50 nodes=2,4 gbps=2.5,10 methods=fp32,birder`. The bound is always run.
+A part of it: `--validate resnet50 nodes=2,4 gbps=2.5,10`. Records are below results_dir=FOLDER; default: `RESULTS`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from birder.predict import METHODS, Cluster, Costs, Layout, Link, measure_kernels, simulate
-from experiments.cells import timelines
-from experiments.cells.predicted import Case
-from experiments.records.record import ROOT
-from experiments.report.formats import number
-from experiments.report.prediction import HEAD, Outcome, line
-from experiments.report.table import Table
+from experiments.records.record import LOCAL, ROOT, ResultRecord, read_all
+from experiments.report import trained
 from launch.errors import UserError
 from launch.failure import RunFailed
 
-MODELS = {"resnet50": "resnet50_b32_tf32", "bert_squad": "bert_base_b12_tf32"}
-"""Experiment of conf/exp, and the timeline whose order of gradients is taken."""
-NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
-RUNS: dict[str, list[str]] = {
-    "none": ["comm.enabled=false"],
-    "fp32": ["optimizer=sgdm"],
-    "bf16": ["optimizer=sgdm", "comm.hook=bf16"],
-    "birder": ["optimizer=birder"],
-    "onebit_adam": ["optimizer=onebit_adam", "optimizer.warmup_steps=2"],
+MODELS: dict[str, list[str]] = {
+    "resnet50": [],
+    "bert_squad_base": ["workload.preset=small", "workload.embedded_words=8000", "cluster.dilation=10"],
 }
-STEPS = 8
-BOUND = "none"
-KEYS = "nodes", "gbps", "methods"
-"""What a part of the validation is named by, beside experiments."""
+"""Experiments of conf/exp, and what they have besides. The links of the small BERT are what an A100 ten times as fast as this
+machine would have: there is no A100's time for it."""
+NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
+TURNS = ["turns.rounds=6", "turns.steps=1"]
+RESULTS = Path(LOCAL) / "validation"
+KEYS = "nodes", "gbps", "results_dir"
+"""What is given beside experiments."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One training run."""
+class World:
+    """One comparison in turns."""
 
     exp: str
     nodes: int
     gbps: float
-    method: str
 
-    @property
-    def folder(self) -> Path:
-        return Path("outputs") / "validate" / f"{self.exp}-n{self.nodes}-{self.gbps:g}-{self.method}"
+    def command(self, results: Path) -> list[str]:
+        """What makes it."""
+        pairs = [f"cluster.nodes={self.nodes}", f"cluster.link_gbps={self.gbps:g}", *MODELS[self.exp], *TURNS]
+        pairs += ["cluster=emulated", "scale=quick", "wandb=disabled", f"results_dir={results}"]
+        return [sys.executable, str(ROOT / "experiments" / "compare.py"), f"+exp={self.exp}", *pairs]
 
-    def command(self) -> list[str]:
-        """What runs it. Its records stay in its own folder: they are no results."""
-        pairs = [
-            f"cluster.nodes={self.nodes}",
-            f"cluster.link_gbps={self.gbps:g}",
-            f"train.max_steps={STEPS}",
-            "wandb=disabled",
+    def made(self, records: Sequence[ResultRecord]) -> bool:
+        """Whether it is recorded, and nothing in it failed."""
+        mine = [
+            r.status == "completed"
+            for r in records
+            if (r.exp, r.nodes, r.link.get("link_gbps")) == (self.exp, self.nodes, self.gbps) and r.turns
         ]
-        pairs += [f"output_dir={self.folder}", f"results_dir={self.folder}/results", "cluster=emulated", "scale=quick"]
-        return [sys.executable, str(ROOT / "experiments" / "run.py"), f"+exp={self.exp}", *RUNS[self.method], *pairs]
+        return bool(mine) and all(mine)
 
-    def record(self) -> dict[str, Any] | None:
-        """What the run left; None: it has not run, or failed."""
-        found = sorted((self.folder / "results" / "records").glob("*.json"))
-        content: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8")) if found else {}
-        return content if content.get("status") == "completed" else None
+    def __str__(self) -> str:
+        return f"{self.exp}, {self.nodes} nodes, {self.gbps:g} Gbit/s"
 
 
-def cells(asked: Sequence[str] = ()) -> Iterator[Cell]:
-    """The cells that are meant, those of one place together, the bound first.
-
-    asked: experiments of `MODELS`, none: all; nodes=2,4, gbps=2.5,10 and methods=fp32,birder: only these.
-    Raises UserError for anything else.
-    """
+def worlds(asked: Sequence[str] = ()) -> Iterator[World]:
+    """The worlds that are meant. asked: as in the module's docstring, none: all. Raises UserError for anything else."""
     pairs = dict(a.split("=", 1) for a in asked if "=" in a)
     if unknown := sorted(set(pairs) - set(KEYS)):
         raise UserError(f"--validate knows {', '.join(KEYS)} and experiments, not {unknown[0]}=")
     exps = _among([a for a in asked if "=" not in a], list(MODELS))
     nodes = _among(pairs.get("nodes"), [str(n) for n in NODES])
     rates = _among(pairs.get("gbps"), [f"{g:g}" for g in GBPS])
-    methods = _among(pairs.get("methods"), list(RUNS))
-    for exp, n, rate, method in itertools.product(exps, nodes, rates, dict.fromkeys([BOUND, *methods])):
-        yield Cell(exp, int(n), float(rate), method)
+    for exp, n, rate in itertools.product(exps, nodes, rates):
+        yield World(exp, int(n), float(rate))
 
 
 def _among(names: str | list[str] | None, known: list[str]) -> list[str]:
@@ -102,49 +82,24 @@ def _among(names: str | list[str] | None, known: list[str]) -> list[str]:
     return [n for n in known if n in chosen]
 
 
-def outcome(cell: Cell, bound: dict[str, Any], own: dict[str, Any], costs: Costs) -> Outcome:
-    """A cell beside what the bound and the link alone make one expect."""
-    shape = timelines.load(MODELS[cell.exp])
-    update = float(bound["timing"]["split"].get("update_ms") or 0.0)
-    factor = (float(bound["timing"]["median_ms"]) - update) / shape.step_ms
-    whole = shape.scaled(factor)
-    cluster = Cluster(cell.nodes, int(own["ranks_per_node"]), Link(float(own["link"]["mbit_per_s"]) / 1e3), ring=False)
-    layout = Layout(25.0, 25.0, 25.0, gpu=False)
-    step = simulate(whole, cluster, METHODS[cell.method], costs, layout)
-    ms = step.ms if not METHODS[cell.method].dense else step.ms - step.update_ms + update
-    case = Case(
-        str(cell.folder),
-        "validate",
-        cell.exp,
-        "emulated",
-        cell.nodes,
-        cell.method,
-        whole,
-        METHODS[cell.method],
-        layout,
-        None,
-    )
-    return Outcome(case, ms, *(float(own["timing"][k]) for k in ("median_ms", "p10_ms", "p90_ms")))
-
-
-def run(names: Sequence[str]) -> None:
-    """Trains what has not been trained yet, and prints the comparison. names: as in `cells`.
+def run(asked: Sequence[str]) -> None:
+    """Trains in the worlds that are not recorded, and prints the comparison. asked: as in `worlds`.
 
     Raises UserError and RunFailed.
     """
-    every = list(cells(names))
-    for number_, cell in enumerate(every, start=1):
-        if cell.record() is None:
-            print(f"[{number_}/{len(every)}] {cell.folder.name}", flush=True)
-            if code := subprocess.run(cell.command(), cwd=Path.cwd(), check=False).returncode:
-                name = cell.folder.name
-                raise RunFailed(f"{name} ended with status {code}; the command again goes on from here")
-    costs = measure_kernels("cpu")
-    found = []
-    for cell in every:
-        bound, own = Cell(cell.exp, cell.nodes, cell.gbps, BOUND).record(), cell.record()
-        if bound and own and cell.method != BOUND:
-            found.append(outcome(cell, bound, own, costs))
-    rows = [[o.case.id, number(o.predicted_ms), number(o.measured_ms), f"{o.error:+.1%}"] for o in found]
-    print(Table.text(("cell", "predicted, ms", "trained, ms", "difference"), rows).grid())
-    print(Table.text(HEAD, [line("all", found)]).grid())
+    every = list(worlds(asked))
+    given = [a.partition("=")[2] for a in asked if a.startswith("results_dir=")]
+    results = Path(given[-1]) if given else RESULTS
+    for number, world in enumerate(every, start=1):
+        if world.made(_recorded(results)):
+            continue
+        print(f"[{number}/{len(every)}] {world}", flush=True)
+        if code := subprocess.run(world.command(results), check=False).returncode:
+            raise RunFailed(f"{world}: ended with status {code}; the command again goes on from here")
+    found = trained.rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])
+    print(trained.table(found).grid())
+    print(trained.summary(found).grid())
+
+
+def _recorded(results: Path) -> list[ResultRecord]:
+    return read_all(results) if results.is_dir() else []

@@ -29,6 +29,7 @@ from experiments.timing import plan, results
 from experiments.timing.entries import Bound, Entry, Shared, Variant
 from experiments.timing.links import BOUND_TURNS, Links
 from experiments.timing.opened import Exchange, dense, due, ready
+from experiments.timing.profiled import profile
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import link, machine
 from experiments.training.clock import Stopwatch
@@ -94,6 +95,7 @@ class _World:
             self._leave_bound(self._measure_bound(BOUND_TURNS))
             return
         self._prepare()
+        profiled = self._profile()
         before = self._measure_bound(BOUND_TURNS)
         dilation = self.links.settle(before)
         probed = link.of_run(self.spec, self.shard.device)
@@ -129,6 +131,7 @@ class _World:
             "dilations": [dilation for _, dilation, _ in self.links.set_to],
             "busy": busy,
             **({"ready": found} if self.links.shapes and (found := ready(self.bound)) else {}),
+            **({"profile": profiled} if profiled else {}),
         }
         results.write(self, about, dilation, probed)
 
@@ -145,6 +148,12 @@ class _World:
             taken += max(gathered(entry.memory()))
             if not self.held:
                 entry.free()
+
+    def _profile(self) -> dict[str, Any] | None:
+        """What is known of machine and links beside the bound, where the ranks set the links' rate; they are open."""
+        if not self.links.shapes or self.shard.device.type == "cuda" or self.spec.ranks_per_node > 1:
+            return None
+        return profile(self.bound, self.ddp, self.watch)
 
     def _hold_one(self, needed: int) -> None:
         """From here on one method at a time is in memory."""

@@ -22,6 +22,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     # SLAMB's BERT-XL of 2.8 B parameters, whose shape was not found: 2.76 B
     "xl": {"hidden_size": 2560, "num_hidden_layers": 34, "num_attention_heads": 40, "intermediate_size": 10240},
+    # BERT-Small of Turc et al. 2019, "Well-Read Students Learn Better"
+    "small": {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
 }
 

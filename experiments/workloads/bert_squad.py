@@ -29,7 +29,7 @@ class BertSquad(bert.Text):
     embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
     model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
-    preset:          base | large | xl | tiny, the shape where `model` is None.
+    preset:          base | large | xl | small | tiny, the shape where `model` is None.
     weights:         directory of a pre-training run, or of one of its checkpoints, whose encoder training begins with.
     data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
     train_file:      training file, absolute or inside `data_path`; likewise dev_file.

@@ -18,7 +18,7 @@ class Glue(bert.Text):
     task:           cola | sst2 | mrpc | stsb | qqp | mnli (matched) | qnli | rte | wnli.
     model:          hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:           pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
-    preset:         base | large | tiny, the shape where `model` is None.
+    preset:         base | large | small | tiny, the shape where `model` is None.
     data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
     dataset:        hub data set used where no folder is given, or "synthetic".
     train_examples: number of training examples, always the same ones; None: all. Likewise dev_examples.

@@ -25,7 +25,7 @@ class Wikipedia(bert.Text):
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         base | large | xl | tiny, the shape where `model` is None.
+    preset:         base | large | xl | small | tiny, the shape where `model` is None.
     weights:        directory of a run, or of one of its checkpoints, whose parameters the model begins with: a phase that
                     goes on from another with longer sequences, say. Where ranks kept models of their own their mean is taken.
     metric:         perplexity | loss: which of the two tables show.

@@ -1,0 +1,100 @@
+"""Methods that took turns in one world on emulated links, predicted from its bound, its links and its machine. No torch.
+
+What is known of a world before any method has its turn (experiments/timing): when the bound comes to each of DDP's buckets,
+the rate that the links were set to, and what kernels and exchanges cost the cores that the ranks share. No time of a method's
+own is used, but what the update of dense methods takes: it is the user's optimizer, and has nothing to do with communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from birder.predict import METHODS, Cluster, Costs, Layout, Link, Timeline, simulate
+from birder.predict.timeline import Gradient, IntraNode
+from experiments.records.record import ResultRecord
+from launch.emulated.network import GOODPUT, burst_bytes
+
+NAMES = {
+    ("SGDM", "fp32"): "fp32",
+    ("SGDM", "bf16"): "bf16",
+    ("AdamW", "fp32"): "fp32",
+    ("AdamW", "bf16"): "bf16",
+    ("BertAdam", "fp32"): "fp32",
+    ("BertAdam", "bf16"): "bf16",
+    ("Birder", "1bit"): "birder",
+    ("1-bit Adam", "1bit"): "onebit_adam",
+}
+"""Rows that are predicted, by optimizer and wire."""
+BUCKETS = Layout(0.0, 0.0, 0.0, gpu=False, shared=True)
+"""Every gradient of `timeline` is a bucket, and a unit of optimizers: both are cut at 25 MB."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One row. Times in ms of the machine's clock."""
+
+    record: ResultRecord
+    predicted_ms: float
+
+    @property
+    def measured_ms(self) -> float:
+        return float(self.record.timing["median_ms"])
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
+    """The rows of one world, in the order of its records; none where nothing tells what the prediction needs."""
+    bound = next((r for r in records if r.wire == "none" and r.status == "completed"), None)
+    profile = bound.turns.get("profile") if bound else None
+    if bound is None or not profile or not bound.turns.get("ready"):
+        return []
+    costs = Costs(profile["kernels"], profile["call_us"], sending_ns=profile["sending"], source="measured")
+    updates = [r.timing.get("update_ms") for r in records if r.wire == "fp32" and r.status == "completed"]
+    update = min((ms for ms in updates if ms), default=0.0)
+    hops = math.ceil(math.log2(bound.nodes))  # of a broadcast, in a tree
+    found = []
+    for r in records:
+        name = NAMES.get((r.method.removesuffix(f" {r.wire}"), r.wire))
+        rate = r.link.get("set_mbit_per_s")
+        if name is None or r.status != "completed" or not rate:
+            continue
+        link = Link(rate * GOODPUT / 1e3, 1e3 * profile["small_ms"], burst_bytes=burst_bytes(rate))
+        step = simulate(
+            timeline(bound),
+            Cluster(r.nodes, 1, link, ring=False),
+            METHODS[name],
+            costs,
+            BUCKETS,
+        )
+        ms = step.ms + profile["buffers_ms"] + hops * 8e-6 * profile["buffer_bytes"] / link.gbps
+        if METHODS[name].dense:
+            ms += update - step.update_ms
+        found.append(Trained(r, ms))
+    return found
+
+
+def timeline(bound: ResultRecord) -> Timeline:
+    """A step of the bound: a gradient for each of DDP's buckets."""
+    step_ms, ready = float(bound.timing["median_ms"]), bound.turns["ready"]
+    # Buckets are timed on the slowest rank of each step, the bound on that of each turn.
+    pace = min(1.0, step_ms / ready[-1][1])
+    gradients = tuple(Gradient(f"bucket {k}", (int(numel),), pace * at) for k, (numel, at) in enumerate(ready))
+    return Timeline(
+        name=bound.group or bound.id,
+        model=bound.workload,
+        gpu="cpu",
+        precision="fp32",
+        batch_per_gpu=1,
+        gpus_per_node=1,
+        forward_ms=gradients[0].ready_ms,
+        step_ms=step_ms,
+        gradients=gradients[::-1],
+        intra_node=IntraNode.of(1, 1),
+        command=bound.command,
+    )

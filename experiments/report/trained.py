@@ -1,0 +1,67 @@
+"""Real training in turns beside its prediction from bound, links and machine: rows, table, summary. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from experiments.cells import trained
+from experiments.cells.trained import Trained
+from experiments.records.record import ResultRecord
+from experiments.report.formats import number
+from experiments.report.table import Table
+
+TARGETS = {"median": 0.05, "worst": 0.15}
+"""How good predictions of real training shall be."""
+HEAD = ("trained", "rows", "median", "95th percentile", "worst")
+
+
+def rows(records: Sequence[ResultRecord]) -> list[Trained]:
+    """Every row that can be predicted, world by world: by experiment, nodes and rate."""
+    worlds: dict[str, list[ResultRecord]] = {}
+    for r in records:
+        worlds.setdefault(r.turns.get("world", ""), []).append(r)
+    found = [row for name, world in sorted(worlds.items()) if name for row in trained.of_world(world)]
+    return sorted(found, key=lambda t: (t.record.exp, t.record.nodes, t.record.link.get("link_gbps") or 0.0))
+
+
+def table(found: Sequence[Trained]) -> Table:
+    """One line for each row."""
+    head = ("experiment", "nodes", "Gbit/s", "method", "predicted, ms", "trained, ms", "difference")
+    lines = [
+        [
+            t.record.exp,
+            str(t.record.nodes),
+            number(t.record.link.get("link_gbps")),
+            t.record.method,
+            number(t.predicted_ms),
+            number(t.measured_ms),
+            f"{t.error:+.1%}",
+        ]
+        for t in found
+    ]
+    return Table.text(head, lines)
+
+
+def summary(found: Sequence[Trained]) -> Table:
+    """Errors of all, and by experiment and method."""
+    parts = {"all": list(found)}
+    for t in found:
+        parts.setdefault(t.record.exp, []).append(t)
+    for t in sorted(found, key=lambda t: t.record.method):
+        parts.setdefault(t.record.method, []).append(t)
+    return Table.text(HEAD, [_line(name, part) for name, part in parts.items() if part])
+
+
+def _line(name: str, part: Sequence[Trained]) -> list[str]:
+    errors = sorted(abs(t.error) for t in part)
+    p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+    return [name, str(len(part)), f"{statistics.median(errors):.1%}", f"{p95:.1%}", f"{errors[-1]:.1%}"]
+
+
+def sentence(records: Sequence[ResultRecord]) -> str:
+    """What a comparison's table says of its prediction; empty where there is none."""
+    if not (found := rows(records)):
+        return ""
+    said = ", ".join(f"{t.record.method} {number(t.predicted_ms)} ms ({t.error:+.1%})" for t in found)
+    return f"Predicted before any method had its turn, from the bound, the links and what kernels cost here: {said}."

@@ -1,0 +1,195 @@
+"""Real training in turns, predicted from its world's bound, links and machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from birder.predict import METHODS, Cluster, Costs, Layout, Link, simulate
+from birder.predict.costs import BYTES, EXCHANGES
+from experiments.cells import trained
+from experiments.config import compose
+from experiments.records.record import ResultRecord
+from experiments.report import speedup
+from experiments.report import trained as report
+from experiments.runs import validation
+from experiments.timing import profiled
+from launch.emulated.network import GOODPUT, burst_bytes
+from tests.ranks import run_ranks
+from tests.records import run
+from tests.test_predict import MB, made
+
+QUARTER = MB // 4
+"""Elements of a MiB."""
+SLOW = Link(0.1)
+SHARED = Layout(1.0, 1.0, 1.0, gpu=False, shared=True)
+BITS = QUARTER / 8 / 2
+"""Bytes that one of two ranks sends of a MiB's bits in a phase."""
+
+
+def ms_of(nbytes: float) -> float:
+    return nbytes * 8 / (SLOW.gbps * 1e6)
+
+
+# ---- one core for backward and everything else --------------------------------------------------------------------------
+
+
+def test_what_a_bucket_costs_the_core_makes_backward_later_and_hides_the_wire() -> None:
+    """Two buckets, 100 and 150 ms; 20 ms of work each; the wire takes 84 ms for each."""
+    t = made((QUARTER, 150.0), (QUARTER, 100.0))
+    costs = Costs(sending_ns={"all_reduce_fp32": 20e6 / MB})
+    wire = ms_of(MB)
+    step = simulate(t, Cluster(2, 1, SLOW, ring=False), METHODS["fp32"], costs, SHARED)
+    # The first is on the wire from 120 to 204; backward ends at 170, the second is on the wire from 204 on.
+    assert step.ms == pytest.approx(120 + 2 * wire)
+    assert step.exposed_ms == pytest.approx(120 + 2 * wire - 170)
+    fast = simulate(t, Cluster(2, 1, Link(1e6), ring=False), METHODS["fp32"], costs, SHARED)
+    assert fast.ms == pytest.approx(150 + 2 * 20, abs=1e-3)
+
+
+def test_without_sharing_sending_costs_nothing_and_backward_ends_when_it_did() -> None:
+    t = made((QUARTER, 150.0), (QUARTER, 100.0))
+    costs = Costs(sending_ns=dict.fromkeys(EXCHANGES.values(), 1.0))
+    for name in ("fp32", "birder", "powersgd1", "cser"):
+        apart = Layout(1.0, 1.0, 1.0, gpu=False)
+        c = Cluster(2, 1, SLOW, ring=False)
+        assert simulate(t, c, METHODS[name], costs, apart).ms == simulate(t, c, METHODS[name], Costs(), apart).ms
+        assert simulate(t, c, METHODS[name], costs, SHARED).ms > simulate(t, c, METHODS[name], Costs(), SHARED).ms
+
+
+def test_the_kernels_of_a_compressed_method_delay_backward_by_what_they_take() -> None:
+    """All but the last unit's, which runs when backward has ended."""
+    t = made((QUARTER, 300.0), (QUARTER, 100.0))
+    costs = Costs({"encode": 0.5, "copy": 0.2, "": 0.0}, sending_ns={"pairwise": 10.0})
+    encode, copy = QUARTER * BYTES["encode"](2) * 0.5 / 1e6, QUARTER * BYTES["copy"](2) * 0.2 / 1e6
+    send = BITS * 10.0 / 1e6
+    step = simulate(t, Cluster(2, 1, Link(1e6), ring=False), METHODS["birder"], costs, SHARED)
+    assert step.ms == pytest.approx(300 + 2 * (encode + copy + 2 * send), abs=1e-3)
+    assert step.exposed_ms == pytest.approx(encode + copy + 2 * send, abs=1e-3)
+
+
+def test_a_shared_core_with_nothing_to_do_changes_nothing(subtests: pytest.Subtests) -> None:
+    t = made((QUARTER, 30.0), (QUARTER, 20.0), (QUARTER, 12.0), end=40.0)
+    for name, method in METHODS.items():
+        with subtests.test(name):
+            c = Cluster(3, 1, SLOW, ring=False)
+            apart = simulate(t, c, method, Costs(), dataclasses.replace(SHARED, shared=False))
+            assert simulate(t, c, method, Costs(), SHARED).ms == pytest.approx(apart.ms)
+
+
+def test_costs_of_sending_grow_with_the_others() -> None:
+    costs = Costs({"": 1.0}, sending_ns={"pairwise": 2.0}).times(3)
+    assert (costs.sending_ms("pairwise", 1e6), costs.sending_ms("all_reduce_half", 1e6)) == (6.0, 0.0)
+
+
+# ---- rows of a world ----------------------------------------------------------------------------------------------------
+
+PROFILE = {
+    "kernels": {
+        **dict.fromkeys(("scale", "cast", "copy", "encode", "reduce_bits", "apply_bits"), 0.1),
+        "": 0.1,
+        "sgdm": 0.5,
+    },
+    "call_us": 0.0,
+    "sending": {"all_reduce_fp32": 4.0, "all_reduce_half": 6.0, "pairwise": 2.0},
+    "small_ms": 1.0,
+    "buffers_ms": 7.0,
+    "buffer_bytes": 1e5,
+}
+READY = [[2e6, 100.0], [1e6, 200.0]]
+LINK = {
+    "kind": "emulated",
+    "shaped": True,
+    "measured": True,
+    "mbit_per_s": 95.0,
+    "set_mbit_per_s": 100.0,
+    "dilation": 1.0,
+}
+
+
+def world(name: str = "w", **more: Any) -> list[ResultRecord]:
+    rows = []
+    for method, ms in (("no communication", 190.0), ("SGDM fp32", 1500.0), ("SGDM bf16", 800.0), ("Birder", 300.0)):
+        r = run(method, ms, nodes=2, link={**LINK, "link_gbps": 10})
+        turns = {"world": name, "ready": READY, "profile": PROFILE, "ms": [ms] * 3, "steps": [2] * 3, **more}
+        rows.append(dataclasses.replace(r, turns=turns, timing={**r.timing, "update_ms": 20.0}))
+    return rows
+
+
+def test_rows_are_predicted_from_what_the_world_knew_before() -> None:
+    """fp32 by hand: two buckets, work of the core first, then the wire. What is measured is in nothing."""
+    found = {t.record.wire: t for t in trained.of_world(world())}
+    assert set(found) == {"fp32", "bf16", "1bit"}
+    wire = 8 / (100.0 * GOODPUT * 1e3)
+    first = 95.0 + 2e6 * (8 * 0.1 + 4 * 4.0) / 1e6  # the bound's own pace: 190 ms, not 200
+    late = 2 * 1.0  # of two hops
+    burst = burst_bytes(100.0) * wire
+    expected = first + 12e6 * wire + 2 * late - burst + 7.0 + 1e5 * wire + 20.0  # buffers, the optimizer
+    assert found["fp32"].predicted_ms == pytest.approx(expected, rel=1e-3)
+    assert found["fp32"].error == pytest.approx(expected / 1500 - 1, rel=1e-2)
+    slower = [dataclasses.replace(r, timing={**r.timing, "median_ms": 9e9}) for r in world() if r.wire != "none"]
+    again = {t.record.wire: t for t in trained.of_world([world()[0], *slower])}
+    assert {w: t.predicted_ms for w, t in again.items()} == {w: t.predicted_ms for w, t in found.items()}
+
+
+def test_a_world_without_a_profile_is_not_predicted() -> None:
+    assert trained.of_world(world(profile=None)) == []
+    assert trained.of_world(world()[1:]) == []
+    assert report.sentence(world(profile=None)) == ""
+
+
+def test_tables_show_every_row_and_summaries_all_parts() -> None:
+    rows = report.rows([*world("a"), *world("b")])
+    assert len(rows) == 6
+    grid = report.table(rows).grid()
+    assert grid.count("SGDM fp32") == 2
+    assert "| all" in report.summary(rows).grid()
+    (table,) = speedup.build(world())
+    assert "Predicted before any method had its turn" in speedup.markdown(table)
+
+
+# ---- what is measured ---------------------------------------------------------------------------------------------------
+
+
+def _profile(rank: int, size: int) -> Any:
+    assert dist.group.WORLD is not None
+    return profiled.exchanges([50_000, 30_000], dist.group.WORLD)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_have_the_same_profile(ranks: int) -> None:
+    everyone = run_ranks(_profile, ranks)
+    assert all(found == everyone[0] for found in everyone)
+    (found, *_) = everyone
+    assert set(found["sending"]) == set(EXCHANGES.values())
+    assert min(found["sending"].values()) > 0
+    assert min(found["kernels"].values()) > 0
+    assert set(found["kernels"]) >= {k for m in ("birder", "onebit_adam", "fp32") for k in METHODS[m].update}
+    assert found["small_ms"] > 0
+
+
+# ---- the validation -----------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_validation_compose(tmp_path: Path) -> None:
+    every = list(validation.worlds())
+    assert len(every) == 2 * 3 * 3
+    assert every == list(validation.worlds(list(validation.MODELS)))
+    for one in every:
+        composed = compose.compose(one.command(tmp_path)[2:])
+        assert composed.config.cluster.nodes == one.nodes
+        assert composed.config.cluster.link_gbps == one.gbps
+        assert len(compose.compared(composed)) >= 5
+
+
+def test_a_part_of_the_validation_and_what_is_recorded() -> None:
+    part = list(validation.worlds(["resnet50", "nodes=4,2", "gbps=10,2.5", "results_dir=x"]))
+    assert [(w.nodes, w.gbps) for w in part] == [(2, 2.5), (2, 10.0), (4, 2.5), (4, 10.0)]
+    of = validation.World(world()[0].exp, 2, 10.0)
+    assert of.made(world())
+    assert not of.made([*world(), dataclasses.replace(world()[0], status="failed")])
+    assert not dataclasses.replace(of, gbps=5.0).made(world())
