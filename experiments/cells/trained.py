@@ -57,6 +57,7 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
     costs = Costs(profile["kernels"], profile["call_us"], sending_ns=profile["sending"], source="measured")
     updates = [r.timing.get("update_ms") for r in records if r.wire == "fp32" and r.status == "completed"]
     update = min((ms for ms in updates if ms), default=0.0)
+    buffers = profile["buffer_bytes"]
     hops = math.ceil(math.log2(bound.nodes))  # of a broadcast, in a tree
     found = []
     for r in records:
@@ -72,7 +73,7 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
             costs,
             BUCKETS,
         )
-        ms = step.ms + profile["buffers_ms"] + hops * 8e-6 * profile["buffer_bytes"] / link.gbps
+        ms = step.ms + (hops * (8e-6 * buffers / link.gbps + profile["small_ms"]) if buffers else 0.0)
         if METHODS[name].dense:
             ms += update - step.update_ms
         found.append(Trained(r, ms))

@@ -64,4 +64,4 @@ def sentence(records: Sequence[ResultRecord]) -> str:
     if not (found := rows(records)):
         return ""
     said = ", ".join(f"{t.record.method} {number(t.predicted_ms)} ms ({t.error:+.1%})" for t in found)
-    return f"Predicted before any method had its turn, from the bound, the links and what kernels cost here: {said}."
+    return f"Predicted from the bound, the dense update, the links and what kernels cost here: {said}."

@@ -137,11 +137,10 @@ class Bound(Entry):
         self.ready: list[list[tuple[int, float]]] = []
         """Of each timed step DDP's buckets: elements, and seconds after the step's begin until its gradients were ready."""
 
-    def turn(self, steps: int, watch: Stopwatch, timed: bool = False, buffers: bool = False) -> float:
-        """buffers: DDP broadcasts the model's buffers, as it does for every method."""
+    def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
         ddp, shard = self.shared.ddp, self.shared.shard
         self.own.enter()
-        ready, begins = ddp.send_nothing(buffers), [(0, 0.0)] * steps
+        ready, begins = ddp.send_nothing(), [(0, 0.0)] * steps
         watch.start()
         for number in range(steps):
             begins[number] = (len(ready), time.perf_counter())

@@ -7,7 +7,6 @@ cores. experiments/cells/trained.py makes the prediction. One rank a node only: 
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,34 +19,22 @@ from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
 from birder.predict import measure_kernels
 from birder.predict.costs import EXCHANGES
-from experiments.timing.entries import Bound
 from experiments.timing.shared_ddp import SharedDDP
-from experiments.training.clock import Stopwatch
 from experiments.training.together import gathered
 
 TURNS = 2
 """Of each exchange; the median counts."""
 MANY = 20
 """Exchanges of next to nothing, one after the other: a single one is a matter of chance."""
-STEPS = 5
-"""Of the bound with and without buffers, one after the other."""
 
 
-def profile(bound: Bound, ddp: SharedDDP, watch: Stopwatch) -> dict[str, Any]:
-    """What `exchanges` says, and what DDP's broadcast of the model's buffers costs a step: {buffers_ms, buffer_bytes}.
+def profile(buckets: Sequence[int], ddp: SharedDDP) -> dict[str, Any]:
+    """What `exchanges` says, and the bytes of the buffers that DDP broadcasts in every step: {buffer_bytes}.
 
-    Called on every rank, same result on all.
+    buckets: elements of DDP's buckets. Called on every rank, same result on all.
     """
-    sizes = [b.numel() * b.element_size() for b in ddp.module.buffers()]
-    found = exchanges(bound.buckets, ddp.process_group)
-    if not sizes:
-        return {**found, "buffers_ms": 0.0, "buffer_bytes": 0}
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(STEPS):
-        for buffers, seconds in taken.items():
-            seconds.append(_once(functools.partial(bound.turn, 1, watch, buffers=buffers)))
-    bare, broadcast = (statistics.median(taken[buffers]) for buffers in (False, True))
-    return {**found, "buffers_ms": round(1000 * max(0.0, broadcast - bare), 4), "buffer_bytes": sum(sizes)}
+    buffers = sum(b.numel() * b.element_size() for b in ddp.module.buffers())
+    return {**exchanges(buckets, ddp.process_group), "buffer_bytes": buffers}
 
 
 def exchanges(buckets: Sequence[int], group: dist.ProcessGroup) -> dict[str, Any]:
@@ -98,13 +85,11 @@ def _of_bits(sizes: Sequence[int], pairs: Collectives) -> Callable[[], Any]:
 
 
 def _median(task: Callable[[], Any]) -> float:
-    """Seconds, after a turn that does not count."""
-    return statistics.median([_once(task) for _ in range(TURNS + 1)][1:])
-
-
-def _once(task: Callable[[], Any]) -> float:
-    """Seconds on the slowest rank."""
-    dist.barrier()
-    began = time.perf_counter()
-    task()
-    return float(max(gathered(time.perf_counter() - began)))
+    """Seconds on the slowest rank, after a turn that does not count."""
+    taken = []
+    for _ in range(TURNS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        task()
+        taken.append(max(gathered(time.perf_counter() - began)))
+    return float(statistics.median(taken[1:]))

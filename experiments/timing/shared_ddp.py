@@ -56,12 +56,12 @@ class SharedDDP(DistributedDataParallel):
         self._switch.current = hook
         self.broadcast_buffers = True
 
-    def send_nothing(self, buffers: bool = False) -> list[tuple[int, float]]:
-        """Until the next `use`, passes are as any others', and send no gradients, nor buffers unless `buffers` says so.
+    def send_nothing(self) -> list[tuple[int, float]]:
+        """Until the next `use`, passes are as any others', and send neither gradients nor buffers.
 
         Returns a list to which every bucket adds its elements and the host's time at which its gradients were ready.
         """
         ready: list[tuple[int, float]] = []
         self.use((ready, _nothing))
-        self.broadcast_buffers = buffers
+        self.broadcast_buffers = False
         return ready

@@ -153,7 +153,7 @@ class _World:
         """What is known of machine and links beside the bound, where the ranks set the links' rate; they are open."""
         if not self.links.shapes or self.shard.device.type == "cuda" or self.spec.ranks_per_node > 1:
             return None
-        return profile(self.bound, self.ddp, self.watch)
+        return profile(self.bound.buckets, self.ddp)
 
     def _hold_one(self, needed: int) -> None:
         """From here on one method at a time is in memory."""
