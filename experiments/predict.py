@@ -153,12 +153,13 @@ def answer(q: Question, options: argparse.Namespace) -> None:
 def evaluate(results: str) -> None:
     """Writes results/published/tables/predict.md and the plot of the paper's speedups. Raises UserError."""
     from experiments.records.record import read_all, write_file
-    from experiments.report import crossover_plot, prediction, prediction_plots
+    from experiments.report import crossover_plot, prediction, prediction_plots, trained
 
     outcomes = prediction.evaluate(read_all(results), prediction.load(results))
     if not outcomes:
         raise UserError(f"no replayed cell in {results}/records: run make paper-table or make bench")
-    page = prediction.markdown(outcomes) + "\n\n" + prediction_plots.published() + "\n"
+    parts = [prediction.markdown(outcomes), trained.markdown(results), prediction_plots.published()]
+    page = "\n\n".join(filter(None, parts)) + "\n"
     path = Path(results) / "tables" / "predict.md"
     write_file(path, page.encode(), "the table of predictions")
     print(f"{path}: {len(outcomes)} cells")

@@ -108,6 +108,7 @@ def test_which_methods_have_open_turns_and_when() -> None:
     assert not asked("optimizer=birder")
     assert not asked("optimizer=local_sgd")
     assert [n for n in range(10) if opened.due(n)] == [0, 4, 8]
+    assert [n for n in range(10) if opened.due(n, held=False)] == [0]
 
 
 def test_a_bucket_is_ready_when_the_slowest_rank_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +155,10 @@ def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(t
         assert len(r.turns["ms"]) == len(r.turns["steps"]) == 5
         elements = sum(size for size, _ in r.turns["ready"])
         if name in ("sgdm-fp32", "sgdm-bf16"):
-            assert len(r.turns["open_ms"]) == len(r.turns["exchange_ms"]) == 2  # beside rounds 0 and 4
+            # Beside rounds 0 and 4; where each method is made anew in its turn beside the first alone.
+            assert len(r.turns["open_ms"]) == len(r.turns["exchange_ms"]) == (2 if memory else 1)
             assert min([*r.turns["open_ms"], *r.turns["exchange_ms"]]) > 0
-            assert r.turns["exchange_mbit_per_s"] == [100.0, 100.0]
+            assert set(r.turns["exchange_mbit_per_s"]) == {100.0}
             width = arithmetic.WIRES[r.wire]
             assert r.bytes_per_step["payload_inter"] == elements * width  # 2 (n - 1) / n of them, for two nodes
         else:

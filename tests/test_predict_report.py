@@ -13,7 +13,7 @@ from experiments import predict as entry
 from experiments.cells import fit, predicted, published, suite
 from experiments.cells.predicted import Machine
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
-from experiments.report import prediction, prediction_plots, replay_page, replayed
+from experiments.report import prediction, prediction_plots, replay_page, replayed, trained
 from experiments.report.formats import number
 from launch.errors import UserError
 
@@ -61,7 +61,8 @@ def test_the_evaluation_is_what_the_docs_say(outcomes: list[prediction.Outcome])
 
 def test_the_page_is_what_the_records_make(outcomes: list[prediction.Outcome]) -> None:
     page = (RESULTS / "tables" / "predict.md").read_text(encoding="utf-8")
-    assert page == prediction.markdown(outcomes) + "\n\n" + prediction_plots.published() + "\n"
+    parts = [prediction.markdown(outcomes), trained.markdown(RESULTS), prediction_plots.published()]
+    assert page == "\n\n".join(filter(None, parts)) + "\n"
 
 
 def test_the_table_of_the_docs_is_that_of_the_page(outcomes: list[prediction.Outcome]) -> None:

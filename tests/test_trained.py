@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, simulate
@@ -18,6 +19,7 @@ from experiments.report import speedup
 from experiments.report import trained as report
 from experiments.runs import validation
 from experiments.timing import profiled
+from experiments.timing.shared_ddp import SharedDDP
 from launch.emulated.network import GOODPUT, burst_bytes
 from tests.ranks import run_ranks
 from tests.records import run
@@ -98,6 +100,8 @@ PROFILE = {
     "sending": {"all_reduce_fp32": 4.0, "all_reduce_half": 6.0, "pairwise": 2.0},
     "small_ms": 1.0,
     "buffer_bytes": 1e5,
+    "python_us": 100.0,
+    "parameters": 50,
 }
 READY = [[2e6, 100.0], [1e6, 200.0]]
 LINK = {
@@ -130,6 +134,12 @@ def test_rows_are_predicted_from_what_the_world_knew_before() -> None:
     expected = first + 12e6 * wire + 2 * late - burst + (1e5 * wire + 1.0) + 20.0  # buffers, the optimizer
     assert found["fp32"].predicted_ms == pytest.approx(expected, rel=1e-3)
     assert found["fp32"].error == pytest.approx(expected / 1500 - 1, rel=1e-2)
+    older = [dataclasses.replace(r, turns={**r.turns, "profile": {**PROFILE}}) for r in world()]
+    for r in older:
+        del r.turns["profile"]["python_us"]
+    mine, theirs = ({t.record.wire: t.predicted_ms for t in trained.of_world(w)} for w in (world(), older))
+    assert mine["1bit"] - theirs["1bit"] == pytest.approx(5.0)  # of a model that no timeline has, nothing is known
+    assert mine["fp32"] == theirs["fp32"]
     slower = [dataclasses.replace(r, timing={**r.timing, "median_ms": 9e9}) for r in world() if r.wire != "none"]
     again = {t.record.wire: t for t in trained.of_world([world()[0], *slower])}
     assert {w: t.predicted_ms for w, t in again.items()} == {w: t.predicted_ms for w, t in found.items()}
@@ -156,7 +166,7 @@ def test_tables_show_every_row_and_summaries_all_parts() -> None:
 
 def _profile(rank: int, size: int) -> Any:
     assert dist.group.WORLD is not None
-    return profiled.exchanges([50_000, 30_000], dist.group.WORLD)
+    return profiled.profile([50_000, 30_000], SharedDDP(torch.nn.BatchNorm1d(3), init_sync=False))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -169,6 +179,8 @@ def test_all_ranks_have_the_same_profile(ranks: int) -> None:
     assert min(found["kernels"].values()) > 0
     assert set(found["kernels"]) >= {k for m in ("birder", "onebit_adam", "fp32") for k in METHODS[m].update}
     assert found["small_ms"] > 0
+    assert found["python_us"] > 0
+    assert (found["parameters"], found["buffer_bytes"]) == (2, 4 * (3 + 3) + 8)
 
 
 # ---- the validation -----------------------------------------------------------------------------------------------------

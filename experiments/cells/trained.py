@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, Timeline, simulate
 from birder.predict.timeline import Gradient, IntraNode
+from experiments.cells import timelines
 from experiments.records.record import ResultRecord
 from launch.emulated.network import GOODPUT, burst_bytes
 
@@ -29,6 +30,11 @@ NAMES = {
 """Rows that are predicted, by optimizer and wire."""
 BUCKETS = Layout(0.0, 0.0, 0.0, gpu=False, shared=True)
 """Every gradient of `timeline` is a bucket, and a unit of optimizers: both are cut at 25 MB."""
+
+
+PYTHON_US = 60.0
+"""Of a core's time, a parameter, where a record does not hold what its world measured: what the machine of the published
+records takes (its profiles of later worlds)."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
     updates = [r.timing.get("update_ms") for r in records if r.wire == "fp32" and r.status == "completed"]
     update = min((ms for ms in updates if ms), default=0.0)
     buffers = profile["buffer_bytes"]
+    python = python_ms(bound)
     hops = math.ceil(math.log2(bound.nodes))  # of a broadcast, in a tree
     found = []
     for r in records:
@@ -65,19 +72,30 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
         rate = r.link.get("set_mbit_per_s")
         if name is None or r.status != "completed" or not rate:
             continue
-        link = Link(rate * GOODPUT / 1e3, 1e3 * profile["small_ms"], burst_bytes=burst_bytes(rate))
-        step = simulate(
-            timeline(bound),
-            Cluster(r.nodes, 1, link, ring=False),
-            METHODS[name],
-            costs,
-            BUCKETS,
-        )
+        link = link_at(rate, r.nodes, profile["small_ms"])
+        step = simulate(timeline(bound), Cluster(r.nodes, 1, link, ring=False), METHODS[name], costs, BUCKETS)
         ms = step.ms + (hops * (8e-6 * buffers / link.gbps + profile["small_ms"]) if buffers else 0.0)
-        if METHODS[name].dense:
-            ms += update - step.update_ms
+        ms += update - step.update_ms if METHODS[name].dense else python
         found.append(Trained(r, ms))
     return found
+
+
+def python_ms(bound: ResultRecord) -> float:
+    """What Python costs a step of a compressed method: for each parameter of the model, on cores that ranks share."""
+    profile = bound.turns["profile"]
+    if "python_us" in profile:
+        return float(profile["python_us"] * profile["parameters"]) / 1e3
+    elements, name = sum(numel for numel, _ in bound.turns["ready"]), bound.config.get("timeline")
+    t = timelines.load(name) if name else None
+    known = len(t.gradients) if t is not None and t.elements == elements else 0
+    return PYTHON_US * known * max(1.0, bound.nodes / bound.hardware["cores"]) / 1e3
+
+
+def link_at(mbit: float, nodes: int, small_ms: float) -> Link:
+    """An emulated link of a set rate. small_ms: of an exchange of next to nothing, a message of each rank to every other."""
+    peers = nodes - 1
+    hop = small_ms / peers
+    return Link(mbit * GOODPUT / 1e3, 1e3 * hop, 1e3 * (small_ms - hop) / peers, burst_bytes=burst_bytes(mbit))
 
 
 def timeline(bound: ResultRecord) -> Timeline:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 from experiments.cells import trained
 from experiments.cells.trained import Trained
-from experiments.records.record import ResultRecord
+from experiments.records.record import ResultRecord, read_all
 from experiments.report.formats import number
 from experiments.report.table import Table
 
-TARGETS = {"median": 0.05, "worst": 0.15}
-"""How good predictions of real training shall be."""
+FOLDER = "validation"
+"""Of a results folder: the records of `python experiments/predict.py --validate`."""
 HEAD = ("trained", "rows", "median", "95th percentile", "worst")
 
 
@@ -57,6 +58,24 @@ def _line(name: str, part: Sequence[Trained]) -> list[str]:
     errors = sorted(abs(t.error) for t in part)
     p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
     return [name, str(len(part)), f"{statistics.median(errors):.1%}", f"{p95:.1%}", f"{errors[-1]:.1%}"]
+
+
+def markdown(results: str | Path) -> str:
+    """The section of a page about the worlds in a results folder and in its folder of the validation; empty without any."""
+    folders = [folder for folder in (Path(results), Path(results) / FOLDER) if folder.is_dir()]
+    found = rows([r for folder in folders for r in read_all(folder)])
+    if not found:
+        return ""
+    return "\n\n".join(
+        [
+            "## Real training on emulated links",
+            "Methods in turns in one world, predicted from its bound, the dense update, its links and what kernels cost "
+            "there: `python experiments/predict.py --validate`, and the published comparisons. Milliseconds are those of "
+            "the machine that trained.",
+            summary(found).grid().rstrip(),
+            table(found).grid().rstrip(),
+        ]
+    )
 
 
 def sentence(records: Sequence[ResultRecord]) -> str:

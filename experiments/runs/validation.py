@@ -30,7 +30,7 @@ MODELS: dict[str, list[str]] = {
 machine would have: there is no A100's time for it."""
 NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
 TURNS = ["turns.rounds=6", "turns.steps=1"]
-RESULTS = Path(LOCAL) / "validation"
+RESULTS = Path(LOCAL) / trained.FOLDER
 KEYS = "nodes", "gbps", "results_dir"
 """What is given beside experiments."""
 

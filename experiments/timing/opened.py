@@ -32,9 +32,9 @@ PAUSE_S = 0.1
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def due(number: int) -> bool:
-    """Whether the turns of this module come before round `number`, from 0."""
-    return number % EVERY == 0
+def due(number: int, held: bool = True) -> bool:
+    """Whether the turns of this module come before round `number`, from 0. held: memory holds all methods; else once."""
+    return number % EVERY == 0 if held else number == 0
 
 
 def dense(config: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ cores. experiments/cells/trained.py makes the prediction. One rank a node only: 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import birder
 from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
 from birder.predict import measure_kernels
@@ -24,17 +27,62 @@ from experiments.training.together import gathered
 
 TURNS = 2
 """Of each exchange; the median counts."""
+PARAMETERS, SMALL_STEPS = 200, 5
+"""Of the model of tiny parameters, and its steps in a turn."""
 MANY = 20
 """Exchanges of next to nothing, one after the other: a single one is a matter of chance."""
 
 
 def profile(buckets: Sequence[int], ddp: SharedDDP) -> dict[str, Any]:
-    """What `exchanges` says, and the bytes of the buffers that DDP broadcasts in every step: {buffer_bytes}.
+    """What `exchanges` says, and of the model {parameters, python_us, buffer_bytes}.
 
-    buckets: elements of DDP's buckets. Called on every rank, same result on all.
+    parameters: how many tensors, each of which costs python_us in the hook and update of a compressed method.
+    buffer_bytes: of what DDP broadcasts in every step. buckets: elements of DDP's buckets. Called on every rank, same result
+    on all.
     """
-    buffers = sum(b.numel() * b.element_size() for b in ddp.module.buffers())
-    return {**exchanges(buckets, ddp.process_group), "buffer_bytes": buffers}
+    found = exchanges(buckets, ddp.process_group)
+    return {
+        **found,
+        "parameters": sum(p.requires_grad for p in ddp.module.parameters()),
+        "python_us": round(python_us(ddp.process_group, found["small_ms"]), 3),
+        "buffer_bytes": sum(b.numel() * b.element_size() for b in ddp.module.buffers()),
+    }
+
+
+def python_us(group: dist.ProcessGroup, small_ms: float) -> float:
+    """Microseconds a parameter of what Birder's hook and update do beside their kernels: in a model of tiny parameters.
+
+    Called on every rank, same result on all.
+    """
+    n, model = dist.get_world_size(group), _Tiny()
+    ddp = SharedDDP(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
+    ddp.send_nothing()
+    bare = _median(functools.partial(_steps, ddp, None))
+    optimizer = birder.Birder(model.parameters(), lr=1e-6)
+    attachment = birder.attach(ddp, optimizer, topology=Topology(n, 1))
+    _steps(ddp, optimizer)  # past its first steps, in which coordinates get their first gradient
+    compressed = _median(functools.partial(_steps, ddp, optimizer))
+    attachment.close()
+    return max(0.0, 1e6 * (compressed - bare) / SMALL_STEPS - 2e3 * small_ms) / PARAMETERS
+
+
+class _Tiny(nn.Module):
+    """As many parameters as a model of layers has, of next to no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = nn.ParameterList(torch.ones(32) for _ in range(PARAMETERS))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack(list(self.tiny)).sum()
+
+
+def _steps(ddp: SharedDDP, optimizer: torch.optim.Optimizer | None) -> None:
+    for _ in range(SMALL_STEPS):
+        ddp.zero_grad(set_to_none=True)
+        ddp().backward()
+        if optimizer is not None:
+            optimizer.step()
 
 
 def exchanges(buckets: Sequence[int], group: dist.ProcessGroup) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class _World:
         began = time.monotonic()
         self._one_round(-1, timed=False)  # the first after the links have got their rate
         for number in range(self.rounds):
-            extra = self.links.shapes and due(number)
+            extra = self.links.shapes and due(number, self.held)
             if extra and self.held:
                 self.links.free()
                 for entry in self._order(f"{number} open"):
