@@ -14,7 +14,7 @@ from birder.predict import METHODS, Cluster, Costs, Layout, Link, simulate
 from birder.predict.costs import BYTES, EXCHANGES
 from experiments.cells import trained
 from experiments.config import compose
-from experiments.records.record import ResultRecord
+from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
 from experiments.report import speedup
 from experiments.report import trained as report
 from experiments.runs import validation
@@ -204,3 +204,17 @@ def test_a_part_of_the_validation_and_what_is_recorded() -> None:
     assert of.made(world())
     assert not of.made([*world(), dataclasses.replace(world()[0], status="failed")])
     assert not dataclasses.replace(of, gbps=5.0).made(world())
+
+
+def test_the_docs_have_the_summary_of_the_published_worlds() -> None:
+    """Dense rows keep the targets, 5 % and 15 %; compressed ones are too short, by no more than is said."""
+    found = report.rows([*read_all(PUBLISHED), *read_all(PUBLISHED / report.FOLDER)])
+    page = (ROOT / "docs" / "predict.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- trained -->")[2].partition("<!-- end of trained -->")[0]
+    assert shown.strip() == report.summary(found).grid().strip()
+    dense = sorted(abs(t.error) for t in found if t.record.wire != "1bit")
+    assert dense[len(dense) // 2] < 0.05
+    assert dense[-1] < 0.15
+    compressed = [t.error for t in found if t.record.wire == "1bit"]
+    assert min(compressed) > -0.18
+    assert max(compressed) < -0.03

@@ -102,5 +102,6 @@ def advise(
         ring=device.type == "cuda",
     )
     mb = bucket_mb or 25.0
-    layout = Layout(mb, mb if bucket_mb else FIRST_BUCKET_MB, gpu=device.type == "cuda")
+    gpu = device.type == "cuda"
+    layout = Layout(mb, mb if bucket_mb else FIRST_BUCKET_MB, gpu=gpu, shared=not gpu)
     return Advice(timeline, links, found[0], cluster, layout)
