@@ -102,6 +102,17 @@ def test_scripts_from_any_folder(name: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_reader_that_leaves_is_no_failure_to_tell_of(unbuffered: bool) -> None:
+    """As `| head` does. With buffers nothing is written before the end."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, *["-u"] * unbuffered, str(ROOT / "experiments/predict.py"), "timeline=resnet50_b32_tf32"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_cfg_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert typed(monkeypatch, "+exp=digits", "--cfg", "job", "--resolve", "optimizer.lr=0.25") == 0
     shown = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -16,13 +17,22 @@ from launch.words import one_line
 
 LONGEST = 290
 """Characters of a message about bad input."""
+READER_LEFT = 128 + 13
+"""Exit status, as of a program that SIGPIPE ended."""
 Arguments = ParamSpec("Arguments")
 
 
 def start(main: Callable[[], int]) -> NoReturn:
     """The end of a script's file: runs it. Ctrl-C, which ended it without a word while it imported, is heard from here on."""
     interrupt.is_heard()
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read the output has left, as `| head` does. What is left to say is said to nobody, also by the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = READER_LEFT
+    sys.exit(status)
 
 
 def told(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
