@@ -29,7 +29,7 @@ def start(main: Callable[[], int]) -> NoReturn:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who read the output has left, as `| head` does. What is left to say is said to nobody, also by the interpreter's end.
+        # Who read the output has left, as `| head` does. What is left to say, also at the interpreter's end, nobody hears.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = READER_LEFT
     sys.exit(status)
