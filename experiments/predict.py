@@ -217,9 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.evaluate:
         evaluate(options.results)
     elif options.validate:
+        from experiments import compare
         from experiments.runs import validation
 
-        validation.run(options.question)
+        validation.run(options.question, lambda overrides: compare.compare(overrides, None))
     else:
         answer(ask(options.question), options)
     return 0

@@ -14,13 +14,14 @@ from birder.predict import METHODS, Cluster, Costs, Layout, Link, simulate
 from birder.predict.costs import BYTES, EXCHANGES
 from experiments.cells import trained
 from experiments.config import compose
-from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
+from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write
 from experiments.report import speedup
 from experiments.report import trained as report
 from experiments.runs import validation
 from experiments.timing import profiled
 from experiments.timing.shared_ddp import SharedDDP
 from launch.emulated.network import GOODPUT, burst_bytes
+from launch.failure import RunFailed
 from tests.ranks import run_ranks
 from tests.records import run
 from tests.test_predict import MB, made
@@ -191,7 +192,7 @@ def test_the_commands_of_the_validation_compose(tmp_path: Path) -> None:
     assert len(every) == 2 * 3 * 3
     assert every == list(validation.worlds(list(validation.MODELS)))
     for one in every:
-        composed = compose.compose(one.command(tmp_path)[2:])
+        composed = compose.compose(one.overrides(tmp_path))
         assert composed.config.cluster.nodes == one.nodes
         assert composed.config.cluster.link_gbps == one.gbps
         assert len(compose.compared(composed)) >= 5
@@ -204,6 +205,20 @@ def test_a_part_of_the_validation_and_what_is_recorded() -> None:
     assert of.made(world())
     assert not of.made([*world(), dataclasses.replace(world()[0], status="failed")])
     assert not dataclasses.replace(of, gbps=5.0).made(world())
+
+
+def test_a_validation_makes_what_is_not_recorded_and_stops_where_a_comparison_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["resnet50", "nodes=2", "gbps=5,10", f"results_dir={tmp_path}"]
+    for r in world():
+        write(dataclasses.replace(r, exp="resnet50"), tmp_path)
+    made: list[list[str]] = []
+    with pytest.raises(RunFailed, match="2 nodes, 5 Gbit/s: ended with status 1; the command again goes on from here"):
+        validation.run(asked, lambda overrides: made.append(overrides) or 1)  # type: ignore[func-returns-value]
+    assert [o for o in made[0] if "gbps" in o] == ["cluster.link_gbps=5"]
+    validation.run([*asked[:2], "gbps=10", asked[3]], lambda _: pytest.fail("it is recorded"))
+    assert "| resnet50 | 2 | 10.0 | SGDM fp32 |" in capsys.readouterr().out
 
 
 def test_the_docs_have_the_summary_of_the_published_worlds() -> None:

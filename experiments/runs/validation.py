@@ -11,13 +11,11 @@ A part of it: `--validate resnet50 nodes=2,4 gbps=2.5,10`. Records are below res
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.records.record import LOCAL, ROOT, ResultRecord, read_all
+from experiments.records.record import LOCAL, ResultRecord, read_all
 from experiments.report import trained
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -43,11 +41,11 @@ class World:
     nodes: int
     gbps: float
 
-    def command(self, results: Path) -> list[str]:
-        """What makes it."""
+    def overrides(self, results: Path) -> list[str]:
+        """What makes it: arguments of experiments/compare.py."""
         pairs = [f"cluster.nodes={self.nodes}", f"cluster.link_gbps={self.gbps:g}", *MODELS[self.exp], *TURNS]
         pairs += ["cluster=emulated", "scale=quick", "wandb=disabled", f"results_dir={results}"]
-        return [sys.executable, str(ROOT / "experiments" / "compare.py"), f"+exp={self.exp}", *pairs]
+        return [f"+exp={self.exp}", *pairs]
 
     def made(self, records: Sequence[ResultRecord]) -> bool:
         """Whether it is recorded, and nothing in it failed."""
@@ -82,10 +80,10 @@ def _among(names: str | list[str] | None, known: list[str]) -> list[str]:
     return [n for n in known if n in chosen]
 
 
-def run(asked: Sequence[str]) -> None:
+def run(asked: Sequence[str], compare: Callable[[list[str]], int]) -> None:
     """Trains in the worlds that are not recorded, and prints the comparison. asked: as in `worlds`.
 
-    Raises UserError and RunFailed.
+    compare: makes a comparison from its overrides and returns its exit status. Raises UserError and RunFailed.
     """
     every = list(worlds(asked))
     given = [a.partition("=")[2] for a in asked if a.startswith("results_dir=")]
@@ -94,7 +92,7 @@ def run(asked: Sequence[str]) -> None:
         if world.made(_recorded(results)):
             continue
         print(f"[{number}/{len(every)}] {world}", flush=True)
-        if code := subprocess.run(world.command(results), check=False).returncode:
+        if code := compare(world.overrides(results)):
             raise RunFailed(f"{world}: ended with status {code}; the command again goes on from here")
     found = trained.rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])
     print(trained.table(found).grid())
