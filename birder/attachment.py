@@ -73,6 +73,14 @@ class Attachment:
         return work.get_future().then(finish)
 
 
+def all_finite(values: Tensor) -> Tensor:
+    """Whether no element is NaN or infinite, bool[]. One pass, nothing as large as `values` is made: either shows in the
+    smallest or the largest."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
 def queue_after_backward(call: Callable[[], None]) -> None:
     """Calls it when the backward pass under way is over, after all that has been queued for its end until now."""
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback

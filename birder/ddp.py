@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.attachment import Attachment, check_agreement, pipeline_for, queue_after_backward
+from birder.attachment import Attachment, all_finite, check_agreement, pipeline_for, queue_after_backward
 from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase
 from birder.comm.link import new_group
 from birder.optimizers.base import BucketOptimizer
@@ -49,7 +49,7 @@ class BucketAttachment(Attachment):
         """
         # Nothing of it is looked at on the host: the scaler does that, once.
         buffer = bucket.buffer()
-        finite = torch.isfinite(buffer).all().view(1)
+        finite = all_finite(buffer).view(1)
         self._finite = finite if self._finite is None else finite & self._finite.to(buffer.device)
         if bucket.is_last():
             bad = self.optimizer.comm.union(~self._finite)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from birder.attachment import all_finite
 from birder.comm import ByteCounter, Communicator, Pipeline, Topology
 from birder.comm.virtual import Turns, communicators, links, ring_sum
 from birder.optimizers.base import BucketOptimizer
@@ -158,7 +159,7 @@ class VirtualRanks:
         optimizer = self.optimizers[rank]
         if agree:  # as `Attachment` does, in the first element of the last bucket
             there = [g for g in self._grads[rank] if g is not None]
-            bad = optimizer.comm.union(~torch.stack([torch.isfinite(g).all() for g in there]).all().view(1))
+            bad = optimizer.comm.union(~torch.stack([all_finite(g) for g in there]).all().view(1))
             first = self._grads[rank][self._place[self._buckets[-1][0]]]
             assert first is not None
             first.view(-1)[:1] = torch.where(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from birder import Birder, OneBitAdam, attach
+from birder.attachment import all_finite
 from tests import toy
 from tests.ranks import run_ranks
 from tests.test_ddp import wrap
@@ -36,6 +37,20 @@ def scaled(rank: int, world: int, kind: str) -> dict:
         if step == 4:
             kept = all(torch.equal(v, b[k]) for u, b in zip(optimizer.units, before) for k, v in u.state.items())
     return {"x": toy.flat(model).numpy(), "scales": scales, "taken": taken, "kept": kept}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_element_that_is_no_number_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    for size in (1, 7, 1001):
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            for at in {0, size // 2, size - 1}:
+                values = torch.full((size,), limit, dtype=dtype)
+                values[::2] = -limit
+                assert all_finite(values)
+                values[at] = bad
+                assert not all_finite(values)
+    assert all_finite(torch.zeros(0, dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", ["birder", "onebit"])
