@@ -188,14 +188,12 @@ def _onebit(
     taken = costs.ms("copy", d, 1, len(item.gradients))
     if round_.screens and "screen" in costs.ns_per_byte:
         taken += costs.ms("screen", d)
-    stages: list[Stage] = [("hook", taken), (lane, before + made)]
-    if round_.phases == 2:
-        work = served + _sending(second, cluster, costs, layout)
-        stages[-1] = (lane, before + made + _sending(first, cluster, costs, layout))
-        stages += [*over(first), *scales, ("comm", work)]
-    else:
-        first = NOTHING
-        stages[-1] = (lane, before + made + _sending(second, cluster, costs, layout))
+    two = round_.phases == 2
+    first = first if two else NOTHING
+    sending = _sending(first if two else second, cluster, costs, layout)
+    stages: list[Stage] = [("hook", taken), (lane, before + made + sending)]
+    if two:
+        stages += [*over(first), *scales, ("comm", served + _sending(second, cluster, costs, layout))]
     item.stages = [*stages, ("comm", 0.0), *over(second), *scales, ("comm", after + read)]
     item.nic_bytes = first.nbytes + second.nbytes
 

@@ -31,7 +31,6 @@ NAMES = {
 BUCKETS = Layout(0.0, 0.0, 0.0, gpu=False, shared=True)
 """Every gradient of `timeline` is a bucket, and a unit of optimizers: both are cut at 25 MB."""
 
-
 PYTHON_US = 22.0
 """Of a core's time, a parameter, where a record does not hold what its world measured: what 13 later worlds on the same
 machine measured with 2 ranks on 2 cores, 16 to 26, and half of what they did with 4, a quarter with 8."""
@@ -66,6 +65,7 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
     buffers = profile["buffer_bytes"]
     python = python_ms(bound)
     hops = math.ceil(math.log2(bound.nodes))  # of a broadcast, in a tree
+    step_of_bound = timeline(bound)
     found = []
     for r in records:
         name = NAMES.get((r.method.removesuffix(f" {r.wire}"), r.wire))
@@ -73,7 +73,7 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
         if name is None or r.status != "completed" or not rate:
             continue
         link = link_at(rate, r.nodes, profile["small_ms"])
-        step = simulate(timeline(bound), Cluster(r.nodes, 1, link, ring=False), METHODS[name], costs, BUCKETS)
+        step = simulate(step_of_bound, Cluster(r.nodes, 1, link, ring=False), METHODS[name], costs, BUCKETS)
         ms = step.ms + (hops * (8e-6 * buffers / link.gbps + profile["small_ms"]) if buffers else 0.0)
         ms += update - step.update_ms if METHODS[name].dense else python
         found.append(Trained(r, ms))
@@ -98,12 +98,20 @@ def link_at(mbit: float, nodes: int, small_ms: float) -> Link:
     return Link(mbit * GOODPUT / 1e3, 1e3 * hop, 1e3 * (small_ms - hop) / peers, burst_bytes=burst_bytes(mbit))
 
 
+def paced(ready: Sequence[Sequence[float]], step_ms: float) -> list[tuple[float, float]]:
+    """[elements, ms] of each bucket, at the pace of a bound's step that takes so long.
+
+    Buckets are timed on the slowest rank of each step, the bound on that of each turn: the last may come after its end.
+    """
+    pace = min(1.0, step_ms / ready[-1][1])
+    return [(elements, pace * at) for elements, at in ready]
+
+
 def timeline(bound: ResultRecord) -> Timeline:
     """A step of the bound: a gradient for each of DDP's buckets."""
-    step_ms, ready = float(bound.timing["median_ms"]), bound.turns["ready"]
-    # Buckets are timed on the slowest rank of each step, the bound on that of each turn.
-    pace = min(1.0, step_ms / ready[-1][1])
-    gradients = tuple(Gradient(f"bucket {k}", (int(numel),), pace * at) for k, (numel, at) in enumerate(ready))
+    step_ms = float(bound.timing["median_ms"])
+    ready = paced(bound.turns["ready"], step_ms)
+    gradients = tuple(Gradient(f"bucket {k}", (int(numel),), at) for k, (numel, at) in enumerate(ready))
     return Timeline(
         name=bound.group or bound.id,
         model=bound.workload,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from birder.predict.simulation import Layout, buckets
 from birder.predict.timeline import Timeline
-from experiments.cells import timelines
+from experiments.cells import timelines, trained
 from experiments.records.record import ResultRecord
 from launch.emulated.network import GOODPUT, burst_bytes
 from launch.errors import UserError
@@ -130,9 +130,7 @@ def _with_work(r: ResultRecord, compute: float) -> Check | None:
     at_once = burst_bytes(r.link["set_mbit_per_s"]) if r.link.get("set_mbit_per_s") else 0
     wire_ms *= max(0.0, 1 - at_once / r.bytes_per_step["payload_inter"])
     own = max(0.0, statistics.median(opened) - compute - _update_ms(r))
-    # Buckets are timed on the slowest rank of each step, the bound on that of each turn.
-    pace = min(1.0, compute / ready[-1][1])
-    expected = last_with_work([(elements, pace * at) for elements, at in ready], own, wire_ms) + _update_ms(r)
+    expected = last_with_work(trained.paced(ready, compute), own, wire_ms) + _update_ms(r)
     measured = r.timing["median_ms"]
     return Check(r.method, measured, expected, _off_by(r), own / measured, _link(r, wire_ms))
 

@@ -110,10 +110,14 @@ def beside(results_dir: str | Path, records: Sequence[ResultRecord]) -> dict[str
 
 def summary(outcomes: Sequence[Outcome]) -> Summary:
     """Of at least one outcome."""
-    errors = sorted(abs(o.error) for o in outcomes)
     inside = sum(0.97 * o.low_ms <= o.predicted_ms <= 1.03 * o.high_ms for o in outcomes)
-    place = min(len(errors) - 1, int(0.95 * len(errors)))
-    return Summary(len(errors), statistics.median(errors), errors[place], errors[-1], inside)
+    return Summary(len(outcomes), *quantiles([o.error for o in outcomes]), inside)
+
+
+def quantiles(errors: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 95th percentile and largest of the errors' sizes, of at least one."""
+    sizes = sorted(map(abs, errors))
+    return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], sizes[-1]
 
 
 def reason(o: Outcome) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from experiments.cells import trained
 from experiments.cells.trained import Trained
 from experiments.records.record import ResultRecord, read_all
 from experiments.report.formats import number
+from experiments.report.prediction import quantiles
 from experiments.report.table import Table
 
 FOLDER = "validation"
@@ -55,9 +55,7 @@ def summary(found: Sequence[Trained]) -> Table:
 
 
 def _line(name: str, part: Sequence[Trained]) -> list[str]:
-    errors = sorted(abs(t.error) for t in part)
-    p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
-    return [name, str(len(part)), f"{statistics.median(errors):.1%}", f"{p95:.1%}", f"{errors[-1]:.1%}"]
+    return [name, str(len(part)), *(f"{error:.1%}" for error in quantiles([t.error for t in part]))]
 
 
 def markdown(results: str | Path) -> str:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from experiments.records import labels
 from experiments.timing.entries import Bound
@@ -59,6 +61,12 @@ def ready(bound: Bound) -> list[list[float]]:
     return found
 
 
+def all_reduce(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All of them, started one after the other without waiting, as DDP does."""
+    for work in [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]:
+        work.wait()
+
+
 class Exchange:
     """The all-reduces of a step, without the step. configs: of the methods that take turns."""
 
@@ -84,8 +92,7 @@ class Exchange:
             time.sleep(PAUSE_S)
             dist.barrier()
             watch.start()
-            for work in [dist.all_reduce(buffer, group=self.group, async_op=True) for buffer in buffers]:
-                work.wait()
+            all_reduce(buffers, self.group)
             self.ms[wire].append(1000 * max(gathered(watch.stop())))
 
     def told(self, wire: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
 from birder.predict import measure_kernels
 from birder.predict.costs import EXCHANGES
+from experiments.timing.opened import all_reduce
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training.together import gathered
 
@@ -97,7 +98,10 @@ def exchanges(buckets: Sequence[int], group: dist.ProcessGroup) -> dict[str, Any
     pairs = Collectives(group, Topology(n, 1), ByteCounter())
     sent = (n - 1) / n * sum(buckets)
     tasks: dict[str, tuple[float, Callable[[], Any]]] = {
-        EXCHANGES[size]: (2 * size * sent, _all_reduces(buckets, dtype, group))
+        EXCHANGES[size]: (
+            2 * size * sent,
+            lambda dtype=dtype: all_reduce([torch.zeros(numel, dtype=dtype) for numel in buckets], group),  # type: ignore[misc]
+        )
         for size, dtype in ((4, torch.float32), (2, torch.bfloat16))
     }
     tasks[EXCHANGES[0]] = (2 * sent / 8, _of_bits([numel // 8 for numel in buckets], pairs))
@@ -109,15 +113,6 @@ def exchanges(buckets: Sequence[int], group: dist.ProcessGroup) -> dict[str, Any
         "sending": {name: round(ns, 5) for name, ns in sending.items()},
         "small_ms": round(small, 4),
     }
-
-
-def _all_reduces(buckets: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup) -> Callable[[], Any]:
-    def exchange() -> None:
-        buffers = [torch.zeros(numel, dtype=dtype) for numel in buckets]
-        for work in [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]:
-            work.wait()
-
-    return exchange
 
 
 def _of_bits(sizes: Sequence[int], pairs: Collectives) -> Callable[[], Any]:
