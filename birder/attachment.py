@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from birder.comm import ByteCounter, Link, Pipeline, StreamPipeline, ThreadPipeline
+from birder.comm.groups import give_back
 from birder.comm.link import backend_for
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import WIRES
@@ -22,15 +23,24 @@ class Attachment:
     """The connection that `attach` makes.
 
     counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
+    own:     the process group that the optimizer's messages have for themselves.
     """
 
-    def __init__(self, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool) -> None:
+    def __init__(
+        self,
+        optimizer: BucketOptimizer,
+        link: Link,
+        overlap: bool,
+        communicate: bool,
+        own: dist.ProcessGroup | None = None,
+    ) -> None:
         # No reference to the model: DDP holds this object where Python's collector sees no cycle.
         self.optimizer = optimizer
         self.link = link
         self.counter: ByteCounter = link.counter
         self.overlap = overlap
         self.communicate = communicate
+        self._own = own
         self._paused = False
 
     @contextlib.contextmanager
@@ -50,8 +60,14 @@ class Attachment:
         return 0
 
     def close(self) -> None:
-        """Ends the communication thread, if there is one."""
+        """Ends the communication threads, if there are any. The optimizer's process group is the next attachment's.
+
+        Not where something failed, or is still under way: what was sent might reach the next one.
+        """
         self.optimizer.pipeline.close()
+        own, self._own = self._own, None
+        if own is not None and self.optimizer.settled:
+            give_back(own)
 
     def all_reduce_mean(self, buffer: Tensor, number: int) -> Future[Any]:
         """Starts to replace `buffer` by its mean over the link's ranks, sent as the optimizer's `wire`; it may change."""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from birder.attachment import Attachment, all_finite, check_agreement, pipeline_for, queue_after_backward
 from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase
-from birder.comm.link import new_group
+from birder.comm.groups import borrow
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import Plan
 from birder.wrappers import check_reducer, unwrap_method, unwrap_model
@@ -22,8 +22,15 @@ from birder.wrappers import check_reducer, unwrap_method, unwrap_model
 class BucketAttachment(Attachment):
     """The connection to DistributedDataParallel: gradients come bucket by bucket."""
 
-    def __init__(self, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool) -> None:
-        super().__init__(optimizer, link, overlap, communicate)
+    def __init__(
+        self,
+        optimizer: BucketOptimizer,
+        link: Link,
+        overlap: bool,
+        communicate: bool,
+        own: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(optimizer, link, overlap, communicate, own)
         self._finite: Tensor | None = None
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
@@ -125,19 +132,21 @@ def attach(
     device = next(model.parameters()).device
     # Before anything that ranks do together: those that differ would wait for each other.
     digest = optimizer.digest(topology, hierarchical, overlap, communicate, unit_mb)
-    check_agreement(Link(group, topology, ByteCounter()), digest, device)
+    agreed = Link(group, topology, ByteCounter())
+    check_agreement(agreed, digest, device)
+    own: dist.ProcessGroup | None = None
     comm: Communicator | None = None
     pipeline = Pipeline()
     if optimizer.compressed and communicate:
         # A group of its own: these collectives run beside DDP's, in an order of their own.
-        own = new_group(dist.get_process_group_ranks(group), like=group)
+        own = borrow(agreed, device)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
             pipeline = pipeline_for(device, own)
     pipeline.trace.on = device.type == "cpu"
     optimizer.bind(comm, pipeline, unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
-    attachment = BucketAttachment(optimizer, link, overlap, communicate)
+    attachment = BucketAttachment(optimizer, link, overlap, communicate, own)
     model.register_comm_hook(attachment, hook)
     return attachment
 

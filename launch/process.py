@@ -133,11 +133,16 @@ def is_stopped(pid: int) -> bool:
 
 def _stat(pid: int) -> list[str] | None:
     """State, parent and the rest of what /proc says of a process; None where there is none."""
+    # The command name in parentheses may itself hold spaces and parentheses.
+    return of_proc(pid, "stat").decode(errors="replace").rpartition(")")[2].split() or None
+
+
+def of_proc(pid: int, name: str) -> bytes:
+    """A file of /proc about a process (`cmdline`, `environ`, `stat`); empty when the process has ended."""
     try:
-        # The command name in parentheses may itself hold spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return None
+        return b""
 
 
 def pid_space() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import failure
-from launch.process import descendants, has_own_proc, is_stopped
+from launch.process import descendants, has_own_proc, is_stopped, of_proc
 
 LATER_S = 12.0
 """Longer than `silence_s`, so that ranks that have met find it first and say what each of them sees."""
@@ -51,8 +51,8 @@ class StoppedWatch:
 
     def _end(self, pid: int, seconds: float) -> None:
         with contextlib.suppress(OSError):
-            pairs = (entry.partition("=") for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-            environment = {name: value for name, _, value in pairs}
+            entries = of_proc(pid, "environ").decode(errors="replace").split("\0")
+            environment = {name: value for name, _, value in (entry.partition("=") for entry in entries)}
             if (rank := environment.get("RANK")) is not None:
                 node = int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0)))
                 message = f"its process has been stopped for {seconds:.0f} s"

@@ -134,10 +134,9 @@ class Run:
         word = b"worker.py" if fault.endswith("rank") else b"torch.distributed.run"
         found = []
         for pid in process.descendants(self.launcher.pid):
-            with contextlib.suppress(OSError):
-                if word in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and (
-                    word == b"worker.py") != (b"torch.distributed.run" in line):  # fmt: skip
-                    found.append(pid)
+            line = process.of_proc(pid, "cmdline")
+            if word in line and (word == b"worker.py") != (b"torch.distributed.run" in line):
+                found.append(pid)
         return draw.choice(found) if len(found) == NODES else None
 
     def end(self) -> tuple[int, str]:

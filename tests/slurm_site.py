@@ -101,10 +101,7 @@ class Site:
         daemons = {"munged", "slurmctld", "slurmd", "slurmscriptd"}
         found = []
         for pid in process.descendants(self.daemons.pid)[1:]:  # the first is the shell that has started the daemons
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            except OSError:
-                continue
+            line = process.of_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
             program = Path(line.removeprefix(": ").partition(" ")[0]).name
             if line and program not in daemons and process.alive(pid):
                 found.append(line)

@@ -123,6 +123,25 @@ def test_numbers_of_workers_stand_side_by_side() -> None:
     assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
 
 
+def test_the_same_batch_in_all_stands_side_by_side_too() -> None:
+    def trained(workers: int, batch: int, top1: float) -> ResultRecord:
+        made = on_virtual_workers(workers, "SGDM fp32", top1, 0, 0.1)
+        train = {**made.config["train"], "batch_per_rank": batch}
+        return dataclasses.replace(made, id=f"{workers}-{batch}", config={**made.config, "train": train})
+
+    runs = [(8, 4, 90.0), (16, 4, 91.0), (8, 8, 92.0), (32, 2, 93.0), (8, 2, 94.0), (8, 3, 95.0)]
+    found = accuracy_page.studies([trained(*run) for run in runs])["digits"]
+    shown = [accuracy_page.section(tables).markdown() for tables in found]
+    assert [len(tables) for tables in found] == [2, 2, 3, 1]
+    assert [text.partition("**;")[0].rpartition(", ")[2] for text in shown[:3]] == [
+        "batch 2 each",
+        "batch 4 each",
+        "batch 64 in all",
+    ]
+    assert "| SGDM fp32 | 92.00<br>baseline<br>lr 0.1, n = 1 | 91.00<br>" in shown[2]
+    assert "batch 3 each" in shown[3]
+
+
 def test_the_best_method_in_fp32_is_shown_beside_the_baseline() -> None:
     made = [on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]
     made += [on_virtual_workers(n, "Birder", 95.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]

@@ -92,10 +92,9 @@ class Run:
     def pid(self, rank: int) -> int:
         """Process id of a rank, as this process sees it."""
         for pid in self.all:
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if f"RANK={rank}".encode() in environment and b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
+            environment = process.of_proc(pid, "environ").split(b"\0")
+            if f"RANK={rank}".encode() in environment and b"worker.py" in process.of_proc(pid, "cmdline"):
+                return pid
         raise AssertionError(f"no process of rank {rank}")
 
     def link(self, line: str) -> None:
@@ -206,11 +205,8 @@ def test_rank_stopped_while_it_loads(start: Callable[..., Run]) -> None:
     found: list[int] = []
 
     def appeared() -> bool:
-        found[:] = [
-            pid
-            for pid in process.descendants(run.launcher.pid)
-            if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        below = process.descendants(run.launcher.pid)
+        found[:] = [pid for pid in below if b"worker.py" in process.of_proc(pid, "cmdline")]
         return len(found) == 2 * NODES  # each agent names the program too
 
     run.wait_for(appeared)

@@ -37,8 +37,8 @@ def ranks_of(shell: subprocess.Popen) -> list[int]:
     """Rank 0's process id and rank 1's, once they are what they shall be."""
     found = {}
     for pid in process.descendants(shell.pid):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
-            found[int(Path(f"/proc/{pid}/environ").read_text().split("\0RANK=")[-1].split("\0")[0])] = pid
+        if process.of_proc(pid, "cmdline").startswith(b"sleep"):
+            found[int(process.of_proc(pid, "environ").split(b"\0RANK=")[-1].split(b"\0")[0])] = pid
     return [found[r] for r in sorted(found)]
 
 

@@ -168,9 +168,13 @@ def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatc
     assert list(paces) == sorted(paces)
     assert dilations[-1] == pytest.approx(2 * dilations[0], rel=0.01)
     assert rates[0] == pytest.approx(10_000 / dilations[0])
+    made.remember(3)  # few rounds: what was measured before them is soon forgotten
+    made.pace.extend([2.0] * 2)
+    made.follow()
+    assert (len(made.pace), made.set_to[-1][0]) == (3, 2.0)
     made.pace.extend([0.01] * BOUND_TURNS)  # more than this machine carries: as it was
     made.follow()
-    assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 1, rates[-1])
+    assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 2, rates[-1] / 2)
     cluster["dilation"] = 20.0  # asked for: nothing follows
     made.follow()
-    assert len(asked) == BOUND_TURNS + 2
+    assert len(asked) == BOUND_TURNS + 3

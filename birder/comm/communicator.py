@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from birder.comm.counter import ByteCounter
-from birder.comm.link import Link, new_group
+from birder.comm.groups import part
+from birder.comm.link import Link
 from birder.comm.topology import Topology
 
 
@@ -188,8 +189,8 @@ class Hierarchical(Communicator):
         self.world_size, self.rank = self.all.size, self.all.rank
         self.workers, self.shards = topology.nodes, topology.ranks_per_node
         self.worker, self.shard = divmod(self.rank, topology.ranks_per_node)
-        intra = new_group([self.worker * self.shards + i for i in range(topology.ranks_per_node)], group)
-        inter = new_group([n * self.shards + self.shard for n in range(topology.nodes)], group)
+        intra = part(group, [self.worker * self.shards + i for i in range(topology.ranks_per_node)])
+        inter = part(group, [n * self.shards + self.shard for n in range(topology.nodes)])
         self.intra = Link(intra, topology, self.counter)
         self.inter = Link(inter, topology, self.counter)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
 import threading
@@ -32,7 +33,13 @@ class Pipeline:
     def __init__(self) -> None:
         self._busy_s = 0.0
         self._submitted = 0
+        self._failed = False
         self.trace = Trace()
+
+    @property
+    def sound(self) -> bool:
+        """Whether all that was submitted is done, and nothing has ever failed."""
+        return not self._failed
 
     def take_busy(self) -> float:
         """Seconds spent in tasks since the last call; beside each other they count twice. On CUDA the time to queue them."""
@@ -42,9 +49,17 @@ class Pipeline:
     def submit(self, task: Task, unit: int | None = None) -> None:
         """Runs `task` when it is its turn. `unit`: the number of the unit that it exchanges, for the trace."""
         began = time.perf_counter()
-        with self._next_tags().running(), self.trace.work(unit):
+        with self._noting_failure(), self._next_tags().running(), self.trace.work(unit):
             _finish(task)
         self._busy_s += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
 
     def _next_tags(self) -> TaskTags:
         self._submitted += 1
@@ -80,6 +95,11 @@ class ThreadPipeline(Pipeline):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def sound(self) -> bool:
+        with self._state:
+            return not self._failed and self._open == 0
+
     def _encode(self) -> None:
         while (submitted := self._begin.get()) is not None:
             task, unit, tags = submitted
@@ -109,7 +129,7 @@ class ThreadPipeline(Pipeline):
                 part()
         except BaseException as e:
             with self._state:
-                self._error = self._error or e
+                self._error, self._failed = self._error or e, True
             return False
         finally:
             with self._state:
@@ -165,7 +185,7 @@ class StreamPipeline(Pipeline):
     def submit(self, task: Task, unit: int | None = None) -> None:
         began = time.perf_counter()
         caller = self._cuda.current_stream(self._device)
-        with torch.no_grad(), self._next_tags().running():
+        with self._noting_failure(), torch.no_grad(), self._next_tags().running():
             rest: Task | Iterator[None] = task
             if inspect.isgeneratorfunction(task):
                 self._first.wait_stream(caller)

@@ -47,6 +47,9 @@ class BucketOptimizer(GradientExchange, MethodState):
     Raises ValueError for arguments out of range, and for parameters that are not fp32.
     """
 
+    _stepping = False
+    """Whether `step` has begun and not ended."""
+
     # ---- binding ---------------------------------------------------------------------------------------------------
 
     def bind(self, comm: Communicator | None = None, pipeline: Pipeline | None = None, unit_mb: float = 25.0) -> None:
@@ -132,6 +135,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         step = self.steps + 1
         plan = self.plan(step)
         trace = self.pipeline.trace
+        self._stepping = True
         if plan.own:
             with trace.span("exposed"):
                 self._exchange_all(step)
@@ -142,10 +146,15 @@ class BucketOptimizer(GradientExchange, MethodState):
         with trace.span("apply"):
             self.update(step, plan)
         trace.end_step()
-        self.steps = step
+        self.steps, self._stepping = step, False
         if type(self).after_update is not Method.after_update:
             self.pipeline.submit(functools.partial(self.after_update, step))
         return loss
+
+    @property
+    def settled(self) -> bool:
+        """Whether no message of it is under way, and none has failed."""
+        return not self._stepping and self.pipeline.sound
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from birder import kernels
 from birder.comm import Communicator
@@ -27,53 +28,54 @@ def unite_seen(comm: Communicator, units: list[Unit]) -> None:
     """Unites the ranks' knowledge about `units`, those with a map. Drops the map of a unit that is seen whole."""
     if not units:
         return
-    blocks = [_unseen_blocks(comm, unit) for unit in units]
+    blocks = [kernels.unseen_blocks(_everywhere(comm, unit), unit.state["active"], BLOCK) for unit in units]
     flags = comm.union(torch.cat(blocks)).cpu()
     if not flags.any():
         return
     news = []
     for unit, changed in zip(units, flags.split([part.numel() for part in blocks]), strict=True):
-        if not changed.any():
-            continue
-        for k, part in enumerate(changed.split(PART)):
-            if part.any():
-                where = slice(k * PART * BLOCK, (k * PART + len(part)) * BLOCK)
-                _unite(comm, unit, where, len(part), sent(part.nonzero().view(-1), unit.device))
-        news.append(unit)
-    counts = torch.stack([unit.state["active"].sum() for unit in news]).cpu().tolist()
+        if changed.any():
+            _unite(comm, unit, changed.nonzero().view(-1))
+            news.append(unit)
+    counts = torch.stack([unit.state["active"].count_nonzero() for unit in news]).cpu().tolist()
     for unit, seen in zip(news, counts, strict=True):
         if seen == sum(p.numel() for p in unit.params):  # padding is never seen
             del unit.state["active"]
 
 
-def _unite(comm: Communicator, unit: Unit, where: slice, blocks: int, numbers: Tensor) -> None:
-    """Unites which coordinates of `where` have been seen, in those of its `blocks` where any rank has news: their numbers."""
-    active = unit.state["active"][where]
-    b, own = unit.state["b"], _own(comm, unit)
-    # The elements of `where` of which this rank keeps b.
-    begin, end = max(where.start, own.start), min(where.start + len(active), own.stop)
-    news = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=unit.device)
-    if begin < end:
-        mine = slice(begin - where.start, end - where.start)
-        news[mine] = (b[begin - own.start : end - own.start] > 0) & ~active[mine]
-    news = news.view(-1, BLOCK)
-    united = comm.union(news.index_select(0, numbers).flatten())
-    news.index_copy_(0, numbers, united.view(-1, BLOCK))
-    active |= news.flatten()[: len(active)]
+def _unite(comm: Communicator, unit: Unit, blocks: Tensor) -> None:
+    """Unites which coordinates have been seen, in the unit's `blocks` where any rank has news: int64[k], ascending."""
+    b, active = _everywhere(comm, unit), unit.state["active"]
+    for some in blocks.split(PART):
+        known = _rows(active, some)
+        united = comm.union(((_rows(b, some) > 0) & ~known).flatten())
+        known |= united.view(-1, BLOCK)
+        inner, end = _inner(active, some), len(active) // BLOCK * BLOCK
+        active[:end].view(-1, BLOCK).index_copy_(0, inner, known[: len(inner)])
+        if len(inner) < len(some):
+            active[end:] = known[-1, : len(active) - end]
 
 
-def _own(comm: Communicator, unit: Unit) -> slice:
-    """The elements of the unit of which this rank keeps b."""
-    kept = unit.state["b"].numel()
-    begin = comm.shard * kept if kept < unit.padded else 0
-    return slice(begin, begin + kept)
+def _rows(values: Tensor, blocks: Tensor) -> Tensor:
+    """These blocks of `values`: [k, BLOCK]. Behind the end of `values` the last one is 0."""
+    inner, end = _inner(values, blocks), len(values) // BLOCK * BLOCK
+    rows = values[:end].view(-1, BLOCK).index_select(0, inner)
+    if len(inner) == len(blocks):
+        return rows
+    return torch.cat([rows, F.pad(values[end:], (0, BLOCK - len(values) + end)).view(1, -1)])
 
 
-def _unseen_blocks(comm: Communicator, unit: Unit) -> Tensor:
-    """bool[blocks]: where this rank has just seen a coordinate for the first time, BLOCK coordinates a block."""
-    b, active = unit.state["b"], unit.state["active"]
+def _inner(values: Tensor, blocks: Tensor) -> Tensor:
+    """Those of `blocks`, which are on the host, that `values` has whole; on its device."""
+    short = len(blocks) > 0 and int(blocks[-1]) == len(values) // BLOCK
+    return sent(blocks[: len(blocks) - short], values.device)
+
+
+def _everywhere(comm: Communicator, unit: Unit) -> Tensor:
+    """b of the whole unit, 0 where another rank keeps it: fp32[padded]."""
+    b = unit.state["b"]
     if b.numel() == unit.padded:
-        return kernels.unseen_blocks(b, active, BLOCK)
-    whole = unit.zeros()
-    whole[_own(comm, unit)] = b
-    return kernels.unseen_blocks(whole, active, BLOCK)
+        return b
+    whole, begin = unit.zeros(), comm.shard * b.numel()
+    whole[begin : begin + b.numel()] = b
+    return whole

@@ -10,7 +10,8 @@ step lasts
 
     (1) T = max(end of backward, end of the last lane) + update
 
-A cluster's sums are in cluster.py, a kernel's in costs.py.
+On a CPU that computes too, what sending costs its core (`SEND`) goes on beside the bytes on the wire. A cluster's sums are in
+cluster.py, a kernel's in costs.py.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ FIRST_BUCKET_MB = 1.0
 
 CORE = ("hook", "encode", "comm", "read")
 """Lanes that compute: where `Layout.shared`, on one core with backward."""
+SEND = "send"
+"""Occupies the core, but what comes next in the item begins with it: bytes go out while later ones are copied or added up."""
 BACKWARD = -1
 """Its number among items, where it shares a core with them: before all."""
 
 Stage = tuple[str, float]
-"""(lane, ms); without a lane it is a delay. From its first stage on `comm` an item keeps that lane to its end."""
+"""(lane, ms); without a lane it is a delay. From its first stage on `comm` an item keeps that lane to its end. An item ends
+with the last of its stages, `SEND` included."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Item:
     gradients: list[Gradient]
     stages: list[Stage] = field(default_factory=list)
     end: float = 0.0
+    sent: float = 0.0
     nic_bytes: float = 0.0
 
     @property
@@ -151,7 +156,7 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
         sending = _sending(sent, cluster, costs, layout, round_.nbytes)
         before = 0.0 if cluster.ring else cluster.inside_ms(4 * d, 2) if cluster.nodes > 1 else 0.0
         work, after = (sum(costs.ms(k, d) for k in part) for part in (round_.encode, round_.decode))
-        item.stages = [("hook", work + sending), ("inside", before), *over(sent), ("read", after)]
+        item.stages = [("hook", work), ("inside", before), (SEND, sending), *over(sent), ("read", after)]
         item.nic_bytes = sent.nbytes
     else:
         sent = cluster.mean(round_.nbytes * d * round_.density)
@@ -159,7 +164,8 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
         read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
         item.stages = [
             ("hook", costs.ms("copy", d, 1, len(item.gradients))),
-            ("comm", made + _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
+            ("comm", made),
+            (SEND, _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
             *over(sent),
             ("comm", read),
         ]
@@ -191,10 +197,11 @@ def _onebit(
     two = round_.phases == 2
     first = first if two else NOTHING
     sending = _sending(first if two else second, cluster, costs, layout)
-    stages: list[Stage] = [("hook", taken), (lane, before + made + sending)]
+    stages: list[Stage] = [("hook", taken), (lane, before + made)]
     if two:
-        stages += [*over(first), *scales, ("comm", served + _sending(second, cluster, costs, layout))]
-    item.stages = [*stages, ("comm", 0.0), *over(second), *scales, ("comm", after + read)]
+        stages += [(SEND, sending), *over(first), *scales]
+        sending = _sending(second, cluster, costs, layout)
+    item.stages = [*stages, ("comm", served), (SEND, sending), *over(second), *scales, ("comm", after + read)]
     item.nic_bytes = first.nbytes + second.nbytes
 
 
@@ -211,7 +218,7 @@ def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Cost
     work = sum(costs.ms(k, d, 1, len(item.gradients)) for k in round_.encode)
     for position in range(3):  # uncompressed, P, Q: one after the other
         sent = cluster.all_reduce(4.0 * sum(n[position] for n in numbers))
-        item.stages += [("comm", work / 3 + _sending(sent, cluster, costs, layout, 4)), *over(sent)]
+        item.stages += [("comm", work / 3), (SEND, _sending(sent, cluster, costs, layout, 4)), *over(sent)]
         item.nic_bytes += sent.nbytes
     item.stages.append(("comm", 0.0))
 
@@ -246,7 +253,7 @@ def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] 
             continue
         item = items[number]
         if stage == len(item.stages):
-            item.end = now
+            item.end = max(now, item.sent)
             if holder == number:
                 holder = None
                 if parked:
@@ -263,7 +270,8 @@ def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] 
         if not lane:  # nothing is busy meanwhile
             heapq.heappush(heap, (now + ms, number, stage + 1))
             continue
-        if points and lane in CORE:
+        sending = lane == SEND
+        if points and (sending or lane in CORE):
             lane = "core"
             behind += ms
         start = max(now, free.get(lane, 0.0))
@@ -273,7 +281,8 @@ def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] 
             tokens, ms = tokens - saved, ms - saved
         free[lane] = start + ms
         busy[lane] = busy.get(lane, 0.0) + ms
-        heapq.heappush(heap, (free[lane], number, stage + 1))
+        item.sent = free[lane] if sending else item.sent
+        heapq.heappush(heap, (start if sending else free[lane], number, stage + 1))
     return busy
 
 

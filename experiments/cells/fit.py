@@ -16,7 +16,7 @@ SCALE = 0.02
 """Errors of a step time that are smaller count as squares, larger ones as their size: some cells are disturbed."""
 PARTS = 0.2
 """Weight of encode and update times beside step times, which contain them."""
-WIDTH = {"rate": 0.02, "call_us": 0.5, "fast": 0.5, "k4": 0.3, "k8": 0.3, "s4": 0.4, "s8": 0.4}
+WIDTH = {"rate": 0.02, "call_us": 0.5, "fast": 0.5, "k4": 0.3, "k8": 0.3, "s4": 0.4, "s8": 0.4, "m4": 0.4, "m8": 0.4}
 """How far a logarithm may easily go from where it began; 1.5 where nothing stands. What is known of a machine is kept so."""
 ROUNDS = 12
 

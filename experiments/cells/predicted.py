@@ -33,7 +33,7 @@ WHOLE = 1e4
 SAME = {"fp32_serial": "fp32", "bf16_hook": "bf16", "fp16_hook": "fp16"}
 START: dict[str, dict[str, float]] = {
     "emulated": {"rate": 1.0, "unfair_ms": 10.0},
-    "loopback": {"rate": 6.0, "s4": 2.5, "s8": 5.0, "half": 2.0},
+    "loopback": {"rate": 6.0, "s4": 2.5, "s8": 5.0, "half": 2.0, "m4": 2.5, "m8": 6.0},
 }
 COMMON = {
     "k4": 2.0,
@@ -52,6 +52,8 @@ COMMON = {
     "low_rank": 0.2,
     "low_rank_tensor_us": 60.0,
 }
+DENSE = ("sgdm",)
+EAGER = ("eager", "unpack_rows")
 """Where fits begin. Times of kernels in ns per byte, but `fast`, a factor on what the kernel benchmark measured."""
 
 
@@ -81,7 +83,12 @@ class Machine:
         rates["widen"] = v["cast"]
         tensors = {"sgdm": v["sgdm_tensor_us"], "low_rank": v["low_rank_tensor_us"]}
         tensors |= {"apply_bits": 2 * each, "move_adam": each, "copy": each, "eager": each}
-        return Costs({**rates, "unpack_rows": v["eager"], "": 0.1}, v["call_us"], tensors).times(self.shared(nodes))
+        rates["unpack_rows"] = v["eager"]
+        k = self.shared(nodes)
+        if self.link == "loopback" and nodes > 2:
+            rates |= {name: rates[name] * self.shared(nodes, "m") / k for name in DENSE}
+            rates |= {name: rates[name] * nodes / 2 / k for name in EAGER}
+        return Costs({**rates, "": 0.1}, v["call_us"], tensors).times(k)
 
     def cluster(self, of: Case) -> Nodes:
         """The nodes of a cell."""

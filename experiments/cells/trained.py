@@ -1,12 +1,14 @@
 """Methods that took turns in one world on emulated links, predicted from its bound, its links and its machine. No torch.
 
 What is known of a world before any method has its turn (experiments/timing): when the bound comes to each of DDP's buckets,
-the rate that the links were set to, and what kernels and exchanges cost the cores that the ranks share. No time of a method's
-own is used, but what the update of dense methods takes: it is the user's optimizer, and has nothing to do with communication.
+the rate that the links were set to, what kernels and exchanges cost the cores that the ranks share, and what messages that
+mean nothing cost beside the bound (experiments/timing/bits.py). No time of a method's own is used, but what the update of
+dense methods takes: it is the user's optimizer, and has nothing to do with communication.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +30,21 @@ NAMES = {
     ("1-bit Adam", "1bit"): "onebit_adam",
 }
 """Rows that are predicted, by optimizer and wire."""
-BUCKETS = Layout(0.0, 0.0, 0.0, gpu=False, shared=True)
-"""Every gradient of `timeline` is a bucket, and a unit of optimizers: both are cut at 25 MB."""
+PIECES = Layout(0.0, 0.0, 0.0, gpu=False, shared=True)
+"""Every gradient of `timeline` is a bucket of DDP's, or a unit of optimizers, by itself."""
 
 PYTHON_US = 22.0
 """Of a core's time, a parameter, where a record does not hold what its world measured: what 13 later worlds on the same
 machine measured with 2 ranks on 2 cores, 16 to 26, and half of what they did with 4, a quarter with 8."""
+BITS = dataclasses.replace(
+    METHODS["birder"],
+    name="bits",
+    rounds=(dataclasses.replace(METHODS["birder"].rounds[0], encode=(), serve=()),),
+    update=(),
+)
+"""What `bits_ms` of a profile measured, above the bound: bits that are sent, and nothing else."""
+OPEN_MBIT = 1e6
+"""Of links that are open: what they cost is what sending costs the cores."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,9 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
     updates = [r.timing.get("update_ms") for r in records if r.wire == "fp32" and r.status == "completed"]
     update = min((ms for ms in updates if ms), default=0.0)
     buffers = profile["buffer_bytes"]
-    python = python_ms(bound)
     hops = math.ceil(math.log2(bound.nodes))  # of a broadcast, in a tree
-    step_of_bound = timeline(bound)
+    by_wire = {"dense": timeline(bound), "onebit": timeline(bound, profile.get("units"))}
+    beside = beside_ms(bound, by_wire["onebit"], costs)
     found = []
     for r in records:
         name = NAMES.get((r.method.removesuffix(f" {r.wire}"), r.wire))
@@ -73,11 +84,27 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
         if name is None or r.status != "completed" or not rate:
             continue
         link = link_at(rate, r.nodes, profile["small_ms"])
-        step = simulate(step_of_bound, Cluster(r.nodes, 1, link, ring=False), METHODS[name], costs, BUCKETS)
+        step = simulate(
+            by_wire[METHODS[name].rounds[0].wire], Cluster(r.nodes, 1, link, ring=False), METHODS[name], costs, PIECES
+        )
         ms = step.ms + (hops * (8e-6 * buffers / link.gbps + profile["small_ms"]) if buffers else 0.0)
-        ms += update - step.update_ms if METHODS[name].dense else python
+        ms += update - step.update_ms if METHODS[name].dense else beside
         found.append(Trained(r, ms))
     return found
+
+
+def beside_ms(bound: ResultRecord, step: Timeline, costs: Costs) -> float:
+    """What a step of a compressed method takes beside its kernels and its wire.
+
+    As measured with bits that mean nothing, less what the simulation knows of it. Older records do not hold that: then it is
+    Python's part, for each parameter of the model.
+    """
+    profile = bound.turns["profile"]
+    if "bits_ms" not in profile:
+        return python_ms(bound)
+    opened = link_at(OPEN_MBIT, bound.nodes, profile["small_ms"])
+    known = simulate(step, Cluster(bound.nodes, 1, opened, ring=False), BITS, costs, PIECES).ms - step.step_ms
+    return max(0.0, float(profile["bits_ms"]) - known)
 
 
 def python_ms(bound: ResultRecord) -> float:
@@ -107,11 +134,16 @@ def paced(ready: Sequence[Sequence[float]], step_ms: float) -> list[tuple[float,
     return [(elements, pace * at) for elements, at in ready]
 
 
-def timeline(bound: ResultRecord) -> Timeline:
-    """A step of the bound: a gradient for each of DDP's buckets."""
+def timeline(bound: ResultRecord, units: Sequence[Sequence[int]] | None = None) -> Timeline:
+    """A step of the bound: a gradient for each of DDP's buckets, or of `units`, [elements, bucket] each.
+
+    Older records do not hold units. They are about the buckets: both are cut at 25 MB.
+    """
     step_ms = float(bound.timing["median_ms"])
     ready = paced(bound.turns["ready"], step_ms)
-    gradients = tuple(Gradient(f"bucket {k}", (int(numel),), at) for k, (numel, at) in enumerate(ready))
+    if units:
+        ready = [(numel, ready[bucket][1]) for numel, bucket in units]
+    gradients = tuple(Gradient(f"piece {k}", (int(numel),), at) for k, (numel, at) in enumerate(ready))
     return Timeline(
         name=bound.group or bound.id,
         model=bound.workload,

@@ -156,7 +156,7 @@ class AccuracyTable:
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
-    """One table for each experiment, scale, shape, data and length of training. Synthetic data has no accuracy."""
+    """One table for each experiment, scale, shape, batch, data and length of training. Synthetic data has no accuracy."""
     settings: dict[tuple[Any, ...], list[ResultRecord]] = {}
     failures: list[ResultRecord] = []
     for r in records:
@@ -176,11 +176,11 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         cells = _cells(members)
         if not any(cell.valid for cell in cells):
             continue
-        exp, scale, nodes, per_node, length, data = key
+        exp, scale, nodes, per_node, length, batch, data = key
         slug = f"{exp}_{scale}_{nodes}x{per_node}"
         counts[slug] = counts.get(slug, 0) + 1
         slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
-        title = f"{exp}: {data}, {length}, {nodes * per_node} ranks ({nodes} x {per_node}), scale {scale}"
+        title = f"{exp}: {data}, {length}, {nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each, scale {scale}"
         tables.append(AccuracyTable(slug, title, tuple(cells)))
     return tables
 
@@ -261,7 +261,13 @@ def _setting(r: ResultRecord) -> tuple[Any, ...]:
     train = r.config.get("train", {})
     steps, epochs = train.get("max_steps"), train.get("epochs")
     length = f"{steps} steps" if steps is not None else f"{epochs} epochs" if epochs is not None else "length unknown"
-    return r.exp, r.scale, r.nodes, r.ranks_per_node, length
+    return r.exp, r.scale, r.nodes, r.ranks_per_node, length, batch_of(r)
+
+
+def batch_of(r: ResultRecord) -> int:
+    """Samples that a rank has in a step."""
+    train = r.config.get("train", {})
+    return int(train.get("batch_per_rank") or 0) * int(train.get("accumulate") or 1)
 
 
 def _cells(records: list[ResultRecord]) -> list[Cell]:

@@ -29,15 +29,24 @@ def mark(exp: str, end: bool = False) -> str:
 
 def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTable]]]:
     """By experiment, all tables of runs on virtual workers; those that differ in the number of workers alone together."""
-    found: dict[str, dict[str, list[AccuracyTable]]] = {}
+    found: dict[str, list[AccuracyTable]] = {}
     for table in accuracy.build([r for r in records if labels.is_virtual(r.config)]):
-        r = table.cells[0].records[0]
-        setting = f"{_setting(table)}, {r.ranks_per_node} ranks a node, {r.scale}"
-        found.setdefault(r.exp, {}).setdefault(setting, []).append(table)
-    return {
-        exp: [sorted(tables, key=lambda t: int(_workers(t))) for tables in by_setting.values()]
-        for exp, by_setting in found.items()
-    }
+        found.setdefault(_first(table).exp, []).append(table)
+    return {exp: _together(tables) for exp, tables in found.items()}
+
+
+def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
+    """Numbers of workers with the same batch of each, then those with the same batch in all, then what has no company."""
+    groups: list[list[AccuracyTable]] = []
+    for batch in (_batch, _batch_in_all):
+        found: dict[tuple[str, int, str, int], list[AccuracyTable]] = {}
+        for table in tables:
+            r = _first(table)
+            found.setdefault((_setting(table), r.ranks_per_node, r.scale, batch(table)), []).append(table)
+        several = [sorted(group, key=_workers) for group in found.values() if len(group) > 1]
+        groups += [group for group in several if group not in groups]
+    shown = {table.slug for group in groups for table in group}
+    return [*groups, *([table] for table in tables if table.slug not in shown)]
 
 
 def section(tables: Sequence[AccuracyTable]) -> Table:
@@ -67,7 +76,9 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
         cells = [next((c for c in table.chosen if c.label == name), None) for table in tables]
         rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
     heads = ["method", *(f"{_workers(table)} workers" for table in tables)]
-    return Table.text(heads, rows, notes=(Note(f"**{_setting(tables[0])}**; {_words(tables[0])}"),))
+    first, same = tables[0], len({_batch(table) for table in tables}) == 1
+    batch = f"batch {_batch(first)} each" if same else f"batch {_batch_in_all(first)} in all"
+    return Table.text(heads, rows, notes=(Note(f"**{_setting(first)}, {batch}**; {_words(first)}"),))
 
 
 def _cell(table: AccuracyTable, cell: Cell) -> str:
@@ -92,7 +103,7 @@ def _words(table: AccuracyTable) -> str:
     return (
         f"{table.metric['name']}, {better} is better; differences and verdicts: to {table.baseline.label}, margin "
         f"{table.parity.text()}. "
-        f"[All learning rates and records]({TABLES}/{table.cells[0].records[0].exp}.md)."
+        f"[All learning rates and records]({TABLES}/{_first(table).exp}.md)."
     )
 
 
@@ -105,9 +116,21 @@ def _setting(table: AccuracyTable) -> str:
     return table.title.partition(f", {_workers(table)} ranks")[0]
 
 
-def _workers(table: AccuracyTable) -> str:
-    r = table.cells[0].records[0]
-    return str(r.nodes * r.ranks_per_node)
+def _workers(table: AccuracyTable) -> int:
+    r = _first(table)
+    return r.nodes * r.ranks_per_node
+
+
+def _batch(table: AccuracyTable) -> int:
+    return accuracy.batch_of(_first(table))
+
+
+def _batch_in_all(table: AccuracyTable) -> int:
+    return _batch(table) * _workers(table)
+
+
+def _first(table: AccuracyTable) -> ResultRecord:
+    return table.cells[0].records[0]
 
 
 def page(text: str, records: Sequence[ResultRecord]) -> str:

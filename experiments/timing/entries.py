@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from experiments.records import labels
 from experiments.timing import cycles
-from experiments.timing.shared_ddp import SharedDDP
+from experiments.timing.shared_ddp import Ready, SharedDDP
 from experiments.training import method
 from experiments.training.clock import StepClock, Stopwatch
 from experiments.training.method import Length, Method
@@ -129,29 +129,46 @@ class Bound(Entry):
         self.settings = config["train"]
         self.own = Own(shared)
         self.stream = method.batches(config, shared.workload, shared.shard, shared.length, 0)
-        self.buckets: list[int] = []
-        """Elements of each of DDP's buckets in the last step."""
+        self.passed: list[Ready] = []
+        """DDP's buckets in the last step."""
+
+    @property
+    def buckets(self) -> list[int]:
+        """Elements of each of DDP's buckets."""
+        return [b.elements for b in self.passed]
 
     def forget(self) -> None:
         super().forget()
         self.ready: list[list[tuple[int, float]]] = []
         """Of each timed step DDP's buckets: elements, and seconds after the step's begin until its gradients were ready."""
 
-    def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
+    def turn(
+        self,
+        steps: int,
+        watch: Stopwatch,
+        timed: bool = False,
+        beside: tuple[torch.optim.Optimizer, Any] | None = None,
+    ) -> float:
+        """beside: an optimizer that takes its steps, and its hook; without one nothing is sent."""
         ddp, shard = self.shared.ddp, self.shared.shard
         self.own.enter()
         ready, begins = ddp.send_nothing(), [(0, 0.0)] * steps
+        if beside is not None:
+            ddp.use(beside[1])
+            ddp.broadcast_buffers = False
         watch.start()
         for number in range(steps):
             begins[number] = (len(ready), time.perf_counter())
             ddp.zero_grad(set_to_none=True)
             method.forward_backward(self.shared.workload, ddp, self.stream, self.settings, shard.device)
+            if beside is not None:
+                beside[0].step()
         seconds = watch.stop()
-        self.buckets = [elements for elements, _ in ready[begins[-1][0] :]] if steps else []
+        self.passed = ready[begins[-1][0] :] or self.passed if steps else []
         if timed and watch.device.type != "cuda":  # there the host only queues work
             ends = [*(place for place, _ in begins[1:]), len(ready)]
             for (place, began), end in zip(begins, ends, strict=True):
-                self.ready.append([(elements, at - began) for elements, at in ready[place:end]])
+                self.ready.append([(b.elements, b.seconds - began) for b in ready[place:end]])
         ddp.use(None)
         self.own.leave()
         return seconds

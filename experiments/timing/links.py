@@ -38,6 +38,10 @@ class Links:
         self.pace: deque[float] = deque(maxlen=BOUND_TURNS)
         self.set_to: list[tuple[float, float, float]] = []
 
+    def remember(self, turns: int) -> None:
+        """Takes the dilation from so many of the bound's last turns at most: where rounds are few, all are soon theirs."""
+        self.pace = deque(self.pace, maxlen=min(turns, BOUND_TURNS))
+
     def _calibration(self, bound_s: float) -> Calibration:
         """The dilation that a step of the bound asks for."""
         return Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))

@@ -2,12 +2,12 @@
 
 Taken before the rounds, while nobody computes. The ranks of an emulated cluster share a machine's cores: what a kernel takes
 here is what it takes with all of them at it, and an exchange on links that slow nothing down is what sending costs those
-cores. experiments/cells/trained.py makes the prediction. One rank a node only: what a rank sends is then what its NIC sends.
+cores. What messages cost beside a model that computes: bits.py. experiments/cells/trained.py makes the prediction. One rank
+a node only: what a rank sends is then what its NIC sends.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,75 +15,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import birder
 from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
+from birder.optimizers.layout import make_units
 from birder.predict import measure_kernels
 from birder.predict.costs import EXCHANGES
 from experiments.timing.opened import all_reduce
-from experiments.timing.shared_ddp import SharedDDP
+from experiments.timing.shared_ddp import Ready, SharedDDP
 from experiments.training.together import gathered
 
 TURNS = 2
 """Of each exchange; the median counts."""
-PARAMETERS, SMALL_STEPS = 200, 5
-"""Of the model of tiny parameters, and its steps in a turn."""
 MANY = 20
 """Exchanges of next to nothing, one after the other: a single one is a matter of chance."""
 
 
-def profile(buckets: Sequence[int], ddp: SharedDDP) -> dict[str, Any]:
-    """What `exchanges` says, and of the model {parameters, python_us, buffer_bytes}.
+def profile(
+    buckets: Sequence[Ready], ddp: SharedDDP, groups: Sequence[dict[str, Any]], unit_mb: float
+) -> dict[str, Any]:
+    """What `exchanges` says, and of the model {units, buffer_bytes}.
 
-    parameters: how many tensors, each of which costs python_us in the hook and update of a compressed method.
-    buffer_bytes: of what DDP broadcasts in every step. buckets: elements of DDP's buckets. Called on every rank, same result
-    on all.
+    units: as `units` says. buffer_bytes: of what DDP broadcasts in every step. buckets: DDP's. groups: parameter groups of
+    an optimizer. unit_mb: as in `birder.attach`. Called on every rank, same result on all.
     """
-    found = exchanges(buckets, ddp.process_group)
     return {
-        **found,
-        "parameters": sum(p.requires_grad for p in ddp.module.parameters()),
-        "python_us": round(python_us(ddp.process_group, found["small_ms"]), 3),
+        **exchanges([b.elements for b in buckets], ddp.process_group),
+        "units": units(buckets, groups, unit_mb),
         "buffer_bytes": sum(b.numel() * b.element_size() for b in ddp.module.buffers()),
     }
 
 
-def python_us(group: dist.ProcessGroup, small_ms: float) -> float:
-    """Microseconds a parameter of what Birder's hook and update do beside their kernels: in a model of tiny parameters.
-
-    Called on every rank, same result on all.
-    """
-    n, model = dist.get_world_size(group), _Tiny()
-    ddp = SharedDDP(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
-    ddp.send_nothing()
-    bare = _median(functools.partial(_steps, ddp, None))
-    optimizer = birder.Birder(model.parameters(), lr=1e-6)
-    attachment = birder.attach(ddp, optimizer, topology=Topology(n, 1))
-    _steps(ddp, optimizer)  # past its first steps, in which coordinates get their first gradient
-    compressed = _median(functools.partial(_steps, ddp, optimizer))
-    attachment.close()
-    return max(0.0, 1e6 * (compressed - bare) / SMALL_STEPS - 2e3 * small_ms) / PARAMETERS
-
-
-class _Tiny(nn.Module):
-    """As many parameters as a model of layers has, of next to no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tiny = nn.ParameterList(torch.ones(32) for _ in range(PARAMETERS))
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack(list(self.tiny)).sum()
-
-
-def _steps(ddp: SharedDDP, optimizer: torch.optim.Optimizer | None) -> None:
-    for _ in range(SMALL_STEPS):
-        ddp.zero_grad(set_to_none=True)
-        ddp().backward()
-        if optimizer is not None:
-            optimizer.step()
+def units(buckets: Sequence[Ready], groups: Sequence[dict[str, Any]], unit_mb: float) -> list[list[int]]:
+    """[elements, bucket] of each unit that compressed methods send as one: the bucket with the last of its gradients."""
+    within = {id(p): number for number, b in enumerate(buckets) for p in b.parameters}
+    cut = make_units(groups, int(unit_mb * 2**20))
+    return [[sum(p.numel() for p in u.params), max(within.get(id(p), 0) for p in u.params)] for u in cut]
 
 
 def exchanges(buckets: Sequence[int], group: dist.ProcessGroup) -> dict[str, Any]:

@@ -3,12 +3,20 @@
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+
+
+class Ready(NamedTuple):
+    """One of DDP's buckets in a pass. seconds: of `perf_counter`, when its gradients were ready."""
+
+    elements: int
+    seconds: float
+    parameters: list[Tensor]
 
 
 class _Switch:
@@ -23,9 +31,9 @@ def _hook(switch: _Switch, bucket: dist.GradBucket) -> Future[Tensor]:
     return hook(state, bucket)
 
 
-def _nothing(ready: list[tuple[int, float]], bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sends nothing: the bucket stays as it is. Notes its elements, and when it was ready, seconds of `perf_counter`."""
-    ready.append((bucket.buffer().numel(), time.perf_counter()))
+def _nothing(ready: list[Ready], bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sends nothing: the bucket stays as it is, and is noted."""
+    ready.append(Ready(bucket.buffer().numel(), time.perf_counter(), bucket.parameters()))
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
@@ -56,12 +64,12 @@ class SharedDDP(DistributedDataParallel):
         self._switch.current = hook
         self.broadcast_buffers = True
 
-    def send_nothing(self) -> list[tuple[int, float]]:
+    def send_nothing(self) -> list[Ready]:
         """Until the next `use`, passes are as any others', and send neither gradients nor buffers.
 
-        Returns a list to which every bucket adds its elements and the host's time at which its gradients were ready.
+        Returns a list to which every bucket of every pass is added.
         """
-        ready: list[tuple[int, float]] = []
+        ready: list[Ready] = []
         self.use((ready, _nothing))
         self.broadcast_buffers = False
         return ready
