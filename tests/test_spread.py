@@ -74,9 +74,13 @@ def test_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(done) == 3
 
 
-def test_the_page_holds_the_published_study() -> None:
+@pytest.mark.parametrize(
+    ("folder", "mark", "busy"),
+    [("spread", "spread", [False] * 5 + [True] * 2), ("elsewhere", "elsewhere", [True])],
+)
+def test_the_page_holds_the_published_studies(folder: str, mark: str, busy: list[bool]) -> None:
     root = Path(__file__).resolve().parents[1]
-    found = report.runs(record.read_all(root / "results/published/spread"), "resnet50", 4)
-    assert [run.busy for run in found] == [False] * 5 + [True] * 2
-    shown = (root / "docs/timing.md").read_text().partition("<!-- spread:")[2].partition("-->\n")[2]
-    assert shown.partition("<!-- end of spread -->")[0].strip() == report.as_table(found).markdown().strip()
+    found = report.runs(record.read_all(root / "results/published" / folder), "resnet50", 4)
+    assert [run.busy for run in found] == busy
+    shown = (root / "docs/timing.md").read_text().partition(f"<!-- {mark}:")[2].partition("-->\n")[2]
+    assert shown.partition(f"<!-- end of {mark} -->")[0].strip() == report.as_table(found).markdown().strip()

@@ -12,7 +12,7 @@ from experiments.workloads.cifar100 import Cifar100
 from experiments.workloads.digits import Digits
 from experiments.workloads.fashion_mnist import FashionMNIST
 from experiments.workloads.image_folder import ImageFolder
-from experiments.workloads.ordering import batch_indices, generator
+from experiments.workloads.ordering import batch_indices, fixed_choice, generator
 from experiments.workloads.resnet50 import ResNet50
 from experiments.workloads.small_images import SmallImages, augmented
 from launch.errors import UserError
@@ -71,6 +71,21 @@ def test_loader_processes_do_not_change_the_images(tmp_path: Path) -> None:
         batches.append(list(workload.train_batches(shard, 3, seed=0, epoch=0)))
     assert len(batches[0]) == 2
     assert all(same(a, b) for a, b in zip(*batches, strict=True))
+
+
+def test_a_part_of_an_image_folder_is_chosen_before_anything_is_decoded(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "data", train=6, val=2)
+    (images, labels), test = ImageFolder(str(root)).read()
+    kept = fixed_choice(12, 5, "train_images")
+    for k, name in enumerate(sorted((root / "train").rglob("*.png"))):
+        if k not in kept:
+            name.write_bytes(b"no image")
+    part = ImageFolder(str(root), train_images=5)
+    (some, of), again = part.read()
+    assert same((some, of), (images[kept], labels[kept]))
+    assert same(test, again)
+    part.prepare(Shard())
+    assert same(part._train, (some, of))
 
 
 def test_crops_and_flips_are_shifts_of_the_image() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from experiments.workloads.files import check_image_folder, image_split
+from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.small_images import SmallImages, Split
 from launch.errors import UserError
 
@@ -34,19 +35,21 @@ class ImageFolder(SmallImages):
 
     def read(self) -> tuple[Split, Split]:
         root = Path(str(self.data_path)).expanduser()
-        train, classes = self._split(image_split(root, ("train",)))
+        train, classes = self._split(image_split(root, ("train",)), self.train_images)
         test, _ = self._split(image_split(root, ("val", "test")))
         self.num_classes = classes
         return train, test
 
-    def _split(self, folder: Path) -> tuple[Split, int]:
+    def _split(self, folder: Path, limit: int | None = None) -> tuple[Split, int]:
+        """Images, and the number of classes. limit: images to decode, those that `prepare` would keep."""
         from torchvision import datasets
         from torchvision import transforms as T
 
         fit = T.Compose([T.Resize(self.image_size), T.CenterCrop(self.image_size), T.PILToTensor()])
         files = datasets.ImageFolder(str(folder), transform=fit)
+        keep = fixed_choice(len(files), limit, "train_images")
         try:
-            images = torch.stack([image for image, _ in files])
+            images = torch.stack([files[k][0] for k in keep])
         except OSError as error:
             raise UserError(f"data.path: an image in {folder} is not readable ({error})") from error
-        return (images, torch.tensor(files.targets)), len(files.classes)
+        return (images, torch.tensor(files.targets)[keep]), len(files.classes)
