@@ -22,16 +22,7 @@ from birder.wrappers import check_reducer, unwrap_method, unwrap_model
 class BucketAttachment(Attachment):
     """The connection to DistributedDataParallel: gradients come bucket by bucket."""
 
-    def __init__(
-        self,
-        optimizer: BucketOptimizer,
-        link: Link,
-        overlap: bool,
-        communicate: bool,
-        own: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(optimizer, link, overlap, communicate, own)
-        self._finite: Tensor | None = None
+    _finite: Tensor | None = None
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
         """What DDP calls for every bucket that is ready, in the same order on every rank."""

@@ -86,6 +86,10 @@ def linked(rank: int, size: int) -> None:
     assert all(other == found.between for other in everyone)
     odd = predict.measure_link(topology=Topology(4, 1), sizes=(4096,))
     assert odd.inside is None
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(2):  # torch keeps a group to the end of the process: those of the first time serve again
+        predict.measure_link(topology=Topology(2, 2), sizes=(4096,))
+    assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
 def test_a_step_of_ones_own_is_recorded() -> None:

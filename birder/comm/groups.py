@@ -48,18 +48,21 @@ def give_back(group: dist.ProcessGroup) -> None:
 
 
 def part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group of some ranks of `group`, for whoever has borrowed that: made once. All of `ranks` call it."""
+    """A process group of some ranks of `group`, for whoever has borrowed that: made once. All of `ranks` call it.
+
+    Of the world, for whoever takes turns with all others: `birder.predict.measure_link`.
+    """
     key = (group, tuple(ranks))
     if key not in _PARTS:
+        _forget_ended()
         _PARTS[key] = new_group(list(ranks), group)
     return _PARTS[key]
 
 
 def _forget_ended() -> None:
-    """Drops what was given back in a world that has ended."""
-    ended = [group for group in _FREE if _about(group) is None]
-    _FREE[:] = [group for group in _FREE if group not in ended]
-    for key in [key for key in _PARTS if key[0] in ended]:
+    """Drops what is left of worlds that have ended."""
+    _FREE[:] = [group for group in _FREE if _about(group) is not None]
+    for key in [key for key in _PARTS if _about(key[0]) is None]:
         del _PARTS[key]
 
 

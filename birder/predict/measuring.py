@@ -14,7 +14,8 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
-from birder.comm.link import backend_for, new_group
+from birder.comm.groups import part
+from birder.comm.link import backend_for
 from birder.predict.cluster import Link
 from birder.predict.costs import BYTES, Costs
 from birder.predict.recording import clock_of
@@ -60,7 +61,7 @@ def measure_link(
     for where, members in parts.items():
         if len(members[0]) == 1:
             continue
-        own = new_group(members[mine // local if where == "inside" else mine % local])
+        own = part(world, members[mine // local if where == "inside" else mine % local])
         sharing = local if where == "between" else 1
         found[where] = _measure(Collectives(own, topology, ByteCounter()), device, sizes, where, sharing, world, times)
     return Links(found["between"], found["inside"], tuple(times))
@@ -172,8 +173,8 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     rows, packed = bits(4, elements // 8), bits(elements // 8)
     scale = torch.ones((), device=device)
     messages, results = (bits(4, kernels.message_bytes(size)) for size in (elements, elements // 4))
-    for part in (messages, results):
-        kernels.scales_of(part).fill_(1.0)
+    for some in (messages, results):
+        kernels.scales_of(some).fill_(1.0)
     draw: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
     k = kernels
 
