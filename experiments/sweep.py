@@ -63,12 +63,15 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) ->
         return known.get(tuple(privacy.clean_text(o, base) for o in [*overrides, *given]))
 
     failed = done = todo = 0
+    waiting: set[object] = set()  # of rows that differ in the learning rate alone only one is run
     for number, row in enumerate(rows, start=1):
         overrides = [*row.overrides, *given]
         chosen = is_chosen(row, of)
         there = of(row.overrides) is not None
         done += there
-        todo += not there and chosen is not False
+        todo += not there and chosen is True
+        if not there and chosen is None:
+            waiting.add((row.rivals, row.overrides[-1]))
         if there:
             what = "recorded"
         elif chosen is None:
@@ -85,7 +88,7 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) ->
             failed += not recorded.diverged(str(error))
         known = known_runs(results_dir, exp)
     if dry_run:
-        print(f"{todo} runs to do{' at most' if any(r.rivals for r in rows) else ''}, {done} recorded")
+        print(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
         return 0
     return recorded.close(results_dir, exp, failed, f" of {len(rows)}", written=todo > failed)
 
