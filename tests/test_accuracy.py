@@ -79,6 +79,10 @@ def test_settings_and_variants_are_never_averaged_together() -> None:
     c = dataclasses.replace(a, id="c", config=other_beta, seed=1)
     found = accuracy.build([a, b, c])
     assert [[cell.label for cell in t.cells] for t in found] == [["Birder", "Birder (optimizer.beta=0.9)"], ["Birder"]]
+    warm = json.loads(json.dumps(a.config))
+    warm["train"]["lr_schedule"] = {"name": "cosine", "warmup": 0.2, "final": 0.1, "gamma": None}
+    found = accuracy.build([a, dataclasses.replace(a, id="d", config=warm, seed=1)])
+    assert [", cosine schedule (warmup 0.2, final 0.1), " in t.title for t in found] in ([True, False], [False, True])
 
 
 def test_the_same_seed_again_replaces_the_older_run() -> None:

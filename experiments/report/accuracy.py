@@ -156,7 +156,10 @@ class AccuracyTable:
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
-    """One table for each experiment, scale, shape, batch, data and length of training. Synthetic data has no accuracy."""
+    """One table for each experiment, scale, shape, batch, data, length of training and learning rate's schedule.
+
+    Synthetic data has no accuracy.
+    """
     settings: dict[tuple[Any, ...], list[ResultRecord]] = {}
     failures: list[ResultRecord] = []
     for r in records:
@@ -176,11 +179,12 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         cells = _cells(members)
         if not any(cell.valid for cell in cells):
             continue
-        exp, scale, nodes, per_node, length, batch, data = key
+        exp, scale, nodes, per_node, length, schedule, batch, data = key
         slug = f"{exp}_{scale}_{nodes}x{per_node}"
         counts[slug] = counts.get(slug, 0) + 1
         slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
-        title = f"{exp}: {data}, {length}, {nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each, scale {scale}"
+        ranks = f"{nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each"
+        title = ", ".join(part for part in (f"{exp}: {data}", length, schedule, ranks, f"scale {scale}") if part)
         tables.append(AccuracyTable(slug, title, tuple(cells)))
     return tables
 
@@ -261,7 +265,14 @@ def _setting(r: ResultRecord) -> tuple[Any, ...]:
     train = r.config.get("train", {})
     steps, epochs = train.get("max_steps"), train.get("epochs")
     length = f"{steps} steps" if steps is not None else f"{epochs} epochs" if epochs is not None else "length unknown"
-    return r.exp, r.scale, r.nodes, r.ranks_per_node, length, batch_of(r)
+    return r.exp, r.scale, r.nodes, r.ranks_per_node, length, schedule_of(r), batch_of(r)
+
+
+def schedule_of(r: ResultRecord) -> str:
+    """How the learning rate goes, in words; empty where the record does not say."""
+    known = {k: v for k, v in (r.config.get("train", {}).get("lr_schedule") or {}).items() if v is not None}
+    name = known.pop("name", None)
+    return f"{name} schedule ({', '.join(f'{k} {v}' for k, v in known.items())})" if name else ""
 
 
 def batch_of(r: ResultRecord) -> int:
