@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import birder
+from birder.comm import groups
+from birder.comm.counter import ByteCounter
+from birder.comm.link import Link
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -99,3 +105,38 @@ def broken(rank: int, world: int) -> list[int]:
 
 def test_no_group_is_used_again_in_which_something_failed() -> None:
     assert run_ranks(broken, 2) == [[0, 1, 1], [0, 1, 1]]
+
+
+THREADS = 16
+
+
+def test_ranks_that_are_threads_of_one_process_keep_their_groups_apart() -> None:
+    kept = [0] * THREADS
+
+    @spawn_threads_and_init_comms(world_size=THREADS)
+    def ranks(self) -> None:
+        link = Link(dist.group.WORLD, birder.Topology(THREADS // 4, 4), ByteCounter())
+        node = [dist.get_rank() // 4 * 4 + i for i in range(4)]
+        mine = groups.borrow(link, torch.device("cpu"))
+        part = groups.part(mine, node)
+        for _ in range(20):
+            groups.give_back(mine)
+            same = groups.borrow(link, torch.device("cpu")) is mine
+            kept[dist.get_rank()] += same and groups.part(mine, node) is part
+
+    ranks(None)
+    assert kept == [20] * THREADS
+
+
+def test_a_world_that_has_ended_leaves_nothing() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = groups.borrow(Link(dist.group.WORLD, birder.Topology(1, 1), ByteCounter()), torch.device("cpu"))
+        groups.part(group, [0])
+        groups.give_back(group)
+        dist.destroy_process_group()
+        groups.give_back(group)  # too late: of a world that has ended
+        del group
+        gc.collect()
+        assert not groups._FREE
+        assert not groups._PARTS

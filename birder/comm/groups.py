@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from birder.comm.link import Link, new_group
 OFFERED = 8
 """Of the groups that were given back: so many of the last are offered to the other ranks."""
 
-_FREE: list[dist.ProcessGroup] = []
-_PARTS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+_FREE: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()
+"""By the world that they were made in: they go when it ends."""
+
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 """By the group, not by its name: where ranks are threads of one process, each has another group of the same name."""
 
 
@@ -28,23 +31,28 @@ def borrow(link: Link, device: torch.device) -> dist.ProcessGroup:
 
     One that was given back, where all ranks have the same, or a new one. device: of the tensors that ranks agree with.
     """
-    _forget_ended()
     wanted = _about(link.group)
-    free = {_number(group): group for group in _FREE if _about(group) == wanted}
+    free = {_number(group): group for group in _free() if _about(group) == wanted}
     mine = [*list(free)[-OFFERED:], *[0] * OFFERED][:OFFERED]
     everyone = link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device)).view(link.size, OFFERED).tolist()
     common = set.intersection(*map(set, everyone)) - {0}
     if not common:
         return new_group(link.ranks, like=link.group)
     taken = free[min(common)]
-    if taken in _FREE:
-        _FREE.remove(taken)
+    _free().remove(taken)
     return taken
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    """For the next `borrow`. No message of the group may be under way."""
-    _FREE.append(group)
+    """For the next `borrow` in this world. No message of the group may be under way."""
+    if _about(group) is not None:
+        _free().append(group)
+
+
+def _free() -> list[dist.ProcessGroup]:
+    """Those of this world."""
+    assert dist.group.WORLD is not None
+    return _FREE.setdefault(dist.group.WORLD, [])
 
 
 def part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -52,18 +60,11 @@ def part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
 
     Of the world, for whoever takes turns with all others: `birder.predict.measure_link`.
     """
-    key = (group, tuple(ranks))
-    if key not in _PARTS:
-        _forget_ended()
-        _PARTS[key] = new_group(list(ranks), group)
-    return _PARTS[key]
-
-
-def _forget_ended() -> None:
-    """Drops what is left of worlds that have ended."""
-    _FREE[:] = [group for group in _FREE if _about(group) is not None]
-    for key in [key for key in _PARTS if _about(key[0]) is None]:
-        del _PARTS[key]
+    made = _PARTS.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in made:
+        made[key] = new_group(list(ranks), group)
+    return made[key]
 
 
 def _about(group: dist.ProcessGroup) -> tuple[tuple[int, ...], str] | None:
