@@ -18,7 +18,7 @@ Defaults are in conf/predict, all keys in docs/configuration.md.
     --evaluate                          every replayed cell, and every comparison in turns, beside its prediction:
                                         results/published/tables/predict.md
     --fit                               fits what --evaluate predicts with, from the records of replayed cells (minutes)
-    --validate                          real training on emulated links beside its prediction: 45 minutes, quiet machine;
+    --validate                          real training on emulated links beside its prediction: 1.5 hours, quiet machine;
                                         a part: --validate resnet50 nodes=2,4 gbps=2.5,10
 
 Exit status: 0; 2 bad input; 130 Ctrl-C.

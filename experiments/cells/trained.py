@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, Timeline, simulate
 from birder.predict.timeline import Gradient, IntraNode
-from experiments.cells import timelines
 from experiments.records.record import ResultRecord
 from launch.emulated.network import GOODPUT, burst_bytes
 
@@ -33,9 +32,6 @@ NAMES = {
 PIECES = Layout(0.0, 0.0, 0.0, gpu=False, shared=True)
 """Every gradient of `timeline` is a bucket of DDP's, or a unit of optimizers, by itself."""
 
-PYTHON_US = 22.0
-"""Of a core's time, a parameter, where a record does not hold what its world measured: what 13 later worlds on the same
-machine measured with 2 ranks on 2 cores, 16 to 26, and half of what they did with 4, a quarter with 8."""
 BITS = dataclasses.replace(
     METHODS["birder"],
     name="bits",
@@ -65,7 +61,7 @@ class Trained:
 
 
 def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
-    """The rows of one world, in the order of its records; none where nothing tells what the prediction needs."""
+    """The rows of one world, in the order of its records: those for which it measured what the prediction needs."""
     bound = next((r for r in records if r.wire == "none" and r.status == "completed"), None)
     profile = bound.turns.get("profile") if bound else None
     if bound is None or not profile or not bound.turns.get("ready"):
@@ -83,39 +79,30 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
         rate = r.link.get("set_mbit_per_s")
         if name is None or r.status != "completed" or not rate:
             continue
+        more = 0.0 if METHODS[name].dense else beside
+        if more is None:
+            continue
         link = link_at(rate, r.nodes, profile["small_ms"])
         step = simulate(
             by_wire[METHODS[name].rounds[0].wire], Cluster(r.nodes, 1, link, ring=False), METHODS[name], costs, PIECES
         )
         ms = step.ms + (hops * (8e-6 * buffers / link.gbps + profile["small_ms"]) if buffers else 0.0)
-        ms += update - step.update_ms if METHODS[name].dense else beside
+        ms += more + (update - step.update_ms if METHODS[name].dense else 0.0)
         found.append(Trained(r, ms))
     return found
 
 
-def beside_ms(bound: ResultRecord, step: Timeline, costs: Costs) -> float:
-    """What a step of a compressed method takes beside its kernels and its wire.
+def beside_ms(bound: ResultRecord, step: Timeline, costs: Costs) -> float | None:
+    """What a step of a compressed method takes beside its kernels and its wire; None where the world did not measure it.
 
-    As measured with bits that mean nothing, less what the simulation knows of it. Older records do not hold that: then it is
-    Python's part, for each parameter of the model.
+    As measured with bits that mean nothing, less what the simulation knows of it.
     """
     profile = bound.turns["profile"]
     if "bits_ms" not in profile:
-        return python_ms(bound)
+        return None
     opened = link_at(OPEN_MBIT, bound.nodes, profile["small_ms"])
     known = simulate(step, Cluster(bound.nodes, 1, opened, ring=False), BITS, costs, PIECES).ms - step.step_ms
     return max(0.0, float(profile["bits_ms"]) - known)
-
-
-def python_ms(bound: ResultRecord) -> float:
-    """What Python costs a step of a compressed method: for each parameter of the model, on cores that ranks share."""
-    profile = bound.turns["profile"]
-    if "python_us" in profile:
-        return float(profile["python_us"] * profile["parameters"]) / 1e3
-    elements, name = sum(numel for numel, _ in bound.turns["ready"]), bound.config.get("timeline")
-    t = timelines.load(name) if name else None
-    known = len(t.gradients) if t is not None and t.elements == elements else 0
-    return PYTHON_US * known * max(1.0, bound.nodes / bound.hardware["cores"]) / 1e3
 
 
 def link_at(mbit: float, nodes: int, small_ms: float) -> Link:
