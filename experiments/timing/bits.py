@@ -23,9 +23,6 @@ from experiments.timing.entries import Bound
 from experiments.training.clock import Stopwatch
 from experiments.training.together import gathered
 
-TURNS = 6
-"""Of the bound, and of the bound with bits, one step each; the medians count."""
-
 
 class Bits(BucketOptimizer):
     """An optimizer that sends a bit of each gradient, always the same, and learns nothing."""
@@ -54,10 +51,11 @@ class Bits(BucketOptimizer):
         pass
 
 
-def bits_ms(bound: Bound, groups: Sequence[dict[str, Any]], unit_mb: float) -> float:
+def bits_ms(bound: Bound, groups: Sequence[dict[str, Any]], unit_mb: float, turns: int) -> float:
     """Milliseconds that a step with bits takes longer than the bound's, on the slowest rank. The links are open.
 
-    groups: parameter groups of an optimizer. unit_mb: as in `birder.attach`. Called on every rank, same result on all.
+    groups: parameter groups of an optimizer. unit_mb: as in `birder.attach`. turns: of the bound, and of the bound with bits,
+    one step each; the medians count. Called on every rank, same result on all.
     """
     ddp = bound.shared.ddp
     n, watch = dist.get_world_size(ddp.process_group), Stopwatch(bound.shared.shard.device)
@@ -65,7 +63,7 @@ def bits_ms(bound: Bound, groups: Sequence[dict[str, Any]], unit_mb: float) -> f
     attachment = birder.attach(ddp, optimizer, topology=Topology(n, 1), unit_mb=unit_mb)
     beside = optimizer, ddp.hook
     taken: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(TURNS + 1):
+    for _ in range(turns + 1):
         for sending in taken:
             dist.barrier()
             seconds = bound.turn(1, watch, beside=beside if sending else None)

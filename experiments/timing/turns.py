@@ -162,7 +162,8 @@ class _World:
         decay = max((float(v.config["optimizer"].get("weight_decay", 0.0)) for v in self.variants), default=0.0)
         groups = self.workload.param_groups(model, decay)
         found = profile(self.bound.passed, self.ddp, groups, unit_mb)
-        return {**found, "bits_ms": round(bits_ms(self.bound, groups, unit_mb), 3)}
+        # As many turns as rounds: what is predicted from them is not to be less sure than what it is set beside.
+        return {**found, "bits_ms": round(bits_ms(self.bound, groups, unit_mb, self.rounds), 3)}
 
     def _hold_one(self, needed: int) -> None:
         """From here on one method at a time is in memory."""
