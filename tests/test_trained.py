@@ -262,7 +262,7 @@ def test_a_validation_makes_what_is_not_recorded_and_stops_where_a_comparison_fa
 
 
 def test_the_docs_have_the_summary_of_the_published_worlds() -> None:
-    """They keep the targets, a median of 5 % and 15 % at worst, but for one row."""
+    """They keep the targets, a median of 5 % and 15 % at worst."""
     everything = [*read_all(PUBLISHED), *read_all(PUBLISHED / report.FOLDER)]
     found = report.rows(everything)
     page = (ROOT / "docs" / "predict.md").read_text(encoding="utf-8")
@@ -270,5 +270,4 @@ def test_the_docs_have_the_summary_of_the_published_worlds() -> None:
     assert shown.strip() == report.summary(found).grid().strip()
     errors = sorted(abs(t.error) for t in found)
     assert errors[len(errors) // 2] < 0.05
-    assert errors[-2] < 0.15
-    assert errors[-1] < 0.17
+    assert errors[-1] < 0.15
