@@ -127,6 +127,21 @@ def test_numbers_of_workers_stand_side_by_side() -> None:
     assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
 
 
+def test_pytorchs_hooks_on_real_ranks_stand_beside_virtual_workers_in_the_same_setting() -> None:
+    made = [on_virtual_workers(8, "SGDM fp32", 90.0 + s, s, 0.1) for s in range(3)]
+    hooked = [
+        dataclasses.replace(
+            r, method="PowerSGD rank 4", wire="lowrank", id=f"hook-{r.seed}",
+            config={**r.config, "cluster": {"name": "local"}, "comm": {"hook": "powersgd", "powersgd_rank": 4}},
+        )
+        for r in (on_virtual_workers(8, "SGDM fp32", 91.0 + s, s, 0.1) for s in range(3))
+    ]  # fmt: skip
+    ((table,),) = accuracy_page.studies([*made, *hooked])["digits"]
+    shown = accuracy_page.section([table]).markdown()
+    assert "| PowerSGD rank 4 | 0.1 | 92.00 ± 1.00 | +1.00 [1.00, 1.00] |" in shown
+    assert not accuracy_page.studies(hooked)  # no setting of virtual workers
+
+
 def test_the_same_batch_in_all_stands_side_by_side_too() -> None:
     def trained(workers: int, batch: int, top1: float) -> ResultRecord:
         made = on_virtual_workers(workers, "SGDM fp32", top1, 0, 0.1)

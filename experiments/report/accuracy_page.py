@@ -1,7 +1,7 @@
 """What was found about accuracy, written from the published records into docs/accuracy.md:
 `python -m experiments.report.accuracy_page`.
 
-Of every experiment that was run on virtual workers: the best learning rate of each method beside the baseline's, seed by
+Of every setting that was run on virtual workers: the best learning rate of each method beside the baseline's, seed by
 seed. Where the same experiment was run with several numbers of workers, these are columns. No torch.
 """
 
@@ -28,11 +28,19 @@ def mark(exp: str, end: bool = False) -> str:
 
 
 def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTable]]]:
-    """By experiment, all tables of runs on virtual workers; those that differ in the number of workers alone together."""
+    """By experiment, all tables with runs on virtual workers; those that differ in the number of workers alone together.
+
+    PyTorch's hooks, which want real ranks, stand in them where they were run in the same setting.
+    """
     found: dict[str, list[AccuracyTable]] = {}
-    for table in accuracy.build([r for r in records if labels.is_virtual(r.config)]):
-        found.setdefault(_first(table).exp, []).append(table)
+    for table in accuracy.build([r for r in records if labels.is_virtual(r.config) or _hook(r)]):
+        if any(labels.is_virtual(r.config) for c in table.cells for r in c.records):
+            found.setdefault(_first(table).exp, []).append(table)
     return {exp: _together(tables) for exp, tables in found.items()}
+
+
+def _hook(r: ResultRecord) -> bool:
+    return bool((r.config.get("comm") or {}).get("hook"))
 
 
 def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
