@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import predict
 from birder.comm import Topology
+from birder.predict.advice import Advice, _running
 from birder.predict.costs import BYTES
 from birder.predict.recording import assemble
+from birder.predict.simulation import Layout
 from birder.predict.timeline import problem, read, write
 from tests.ranks import run_ranks
 
@@ -108,6 +112,55 @@ def test_a_recorded_timeline_is_a_file_like_any_other(tmp_path: Path) -> None:
     assert read(write(t, tmp_path / "x.json")) == t
     with pytest.raises(ValueError, match="did not call the model's forward"):
         assemble({"a": 3.0, "<end>": 4.0}, {"a": (4,)}, command="here", **about)
+
+
+def advice_of(wall_ms: float | None, now: str | None) -> Advice:
+    t = read(ROOT / "results/timelines/bert_base_b12_tf32.json")
+    cluster = predict.Cluster(4, 8, predict.Link(10.0, 20.0))
+    links = predict.Links(None, None, ())
+    return Advice(replace(t, wall_ms=wall_ms), links, predict.Costs.of_gpu(t.gpu), cluster, Layout(), now)
+
+
+def test_an_advice_is_set_right_by_the_step_that_runs_now() -> None:
+    plain = advice_of(None, "fp32")
+    expected = plain.here["fp32"].ms
+    assert (plain.beyond_ms, "measured now" in str(plain)) == (0.0, False)
+    late = advice_of(expected + 12.5, "fp32")
+    assert late.here["fp32"].ms == pytest.approx(expected + 12.5)
+    assert late.here["none"].ms == plain.here["none"].ms
+    assert late.at(nodes=8)["birder"].ms == pytest.approx(plain.at(nodes=8)["birder"].ms + 12.5)
+    assert (late.crossover(8)["birder"] or 0.0) < (plain.crossover(8)["birder"] or 0.0)
+    assert "simulated for it (DDP fp32): " in str(late)
+    assert str(late).endswith("The other 12.5 ms are added to every method that communicates.")
+    early = advice_of(expected - 12.5, "fp32")
+    assert early.here["fp32"].ms == expected
+    assert str(early).endswith("Intervals reach 12.5 ms lower.")
+    unknown = advice_of(expected + 12.5, None)  # a hook of one's own
+    assert unknown.here["fp32"].ms == expected
+    assert "measured now" in str(unknown)
+    assert "simulated for it" not in str(unknown)
+
+
+def hooked(rank: int, size: int) -> None:
+    expected = [
+        (None, "fp32"),
+        (default_hooks.allreduce_hook, "fp32"),
+        (default_hooks.bf16_compress_hook, "bf16"),
+        (lambda state, bucket: default_hooks.allreduce_hook(state, bucket), None),  # one's own
+    ]
+    for hook, method in expected:
+        ddp = DistributedDataParallel(nn.Linear(8, 8))
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        assert _running(ddp) == method
+    assert _running(DistributedDataParallel(nn.Linear(8, 8).double())) is None
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    birder.attach(ddp, birder.Birder(ddp.parameters(), lr=1e-3))
+    assert _running(ddp) is None
+
+
+def test_it_knows_how_gradients_are_averaged_now() -> None:
+    run_ranks(hooked, 1)
 
 
 def test_kernels_are_measured_and_cover_every_kernel_of_every_method() -> None:

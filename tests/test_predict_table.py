@@ -42,6 +42,23 @@ def test_intervals_hold_the_value_and_grow_with_what_is_not_known() -> None:
     assert low < value < high
 
 
+def test_what_a_measured_step_took_above_its_prediction_is_in_every_method_that_communicates() -> None:
+    there = Cluster(8, 8, link(10.0))
+    plain, late, early = (predict(bert(), there, beyond_ms=ms) for ms in (0.0, 30.0, -1e6))
+    bound = plain["none"].ms
+    for a, b, c in zip(plain.rows, late.rows, early.rows, strict=True):
+        more = 0.0 if a.name == "none" else 30.0
+        assert (b.ms, b.low, b.high) == pytest.approx((a.ms + more, a.low, a.high + more))
+        assert (c.ms, c.high) == (a.ms, a.high)
+        assert c.low == min(a.low, bound)
+    assert late.speedup("birder")[0] < plain.speedup("birder")[0]
+    rates = [crossover(bert(), there, ["birder_hierarchical"], beyond_ms=ms) for ms in (0.0, 30.0, -30.0)]
+    before, after, same = (r["birder_hierarchical"] or 0.0 for r in rates)
+    assert after < before == same
+    # What was not simulated is no reason to compress.
+    assert predict(bert(), Cluster(8, 8, link(800.0)), beyond_ms=30.0).sentence.startswith("do not compress")
+
+
 def test_the_table_names_every_row_and_ends_with_the_sentence() -> None:
     made_ = predict(bert(), Cluster(8, 8, link(10.0)))
     text = str(made_)

@@ -11,33 +11,61 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from birder.comm import Topology
 from birder.predict.cluster import NVLINK, Cluster, Link
 from birder.predict.costs import Costs
 from birder.predict.measuring import Links, measure_kernels, measure_link
+from birder.predict.methods import METHODS
 from birder.predict.recording import record
-from birder.predict.simulation import FIRST_BUCKET_MB, Layout
+from birder.predict.simulation import FIRST_BUCKET_MB, Layout, simulate
 from birder.predict.table import Prediction, crossover, predict
 from birder.predict.timeline import Timeline
+
+HOOKS: dict[Callable[..., Any], str] = {
+    default_hooks.allreduce_hook: "fp32",
+    default_hooks.bf16_compress_hook: "bf16",
+    default_hooks.fp16_compress_hook: "fp16",
+}
+"""PyTorch's hooks, and the methods of `METHODS` that they are."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What was measured here, and what follows from it. Printed: the prediction for this very cluster."""
+    """What was measured here, and what follows from it. Printed: the prediction for this very cluster.
+
+    now: the method of `METHODS` under which the step was recorded; None where it is none of them.
+    """
 
     timeline: Timeline
     links: Links
     costs: Costs
     cluster: Cluster
     layout: Layout
+    now: str | None = None
+
+    @property
+    def expected_ms(self) -> float | None:
+        """The step as it was recorded, predicted; None where its method is not known."""
+        if self.now is None or self.timeline.wall_ms is None:
+            return None
+        return simulate(self.timeline, self.cluster, METHODS[self.now], self.costs, self.layout).ms
+
+    @property
+    def beyond_ms(self) -> float:
+        """How much longer the recorded step took than is predicted for it; 0.0 where that is not known."""
+        if (expected := self.expected_ms) is None or self.timeline.wall_ms is None:
+            return 0.0
+        return self.timeline.wall_ms - expected
 
     @property
     def here(self) -> Prediction:
         """The prediction for the cluster that it was measured on."""
-        return predict(self.timeline, self.cluster, None, self.costs, self.layout)
+        return predict(self.timeline, self.cluster, None, self.costs, self.layout, self.beyond_ms)
 
     def at(
         self,
@@ -49,16 +77,17 @@ class Advice:
         latency_us: float | None = None,
     ) -> Prediction:
         """The same model on another cluster; what is not given stays. Raises ValueError for numbers that are not positive."""
-        return predict(
-            self.timeline, self._cluster(link_gbps, nodes, ranks_per_node, latency_us), methods, self.costs, self.layout
-        )
+        there = self._cluster(link_gbps, nodes, ranks_per_node, latency_us)
+        return predict(self.timeline, there, methods, self.costs, self.layout, self.beyond_ms)
 
     def crossover(
         self, nodes: int, ranks_per_node: int | None = None, baseline: str = "bf16"
     ) -> dict[str, float | None]:
         """Gbit/s between `nodes` nodes below which each method starts to pay; see `birder.predict.crossover`."""
         there = self._cluster(None, nodes, ranks_per_node, None)
-        return crossover(self.timeline, there, None, self.costs, self.layout, baseline=baseline)
+        return crossover(
+            self.timeline, there, None, self.costs, self.layout, baseline=baseline, beyond_ms=self.beyond_ms
+        )
 
     def _cluster(self, gbps: float | None, nodes: int | None, ranks: int | None, latency_us: float | None) -> Cluster:
         link = self.cluster.between
@@ -74,9 +103,19 @@ class Advice:
         )
 
     def __str__(self) -> str:
-        wall = self.timeline.wall_ms
-        now = f"\nmeasured now, with the communication there is: {wall:.4g} ms a step" if wall else ""
-        return f"{self.here}{now}"
+        return "\n".join(filter(None, [str(self.here), self._measured()]))
+
+    def _measured(self) -> str:
+        wall, expected, more = self.timeline.wall_ms, self.expected_ms, self.beyond_ms
+        if not wall:
+            return ""
+        said = f"measured now, with the communication there is: {wall:.4g} ms a step"
+        if self.now is None or expected is None:
+            return said
+        said += f"; simulated for it ({METHODS[self.now].label}): {expected:.4g} ms. "
+        if more > 0:
+            return said + f"The other {more:.3g} ms are added to every method that communicates."
+        return said + f"Intervals reach {-more:.3g} ms lower."
 
 
 def advise(
@@ -104,4 +143,12 @@ def advise(
     mb = bucket_mb or 25.0
     gpu = device.type == "cuda"
     layout = Layout(mb, mb if bucket_mb else FIRST_BUCKET_MB, gpu=gpu, shared=not gpu)
-    return Advice(timeline, links, found[0], cluster, layout)
+    return Advice(timeline, links, found[0], cluster, layout, _running(ddp_model))
+
+
+def _running(ddp_model: DistributedDataParallel) -> str | None:
+    """How gradients are averaged: by one of `METHODS`, or None: by another hook, or they are not of fp32."""
+    hooks = getattr(ddp_model, "_comm_hooks", None)
+    if hooks is None or any(p.dtype != torch.float32 for p in ddp_model.parameters()):
+        return None
+    return HOOKS.get(hooks[-1][0]) if hooks else "fp32"

@@ -1,10 +1,11 @@
 """`predict`: every method's step on a cluster, as a table that ends with one plain sentence; `crossover`. Imports no torch.
 
-The interval of a step time has three causes, all in the same direction at each end:
+The interval of a step time has four causes, all in the same direction at each end:
 
     the link        its rate times 1 + spread and 1 - spread (`Link.spread`, where it was measured)
     interference    encoding on a GPU either takes nothing from backward, or all of its own time (`Layout.gpu`)
     the model       +-`MODEL_ERROR`, the 95th percentile of its error against replayed steps (docs/predict.md)
+    what is known   how far the prediction is from a step that was measured (`beyond_ms`)
 
 A speedup's interval divides the far ends of the two rows by each other.
 """
@@ -28,13 +29,17 @@ NEAR = 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """One method. ms with its interval low..high; state_bytes: of optimizer and hook, on one rank."""
+    """One method. ms with its interval low..high; state_bytes: of optimizer and hook, on one rank.
+
+    beyond: ms of it that were not simulated, but missing in the prediction of a step that was measured.
+    """
 
     method: Method
     step: Step
     low: float
     high: float
     state_bytes: float
+    beyond: float = 0.0
 
     @property
     def name(self) -> str:
@@ -42,7 +47,7 @@ class Row:
 
     @property
     def ms(self) -> float:
-        return self.step.ms
+        return self.step.ms + self.beyond
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,13 @@ def predict(
     methods: Sequence[str] | None = None,
     costs: Costs | None = None,
     layout: Layout | None = None,
+    beyond_ms: float = 0.0,
 ) -> Prediction:
     """Every method's step. methods: names in `METHODS`; None: `DEFAULT`. costs: of the timeline's GPU where it is known.
+
+    beyond_ms: what a step that was measured took above its prediction. Where it took longer, the rest is added to every
+    method that communicates, and their intervals begin where they would without it. Where it took less, intervals reach as
+    much lower, to the bound at most.
 
     Raises ValueError for an unknown method, and for a device whose costs are not known.
     """
@@ -96,9 +106,11 @@ def predict(
     for method in find(methods, cluster.nodes, cluster.ranks_per_node):
         step = simulate(timeline, cluster, method, costs, layout)
         low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
+        more = 0.0 if method.name == "none" else beyond_ms
+        low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
         shards = cluster.ranks_per_node if method.hierarchical else 1
         workers = cluster.nodes if method.hierarchical else cluster.ranks
-        rows.append(Row(method, step, low, high, method.state(workers, shards) * timeline.elements))
+        rows.append(Row(method, step, low, high, method.state(workers, shards) * timeline.elements, max(more, 0.0)))
     return Prediction(timeline, cluster, costs, tuple(rows))
 
 
@@ -129,8 +141,10 @@ def advice(p: Prediction) -> str:
             else f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
         )
     bf16, bound = p["bf16"], p["none"]
-    if bf16.ms <= (1 + NEAR) * bound.ms:
-        return f"do not compress: bf16 is within {NEAR:.0%} of the bound ({bf16.ms:.4g} against {bound.ms:.4g} ms)."
+    if bf16.step.ms <= (1 + NEAR) * bound.ms:  # what was not simulated is no reason to compress
+        return (
+            f"do not compress: bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)."
+        )
     best = min((r for r in p.rows if not (r.method.dense or r.method.local)), key=lambda r: r.ms, default=None)
     if best is None or best.ms > bf16.ms:
         return f"do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
@@ -216,22 +230,24 @@ def crossover(
     gain: float = NEAR,
     lowest: float = 0.1,
     highest: float = 1000.0,
+    beyond_ms: float = 0.0,
 ) -> dict[str, float | None]:
     """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % unless told.
 
-    None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. Raises ValueError as `predict`,
-    and for one node, which has no link to others.
+    None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. beyond_ms: as in `predict`.
+    Raises ValueError as `predict`, and for one node, which has no link to others.
     """
     if cluster.nodes == 1:
         raise ValueError("with one node there is no link between nodes whose rate could matter")
     costs = costs or Costs.of_gpu(timeline.gpu)
     chosen = [m for m in find(methods, cluster.nodes, cluster.ranks_per_node) if m.name != "none"]
+    more = max(beyond_ms, 0.0)
 
     def pays(method: Method) -> Callable[[float], bool]:
         def at(gbps: float) -> bool:
             there = cluster.at(gbps)
-            base = simulate(timeline, there, METHODS[baseline], costs, layout).ms
-            return simulate(timeline, there, method, costs, layout).ms * (1 + gain) < base
+            base, own = (simulate(timeline, there, m, costs, layout).ms + more for m in (METHODS[baseline], method))
+            return own * (1 + gain) < base
 
         return at
 
