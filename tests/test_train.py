@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from pathlib import Path
@@ -171,19 +170,6 @@ def _train_only(rank: int, world: int, spec: RunSpec) -> None:
     from experiments.training.loop import train as run
 
     run(spec)
-
-
-def _collector_asleep(rank: int, world: int, spec: RunSpec) -> tuple[bool, int]:
-    gc.disable()  # as worker.run_rank leaves it
-    _train_only(rank, world, spec)
-    return gc.isenabled(), gc.get_freeze_count()
-
-
-def test_the_collector_of_garbage_wakes_up_when_all_is_loaded(tmp_path):
-    spec = make_spec(tmp_path, "r", "optimizer=sgdm", "checkpoint.every=0")
-    [(awake, frozen)] = run_ranks(_collector_asleep, 1, spec, grouped=False)
-    assert awake
-    assert frozen > 100_000
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):

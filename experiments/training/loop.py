@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from typing import Any
@@ -33,12 +32,7 @@ def train(spec: RunSpec) -> None:
     Raises UserError for what the user can mend, RuntimeError when the loss is no number any more.
     """
     with world(spec) as shard:
-        run = _Run(spec, shard)
-        if not gc.isenabled():  # as worker.run_rank left it: in a process of this run's own all that is loaded stays
-            gc.collect()
-            gc.freeze()
-            gc.enable()
-        run.run()
+        _Run(spec, shard).run()
 
 
 class _Run:

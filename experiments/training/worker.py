@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import os
 import signal
 import sys
@@ -43,9 +42,6 @@ def run_rank(
     heartbeat.on_lost = me.end_alone
     try:
         if train is None:
-            # Importing torch makes a million objects, and none is garbage: looking for some would take a fifth of the time.
-            # `full_train` has the collector run again when everything is loaded.
-            gc.disable()
             from experiments.training.loop import train as full_train
 
             train = full_train
