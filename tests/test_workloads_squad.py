@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.workloads import bert
 from experiments.workloads.base import Shard
 from experiments.workloads.bert_squad import BertSquad
+from experiments.workloads.glue import Glue
 from experiments.workloads.squad_metric import best_spans, em_f1_sums
+from experiments.workloads.wikipedia import Wikipedia
 from launch.errors import UserError
 from tests.workload_data import squad_files
+
+SAME_LOSS = 1e-5  # relative; fp32 sums in another order
 
 
 @pytest.mark.parametrize(
@@ -179,3 +184,36 @@ def test_loss_falls() -> None:
             optimizer.step()
             losses.append(loss.item())
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+
+
+@pytest.mark.parametrize("way", ["preset", "pretrained", "random"])
+def test_attention_as_asked_for(tmp_path: Path, way: str) -> None:
+    """Both ways of computing attention, however the model is made, say the same where nothing is dropped."""
+    source = tiny(train_questions=30, dev_questions=5)
+    source.prepare(Shard())
+    made: dict[str, object] = {}
+    if way != "preset":
+        source.build_model().save_pretrained(tmp_path)  # type: ignore[operator]
+        source.tokenizer.save_pretrained(tmp_path)
+        made = {"model": str(tmp_path), "init": way}
+    losses = []
+    for attention in bert.ATTENTION:
+        workload = tiny(train_questions=30, dev_questions=5, attention=attention, **made)
+        workload.check()
+        workload.prepare(Shard())
+        torch.manual_seed(0)
+        model = workload.build_model().eval()
+        assert model.config._attn_implementation == attention  # type: ignore[union-attr]
+        batch = next(iter(workload.train_batches(Shard(), 4, seed=0, epoch=0)))
+        losses.append(workload.loss(model, batch).item())
+    assert losses[0] == pytest.approx(losses[1], rel=SAME_LOSS)
+
+
+@pytest.mark.parametrize("kind", [BertSquad, Glue, Wikipedia])
+def test_every_bert_workload_knows_attention(kind: type) -> None:
+    workload = kind(preset="tiny", dataset="synthetic", seq_len=256, attention="eager")
+    workload.check()
+    workload.prepare(Shard())
+    assert workload.build_model().config._attn_implementation == "eager"
+    with pytest.raises(UserError, match=r"workload\.attention=flash is unknown: one of sdpa, eager"):
+        kind(preset="tiny", dataset="synthetic", attention="flash").check()

@@ -30,6 +30,7 @@ class BertSquad(bert.Text):
     model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
     preset:          base | large | xl | small | tiny, the shape where `model` is None.
+    attention:       sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     weights:         directory of a pre-training run, or of one of its checkpoints, whose encoder training begins with.
     data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
     train_file:      training file, absolute or inside `data_path`; likewise dev_file.
@@ -69,6 +70,7 @@ class BertSquad(bert.Text):
         embedded_words: int | None = None,
         held_out: int | None = None,
         weights: str | None = None,
+        attention: str | None = None,
     ) -> None:
         if seq_len - max_query_len - 3 <= doc_stride or doc_stride < 0:
             raise UserError(
@@ -85,7 +87,7 @@ class BertSquad(bert.Text):
         self.n_best, self.max_answer_len = n_best, max_answer_len
         self.eval_batch = eval_batch
         self.vocab_size, self.embedded_words = vocab_size, embedded_words
-        self.weights = weights
+        self.weights, self.attention = weights, attention
         self._from_files = bool(data_path or train_file or dev_file)
         self.synthetic = not self._from_files and dataset == "synthetic"
         self.data_name = "synthetic questions" if self.synthetic else "SQuAD 1.1"
@@ -93,7 +95,7 @@ class BertSquad(bert.Text):
             self.data_name += f" ({train_questions} training questions)"
 
     def check(self) -> None:
-        bert.check_model(self.model, self.init, self.preset)
+        bert.check_model(self.model, self.init, self.preset, self.attention)
         if self.weights is not None:
             weights.find(self.weights)
         if self._from_files:
@@ -123,7 +125,15 @@ class BertSquad(bert.Text):
         from transformers import AutoModelForQuestionAnswering
 
         words = max(len(self.tokenizer), self.embedded_words or 0)
-        net = bert.load_model(AutoModelForQuestionAnswering, self.model, self.init, self.preset, words, self.seq_len)
+        net = bert.load_model(
+            AutoModelForQuestionAnswering,
+            self.model,
+            self.init,
+            self.preset,
+            words,
+            self.seq_len,
+            attention=self.attention,
+        )
         return net if self.weights is None else weights.put(net, self.weights, HEADS)
 
     @property

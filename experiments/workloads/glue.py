@@ -19,6 +19,7 @@ class Glue(bert.Text):
     model:          hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
     init:           pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
     preset:         base | large | small | tiny, the shape where `model` is None.
+    attention:      sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
     dataset:        hub data set used where no folder is given, or "synthetic".
     train_examples: number of training examples, always the same ones; None: all. Likewise dev_examples.
@@ -40,6 +41,7 @@ class Glue(bert.Text):
         dev_examples: int | None = None,
         eval_batch: int = 64,
         vocab_size: int = 2000,
+        attention: str | None = None,
     ) -> None:
         one_of(TASKS, task=task)
         at_least(8, seq_len=seq_len)
@@ -49,6 +51,7 @@ class Glue(bert.Text):
         self.data_path, self.dataset = data_path, dataset
         self.seq_len, self.eval_batch, self.vocab_size = seq_len, eval_batch, vocab_size
         self.train_examples, self.dev_examples = train_examples, dev_examples
+        self.attention = attention
         self.metric = self.task.metrics[0]
         self.synthetic = data_path is None and dataset == "synthetic"
         self.data_name = (
@@ -56,7 +59,7 @@ class Glue(bert.Text):
         )
 
     def check(self) -> None:
-        bert.check_model(self.model, self.init, self.preset)
+        bert.check_model(self.model, self.init, self.preset, self.attention)
         if self.data_path is not None:
             find_file(self.data_path, self.task, "train")
             find_file(self.data_path, self.task, "dev")
@@ -79,6 +82,7 @@ class Glue(bert.Text):
             len(self.tokenizer),
             self.seq_len,
             outputs=len(self.task.classes) or 1,
+            attention=self.attention,
         )
 
     @property

@@ -26,6 +26,7 @@ class Wikipedia(bert.Text):
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
     preset:         base | large | xl | small | tiny, the shape where `model` is None.
+    attention:      sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     weights:        directory of a run, or of one of its checkpoints, whose parameters the model begins with: a phase that
                     goes on from another with longer sequences, say. Where ranks kept models of their own their mean is taken.
     metric:         perplexity | loss: which of the two tables show.
@@ -59,6 +60,7 @@ class Wikipedia(bert.Text):
         vocab_size: int = 8000,
         weights: str | None = None,
         metric: str = "perplexity",
+        attention: str | None = None,
     ) -> None:
         if metric not in ("perplexity", "loss"):
             raise UserError(f"workload.metric={shortened(metric)} is unknown: perplexity or loss")
@@ -75,12 +77,12 @@ class Wikipedia(bert.Text):
         self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
         self.seq_len, self.mask_prob, self.documents = seq_len, mask_prob, documents
         self.valid_fraction, self.eval_batch, self.vocab_size = valid_fraction, eval_batch, vocab_size
-        self.weights, self.metric = weights, metric
+        self.weights, self.metric, self.attention = weights, metric, attention
         self.synthetic = data_path is None and dataset == "synthetic"
         self.data_name = corpus_name(data_path, dataset, dataset_config)
 
     def check(self) -> None:
-        bert.check_model(self.model, self.init, self.preset)
+        bert.check_model(self.model, self.init, self.preset, self.attention)
         if self.weights is not None:
             weights.find(self.weights)
         if self.data_path is not None:
@@ -101,7 +103,13 @@ class Wikipedia(bert.Text):
         from transformers import AutoModelForMaskedLM
 
         net = bert.load_model(
-            AutoModelForMaskedLM, self.model, self.init, self.preset, len(self.tokenizer), self.seq_len
+            AutoModelForMaskedLM,
+            self.model,
+            self.init,
+            self.preset,
+            len(self.tokenizer),
+            self.seq_len,
+            attention=self.attention,
         )
         return net if self.weights is None else weights.put(net, self.weights)
 
