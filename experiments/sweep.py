@@ -2,48 +2,24 @@
 
 Runs what conf/sweep/NAME.yaml lists, one run after the other; where it chooses among learning rates (`choose`), the other
 seeds are run with the best of them alone. A run that is recorded is not run again, so that an interrupted sweep is gone on
-with by the same command; one whose loss became no number counts as run. The table of the experiment, with all ratios and
-learning rates, is written at the end. Exit status: 0; 1 a run failed otherwise; 2 bad input; 130 Ctrl-C.
+with by the same command; one whose loss became no number counts as run. The same command may run in several terminals, one
+for each GPU or core: they share the runs among themselves, and all end with the last one. The table of the experiment, with
+all ratios and learning rates, is written at the end. Exit status: 0; 1 a run failed otherwise; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.config import compose, sweeps
 from experiments.config.sweeps import Row
-from experiments.records import privacy, record
-from experiments.records.record import ResultRecord
-from experiments.runs import command, recorded, start
+from experiments.runs import command, recorded
+from experiments.runs.grid import Grid
 from launch.errors import UserError
-from launch.failure import RunFailed
-
-Known = dict[tuple[str, ...], ResultRecord]
-
-
-def known_runs(results_dir: str, exp: str) -> Known:
-    """All runs that need not be run again, by their overrides. Of runs that are the same the latest counts."""
-    if not Path(results_dir).is_dir():
-        return {}
-    return {tuple(r.overrides): r for r in record.read_all(results_dir) if r.exp == exp and recorded.counts(r)}
-
-
-def is_chosen(row: Row, of: Callable[[Sequence[str]], ResultRecord | None]) -> bool | None:
-    """Whether the row's learning rate did best with the first seed; None where not all of these runs are recorded.
-
-    of: the record of a run, by its overrides.
-    """
-    rivals = [of(overrides) for overrides in row.rivals]
-    if any(r is None for r in rivals):
-        return None
-    scores = [s if (s := recorded.score(r)) is not None else -math.inf for r in rivals]
-    return not rivals or (max(scores) > -math.inf and scores.index(max(scores)) == row.place)
 
 
 def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) -> int:
@@ -56,41 +32,13 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) ->
     for row in {row.optimizer: row for row in rows}.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
-    base = Path.cwd()
-    known = known_runs(results_dir, exp)
-
-    def of(overrides: Sequence[str]) -> ResultRecord | None:
-        return known.get(tuple(privacy.clean_text(o, base) for o in [*overrides, *given]))
-
-    failed = done = todo = 0
-    waiting: set[object] = set()  # of rows that differ in the learning rate alone only one is run
-    for number, row in enumerate(rows, start=1):
-        overrides = [*row.overrides, *given]
-        chosen = is_chosen(row, of)
-        there = of(row.overrides) is not None
-        done += there
-        todo += not there and chosen is True
-        if not there and chosen is None:
-            waiting.add((row.rivals, row.overrides[-1]))
-        if there:
-            what = "recorded"
-        elif chosen is None:
-            what = "to run if its learning rate does best" if dry_run else "its learning rates are not all recorded"
-        else:
-            what = ("to run" if dry_run else "") if chosen else "its learning rate is not the best"
-        print(f"[{number}/{len(rows)}] {row.title}: {what}", flush=True)
-        if there or dry_run or not chosen:
-            continue
-        try:
-            start.launch(compose.compose(overrides), command=command.typed("run", overrides))
-        except RunFailed as error:
-            command.report(error)
-            failed += not recorded.diverged(str(error))
-        known = known_runs(results_dir, exp)
+    grid = Grid(rows, exp, given, results_dir)
+    grid.read()
     if dry_run:
-        print(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
+        grid.list()
         return 0
-    return recorded.close(results_dir, exp, failed, f" of {len(rows)}", written=todo > failed)
+    grid.run()
+    return recorded.close(results_dir, exp, grid.failed, f" of {len(rows)}", written=len(grid.tried) > grid.failed)
 
 
 def numbers(name: str, text: str | None) -> list[float] | None:

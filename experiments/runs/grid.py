@@ -1,0 +1,136 @@
+"""The rows of a sweep on their way: what is recorded, what another process runs, what is left to run here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.config import compose
+from experiments.config.sweeps import Row
+from experiments.records import privacy, record
+from experiments.records.record import ResultRecord
+from experiments.runs import command, recorded, start
+from launch import lock
+from launch.failure import RunFailed
+
+Known = dict[tuple[str, ...], ResultRecord]
+NOT_BEST = "its learning rate is not the best"
+POLL_S = 5.0
+"""How often the runs of other processes are looked after."""
+
+
+def known_runs(results_dir: str, exp: str) -> Known:
+    """All runs that need not be run again, by their overrides. Of runs that are the same the latest counts."""
+    if not Path(results_dir).is_dir():
+        return {}
+    return {tuple(r.overrides): r for r in record.read_all(results_dir) if r.exp == exp and recorded.counts(r)}
+
+
+def is_chosen(row: Row, of: Callable[[Sequence[str]], ResultRecord | None]) -> bool | None:
+    """Whether the row's learning rate did best with the first seed; None where not all of these runs are recorded.
+
+    of: the record of a run, by its overrides.
+    """
+    rivals = [of(overrides) for overrides in row.rivals]
+    if any(r is None for r in rivals):
+        return None
+    scores = [s if (s := recorded.score(r)) is not None else -math.inf for r in rivals]
+    return not rivals or (max(scores) > -math.inf and scores.index(max(scores)) == row.place)
+
+
+@dataclass
+class Grid:
+    """The rows of a sweep on their way.
+
+    given:  the user's own overrides, of every row.
+    tried:  places of rows that this process has run; failed: how many of them failed otherwise than by their loss.
+    said:   the last word on each row.
+    """
+
+    rows: Sequence[Row]
+    exp: str
+    given: Sequence[str]
+    results_dir: str
+    known: Known = field(default_factory=dict)
+    tried: set[int] = field(default_factory=set)
+    failed: int = 0
+    said: dict[int, str] = field(default_factory=dict)
+
+    def read(self) -> None:
+        self.known = known_runs(self.results_dir, self.exp)
+
+    def of(self, overrides: Sequence[str]) -> ResultRecord | None:
+        return self.known.get(tuple(privacy.clean_text(o, Path.cwd()) for o in [*overrides, *self.given]))
+
+    def say(self, place: int, what: str) -> None:
+        """Prints what happens to a row, unless that was the last word already."""
+        if self.said.get(place) != what:
+            print(f"[{place + 1}/{len(self.rows)}] {self.rows[place].title}: {what}", flush=True)
+        self.said[place] = what
+
+    def list(self) -> None:
+        """Says of each row whether it is recorded or to run."""
+        todo = done = 0
+        waiting: set[object] = set()  # of rows that differ in the learning rate alone only one is run
+        for place, row in enumerate(self.rows):
+            chosen = is_chosen(row, self.of)
+            if self.of(row.overrides) is not None:
+                done += 1
+                self.say(place, "recorded")
+            elif chosen is None:
+                waiting.add((row.rivals, row.overrides[-1]))
+                self.say(place, "to run if its learning rate does best")
+            else:
+                todo += chosen
+                self.say(place, "to run" if chosen else NOT_BEST)
+        print(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
+
+    def run(self) -> None:
+        """Runs what is missing and no other process runs, until nothing is left to wait for."""
+        while self.pass_through():
+            time.sleep(POLL_S)
+
+    def pass_through(self) -> bool:
+        """Goes through all rows once. Returns whether another process runs some of them."""
+        elsewhere = False
+        for place, row in enumerate(self.rows):
+            chosen = is_chosen(row, self.of)
+            if self.of(row.overrides) is not None:
+                self.say(place, "recorded")
+            elif chosen is None:
+                self.say(place, "its learning rates are not all recorded")
+            elif not chosen:
+                self.say(place, NOT_BEST)
+            elif place not in self.tried:
+                with lock.attempted(self.lock_of(row)) as mine:
+                    if mine:
+                        self.start(place)
+                    else:
+                        self.say(place, "another process runs it")
+                        elsewhere = True
+        self.read()
+        return elsewhere
+
+    def lock_of(self, row: Row) -> Path:
+        """The file that is locked while a process runs the row."""
+        name = hashlib.sha256("\n".join([*row.overrides, *self.given]).encode()).hexdigest()[:16]
+        return Path(self.results_dir) / "locks" / f"{name}.lock"
+
+    def start(self, place: int) -> None:
+        """Runs a row that this process holds the lock of, unless another has just ended it."""
+        self.read()
+        overrides = [*self.rows[place].overrides, *self.given]
+        if self.of(self.rows[place].overrides) is not None:
+            return
+        self.say(place, "")
+        self.tried.add(place)
+        try:
+            start.launch(compose.compose(overrides), command=command.typed("run", overrides))
+        except RunFailed as error:
+            command.report(error)
+            self.failed += not recorded.diverged(str(error))
+        self.read()
