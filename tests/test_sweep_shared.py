@@ -120,3 +120,24 @@ def test_a_run_of_another_process_is_waited_for(
         assert ["optimizer.lr=0.1" in overrides for overrides in ran] == [False, True, False, False]
     assert len(ran) == (4 if ends == "dies" else 3)
     assert len(record.read_all(results)) == 4
+
+
+def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
+    """In another order, twice, logged elsewhere: the same; trained otherwise: not."""
+    one = grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandb=disabled"])
+    assert one == grid.asked(
+        ["optimizer=sgdm", "+exp=digits", "train.epochs=4", "++optimizer.lr=0.1", "train.epochs=1"]
+    )
+    assert one == grid.asked(
+        [
+            "+exp=digits",
+            "results_dir=elsewhere",
+            "train.epochs=1",
+            "optimizer=sgdm",
+            "wandb.project=x",
+            "optimizer.lr=0.1",
+        ]
+    )
+    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
+    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
+    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])

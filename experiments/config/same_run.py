@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def within(key: str, sections: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these, or lies in one."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
 def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     """The id of the run in `run_dir`. Notes in `resolved` what the run has been changed in since it began.
 
@@ -98,7 +104,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[list[Any]]:
 def _counts(key: str) -> bool:
     if key.startswith("cluster."):
         return key in _OF_THE_CLUSTER
-    return not any(key == free or key.startswith(f"{free}.") for free in FREE)
+    return not within(key, FREE)
 
 
 def _short(value: Any) -> str:

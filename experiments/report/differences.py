@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.config.same_run import BOOKKEEPING, flatten
+from experiments.config.same_run import BOOKKEEPING, flatten, within
 from experiments.records.record import ResultRecord
 
 # Bookkeeping, and what tables show in columns or titles of their own.
@@ -22,7 +22,7 @@ def distinguishing(config: dict[str, Any], ignore: Iterable[str] = ()) -> dict[s
     ignore: further keys, or whole sections, that do not count.
     """
     skip = (*NOT_A_VARIANT, *ignore)
-    return {k: v for k, v in flatten(config).items() if not any(k == s or k.startswith(s + ".") for s in skip)}
+    return {k: v for k, v in flatten(config).items() if not within(k, skip)}
 
 
 def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:

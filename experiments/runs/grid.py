@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import compose
+from experiments.config.same_run import BOOKKEEPING, within
 from experiments.config.sweeps import Row
 from experiments.records import privacy, record
 from experiments.records.record import ResultRecord
@@ -17,17 +18,27 @@ from experiments.runs import command, recorded, start
 from launch import lock
 from launch.failure import RunFailed
 
-Known = dict[tuple[str, ...], ResultRecord]
+Asked = frozenset[tuple[str, str]]
+Known = dict[Asked, ResultRecord]
 NOT_BEST = "its learning rate is not the best"
 POLL_S = 5.0
 """How often the runs of other processes are looked after."""
 
 
+def asked(overrides: Sequence[str]) -> Asked:
+    """What a command line asks to be run.
+
+    Its keys in any order, without those that only say how a run is kept; of a key given twice the last.
+    """
+    last = {key: value for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    return frozenset((key, value) for key, value in last.items() if not within(key, BOOKKEEPING))
+
+
 def known_runs(results_dir: str, exp: str) -> Known:
-    """All runs that need not be run again, by their overrides. Of runs that are the same the latest counts."""
+    """All runs that need not be run again, by what was asked for. Of runs that are the same the latest counts."""
     if not Path(results_dir).is_dir():
         return {}
-    return {tuple(r.overrides): r for r in record.read_all(results_dir) if r.exp == exp and recorded.counts(r)}
+    return {asked(r.overrides): r for r in record.read_all(results_dir) if r.exp == exp and recorded.counts(r)}
 
 
 def is_chosen(row: Row, of: Callable[[Sequence[str]], ResultRecord | None]) -> bool | None:
@@ -64,7 +75,11 @@ class Grid:
         self.known = known_runs(self.results_dir, self.exp)
 
     def of(self, overrides: Sequence[str]) -> ResultRecord | None:
-        return self.known.get(tuple(privacy.clean_text(o, Path.cwd()) for o in [*overrides, *self.given]))
+        return self.known.get(self.asked(overrides))
+
+    def asked(self, overrides: Sequence[str]) -> Asked:
+        """By the overrides of a row, as a record keeps them."""
+        return asked([privacy.clean_text(o, Path.cwd()) for o in [*overrides, *self.given]])
 
     def say(self, place: int, what: str) -> None:
         """Prints what happens to a row, unless that was the last word already."""
@@ -117,7 +132,7 @@ class Grid:
 
     def lock_of(self, row: Row) -> Path:
         """The file that is locked while a process runs the row."""
-        name = hashlib.sha256("\n".join([*row.overrides, *self.given]).encode()).hexdigest()[:16]
+        name = hashlib.sha256(repr(sorted(self.asked(row.overrides))).encode()).hexdigest()[:16]
         return Path(self.results_dir) / "locks" / f"{name}.lock"
 
     def start(self, place: int) -> None:
