@@ -18,37 +18,12 @@ LOCK, OWNER = "run.lock", "run.owner"
 
 
 @contextlib.contextmanager
-def held(run_dir: Path) -> Iterator[None]:
-    """Holds `run_dir`, which exists, as long as it is open. Raises UserError when another process holds it.
-
-    The system lets go of the lock with the process, however that ends. Ranks that a launcher leaves behind by its own
-    death do not live on (launch/process.py); a SLURM job does, and is found by its name (launch/slurm/launcher.py).
-    """
-    lock, owner = FileLock(run_dir / LOCK), run_dir / OWNER
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"{run_dir}: this run is still running ({_who(owner)}): wait for it, end it or choose another run_name"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and not os.access(run_dir, os.W_OK):
-            raise
-        print(f"{run_dir}: no lock can be had here ({error}); see to it that no other run uses it", flush=True)
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without
-            write_whole(owner, json.dumps({"pid": os.getpid(), "host": platform.node()}))
-        yield
-    finally:
-        owner.unlink(missing_ok=True)
-        lock.release()
-
-
-@contextlib.contextmanager
 def attempted(path: Path) -> Iterator[bool]:
-    """Whether the file `path`, made where it is missing, could be locked; if so it is, as long as this is open."""
+    """Whether the file `path`, made where it is missing, could be locked; if so it is, as long as this is open.
+
+    The system lets go of the lock with the process, however that ends. True, with a line that says so, where the file system
+    has no locks.
+    """
     lock = FileLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +31,37 @@ def attempted(path: Path) -> Iterator[bool]:
     except Timeout:
         yield False
         return
-    except NotImplementedError:  # no locks here: as before there were any
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and not os.access(path.parent, os.W_OK):
+            raise
+        print(f"{path.parent}: no lock can be had here ({error}); see to it that no other run uses it", flush=True)
         yield True
         return
     try:
         yield True
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Holds `run_dir`, which exists, as long as it is open. Raises UserError when another process holds it.
+
+    Ranks that a launcher leaves behind by its own death do not live on (launch/process.py); a SLURM job does, and is found
+    by its name (launch/slurm/launcher.py).
+    """
+    owner = run_dir / OWNER
+    with attempted(run_dir / LOCK) as mine:
+        if not mine:
+            raise UserError(
+                f"{run_dir}: this run is still running ({_who(owner)}): wait for it, end it or choose another run_name"
+            )
+        try:
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without
+                write_whole(owner, json.dumps({"pid": os.getpid(), "host": platform.node()}))
+            yield
+        finally:
+            owner.unlink(missing_ok=True)
 
 
 def is_held(run_dir: Path) -> bool:
