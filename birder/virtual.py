@@ -65,8 +65,9 @@ class VirtualRanks:
         ranks.step()
 
     Outside of `turn` the model is rank 0's. Ranks keep parameters, gradient and random state of their own; buffers (batch
-    statistics) begin each step as rank 0's, as under DDP. Memory: 12 bytes for each parameter and rank, and the optimizers'
-    state.
+    statistics) begin each step as rank 0's, as under DDP. Memory: 12 bytes for each parameter and rank, the largest bucket
+    once for each rank, and the optimizers' state. Ranks of a method that does not compress are equal after every step: the
+    first optimizer steps for all of them, the others are left as they are, and parameters and state are kept once.
 
     Raises ValueError where sizes do not fit.
     """
@@ -90,22 +91,28 @@ class VirtualRanks:
         self._turns = Turns(self.size, self._load)
         first = self.optimizers[0]
         self._overlap = overlap and first.max_grad_norm is None
-        made: Sequence[Communicator | None] = [None] * self.size
+        made: Sequence[Communicator | None] = [None]
         if first.compressed:
             made = communicators(self._turns, topology, hierarchical)
-        for optimizer, comm in zip(self.optimizers, made, strict=True):
+        self._bound = self.optimizers[: len(made)]  # those that step
+        for optimizer, comm in zip(self._bound, made, strict=True):
             optimizer.bind(comm, Pipeline(), unit_mb)
-        counters = [o.comm.counter for o in self.optimizers]
+        counters = [o.comm.counter for o in self._bound] if first.compressed else [ByteCounter() for _ in optimizers]
         self.counter = TotalCounter(counters)
         self._links = links(self._turns, topology, counters)
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._params)}
-        self._values = [[p.detach().clone() for p in self._params] for _ in range(self.size)]
+        self._equal = self.size // len(self._bound)  # ranks that one optimizer stands for
+        kept = [[p.detach().clone() for p in self._params] for _ in self._bound]
+        self._values = kept * self._equal
         self._grads: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
         self._buffers = list(model.buffers())
         self._start: list[Tensor] = []
         self._first: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
+        # Memory that is kept from step to step: new pages cost more than what is written into them.
+        self._rooms: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
+        self._scratch: Tensor | None = None
         self._here = 0
         self._device = next(model.parameters()).device
         self._states = [self._random() for _ in range(self.size)]
@@ -138,8 +145,9 @@ class VirtualRanks:
             if rank == 0:
                 self._first = [b.detach().clone() for b in self._buffers]
             # DDP's next backward writes into the same buckets.
-            self._grads[rank] = [None if p.grad is None else p.grad.detach().clone() for p in self._params]
-            for p in self._params:
+            for i, p in enumerate(self._params):
+                if p.grad is not None:
+                    self._grads[rank][i] = self._room(rank, i).copy_(p.grad.detach())
                 p.grad = None
 
     @torch.no_grad()
@@ -149,8 +157,12 @@ class VirtualRanks:
         dense = first.plan(first.steps + 1) is Plan.DENSE
         if dense:
             self._average()
-        agree = not dense and not self._overlap
-        self._turns.run([functools.partial(self._step, rank, agree) for rank in range(self.size)])
+        if len(self._bound) < self.size:
+            self._load(0)
+            first.step()
+        else:
+            agree = not dense and not self._overlap
+            self._turns.run([functools.partial(self._step, rank, agree) for rank in range(self.size)])
         self._grads = [[None] * len(self._params) for _ in range(self.size)]
         self._load(0)
         _copy(self._buffers, self._first)
@@ -187,7 +199,7 @@ class VirtualRanks:
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, of all ranks together."""
-        return sum(optimizer.state_bytes() for optimizer in self.optimizers)
+        return self._equal * sum(optimizer.state_bytes() for optimizer in self._bound)
 
     def note(self, bucket: dist.GradBucket) -> None:
         """Keeps which parameters a bucket holds: rank 0's, whose first backward precedes DDP's rebuilding of its buckets."""
@@ -196,22 +208,35 @@ class VirtualRanks:
 
     def _average(self) -> None:
         """What DDP's all-reduce leaves in the gradients of all ranks."""
-        wire = WIRES[self.optimizers[0].wire]
         for params in self._buckets:
             places = [self._place[p] for p in params]
-            rows = torch.stack([self._bucket(rank, places).to(wire).div_(self.size) for rank in range(self.size)])
+            rows = self._rows(places).div_(self.size)
             for link in self._links:
                 link.count_ring_all_reduce(rows[0].numel() * rows.element_size())
-            mean = ring_sum(rows).to(torch.float32)
-            for rank in range(self.size):
-                parts = mean.split([p.numel() for p in params])
+            parts = ring_sum(rows).split([p.numel() for p in params])
+            for rank, grads in enumerate(self._grads[: len(self._bound)]):
                 for i, p, part in zip(places, params, parts, strict=True):
-                    self._grads[rank][i] = part.view(p.shape).clone()
+                    grads[i] = self._room(rank, i).copy_(part.view(p.shape))
 
-    def _bucket(self, rank: int, places: list[int]) -> Tensor:
-        grads = [self._grads[rank][i] for i in places]
-        there = [torch.zeros_like(self._params[i]) if g is None else g for i, g in zip(places, grads, strict=True)]
-        return torch.cat([g.reshape(-1) for g in there])
+    def _room(self, rank: int, i: int) -> Tensor:
+        """Where the gradient of parameter number i of `rank` is kept."""
+        room = self._rooms[rank][i]
+        if room is None:
+            room = self._rooms[rank][i] = torch.empty_like(self._params[i], memory_format=torch.contiguous_format)
+        return room
+
+    def _rows(self, places: list[int]) -> Tensor:
+        """The gradients of a bucket, in the type that is sent: [ranks, elements]. The next call overwrites them."""
+        sizes = [self._params[i].numel() for i in places]
+        elements, wire = sum(sizes), WIRES[self.optimizers[0].wire]
+        if self._scratch is None or self._scratch.numel() < self.size * elements:
+            self._scratch = torch.empty(self.size * elements, dtype=wire, device=self._params[places[0]].device)
+        rows = self._scratch[: self.size * elements].view(self.size, elements)
+        for grads, row in zip(self._grads, rows, strict=True):
+            for i, part in zip(places, row.split(sizes), strict=True):
+                grad = grads[i]
+                part.zero_() if grad is None else part.copy_(grad.reshape(-1))
+        return rows
 
     def _load(self, rank: int) -> None:
         """Makes parameters and gradients those of `rank`."""

@@ -96,6 +96,7 @@ def real(rank: int, world: int) -> dict[str, dict]:
             "losses": losses,
             "sent": sent,
             "buffers": statistics,
+            "state": optimizer.state_bytes(),
         }
         attachment.close()
     return results
@@ -116,15 +117,17 @@ def virtual(rank: int, world: int, topology: Topology) -> dict[str, dict]:
                 with ranks.turn(i):
                     losses[i].append(backward(ddp, i, step))
             ranks.step()
-        xs = []
+        xs, places = [], set()
         for i in range(n):
             with ranks.turn(i):
                 xs.append(toy.flat(model).numpy().copy())
+                places.add(model.scale.data_ptr())
         sent = ranks.counter.intra, ranks.counter.inter, ranks.counter.collectives
         with ranks.averaged():
             mean = toy.flat(model).numpy().copy()
         statistics = model.norm.running_mean.numpy()
         results[name] = {"x": xs, "mean": mean, "losses": losses, "sent": sent, "buffers": statistics}
+        results[name] |= {"state": ranks.state_bytes(), "copies": len(places)}
     return results
 
 
@@ -147,6 +150,9 @@ def test_virtual_ranks_equal_real_ones_bit_for_bit(world: int, name: str) -> Non
     assert (theirs[0][name]["buffers"] == found["buffers"]).all()
     sent = [results[name]["sent"] for results in theirs]
     assert (sum(s[0] for s in sent), sum(s[1] for s in sent), sent[0][2]) == found["sent"]
+    assert sum(results[name]["state"] for results in theirs) == found["state"]
+    # Ranks of a method that sends everything are equal: one copy of the parameters stands for all.
+    assert found["copies"] == (1 if name == "SGDM" else world)
 
 
 def ring(rank: int, world: int, sizes: list[int]) -> list:
