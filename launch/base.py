@@ -82,7 +82,7 @@ class Launcher(ABC):
 
     def preview(self, spec: RunSpec) -> str:
         """What `dry_run` prints: the exact commands, one line per node."""
-        commands = [self.command(spec.path / "spec.yaml", spec, node) for node in range(self.nodes)]
+        commands = [self.command(spec.file, spec, node) for node in range(self.nodes)]
         return "\n".join(map(shlex.join, commands))
 
     def launch(self, spec: RunSpec) -> None:

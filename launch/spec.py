@@ -49,12 +49,16 @@ class RunSpec:
     def path(self) -> Path:
         return Path(self.run_dir)
 
+    @property
+    def file(self) -> Path:
+        """Where `save` writes to; every start of the run does."""
+        return self.path / "spec.yaml"
+
     def save(self) -> Path:
         """Writes `<run_dir>/spec.yaml`, whole or not at all, and returns its path."""
         self.path.mkdir(parents=True, exist_ok=True)
-        out = self.path / "spec.yaml"
-        write_whole(out, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
-        return out
+        write_whole(self.file, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
+        return self.file
 
     @staticmethod
     def load(path: str | Path) -> RunSpec:

@@ -120,6 +120,18 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert record.read_all(tmp_path / "results")[0].reason == "interrupted by Ctrl-C"
 
 
+def test_an_interrupt_after_the_result_keeps_the_record(tmp_path: Path) -> None:
+    launcher = start("recorded, then sleep", tmp_path)
+    wait_for_ranks(tmp_path)
+    while not list(tmp_path.glob("results/records/*.json")):
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, err.count("\n")) == (143, 1)
+    (kept,) = record.read_all(tmp_path / "results")
+    assert (kept.status, kept.reason) == ("completed", None)
+
+
 def test_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     wait_for_ranks(tmp_path)

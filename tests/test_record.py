@@ -154,6 +154,24 @@ def test_failed_run_has_one_line_of_reason(tmp_path: Path) -> None:
     assert record.read(record.write(made, tmp_path)) == made
 
 
+def test_a_failure_replaces_no_result_of_the_same_start(tmp_path: Path) -> None:
+    spec = make_spec(config={"results_dir": str(tmp_path)}, run_dir=str(tmp_path / "run"))
+
+    def status() -> str:
+        return record.read(record.place(tmp_path, spec.id)).status
+
+    spec.save()
+    record.write_failed(spec, "no memory")
+    assert status() == "failed"
+    made = record.write(record.from_spec(spec), tmp_path)
+    record.write_failed(spec, "interrupted while the ranks ended")
+    assert status() == "completed"
+    spec.save()  # started once more, as with resume=auto
+    os.utime(spec.file, ns=(0, made.stat().st_mtime_ns + 1))
+    record.write_failed(spec, "no memory")
+    assert status() == "failed"
+
+
 def test_records_keep_private_things_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     host = socket.gethostname()

@@ -156,17 +156,35 @@ def write(record: ResultRecord, results_dir: str | Path) -> Path:
     # One key per line, so that a difference between two records reads well; NaN is not JSON, hence null.
     content = {"schema": record.schema, **dataclasses.asdict(record)}
     text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
-    path = Path(results_dir) / "records" / f"{record.id}.json"
+    path = place(results_dir, record.id)
     write_file(path, (text + "\n").encode(), "record")
     return path
 
 
+def place(results_dir: str | Path, run_id: str) -> Path:
+    """Where the record of a run is."""
+    return Path(results_dir) / "records" / f"{run_id}.json"
+
+
 def write_failed(spec: RunSpec, reason: str) -> None:
-    """Records that `spec` failed. A record that cannot be written is told in one line and hides nothing."""
+    """Records that `spec` failed, unless it has recorded its result since it was started: that is whole.
+
+    A record that cannot be written is told in one line and hides nothing.
+    """
     try:
-        write(failed(spec, reason), spec.config["results_dir"])
+        if not _ended_well(spec):
+            write(failed(spec, reason), spec.config["results_dir"])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _ended_well(spec: RunSpec) -> bool:
+    """Whether the present start of a run, which has written spec.yaml, has recorded its result."""
+    path = place(spec.config["results_dir"], spec.id)
+    try:
+        return path.stat().st_mtime_ns >= spec.file.stat().st_mtime_ns and read(path).status == "completed"
+    except OSError:
+        return False
 
 
 def save_curve(source: str | Path, results_dir: str | Path, run_id: str) -> str | None:

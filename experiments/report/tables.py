@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.records.record import ResultRecord, read_all, write_file
+from experiments.records.record import ResultRecord, place, read_all, write_file
 from experiments.report import accuracy, against_bytes, evidence, figure, methods_table, plots, published, speedup
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Table
@@ -128,7 +128,7 @@ def print_places(console: Console, results: Path, group: str) -> None:
         for t in accuracy.build(everything)
         if any(r.group == group for cell in t.cells for r in cell.records)
     ]
-    places = [("record", results / "records" / f"{r.id}.json") for r in records]
+    places = [("record", place(results, r.id)) for r in records]
     places += [("table", results / "tables" / f"{exp}.md") for exp in sorted({r.exp for r in records})]
     places += [("plot", results / "plots" / name) for name in drawn]
     for what, path in places:

@@ -144,7 +144,7 @@ def failures(spec: RunSpec) -> list[str]:
     """Of a world that ended well: which methods have failed, and why, a line for each."""
     found = []
     for described in spec.config["variants"]:
-        path = Path(described["config"]["results_dir"]) / "records" / f"{described['id']}.json"
+        path = record.place(described["config"]["results_dir"], described["id"])
         if path.exists() and (made := record.read(path)).status != "completed":
             found.append(f"{made.method}: {made.reason}")
     return found

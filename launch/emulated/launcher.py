@@ -121,7 +121,7 @@ class EmulatedLauncher(LocalLauncher):
         commands = [
             self._sandbox(spec),
             *network.commands(self.nodes, None if self.late else self.mbit_per_s),
-            *(self.command(spec.path / "spec.yaml", spec, k) for k in range(self.nodes)),
+            *(self.command(spec.file, spec, k) for k in range(self.nodes)),
         ]
         return "\n".join(map(shlex.join, commands))
 

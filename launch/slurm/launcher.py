@@ -191,7 +191,7 @@ class SlurmLauncher(Launcher):
             exports="\n".join(f"export {k}={shlex.quote(v)}" for k, v in exports.items()),
             log=shlex.quote(f"{logs}/node%n.log"),
             node=shlex.join(node) + ' --first "$first" --second "$second" --port "$port" --',
-            torchrun=shlex.join(self.command(spec.path / "spec.yaml", spec, 0)),
+            torchrun=shlex.join(self.command(spec.file, spec, 0)),
         )
         return "\n".join(lines) + "\n\n" + body
 
