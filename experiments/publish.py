@@ -15,7 +15,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments import tables
-from experiments.records.record import LOCAL, PUBLISHED, ResultRecord, read_all, write_file
+from experiments.records.record import LOCAL, PUBLISHED, ResultRecord, place, read_all, write_file
 from experiments.runs import command
 from launch.errors import UserError
 
@@ -46,7 +46,7 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
         (own / name).unlink()
     for folder in (published, own):
         tables.write(folder)
-    return [published / "records" / f"{r.id}.json" for r in found]
+    return [place(published, r.id) for r in found]
 
 
 @command.told

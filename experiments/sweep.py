@@ -3,26 +3,30 @@
 Runs what conf/sweep/NAME.yaml lists, one run after the other; where it chooses among learning rates (`choose`), the other
 seeds are run with the best of them alone. A run that is recorded is not run again, so that an interrupted sweep is gone on
 with by the same command; one whose loss became no number counts as run. The same command may run in several terminals, one
-for each GPU or core: they share the runs among themselves, and all end with the last one. The table of the experiment, with
-all ratios and learning rates, is written at the end. Exit status: 0; 1 a run failed otherwise; 2 bad input; 130 Ctrl-C.
+for each GPU or core: they share the runs among themselves, and all end with the last one. With --published the runs of
+results/published count as recorded, so that a study there is gone on with or given further methods, rates and seeds. The
+table of the experiment, with all ratios and learning rates, is written at the end. Exit status: 0; 1 a run failed
+otherwise; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.config import compose, sweeps
 from experiments.config.sweeps import Row
+from experiments.records.record import PUBLISHED
 from experiments.runs import command, recorded
 from experiments.runs.grid import Grid
 from launch.errors import UserError
 
 
-def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) -> int:
+def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool, others: Sequence[Path] = ()) -> int:
     """Runs what is missing. Returns the exit status; raises UserError before anything has run."""
     if wrong := [o for o in given if o.lstrip("+").partition("=")[0] in ("exp", "optimizer", "optimizer.lr", "seed")]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
@@ -32,7 +36,7 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool) ->
     for row in {row.optimizer: row for row in rows}.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
-    grid = Grid(rows, exp, given, results_dir)
+    grid = Grid(rows, exp, given, results_dir, others)
     grid.read()
     if dry_run:
         grid.list()
@@ -59,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rates", help="learning rates instead of the sweep's")
     parser.add_argument("--seeds", help="seeds instead of the sweep's")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
+    parser.add_argument("--published", action="store_true", help="what is in results/published counts as recorded")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="sweep=NAME, and Hydra overrides")
     options = parser.parse_intermixed_args(arguments)
     named = [o.partition("=")[2] for o in options.overrides if o.startswith("sweep=")]
@@ -71,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
     rows = sweeps.rows(chosen, command.names(options.methods), numbers("rates", options.rates), whole)
     given = [o for o in options.overrides if not o.startswith("sweep=")]
-    return sweep(rows, chosen.exp, given, options.dry_run)
+    return sweep(rows, chosen.exp, given, options.dry_run, [PUBLISHED] if options.published else [])
 
 
 if __name__ == "__main__":

@@ -141,3 +141,22 @@ def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
     assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
     assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
     assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])
+
+
+def test_published_runs_count_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(GRID)
+    results, published = tmp_path / "results", tmp_path / "published"
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={results}", "--methods", "sgdm", "--dry-run"]
+    rows = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])
+    for number, row in enumerate(r for r in rows if "seed=0" in r.overrides):
+        leave_record([*row.overrides, f"results_dir={results}"], published, f"r{number}")
+    monkeypatch.setattr(sweep, "PUBLISHED", published)
+    assert sweep.main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 runs to do at most, 0 recorded"
+    assert sweep.main([*command, "--published"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "2 runs to do, 2 recorded"
+    assert said.count(grid.NOT_BEST) == 2  # chosen by the published runs
+    assert not results.exists()

@@ -34,11 +34,11 @@ def asked(overrides: Sequence[str]) -> Asked:
     return frozenset((key, value) for key, value in last.items() if not within(key, BOOKKEEPING))
 
 
-def known_runs(results_dir: str, exp: str) -> Known:
-    """All runs that need not be run again, by what was asked for. Of runs that are the same the latest counts."""
-    if not Path(results_dir).is_dir():
-        return {}
-    return {asked(r.overrides): r for r in record.read_all(results_dir) if r.exp == exp and recorded.counts(r)}
+def known_runs(folders: Sequence[str | Path], exp: str) -> Known:
+    """All runs that need not be run again, by what was asked for. Of runs that are the same that of the last folder counts,
+    and there the latest."""
+    found = [r for folder in folders for r in record.read_all(folder)]
+    return {asked(r.overrides): r for r in found if r.exp == exp and recorded.counts(r)}
 
 
 def is_chosen(row: Row, of: Callable[[Sequence[str]], ResultRecord | None]) -> bool | None:
@@ -58,6 +58,7 @@ class Grid:
     """The rows of a sweep on their way.
 
     given:  the user's own overrides, of every row.
+    others: folders besides results_dir whose records count too; nothing is written there.
     tried:  places of rows that this process has run; failed: how many of them failed otherwise than by their loss.
     said:   the last word on each row.
     """
@@ -66,13 +67,14 @@ class Grid:
     exp: str
     given: Sequence[str]
     results_dir: str
+    others: Sequence[Path] = ()
     known: Known = field(default_factory=dict)
     tried: set[int] = field(default_factory=set)
     failed: int = 0
     said: dict[int, str] = field(default_factory=dict)
 
     def read(self) -> None:
-        self.known = known_runs(self.results_dir, self.exp)
+        self.known = known_runs([*self.others, self.results_dir], self.exp)
 
     def of(self, overrides: Sequence[str]) -> ResultRecord | None:
         return self.known.get(self.asked(overrides))
