@@ -87,6 +87,21 @@ def test_verdicts_follow_the_numbers() -> None:
     assert measured.birder_trained([]) is None
 
 
+def test_of_several_settings_that_with_most_seeds_is_quoted() -> None:
+    def pairs(nodes: int, birder: float, seeds: int) -> list:
+        methods = {"Birder": birder, "SGDM fp32": 90.0 + nodes}
+        return [
+            score(m, value, seed, 0.1, exp="methods", nodes=nodes, id=f"{m}-{nodes}-{seed}".replace(" ", ""))
+            for m, value in methods.items()
+            for seed in range(seeds)
+        ]
+
+    for records in ([*pairs(2, 80.0, 1), *pairs(8, 98.0, 2)], [*pairs(8, 98.0, 2), *pairs(2, 80.0, 1)]):
+        row = measured.same_accuracy(records, "x", "y", "Birder", ("SGDM fp32",), (0,))
+        assert row is not None
+        assert "98.00 ± 0.00 against 98.00 ± 0.00 (SGDM fp32), n = 2" in row.result
+
+
 def test_check_tells_another_page(tmp_path, capsys) -> None:
     assert command.main(["--check"]) == 0
     (tmp_path / "claims.md").write_text("old")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from experiments.cells import suite
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy, replayed, speedup
+from experiments.report.accuracy import AccuracyTable
 from experiments.report.claims import TABLES, Claim, joined, listed, paper
 from experiments.report.formats import fraction, mean_sd, times
 from experiments.report.replayed import Results
@@ -110,17 +111,31 @@ class Score:
         return gap <= CLOSE * abs(other.mean)
 
 
-def score(records: Sequence[ResultRecord], exp: str, method: str, words: str = "") -> Score | None:
-    """The best cell of a method in the table of `exp` whose title holds `words`; failed learning rates are no candidates."""
+def score(table: AccuracyTable, method: str) -> Score | None:
+    """The best cell of a method in a table; learning rates that failed are no candidates."""
+    mine = [c for c in table.chosen if c.label == method or c.label.startswith(method + " (")]
+    found = [c for c in mine if c.mean is not None]
+    if not found:
+        return None
+    best = max(found, key=lambda c: (c.mean or 0.0) * (1 if table.higher_is_better else -1))
+    mean, sd = best.summary(None)
+    return Score(method, mean or 0.0, sd, len(best.valid), table.higher_is_better)
+
+
+def scores(
+    records: Sequence[ResultRecord], exp: str, words: str, method: str, bases: Sequence[str]
+) -> tuple[Score, list[Score]] | None:
+    """The method and those of `bases` that were run in the same setting: that with most seeds of the method.
+
+    words: part of the table's title.
+    """
+    found: list[tuple[Score, list[Score]]] = []
     for table in accuracy.build([r for r in records if r.exp == exp]):
-        mine = [c for c in table.chosen if c.label == method or c.label.startswith(method + " (")]
-        found = [c for c in mine if c.mean is not None]
-        if words in table.title and found:
-            higher = table.higher_is_better
-            best = max(found, key=lambda c: (c.mean or 0.0) * (1 if higher else -1))
-            mean, sd = best.summary(None)
-            return Score(method, mean or 0.0, sd, len(best.valid), higher)
-    return None
+        ours = score(table, method)
+        dense = [s for base in bases if (s := score(table, base)) is not None]
+        if words in table.title and ours is not None and dense:
+            found.append((ours, dense))
+    return max(found, key=lambda pair: pair[0].seeds, default=None)
 
 
 TASKS = (
@@ -139,10 +154,10 @@ def same_accuracy(
     worse: list[str] = []
     runs: list[str] = []
     for name, exp, words, where in (TASKS[i] for i in tasks):
-        ours = score(records, exp, method, words)
-        dense = [s for base in bases if (s := score(records, exp, base, words)) is not None]
-        if ours is None or not dense:
+        found = scores(records, exp, words, method, bases)
+        if found is None:
             continue
+        ours, dense = found
         best = max(dense, key=lambda s: s.mean * (1 if s.higher else -1))
         said.append(f"{name}: {ours.shown} against {best.shown} ({best.method}), n = {ours.seeds}")
         if ours.as_good_as(best):
