@@ -57,9 +57,12 @@ def test_the_entry_of_the_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def world_of_4() -> Iterator[None]:
-    """A world of 4 ranks, bound to a device, of which there is only this one; it sends nothing."""
-    device = torch.device("cpu:0")
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore(), device_id=device)
+    """A world of 4 ranks, bound to a device, of which there is only this one; it sends nothing.
+
+    Bound as `init_process_group(device_id=...)` leaves it, which takes an accelerator that is there and nothing else.
+    """
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.group.WORLD.bound_device_id = torch.device("cpu:0")  # type: ignore[union-attr]
     yield
     dist.destroy_process_group()
 
