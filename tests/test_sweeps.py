@@ -180,6 +180,33 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
     assert len(ran) == 5
 
 
+def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are runs of their own: every seed, the first too, is run in full with the best rate; one rate is not chosen."""
+    (tmp_path / "mine.yaml").write_text(
+        CHOOSING.replace("choose: true", "choose: true\nchoose_at: [train.max_steps=5]")
+    )
+    rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")))
+    assert [row.title for row in rows if row.optimizer == "sgdm"] == [
+        *("sgdm, lr=0.1, seed=3, train.max_steps=5", "sgdm, lr=0.2, seed=3, train.max_steps=5"),
+        *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.2, seed=1"),
+    ]
+    assert [row.place for row in rows[:6]] == [0, 0, 0, 0, 1, 1]
+    assert {row.rivals for row in rows[2:6]} == {tuple(row.overrides for row in rows[:2])}
+    assert not any(row.rivals or "steps" in row.overrides[-1] for row in rows[6:])  # Birder's one rate
+    for row, held_out in zip(rows[:2], (70.0, 80.0), strict=True):
+        metric = {"name": "top1", "value": 0.0, "higher_is_better": True, "all": {"held_out": held_out}}
+        typed = [*row.overrides, f"results_dir={tmp_path}"]
+        record.write(
+            a_record("SGDM fp32", metric=metric, id=f"r{row.title[9:12]}", exp="digits", overrides=typed), tmp_path
+        )
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}", "--dry-run", "--methods", "sgdm"]
+    assert sweep.main(command) == 0
+    said = capsys.readouterr().out
+    assert "2 runs to do, 2 recorded" in said
+    assert "sgdm, lr=0.1, seed=3: its learning rate is not the best" in said
+    assert "sgdm, lr=0.2, seed=3: to run" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -207,6 +234,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
         ("exp: digits\nseeds: []\nmethods: {}", "seeds: "),
         ("exp: digits\nseeds: [0]\nmethods: {sgdm: {keys: [lr], settings: [[1, 2]]}}", "has 2 values for the 1 keys"),
         ("exp: digits\nseeds: [0]\nmethods: {}\nspeed: 1", "speed: "),
+        ("exp: digits\nseeds: [0]\nmethods: {}\nchoose_at: [train.epochs=1]", "say choose: true"),
         ("exp: [", "is not a readable sweep"),
     ],
 )

@@ -5,6 +5,8 @@ seeds:     one run with each
 rates:     learning rates, one run with each; left out: the experiment's own
 choose:    true: all rates are run with the first seed, and only the best of a setting with the others: by the held-out
            part of the training data where the workload keeps one, else by the metric itself
+choose_at: further keys of the runs that choose, for example fewer epochs: they are runs of their own then, and the first
+           seed is run with the best rate as the others are. One rate alone is not chosen
 overrides: further keys of every run, as on the command line
 methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: instead of those above}}; {} is the
            optimizer as the experiment has it
@@ -49,8 +51,15 @@ class Sweep(Data):
     seeds: list[int] = Field(min_length=1)
     rates: list[float] | None = None
     choose: bool = False
+    choose_at: list[str] = Field(default_factory=list)
     overrides: list[str] = Field(default_factory=list)
     methods: dict[str, Method]
+
+    @model_validator(mode="after")
+    def chooses(self) -> Sweep:
+        if self.choose_at and not self.choose:
+            raise ValueError("choose_at is of the runs that choose: say choose: true")
+        return self
 
 
 FILES = DataFiles("sweep", Sweep)
@@ -61,8 +70,8 @@ names, load = FILES.names, FILES.load
 class Row:
     """One run. overrides: of the composition, without the user's own.
 
-    rivals: overrides of the runs with the first seed, one for each rate, of which that at `place` has this row's rate: the
-            row is run if that one did best. Empty: it is run in any case.
+    rivals: overrides of the runs that choose, one for each rate, of which that at `place` has this row's rate: the row is
+            run if that one did best. Empty: it is run in any case.
     """
 
     optimizer: str
@@ -81,7 +90,7 @@ def rows(
 ) -> list[Row]:
     """All runs of the grid, or those of some methods, rates and seeds. Raises UserError for an unknown method.
 
-    With `choose` the runs of a setting with the first seed come before its others.
+    With `choose` the runs of a setting that choose come before its others.
     """
     if unknown := [m for m in methods or () if m not in sweep.methods]:
         raise UserError(f"this sweep has no '{unknown[0]}'; it has: {', '.join(sweep.methods)}")
@@ -95,11 +104,12 @@ def rows(
         for setting in method.overrides:
             common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *setting)
             made = [[_row(common, rate, seed) for seed in wanted] for rate in every]
-            if not sweep.choose:
+            if not sweep.choose or (sweep.choose_at and len(every) == 1):
                 found += [Row(optimizer, one) for of_rate in made for one in of_rate]
                 continue
-            first = tuple(_row(common, rate, sweep.seeds[0]) for rate in every)
-            found += [Row(optimizer, one) for of_rate in made for one in of_rate if one in first]
+            first = tuple((*_row(common, rate, sweep.seeds[0]), *sweep.choose_at) for rate in every)
+            if sweep.seeds[0] in wanted:
+                found += [Row(optimizer, one) for one in first]
             for place, of_rate in enumerate(made):
                 found += [Row(optimizer, one, first, place) for one in of_rate if one not in first]
     return found
