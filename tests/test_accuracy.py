@@ -85,6 +85,15 @@ def test_settings_and_variants_are_never_averaged_together() -> None:
     assert [", cosine schedule (warmup 0.2, final 0.1), " in t.title for t in found] in ([True, False], [False, True])
 
 
+def test_what_was_computed_in_another_precision_has_a_table_of_its_own() -> None:
+    a = score("Birder", 90.0, 0, 0.1)
+    half = json.loads(json.dumps(a.config))
+    half["train"]["precision"] = "bf16"
+    found = accuracy.build([a, dataclasses.replace(a, id="b", config=half, seed=1)])
+    assert [[cell.label for cell in t.cells] for t in found] == [["Birder"], ["Birder"]]
+    assert sorted(", precision bf16, scale" in t.title for t in found) == [False, True]
+
+
 def test_the_same_seed_again_replaces_the_older_run() -> None:
     again = score("Birder", 95.0, 0, 0.1, id="again", time="2026-05-01T00:00:00Z")
     (table,) = accuracy.build([score("Birder", 90.0, 0, 0.1), again])
@@ -197,9 +206,13 @@ def test_only_a_plain_all_reduce_in_fp32_counts_as_full_precision() -> None:
 
 
 def test_only_what_stands_between_the_marks_is_made() -> None:
-    (one,) = accuracy_page.studies([on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1)])["digits"]
+    made = [on_virtual_workers(8, "SGDM fp32", 90.0, s, 0.1) for s in range(2)]
+    (one,) = accuracy_page.studies(made)["digits"]
     begin, end = accuracy_page.mark("digits"), accuracy_page.mark("digits", end=True)
     made = accuracy_page.page(f"before\n{begin}old\n{end}after\n", [r for c in one[0].cells for r in c.records])
     assert made.startswith(f"before\n{begin}\n**digits: digits")
     assert made.endswith(f"\n{end}after\n")
     assert "old" not in made
+    # One seed has no interval: the run stands in the full tables alone.
+    made = accuracy_page.page(f"before\n{begin}old\n{end}after\n", one[0].cells[0].records[:1])
+    assert made == f"before\n{begin}\n\n{end}after\n"

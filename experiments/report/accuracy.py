@@ -156,7 +156,7 @@ class AccuracyTable:
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
-    """One table for each experiment, scale, shape, batch, data, length of training and learning rate's schedule.
+    """One table for each experiment, scale, shape, batch, precision, data, length of training and learning rate's schedule.
 
     Synthetic data has no accuracy.
     """
@@ -179,12 +179,13 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         cells = _cells(members)
         if not any(cell.valid for cell in cells):
             continue
-        exp, scale, nodes, per_node, length, schedule, batch, data = key
+        exp, scale, nodes, per_node, length, schedule, batch, precision, data = key
         slug = f"{exp}_{scale}_{nodes}x{per_node}"
         counts[slug] = counts.get(slug, 0) + 1
         slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
         ranks = f"{nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each"
-        title = ", ".join(part for part in (f"{exp}: {data}", length, schedule, ranks, f"scale {scale}") if part)
+        parts = (f"{exp}: {data}", length, schedule, ranks, precision, f"scale {scale}")
+        title = ", ".join(part for part in parts if part)
         tables.append(AccuracyTable(slug, title, tuple(cells)))
     return tables
 
@@ -264,8 +265,11 @@ def _links(cell: Cell) -> str:
 def _setting(r: ResultRecord) -> tuple[Any, ...]:
     train = r.config.get("train", {})
     steps, epochs = train.get("max_steps"), train.get("epochs")
-    length = f"{steps} steps" if steps is not None else f"{epochs} epochs" if epochs is not None else "length unknown"
-    return r.exp, r.scale, r.nodes, r.ranks_per_node, length, schedule_of(r), batch_of(r)
+    length = "length unknown" if epochs is None else "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    length = length if steps is None else f"{steps} steps"
+    precision = train.get("precision") or "fp32"
+    computed = "" if precision == "fp32" else f"precision {precision}"
+    return r.exp, r.scale, r.nodes, r.ranks_per_node, length, schedule_of(r), batch_of(r), computed
 
 
 def schedule_of(r: ResultRecord) -> str:

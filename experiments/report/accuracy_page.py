@@ -142,8 +142,9 @@ def _first(table: AccuracyTable) -> ResultRecord:
 
 
 def page(text: str, records: Sequence[ResultRecord]) -> str:
-    """`text`, a version of the page, with the tables of `records` between its marks."""
-    for exp, every in studies(records).items():
+    """`text`, a version of the page, with the tables of `records` between its marks: those that have an interval."""
+    for exp, found in studies(records).items():
+        every = [tables for tables in found if any(len(c.by_seed) > 1 for table in tables for c in table.chosen)]
         head, begin, rest = text.partition(mark(exp))
         _, end, tail = rest.partition(mark(exp, end=True))
         if begin and end:
