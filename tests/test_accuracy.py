@@ -8,7 +8,8 @@ from typing import Any
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, accuracy_page
+from experiments.report import accuracy, accuracy_page, glance
+from experiments.report.tables import same
 from tests.records import score
 
 
@@ -216,3 +217,26 @@ def test_only_what_stands_between_the_marks_is_made() -> None:
     # One seed has no interval: the run stands in the full tables alone.
     made = accuracy_page.page(f"before\n{begin}old\n{end}after\n", one[0].cells[0].records[:1])
     assert made == f"before\n{begin}\n\n{end}after\n"
+
+
+def test_the_picture_of_all_studies_is_that_of_the_published_records() -> None:
+    drawn = glance.picture(accuracy_page.studies(read_all(PUBLISHED)))
+    assert drawn is not None
+    assert same(PUBLISHED / accuracy_page.PICTURE, drawn, glance.MARK), "run: make tables"
+
+
+def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
+    made = [
+        on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n, seeds in ((8, 3), (16, 2)) for s in range(seeds)
+    ]
+    made += [on_virtual_workers(8, "Birder", 95.0 + s, s, 0.1) for s in range(3)]
+    made += [on_virtual_workers(8, "1-bit Adam", 90.1 + 1.1 * s, s, 0.1) for s in range(3)]
+    found = glance.panels(accuracy_page.studies(made))
+    (panel,) = found
+    assert panel.title == "digits: digits, 12 steps, 8 workers"
+    assert panel.axis == "top-1 accuracy, points"
+    assert {row.label: row.verdict for row in panel.rows} == {"Birder": "better", "1-bit Adam": "parity"}
+    assert [round(row.gap.value, 2) for row in panel.rows] == [0.2, 5.0]
+    assert glance.point(found) == "Birder with 95 % intervals: better on digits (to SGDM fp32)"
+    alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
+    assert glance.picture(accuracy_page.studies(alone)) is None  # one seed has no interval

@@ -22,7 +22,16 @@ from birder.predict import Cluster, Link, sweep
 from experiments.cells import suite, timelines
 from experiments.predict import SHOWN, SWEEPS
 from experiments.records.record import PUBLISHED, read_all
-from experiments.report import crossover_plot, figure, prediction_plots, replay_page, replayed, tables
+from experiments.report import (
+    accuracy_page,
+    crossover_plot,
+    figure,
+    glance,
+    prediction_plots,
+    replay_page,
+    replayed,
+    tables,
+)
 
 UNITS = re.compile(r"\b(ms|Gbit/s|kB|nats|nats per token|GPUs|nodes|step|points|times as fast)\b|%")
 SLACK = 1.0
@@ -47,6 +56,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fig
         for name in suite.names():
             found[name] = int(replay_page.plot(replayed.load(suite.load(name), PUBLISHED), ""))
         found["crossover"] = int(crossover_plot.picture())
+        found["glance"] = int(glance.picture(accuracy_page.studies(read_all(PUBLISHED))) or b"")
         found["paper"] = int(prediction_plots.draw_paper(folder / "paper", grid=6).read_bytes())
         t = timelines.load("bert_base_b12_tf32")
         for over, values in SWEEPS.items():
@@ -88,7 +98,7 @@ def legends(made: Figure) -> Iterator[Any]:
 def test_every_kind_of_picture_is_looked_at(pictures: dict[str, Figure]) -> None:
     kinds = ("_step_time.png", "_curve.png", "_bytes.png")
     assert all(any(name.endswith(kind) for name in pictures) for kind in kinds)
-    assert {"paper", "bench", "crossover", "nodes", "gbps"} <= set(pictures)
+    assert {"paper", "bench", "crossover", "glance", "nodes", "gbps"} <= set(pictures)
 
 
 def test_texts_overlap_nothing_and_are_whole(pictures: dict[str, Figure]) -> None:

@@ -264,12 +264,18 @@ def _links(cell: Cell) -> str:
 
 def _setting(r: ResultRecord) -> tuple[Any, ...]:
     train = r.config.get("train", {})
-    steps, epochs = train.get("max_steps"), train.get("epochs")
-    length = "length unknown" if epochs is None else "1 epoch" if epochs == 1 else f"{epochs} epochs"
-    length = length if steps is None else f"{steps} steps"
     precision = train.get("precision") or "fp32"
     computed = "" if precision == "fp32" else f"precision {precision}"
-    return r.exp, r.scale, r.nodes, r.ranks_per_node, length, schedule_of(r), batch_of(r), computed
+    return r.exp, r.scale, r.nodes, r.ranks_per_node, length_of(r), schedule_of(r), batch_of(r), computed
+
+
+def length_of(r: ResultRecord) -> str:
+    """How long it trained, in words."""
+    train = r.config.get("train", {})
+    steps, epochs = train.get("max_steps"), train.get("epochs")
+    if steps is not None:
+        return f"{steps} steps"
+    return "length unknown" if epochs is None else "1 epoch" if epochs == 1 else f"{epochs} epochs"
 
 
 def schedule_of(r: ResultRecord) -> str:

@@ -1,4 +1,4 @@
-"""What was found about accuracy, written from the published records into docs/accuracy.md:
+"""What was found about accuracy, written from the published records into docs/accuracy.md, with its picture:
 `python -m experiments.report.accuracy_page`.
 
 Of every setting that was run on virtual workers: the best learning rate of each method beside the baseline's, seed by
@@ -12,14 +12,17 @@ from pathlib import Path
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
-from experiments.report import accuracy
+from experiments.report import accuracy, glance
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.formats import DASH, mean_sd
 from experiments.report.paired import difference
 from experiments.report.table import Column, Note, Table
+from experiments.report.tables import same as same_file
 
 PAGE = ROOT / "docs" / "accuracy.md"
 TABLES = "../results/published/tables"
+PICTURE = "plots/accuracy.png"
+"""Below the folder of results."""
 
 
 def mark(exp: str, end: bool = False) -> str:
@@ -153,9 +156,13 @@ def page(text: str, records: Sequence[ResultRecord]) -> str:
 
 
 def main(path: Path = PAGE, published: Path = PUBLISHED) -> None:
-    """Writes the page again."""
-    made = page(path.read_text(encoding="utf-8"), read_all(published))
+    """Writes the page and its picture again."""
+    records = read_all(published)
+    made = page(path.read_text(encoding="utf-8"), records)
     write_file(path, made.encode(), "page")
+    drawn = glance.picture(studies(records))
+    if drawn is not None and not same_file(published / PICTURE, drawn, glance.MARK):
+        write_file(published / PICTURE, drawn, "plot")
 
 
 if __name__ == "__main__":
