@@ -171,6 +171,16 @@ def test_the_same_batch_in_all_stands_side_by_side_too() -> None:
     assert "batch 3 each" in shown[3]
 
 
+def test_another_precision_never_stands_side_by_side() -> None:
+    made = [on_virtual_workers(n, "SGDM fp32", 90.0, 0, 0.1) for n in (8, 16)]
+    half = [{**r.config, "train": {**r.config["train"], "precision": "bf16"}} for r in made]
+    made += [dataclasses.replace(r, id=f"half-{r.id}", config=c) for r, c in zip(made, half, strict=True)]
+    found = accuracy_page.studies(made)["digits"]
+    assert [len(tables) for tables in found] == [2, 2]
+    shown = [accuracy_page.section(tables).markdown() for tables in found]
+    assert ["batch 4 each, precision bf16**" in text for text in sorted(shown)] == [False, True]
+
+
 def test_the_best_method_in_fp32_is_shown_beside_the_baseline() -> None:
     made = [on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]
     made += [on_virtual_workers(n, "Birder", 95.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]

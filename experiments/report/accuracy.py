@@ -263,10 +263,14 @@ def _links(cell: Cell) -> str:
 
 
 def _setting(r: ResultRecord) -> tuple[Any, ...]:
-    train = r.config.get("train", {})
-    precision = train.get("precision") or "fp32"
-    computed = "" if precision == "fp32" else f"precision {precision}"
-    return r.exp, r.scale, r.nodes, r.ranks_per_node, length_of(r), schedule_of(r), batch_of(r), computed
+    shape = r.exp, r.scale, r.nodes, r.ranks_per_node
+    return *shape, length_of(r), schedule_of(r), batch_of(r), precision_of(r)
+
+
+def precision_of(r: ResultRecord) -> str:
+    """What it computed in, in words; empty for fp32."""
+    precision = r.config.get("train", {}).get("precision") or "fp32"
+    return "" if precision == "fp32" else f"precision {precision}"
 
 
 def length_of(r: ResultRecord) -> str:

@@ -50,10 +50,11 @@ def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
     """Numbers of workers with the same batch of each, then those with the same batch in all, then what has no company."""
     groups: list[list[AccuracyTable]] = []
     for batch in (_batch, _batch_in_all):
-        found: dict[tuple[str, int, str, int], list[AccuracyTable]] = {}
+        found: dict[tuple[str, int, str, str, int], list[AccuracyTable]] = {}
         for table in tables:
             r = _first(table)
-            found.setdefault((_setting(table), r.ranks_per_node, r.scale, batch(table)), []).append(table)
+            key = _setting(table), r.ranks_per_node, r.scale, accuracy.precision_of(r), batch(table)
+            found.setdefault(key, []).append(table)
         several = [sorted(group, key=_workers) for group in found.values() if len(group) > 1]
         groups += [group for group in several if group not in groups]
     shown = {table.slug for group in groups for table in group}
@@ -89,7 +90,8 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
     heads = ["method", *(f"{_workers(table)} workers" for table in tables)]
     first, same = tables[0], len({_batch(table) for table in tables}) == 1
     batch = f"batch {_batch(first)} each" if same else f"batch {_batch_in_all(first)} in all"
-    return Table.text(heads, rows, notes=(Note(f"**{_setting(first)}, {batch}**; {_words(first)}"),))
+    title = ", ".join(part for part in (_setting(first), batch, accuracy.precision_of(_first(first))) if part)
+    return Table.text(heads, rows, notes=(Note(f"**{title}**; {_words(first)}"),))
 
 
 def _cell(table: AccuracyTable, cell: Cell) -> str:
