@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ FAR = 3.0
 """Differences beyond so many times the median one are named at the edge: on the axis they would hide all others."""
 WIDE = 1.9
 """Inches of a panel."""
-NAME = "birder"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ def _panel(table: AccuracyTable) -> Panel | None:
             rows.append(Row(cell.label, shown, table.verdict(cell)))
     if not rows:
         return None
-    apart = sorted(abs(row.gap.value) for row in rows)
     name, first = str(table.metric["name"]), base.records[0]
     unit = "%" if parity.relative else metric_unit(name).strip() or "nats per token"
     title = f"{first.exp}: {first.data['name']}, {length_of(first)}, {first.nodes * first.ranks_per_node} workers"
@@ -85,7 +83,7 @@ def _panel(table: AccuracyTable) -> Panel | None:
         base.label,
         scale * parity.margin,
         tuple(rows),
-        max(FAR * apart[len(apart) // 2], 2 * scale * parity.margin),
+        max(FAR * statistics.median_high(abs(row.gap.value) for row in rows), 2 * scale * parity.margin),
     )
 
 
@@ -110,7 +108,7 @@ def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:
         made = figure.blank(3.0 + WIDE * len(found), 1.5 + 0.24 * len(labels))
         grid = made.subplots(1, len(found), sharey=True, squeeze=False)[0]
         for axes, panel in zip(grid, found, strict=True):
-            axes.axvspan(-panel.margin, panel.margin, color="#228833", alpha=0.12, linewidth=0)
+            axes.axvspan(-panel.margin, panel.margin, color=TINTS[PARITY], alpha=0.12, linewidth=0)
             axes.axvline(0, color="#888888", linewidth=0.8)
             for row in panel.rows:
                 _draw(axes, labels.index(row.label), row, panel)
@@ -134,7 +132,7 @@ def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:
 
 def _order(label: str) -> tuple[int, str]:
     """Methods that send no bits first, Birder's forms last and together."""
-    return 2 * label.lower().startswith(NAME) + ("fp32" not in label and "bf16" not in label), label
+    return 2 * label.startswith("Birder") + ("fp32" not in label and "bf16" not in label), label
 
 
 def _draw(axes: Axes, place: int, row: Row, panel: Panel) -> None:
@@ -143,7 +141,7 @@ def _draw(axes: Axes, place: int, row: Row, panel: Panel) -> None:
     assert gap.high is not None
     if abs(gap.value) > panel.limit:
         rightmost = (gap.value > 0) == panel.higher_is_better
-        text = re.sub(r"\.\d+$", "", f"{gap.value:+.1f}")
+        text = f"{gap.value:+.0f}"
         at, side = (panel.limit if gap.value > 0 else -panel.limit), ("right" if rightmost else "left")
         said = f"{text} ▸" if rightmost else f"◂ {text}"
         axes.annotate(said, (at, place), ha=side, va="center", color=tint, fontsize=8)
