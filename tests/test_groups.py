@@ -57,14 +57,21 @@ def test_the_entry_of_the_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def world_of_4() -> Iterator[None]:
-    """A world of 4 ranks, bound to a device, of which there is only this one; it sends nothing.
-
-    Bound as `init_process_group(device_id=...)` leaves it, which takes an accelerator that is there and nothing else.
-    """
+    """A world of 4 ranks, of which there is only this one; it sends nothing."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    dist.group.WORLD.bound_device_id = torch.device("cpu:0")  # type: ignore[union-attr]
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def bound_world(world_of_4: None) -> torch.device:
+    """That world as `init_process_group(device_id=...)` leaves it: bound to this device.
+
+    It is bound by hand, as torch itself binds only to an accelerator that is there.
+    """
+    device = torch.device("cuda:0")
+    dist.group.WORLD.bound_device_id = device  # type: ignore[union-attr]
+    return device
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -80,14 +87,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_a_group_of_some_ranks_is_not_split_off_the_world(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_some_ranks_is_not_split_off_the_world(
+    bound_world: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else all others would have to come: ncclCommSplit is a collective of the whole world."""
     seen = made(monkeypatch)
     new_group([0, 2])
     new_group([0, 1, 2, 3])
-    assert [one["bound"] for one in seen] == [None, torch.device("cpu:0")]
+    assert [one["bound"] for one in seen] == [None, bound_world]
     assert all(one["use_local_synchronization"] for one in seen)
-    assert dist.group.WORLD.bound_device_id == torch.device("cpu:0")  # type: ignore[union-attr]
+    assert dist.group.WORLD.bound_device_id == bound_world  # type: ignore[union-attr]
 
 
 def test_a_group_has_the_back_end_of_the_one_that_it_is_for(world_of_4: None, monkeypatch: pytest.MonkeyPatch) -> None:
