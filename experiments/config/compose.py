@@ -136,6 +136,7 @@ def resolve(composed: Composed) -> dict[str, Any]:
     rules.check_scales(everything["scales"])
     rules.check_hook(everything)
     rules.check_sharded(everything)
+    rules.check_products(everything)
     rules.check_virtual(everything)
     schedules.check(everything["train"]["lr_schedule"])
     if everything["run_name"] is None and everything["resume"] == "auto":

@@ -46,6 +46,15 @@ def check_sharded(config: dict[str, Any]) -> None:
         raise UserError("comm.topology=hsdp has no GradScaler: set train.precision=bf16 or fp32")
 
 
+def check_products(config: dict[str, Any]) -> None:
+    """Raises UserError where a resolved configuration asks for kernels that its precision never calls."""
+    train = config["train"]
+    if train["bf16_products"] != "native" and train["precision"] != "bf16":
+        raise UserError(
+            f"train.bf16_products={train['bf16_products']} goes with train.precision=bf16, not {train['precision']}"
+        )
+
+
 def check_virtual(config: dict[str, Any]) -> None:
     """Raises UserError where a resolved configuration asks virtual workers for what they cannot do."""
     if not labels.is_virtual(config):

@@ -16,6 +16,7 @@ import birder
 from birder import BucketOptimizer
 from experiments.config import schedules
 from experiments.training import step_profile
+from experiments.training.products import products_of
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.workloads.base import Batch, Shard, Workload
@@ -248,7 +249,7 @@ def forward_backward(
         batch = next(stream)
         if micro == 0:
             have_data()
-        with contextlib.nullcontext() if micro == accumulate - 1 else ddp.no_sync():
+        with products_of(settings, device), contextlib.nullcontext() if micro == accumulate - 1 else ddp.no_sync():
             with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
                 loss = workload.loss(ddp, batch) / accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()

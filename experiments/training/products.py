@@ -1,0 +1,50 @@
+"""Products of bf16 matrices by the fp32 kernels of a CPU: `train.bf16_products=fp32`.
+
+A product of two bf16 numbers is exact in fp32, and kernels for bf16 add up in fp32 too. So both give the same but for the
+order of the sums, and where a CPU has no fast instructions for bf16 the detour takes about half the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launch.errors import UserError
+
+# What linear layers and attention that is written out come to, forward and backward. All arguments by position are tensors.
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+
+
+class Fp32Products(TorchDispatchMode):
+    """Inside, products of bf16 matrices are computed in fp32 and rounded to bf16; all else is as it was."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func in PRODUCTS and args[0].dtype is torch.bfloat16:
+            return func(*(x.float() for x in args), **options).bfloat16()
+        return func(*args, **options)
+
+
+def products_of(settings: Mapping[str, Any], device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What forward and backward run in. settings: `train` of the configuration.
+
+    Raises UserError on a GPU, whose kernels for bf16 are the fast ones.
+    """
+    if settings["bf16_products"] == "native":
+        return contextlib.nullcontext()
+    if device.type != "cpu":
+        raise UserError(
+            f"train.bf16_products=fp32 is for CPUs, and this run is on {device.type}: set train.bf16_products=native"
+        )
+    return Fp32Products()
