@@ -180,6 +180,15 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
     assert len(ran) == 5
 
 
+def test_further_seeds_of_one_given_rate_wait_for_no_choice(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    chooses = sweeps.load(str(tmp_path / "mine.yaml"))
+    (alone,) = sweeps.rows(chooses, ["sgdm"], [0.4], [1])
+    assert (alone.title, alone.rivals) == ("sgdm, lr=0.4, seed=1", ())
+    first, other = sweeps.rows(chooses, ["sgdm"], [0.4], [3, 1])
+    assert other.rivals == (first.overrides,)  # not run where the first one's loss became no number
+
+
 def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are runs of their own: every seed, the first too, is run in full with the best rate; one rate is not chosen."""
     (tmp_path / "mine.yaml").write_text(

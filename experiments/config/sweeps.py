@@ -6,7 +6,7 @@ rates:     learning rates, one run with each; left out: the experiment's own
 choose:    true: all rates are run with the first seed, and only the best of a setting with the others: by the held-out
            part of the training data where the workload keeps one, else by the metric itself
 choose_at: further keys of the runs that choose, for example fewer epochs: they are runs of their own then, and the first
-           seed is run with the best rate as the others are. One rate alone is not chosen
+           seed is run with the best rate as the others are. One rate alone (--rates) is not chosen
 overrides: further keys of every run, as on the command line
 methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: instead of those above}}; {} is the
            optimizer as the experiment has it
@@ -90,7 +90,7 @@ def rows(
 ) -> list[Row]:
     """All runs of the grid, or those of some methods, rates and seeds. Raises UserError for an unknown method.
 
-    With `choose` the runs of a setting that choose come before its others.
+    With `choose` the runs of a setting that choose come before its others. Of one rate, further seeds are run in any case.
     """
     if unknown := [m for m in methods or () if m not in sweep.methods]:
         raise UserError(f"this sweep has no '{unknown[0]}'; it has: {', '.join(sweep.methods)}")
@@ -104,7 +104,8 @@ def rows(
         for setting in method.overrides:
             common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *setting)
             made = [[_row(common, rate, seed) for seed in wanted] for rate in every]
-            if not sweep.choose or (sweep.choose_at and len(every) == 1):
+            no_choice = len(every) == 1 and (sweep.choose_at or sweep.seeds[0] not in wanted)
+            if not sweep.choose or no_choice:
                 found += [Row(optimizer, one) for of_rate in made for one in of_rate]
                 continue
             first = tuple((*_row(common, rate, sweep.seeds[0]), *sweep.choose_at) for rate in every)
