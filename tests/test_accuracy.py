@@ -95,6 +95,17 @@ def test_what_was_computed_in_another_precision_has_a_table_of_its_own() -> None
     assert sorted(", precision bf16, scale" in t.title for t in found) == [False, True]
 
 
+def test_runs_that_differ_in_the_order_of_sums_alone_are_of_one_method() -> None:
+    """The oldest records know no `train.bf16_products`."""
+    runs = [score("Birder", 90.0, 0, 0.1)]
+    for seed, how in enumerate(("native", "fp32"), start=1):
+        config = json.loads(json.dumps(runs[0].config))
+        config["train"]["bf16_products"] = how
+        runs.append(dataclasses.replace(runs[0], id=how, config=config, seed=seed))
+    (table,) = accuracy.build(runs)
+    assert [(cell.label, cell.count()) for cell in table.cells] == [("Birder", "3")]
+
+
 def test_the_same_seed_again_replaces_the_older_run() -> None:
     again = score("Birder", 95.0, 0, 0.1, id="again", time="2026-05-01T00:00:00Z")
     (table,) = accuracy.build([score("Birder", 90.0, 0, 0.1), again])

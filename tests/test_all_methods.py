@@ -247,10 +247,14 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
 
     same = recorded.identity(one.config)
     assert recorded.identity(changed("data", "path", "elsewhere").config) == same
+    older = json.loads(json.dumps(one.config))
+    del older["train"]["bf16_products"]
+    assert recorded.identity(older) == same
     for section, key, value in (
         ("optimizer", "reset_every", 4),
         ("train", "max_steps", 7),
         ("cluster", "nodes", 2),
         ("workload", "held_out", 9),
+        ("train", "bf16_products", "fp32"),
     ):
         assert recorded.identity(changed(section, key, value).config) != same

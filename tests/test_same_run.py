@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import compose
+from experiments.config import compose, same_run
 from launch.errors import UserError
 
 
@@ -74,6 +74,15 @@ def test_a_change_that_is_wanted_stands_in_the_configuration_for_good(begun: lis
 )
 def test_what_changes_no_result_may_change(begun: list[str], free: str) -> None:
     assert "resume_changed" not in compose.make_spec(compose.compose([*begun, free]), command="").config
+
+
+def test_a_run_that_is_older_than_a_key_is_gone_on_with(begun: list[str]) -> None:
+    then = compose.resolve(compose.compose(begun))
+    del then["train"]["bf16_products"]
+    now = compose.resolve(compose.compose(begun))
+    assert same_run.differences(then, now) == []
+    now["train"]["bf16_products"] = "fp32"
+    assert same_run.differences(then, now) == [["train.bf16_products", "native", "fp32"]]
 
 
 def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:

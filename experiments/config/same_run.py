@@ -28,6 +28,10 @@ BOOKKEEPING = (
     "method",
 )
 """Keys that say how a run is kept and told of, not what is run."""
+SAME_NUMBERS = ("train.bf16_products",)
+"""Keys that change how long a step takes and the order of sums, as another CPU does: they make no other method of it."""
+BEFORE = {"train.bf16_products": "native"}
+"""What runs did that are older than the key."""
 
 # What changes no parameter at any step. Everything else does, or may.
 FREE = (
@@ -97,7 +101,7 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[list[Any]]:
     """[key, then, now] for all keys in which two configurations differ that change the trajectory; None: not there."""
-    old, new = flatten(then), flatten(now)
+    old, new = BEFORE | flatten(then), BEFORE | flatten(now)
     return [[k, old.get(k), new.get(k)] for k in sorted({*old, *new}) if _counts(k) and old.get(k) != new.get(k)]
 
 

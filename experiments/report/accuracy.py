@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
@@ -15,8 +16,8 @@ from experiments.report.formats import DASH, mean_sd
 from experiments.report.paired import Difference, Parity, difference
 from experiments.report.table import Column, Note, Table
 
-# Shown in columns or headings of their own.
-SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps")
+# Shown in columns or headings of their own, or of no consequence for what is reached.
+SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps", *SAME_NUMBERS)
 EDGE = "§"
 """Marks a best learning rate that is the smallest or the largest one tried."""
 HELD_OUT = "held_out"

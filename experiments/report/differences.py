@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.config.same_run import BOOKKEEPING, flatten, within
+from experiments.config.same_run import BEFORE, BOOKKEEPING, flatten, within
 from experiments.records.record import ResultRecord
 
 # Bookkeeping, and what tables show in columns or titles of their own.
@@ -17,12 +17,12 @@ NOT_A_VARIANT = (
 
 
 def distinguishing(config: dict[str, Any], ignore: Iterable[str] = ()) -> dict[str, Any]:
-    """The keys of a configuration that may tell variants apart, dotted, with their values.
+    """The keys of a configuration that may tell variants apart, dotted, with their values; none that is as in `BEFORE`.
 
     ignore: further keys, or whole sections, that do not count.
     """
     skip = (*NOT_A_VARIANT, *ignore)
-    return {k: v for k, v in flatten(config).items() if not within(k, skip)}
+    return {k: v for k, v in flatten(config).items() if not within(k, skip) and BEFORE.get(k, ...) != v}
 
 
 def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:

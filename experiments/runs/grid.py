@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import compose
-from experiments.config.same_run import BOOKKEEPING, within
+from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
 from experiments.config.sweeps import Row
 from experiments.records import privacy, record
 from experiments.records.record import ResultRecord
@@ -28,10 +28,11 @@ POLL_S = 5.0
 def asked(overrides: Sequence[str]) -> Asked:
     """What a command line asks to be run.
 
-    Its keys in any order, without those that only say how a run is kept; of a key given twice the last.
+    Its keys in any order, without those that only say how a run is kept or how its sums are ordered; of a key given twice
+    the last.
     """
     last = {key: value for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
-    return frozenset((key, value) for key, value in last.items() if not within(key, BOOKKEEPING))
+    return frozenset((key, value) for key, value in last.items() if not within(key, (*BOOKKEEPING, *SAME_NUMBERS)))
 
 
 def known_runs(folders: Sequence[str | Path], exp: str) -> Known:
