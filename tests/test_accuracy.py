@@ -55,6 +55,23 @@ def test_a_held_out_part_chooses_the_learning_rate() -> None:
     assert "chosen by held_out of its first seed" in text
 
 
+def test_the_baseline_is_its_best_variant_with_most_seeds() -> None:
+    """And not the one whose label comes first."""
+
+    def variant(eps: float, top1: float, seeds: int) -> list[ResultRecord]:
+        made = [score("SGDM fp32", top1 + s, s, 0.1, id=f"{eps}-{s}") for s in range(seeds)]
+        stated = {"parity": {"baseline": "SGDM", "margin": 1.0, "relative": False}}
+        return [
+            dataclasses.replace(r, config={**r.config, **stated, "optimizer": {**r.config["optimizer"], "eps": eps}})
+            for r in made
+        ]
+
+    for better, seeds, expected in ((92.0, 2, 2.0), (92.0, 1, 1.0), (88.0, 2, 1.0)):
+        (table,) = accuracy.build([*variant(1.0, 90.0, 2), *variant(2.0, better, seeds)])
+        assert table.baseline is not None
+        assert table.baseline.label == f"SGDM fp32 (optimizer.eps={expected})"
+
+
 def test_lower_is_better_for_perplexity() -> None:
     metric: dict[str, Any] = {"name": "perplexity", "target": None, "higher_is_better": False, "all": {}}
     records = [score("Birder", None, 0, lr, metric={**metric, "value": v}) for lr, v in ((0.1, 150.0), (0.2, 180.0))]

@@ -95,13 +95,21 @@ class AccuracyTable:
 
     @cached_property
     def baseline(self) -> Cell | None:
-        """The best learning rate of the method that others are compared with; in fp32 where there is that."""
+        """The best learning rate of the method that others are compared with; in fp32 where there is that.
+
+        Of its variants, such as two values of eps, the one with most seeds, and of these the best.
+        """
         if self.parity is None:
             return None
         name = self.parity.baseline.lower()
         mine = [c for c in self.cells if c.valid and c.valid[0].optimizer.lower() == name and _dense(c.valid[0])]
-        chosen = sorted(mine, key=lambda c: c.valid[0].wire != "fp32")
-        return self.best(chosen[0].label) if chosen else None
+        rated = [best for label in dict.fromkeys(c.label for c in mine) if (best := self.best(label)) is not None]
+        return max(rated, key=lambda c: (c.valid[0].wire == "fp32", len(c.valid), self._score(c)), default=None)
+
+    def _score(self, cell: Cell) -> float:
+        """What variants of a method are chosen by, the larger the better."""
+        value = cell.held_out(min(cell.by_seed)) if self.tuned else cell.mean
+        return -math.inf if value is None else value if self.higher_is_better else -value
 
     @cached_property
     def strongest(self) -> Cell | None:
