@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.config import compose
 from experiments.records import record
-from experiments.training.products import PRODUCTS, products_of
+from experiments.training.products import PRODUCTS, check_device, products_of
+from experiments.training.world import world
 from launch.errors import UserError
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 # Both ways add up the same exact products in fp32: results differ by an ulp of bf16 (2^-8) where two orders of a sum
 # round apart. Weights move little in three steps.
 LOSSES = 2e-3
@@ -45,7 +45,7 @@ def learned(how: str) -> list[torch.Tensor]:
     torch.manual_seed(1)
     layer = torch.nn.Linear(96, 64)
     x = torch.randn(4, 32, 96, requires_grad=True)
-    with products_of({"bf16_products": how}, CPU):
+    with products_of({"bf16_products": how}):
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
             y = torch.softmax(y @ y.transpose(1, 2), dim=-1) @ y
@@ -58,7 +58,7 @@ def learned(how: str) -> list[torch.Tensor]:
 def test_a_product_is_the_rounded_one_of_fp32() -> None:
     torch.manual_seed(0)
     a, b, bias = (torch.randn(size).bfloat16() for size in ((48, 96), (96, 64), (64,)))
-    with products_of({"bf16_products": "fp32"}, CPU):
+    with products_of({"bf16_products": "fp32"}):
         got = [a @ b, torch.addmm(bias, a, b), torch.bmm(a[None], b[None])[0], torch.addmm(bias, a, b, alpha=2, beta=3)]
     exact = [a.float() @ b.float()] * 3 + [2 * (a.float() @ b.float())]
     for one, product, add in zip(got, exact, (0, bias.float(), 0, 3 * bias.float()), strict=True):
@@ -83,12 +83,12 @@ def test_forward_and_backward_take_the_detour_and_agree_with_native_ones() -> No
 
 def test_other_products_are_left_alone() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
-    with products_of({"bf16_products": "fp32"}, CPU):
+    with products_of({"bf16_products": "fp32"}):
         assert torch.equal(a @ b, torch.mm(a, b))
         assert (a.double() @ b.double()).dtype is torch.float64
 
 
-def train_with(rank: int, world: int, given: list[str]) -> set[torch.dtype]:
+def train_with(rank: int, size: int, given: list[str]) -> set[torch.dtype]:
     from experiments.training.loop import train
 
     with Watched() as watched:
@@ -117,5 +117,17 @@ def test_where_they_make_no_sense_is_said() -> None:
         given = ["+exp=digits", "optimizer=sgdm", "train.bf16_products=fp32", f"train.precision={precision}"]
         with pytest.raises(UserError, match=r"goes with train\.precision=bf16"):
             compose.resolve(compose.compose(given))
+    gpu = torch.device("cuda:0")
     with pytest.raises(UserError, match="is for CPUs"):
-        products_of({"bf16_products": "fp32"}, torch.device("cuda:0"))
+        check_device({"bf16_products": "fp32"}, gpu)
+    check_device({"bf16_products": "native"}, gpu)
+    check_device({"bf16_products": "fp32"}, torch.device("cpu"))
+
+
+def test_a_gpu_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    spec = compose.make_spec(compose.compose([*RUN, "train.bf16_products=fp32"]), command="test")
+    with pytest.raises(UserError, match=r"is for CPUs.*set train\.bf16_products=native"), world(spec):
+        pytest.fail("nothing runs")

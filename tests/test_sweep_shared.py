@@ -123,7 +123,7 @@ def test_a_run_of_another_process_is_waited_for(
 
 
 def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
-    """In another order, twice, logged elsewhere: the same; trained otherwise: not."""
+    """In another order, twice, logged elsewhere, with numbers in another form: the same; trained otherwise: not."""
     one = grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandb=disabled"])
     assert one == grid.asked(
         ["optimizer=sgdm", "+exp=digits", "train.epochs=4", "++optimizer.lr=0.1", "train.epochs=1"]
@@ -138,6 +138,7 @@ def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
             "optimizer.lr=0.1",
         ]
     )
+    assert one == grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=1.0e-01", "train.epochs=1"])
     assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
     assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
     assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])

@@ -29,10 +29,18 @@ def asked(overrides: Sequence[str]) -> Asked:
     """What a command line asks to be run.
 
     Its keys in any order, without those that only say how a run is kept or how its sums are ordered; of a key given twice
-    the last.
+    the last. Numbers are the same however they are written: 1e-5, 1.0e-05.
     """
-    last = {key: value for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    last = {key: of_number(value) for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
     return frozenset((key, value) for key, value in last.items() if not within(key, (*BOOKKEEPING, *SAME_NUMBERS)))
+
+
+def of_number(text: str) -> str:
+    """A number in one way of writing it; any other text as it is."""
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text
 
 
 def known_runs(folders: Sequence[str | Path], exp: str) -> Known:

@@ -249,7 +249,7 @@ def forward_backward(
         batch = next(stream)
         if micro == 0:
             have_data()
-        with products_of(settings, device), contextlib.nullcontext() if micro == accumulate - 1 else ddp.no_sync():
+        with products_of(settings), contextlib.nullcontext() if micro == accumulate - 1 else ddp.no_sync():
             with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
                 loss = workload.loss(ddp, batch) / accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()

@@ -36,15 +36,17 @@ class Fp32Products(TorchDispatchMode):
         return func(*args, **options)
 
 
-def products_of(settings: Mapping[str, Any], device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """What forward and backward run in. settings: `train` of the configuration.
+def check_device(settings: Mapping[str, Any], device: torch.device) -> None:
+    """Raises UserError where they are asked for on a GPU, whose kernels for bf16 are the fast ones.
 
-    Raises UserError on a GPU, whose kernels for bf16 are the fast ones.
+    settings: `train` of the configuration.
     """
-    if settings["bf16_products"] == "native":
-        return contextlib.nullcontext()
-    if device.type != "cpu":
+    if settings["bf16_products"] != "native" and device.type != "cpu":
         raise UserError(
             f"train.bf16_products=fp32 is for CPUs, and this run is on {device.type}: set train.bf16_products=native"
         )
-    return Fp32Products()
+
+
+def products_of(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """What forward and backward run in. settings: as above."""
+    return contextlib.nullcontext() if settings["bf16_products"] == "native" else Fp32Products()

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from experiments.training import heartbeat
+from experiments.training import heartbeat, products
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -33,7 +33,7 @@ def joined(backend: str, timeout_s: float, silence_s: float) -> Iterator[tuple[i
 
 @contextlib.contextmanager
 def world(spec: RunSpec) -> Iterator[Shard]:
-    """The same with device and threads of a run."""
+    """The same with device and threads of a run. Raises UserError where its precision is not for that device."""
     cluster, threads = spec.config["cluster"], spec.config["train"]["threads"]
     backend = cluster.get("backend", "auto")
     if backend == "auto":
@@ -44,6 +44,7 @@ def world(spec: RunSpec) -> Iterator[Shard]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     allow_tf32(spec.config["train"]["precision"], device)
+    products.check_device(spec.config["train"], device)
     if threads:
         torch.set_num_threads(int(threads))
     elif "OMP_NUM_THREADS" in os.environ:
