@@ -38,6 +38,21 @@ def test_a_coordinate_joins_after_its_first_variance_round(variant):
     assert moved == ({0: 1, 1: 4} if variant == "deepspeed" else {0: 2, 1: 6})
 
 
+@pytest.mark.parametrize(("warmup", "kappa", "rounds", "times"), [(12_500, 16, 153, 2.7), (41, 4, 14, 8.5)])
+def test_steps_are_larger_than_adams_by_the_bias_of_the_variance(warmup, kappa, rounds, times):
+    """What the docstring tells of k rounds, for a gradient of 1, whose variance is 1."""
+    assert len(schedule.variance_steps(warmup, kappa)) == rounds
+    x, optimizer = lonely(
+        64, lr=1.0, warmup_steps=rounds, kappa=rounds, local_limit=1
+    )  # the same rounds, one after the other
+    for step in range(rounds + 200):
+        if step == rounds + 199:
+            x.data.zero_()
+        x.grad = torch.ones(64)
+        optimizer.step()
+    assert torch.allclose(-x, torch.full((64,), times), atol=0.05)
+
+
 def test_what_was_not_sent_is_kept():
     """sum of what was applied + errors = sum of the buffers: with v frozen, over syncs of every interval."""
     x, optimizer = lonely(256, lr=0.1, warmup_steps=4, local_doubling=10, local_limit=4)
