@@ -40,6 +40,12 @@ CASES: dict[str, tuple[str, dict, bool]] = {
     "1-bit Adam": ("OneBitAdam", {"lr": 0.01, "warmup_steps": 4}, False),
     "1-bit Adam hierarchical": ("OneBitAdam", {"lr": 0.01, "warmup_steps": 4}, True),
     "SGDM": ("SGDM", {"lr": 0.1, "momentum": 0.9, "max_grad_norm": 0.5}, False),
+    # Dense rounds and syncs in the first three steps, then intervals of 1, 2 and 4.
+    "0/1 Adam": (
+        "ZeroOneAdam",
+        {"lr": 0.01, "warmup_steps": 3, "kappa": 1, "local_doubling": 1, "local_limit": 4, "max_grad_norm": 0.5},
+        False,
+    ),
     "CSER": ("CSER", {"lr": 0.1, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 3, "block": 8}, False),
 }
 
