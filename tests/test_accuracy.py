@@ -70,6 +70,8 @@ def test_the_baseline_is_its_best_variant_with_most_seeds() -> None:
         (table,) = accuracy.build([*variant(1.0, 90.0, 2), *variant(2.0, better, seeds)])
         assert table.baseline is not None
         assert table.baseline.label == f"SGDM fp32 (optimizer.eps={expected})"
+        assert [c.label for c in table.one_of_each] == [table.baseline.label]
+        assert len(table.chosen) == 2
 
 
 def test_lower_is_better_for_perplexity() -> None:
@@ -276,5 +278,13 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     assert {row.label: row.verdict for row in panel.rows} == {"Birder": "better", "1-bit Adam": "parity"}
     assert [round(row.gap.value, 2) for row in panel.rows] == [0.2, 5.0]
     assert glance.point(found) == "Birder with 95 % intervals: better on digits (to SGDM fp32)"
+    # Of two variants of a method one is drawn, by its name alone.
+    other = [on_virtual_workers(8, "Birder", 99.0 + s, s, 0.1) for s in range(3)]
+    other = [
+        dataclasses.replace(r, id=f"o{r.seed}", config={**r.config, "optimizer": {**r.config["optimizer"], "eps": 1.0}})
+        for r in other
+    ]
+    (panel,) = glance.panels(accuracy_page.studies([*made, *other]))
+    assert [(row.label, round(row.gap.value, 2)) for row in panel.rows] == [("1-bit Adam", 0.2), ("Birder", 9.0)]
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
     assert glance.picture(accuracy_page.studies(alone)) is None  # one seed has no interval

@@ -49,8 +49,8 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
     options:        wire (of variance rounds), max_grad_norm, seed; see `BucketOptimizer`.
 
     There is no bias correction: after k variance rounds v holds 1 - beta2^k of what it estimates, and steps are
-    1 / sqrt(1 - beta2^k) times Adam's. With the 153 rounds published for BERT (warmup_steps 12,500, kappa 16) that is 2.7; where
-    a short run has 14, 8.5: try an lr as much smaller.
+    1 / sqrt(1 - beta2^k) times Adam's. With the 153 rounds published for BERT (warmup_steps 12,500, kappa 16) that is
+    2.7; where a short run has 14, 8.5: try an lr as much smaller.
 
     A step with lr 0 changes neither m nor u, since (5) would divide by 0.
 

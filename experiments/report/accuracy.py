@@ -104,12 +104,12 @@ class AccuracyTable:
         name = self.parity.baseline.lower()
         mine = [c for c in self.cells if c.valid and c.valid[0].optimizer.lower() == name and _dense(c.valid[0])]
         rated = [best for label in dict.fromkeys(c.label for c in mine) if (best := self.best(label)) is not None]
-        return max(rated, key=lambda c: (c.valid[0].wire == "fp32", len(c.valid), self._score(c)), default=None)
+        return max(rated, key=lambda c: (c.valid[0].wire == "fp32", *self._score(c)), default=None)
 
-    def _score(self, cell: Cell) -> float:
-        """What variants of a method are chosen by, the larger the better."""
-        value = cell.held_out(min(cell.by_seed)) if self.tuned else cell.mean
-        return -math.inf if value is None else value if self.higher_is_better else -value
+    def _score(self, cell: Cell) -> tuple[int, float]:
+        """What variants of a method are chosen by, the larger the better: seeds, then as learning rates are."""
+        value = cell.held_out(min(cell.by_seed, default=0)) if self.tuned else cell.mean
+        return len(cell.valid), -math.inf if value is None else value if self.higher_is_better else -value
 
     @cached_property
     def strongest(self) -> Cell | None:
@@ -147,6 +147,14 @@ class AccuracyTable:
         """The best learning rate of each method, in the order of the table; methods without a candidate are left out."""
         labels = dict.fromkeys(c.label for c in self.cells)
         return [cell for label in labels if (cell := self.best(label)) is not None]
+
+    @property
+    def one_of_each(self) -> list[Cell]:
+        """Of the variants of each method that are `chosen`, such as two values of eps, the one that `baseline` would be."""
+        groups: dict[str, list[Cell]] = {}
+        for cell in self.chosen:
+            groups.setdefault(cell.records[0].method, []).append(cell)
+        return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
 
     def best(self, label: str) -> Cell | None:
         """The learning rate with the best mean metric; one with a failed seed is no candidate.

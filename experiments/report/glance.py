@@ -24,7 +24,7 @@ WIDE = 1.9
 
 @dataclass(frozen=True)
 class Row:
-    """A method beside the baseline. `gap` in the unit of the axis."""
+    """A method, in its best variant, beside the baseline. `gap` in the unit of the axis."""
 
     label: str
     gap: Difference
@@ -66,11 +66,11 @@ def _panel(table: AccuracyTable) -> Panel | None:
         return None
     scale = 100.0 if parity.relative else 1.0
     rows = []
-    for cell in table.chosen:
+    for cell in table.one_of_each:
         gap = table.compared(cell)
         if gap is not None and gap.low is not None and gap.high is not None:
             shown = Difference(scale * gap.value, scale * gap.low, scale * gap.high, gap.n)
-            rows.append(Row(cell.label, shown, table.verdict(cell)))
+            rows.append(Row(cell.records[0].method, shown, table.verdict(cell)))
     if not rows:
         return None
     name, first = str(table.metric["name"]), base.records[0]
@@ -124,7 +124,8 @@ def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:
         figure.key(made, grid[0], len(TINTS))
         setting = (
             "Differences to the baseline, paired by seed, 95 % intervals; right is better everywhere, the band is the margin "
-            "that was stated. Virtual workers, small budgets; learning rates by data held out of training."
+            "that was stated. Virtual workers, small budgets; learning rates by data held out of training. "
+            "Of a method's variants, such as values of eps, the best."
         )
         figure.head(made, point(found), setting)
         return figure.png(made, [[panel] for panel in found], MARK)
