@@ -128,6 +128,7 @@ def test_a_gpu_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("experiments.training.world.allow_tf32", lambda *_: pytest.fail("torch's settings are changed"))
     spec = compose.make_spec(compose.compose([*RUN, "train.bf16_products=fp32"]), command="test")
     with pytest.raises(UserError, match=r"is for CPUs.*set train\.bf16_products=native"), world(spec):
         pytest.fail("nothing runs")

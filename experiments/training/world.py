@@ -43,8 +43,9 @@ def world(spec: RunSpec) -> Iterator[Shard]:
         # On gloo ranks may share a GPU: their messages are staged in host memory (birder/comm/staged.py).
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    allow_tf32(spec.config["train"]["precision"], device)
+    # What is refused first, so that a refusal leaves torch's settings as they were.
     products.check_device(spec.config["train"], device)
+    allow_tf32(spec.config["train"]["precision"], device)
     if threads:
         torch.set_num_threads(int(threads))
     elif "OMP_NUM_THREADS" in os.environ:
