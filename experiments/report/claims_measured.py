@@ -112,12 +112,10 @@ class Score:
 
 
 def score(table: AccuracyTable, method: str) -> Score | None:
-    """The best cell of a method in a table; learning rates that failed are no candidates."""
-    mine = [c for c in table.chosen if c.label == method or c.label.startswith(method + " (")]
-    found = [c for c in mine if c.mean is not None]
-    if not found:
+    """The best rate of a method in a table, of its best variant; learning rates that failed are no candidates."""
+    best = next((c for c in table.one_of_each if c.valid and c.records[0].method == method), None)
+    if best is None:
         return None
-    best = max(found, key=lambda c: (c.mean or 0.0) * (1 if table.higher_is_better else -1))
     mean, sd = best.summary(None)
     return Score(method, mean or 0.0, sd, len(best.valid), table.higher_is_better)
 
