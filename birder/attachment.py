@@ -40,6 +40,7 @@ class Attachment:
         self.counter: ByteCounter = link.counter
         self.overlap = overlap
         self.communicate = communicate
+        optimizer._in_backward = overlap and communicate and optimizer.compressed
         self._own = own
         self._paused = False
 

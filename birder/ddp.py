@@ -30,6 +30,8 @@ class BucketAttachment(Attachment):
             return _done(bucket.buffer())
         plan = self.optimizer.plan(self.optimizer.steps + 1)
         if plan is Plan.DENSE:
+            if self.optimizer.compressed and self.overlap and bucket.is_last():
+                self.optimizer.note_options()  # what would be refused after the warm-up is refused in it
             return self.all_reduce_mean(bucket.buffer(), bucket.index())
         if self.overlap:
             self.optimizer.feed(bucket.parameters(), bucket.gradients())
@@ -84,7 +86,8 @@ def attach(
                   same on every rank. `hierarchical` then has no say.
     topology:     nodes x ranks per node; taken from torchrun's environment when not given.
     overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
-                  GradScaler (ranks then agree on overflow) and whenever you change `p.grad` before `step`. An optimizer
+                  GradScaler (ranks then agree on overflow), whenever you change `p.grad` before `step`, and where a loop
+                  sets a hyper-parameter that the method uses during backward between backward and `step`. An optimizer
                   with `max_grad_norm` does this by itself in compressed steps.
     communicate:  False: no gradient is sent at all and replicas drift apart. The bound for any speedup; not training.
     unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.

@@ -49,6 +49,8 @@ class BucketOptimizer(GradientExchange, MethodState):
 
     _stepping = False
     """Whether `step` has begun and not ended."""
+    _in_backward = False
+    """Whether an attachment takes messages during backward, in steps that are not DENSE."""
 
     # ---- binding ---------------------------------------------------------------------------------------------------
 
@@ -123,14 +125,17 @@ class BucketOptimizer(GradientExchange, MethodState):
             with torch.enable_grad():
                 loss = closure()
         if hasattr(self, "found_inf"):
+            for handed in ("found_inf", "grad_scale"):  # the scaler leaves them there after an error
+                vars(self).pop(handed, None)
             raise RuntimeError(
                 "with FSDP there is no GradScaler, ranks would skip different steps: use MixedPrecisionPolicy with bfloat16"
                 if self._sharded
-                else "a GradScaler is in use, but messages were taken during backward: use attach(..., overlap=False)"
+                else "a GradScaler is in use, but messages are taken during backward: use attach(..., overlap=False)"
             )
         if not self._bound:
             self._bind_alone()
         self._refresh_shards()
+        self._check_options()
         self._check_fingerprint()
         step = self.steps + 1
         plan = self.plan(step)
@@ -158,7 +163,7 @@ class BucketOptimizer(GradientExchange, MethodState):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch.amp.GradScaler asks this. While messages are taken during backward it is answered with yes, which makes
-        # the scaler hand over its scale, by which `step` can tell that there is one. Otherwise the scaler does its
-        # ordinary work: unscale p.grad, skip the step on overflow.
-        return self._feeding or self._sharded
+        # torch.amp.GradScaler asks this. Where messages are taken during backward it is answered with yes, also in a dense
+        # warm-up, which makes the scaler hand over its scale, by which `step` can tell that there is one. Otherwise the
+        # scaler does its ordinary work: unscale p.grad, skip the step on overflow.
+        return self._in_backward or self._feeding or self._sharded

@@ -72,6 +72,7 @@ class Birder(BucketOptimizer):
     carried: ClassVar[dict[str, str]] = {"m": "mean", "b": "mean", "active": "copy"}
     on_shards: ClassVar[bool] = True
     handles_nonfinite: ClassVar[bool] = True
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})
 
     def __init__(
         self,

@@ -61,6 +61,9 @@ class Method(torch.optim.Optimizer):
     parameters are refused by others."""
     by_tensor: ClassVar[frozenset[str]] = frozenset()
     """States that are a number for each parameter, in the order of `unit.params`, not for each element."""
+    read_in_update: ClassVar[frozenset[str]] = frozenset()
+    """Hyper-parameters of a group that `update` alone reads: they may change between backward and `step`. All others are read
+    while gradients arrive."""
     handles_nonfinite: ClassVar[bool] = False
     """Whether the method's own arithmetic takes gradients that are not finite for 0."""
 
@@ -94,6 +97,8 @@ class Method(torch.optim.Optimizer):
         """`p.grad._version` at the end of the last backward pass that fed gradients."""
         self._samples: Tensor | None = None
         """Of FSDP's gradients also a few elements."""
+        self._read: list[dict[str, Any]] | None = None
+        """The hyper-parameters of each group that messages have been made with."""
         super().__init__(params, defaults)
         for group in self.param_groups:
             self.check_group(group)

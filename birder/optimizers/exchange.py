@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ class GradientExchange(Method):
         Raises RuntimeError when a parameter is fed twice in a step.
         """
         if not self._feeding:
+            self.note_options()
             self._open_units()
         arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
@@ -73,6 +75,25 @@ class GradientExchange(Method):
         unit.waiting.difference_update(i for i, _ in pairs)
         if not unit.waiting:
             self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
+
+    def note_options(self) -> None:
+        """Called when the first gradients of a step come: from now on these hyper-parameters must stay as they are."""
+        early = self.defaults.keys() - self.read_in_update
+        self._read = [copy.deepcopy({k: group[k] for k in early & group.keys()}) for group in self.param_groups]
+
+    def _check_options(self) -> None:
+        """Raises RuntimeError when a hyper-parameter was changed after messages had been made with it."""
+        read, self._read = self._read, None
+        changed = {
+            k for old, now in zip(read or (), self.param_groups, strict=False) for k in old if now.get(k) != old[k]
+        }
+        if changed:
+            self._feeding = False
+            self.pipeline.wait()
+            raise RuntimeError(
+                f"{', '.join(sorted(changed))} changed between backward and step(), but {type(self).__name__} uses it during "
+                "backward: change it before backward or after step(), or use attach(..., overlap=False)"
+            )
 
     def note_gradients(self) -> None:
         """Called when a backward pass that fed gradients is over: from now on changing `p.grad` would have no effect."""

@@ -47,6 +47,7 @@ class OneBitAdam(OneBitMethod):
 
     carried: ClassVar[dict[str, str]] = {**OneBitMethod.carried, "m": "copy", "v": "copy"}
     on_shards: ClassVar[bool] = True
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay"})
 
     def __init__(
         self,

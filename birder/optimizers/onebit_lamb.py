@@ -68,6 +68,7 @@ class OneBitLAMB(OneBitMethod):
         **dict.fromkeys(("m", "v", "fresh", "coeff", "factor", "scale"), "copy"),
     }
     on_shards: ClassVar[bool] = True
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay", "min_coeff", "max_coeff"})
     by_tensor: ClassVar[frozenset[str]] = frozenset({"coeff", "factor", "scale"})
 
     def __init__(

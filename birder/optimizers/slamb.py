@@ -67,6 +67,7 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
     compressed: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay"})
     first_sync: ClassVar[int] = 0
     """sync_phase where none is given."""
 

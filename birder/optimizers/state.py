@@ -15,7 +15,10 @@ from birder.comm import Pipeline, SingleProcess
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
 
-NOT_COPIED = {"comm", "pipeline", "units", "_where", "_versions", "_samples", "_bound", "_feeding", "_sharded", "step"}
+NOT_COPIED = {
+    *("comm", "pipeline", "units", "step"),
+    *("_where", "_versions", "_samples", "_read", "_bound", "_feeding", "_sharded", "_in_backward"),
+}
 """Attributes that stay behind when an optimizer is copied or pickled: what belongs to this process and its peers."""
 
 BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
@@ -228,4 +231,5 @@ class MethodState(Method):
             self.comm, self.pipeline = SingleProcess(), Pipeline()
             self.units, self._where, self._versions, self._samples = [], {}, {}, None
             self._bound = self._feeding = self._sharded = False
+            self._read = None
         super().__setstate__(state)
