@@ -86,7 +86,7 @@ campaign: $(READY)  ## random faults on every optimizer, then resume; 30 minutes
 	@$(BIN)/python -m pytest -q -s -m campaign
 
 soak: $(READY)  ## 16 ranks, 2,000 steps: memory, threads and files must stay flat
-	@$(BIN)/python -m tests.soak
+	@$(BIN)/python -m tests.campaign.soak
 
 check: $(READY)  ## lint, format and type checks
 	@$(BIN)/python -m ruff check .

@@ -1,4 +1,4 @@
-"""AdamW and BertAdam: the uncompressed baselines. One-process references: torch.optim.AdamW, and tests/test_dense.py."""
+"""AdamW and BertAdam: the uncompressed baselines. References: torch.optim.AdamW, and tests/distributed/test_dense.py."""
 
 from __future__ import annotations
 

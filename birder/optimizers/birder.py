@@ -19,7 +19,7 @@ mean_i u_i, to tell what the bits cost (`bits`); and with `beta2`, for step t fr
     (3') u_i = clip(m_i/(1 - beta^t) / (b_i/(1 - beta2^t)), -1, 1)
 
 One bit for each parameter goes each way: worker to server by all-to-all, server to worker by all-gather.
-One-process reference: `Birder` in tests/reference.py.
+One-process reference: `Birder` in tests/helpers/reference.py.
 """
 
 from __future__ import annotations

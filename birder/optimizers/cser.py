@@ -21,7 +21,7 @@ The released code's variant synchronises nothing but the model:
 
     (6) x_i = x_i - p_i;   x_i = PSync(x_i, C1) every H steps, PSync(x_i, C2) in all others
 
-One-process reference: `CSER` in tests/reference_cser.py.
+One-process reference: `CSER` in tests/helpers/reference_cser.py.
 """
 
 from __future__ import annotations

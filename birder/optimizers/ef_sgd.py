@@ -7,7 +7,7 @@ birder/optimizers/blockwise.py; e_i = 0 at first, x is the same on all ranks:
     (3) e_i = e_i + p_i;   c_i = C(e_i);   x = x - mean_j c_j;   e_i = e_i - c_i
     (4) released code only, u = 0 at first:   u = beta u + lambda x;   x = x - gamma (beta u + lambda x)
 
-One-process reference: `EFSGD` in tests/reference_cser.py.
+One-process reference: `EFSGD` in tests/helpers/reference_cser.py.
 """
 
 from __future__ import annotations

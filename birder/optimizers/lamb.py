@@ -9,7 +9,7 @@ With g = mean_i g_i, for every parameter tensor x by itself:
     (3) c = phi(|x|) / |r|,  phi(z) = min(max(z, low), high);  c = 1 where |x| or |r| is 0
     (4) x = x - lr c r
 
-One-process reference: tests/test_lamb.py.
+One-process reference: tests/distributed/test_lamb.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Afterwards, with v frozen at v_T, C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +
     (4) m = C(a), sent to all;  s = a - C(a)
     (5) x = x - lr (m / (sqrt(v_T) + eps) + weight_decay x)
 
-One-process reference: `OneBitAdam` in tests/reference.py.
+One-process reference: `OneBitAdam` in tests/helpers/reference.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Afterwards, with v frozen at v_T and C the 1-bit mean with error feedback (birde
     (11) f within [f_min, f_max], and within [1 - theta, 1 + theta] times the f of the step before (1 at first)
     (12) x = x - lr c_avg f r
 
-One-process reference: tests/reference_onebit_lamb.py.
+One-process reference: tests/helpers/reference_onebit_lamb.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the local step of birder/optimizers/blockwise.py; e_i = 0 at first, z is the poi
     (1) x_i = x_i - p_i
     (2) every H steps:   e_i = e_i + (x_i - z);   c_i = C(e_i);   z = z + mean_j c_j;   x_i = z;   e_i = e_i - c_i
 
-One-process reference: `QSparseLocalSGD` in tests/reference_cser.py.
+One-process reference: `QSparseLocalSGD` in tests/helpers/reference_cser.py.
 """
 
 from __future__ import annotations

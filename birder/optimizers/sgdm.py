@@ -1,4 +1,4 @@
-"""SGD with momentum: the uncompressed baseline. One-process reference: torch.optim.SGD (tests/test_dense.py)."""
+"""SGD with momentum: the uncompressed baseline. One-process reference: torch.optim.SGD (tests/distributed/test_dense.py)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ On rank i, with its own gradient g_i, in step t (products and quotients of vecto
     (7) every H steps, after (6): x_i = mean_j x_j
 
 Where a norm in (5) is 0, phi1 = 1 and phi0 = 0. The forms of the released code: birder/optimizers/slamb_released.py.
-One-process reference: tests/reference_slamb.py.
+One-process reference: tests/helpers/reference_slamb.py.
 """
 
 from __future__ import annotations

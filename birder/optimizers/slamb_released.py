@@ -8,7 +8,7 @@ v1, the plain form: the mask goes through the int(1/k) chunks of a fixed random 
     (5') phi1 = |x|/|r|, phi0 = |x|/|r|, both 1 where a norm is 0
     (6') x_i = x_i - lr clamp(s phi1 + (1 - s) phi0) (s + (1 - s)/sqrt(n)) r;   tensors of one dimension: - lr phi1 r
 
-One-process reference: tests/reference_slamb.py with these forms.
+One-process reference: tests/helpers/reference_slamb.py with these forms.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ every H steps after (2), with z the model of the last synchronisation and e_i = 
 
 mu = 0 is the paper's form: the error, which decays by beta, stands in the place of an outer momentum. mu > 0 is the outer
 optimizer of DiLoCo, SGD with Nesterov momentum. H = 1 with the error as the only momentum is the form of DeMo, without its
-cosine transform. One-process reference: tests/reference_sparse_loco.py.
+cosine transform. One-process reference: tests/helpers/reference_sparse_loco.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Worker i in every step t; T_u and T_v are the steps with a 1-bit round and with 
     (8) v = beta2 v + (1 - beta2) (mean_i g_i)^2         in floats, after the model has moved
 
 The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py. `variant="deepspeed"`, the reference implementation's rules:
-birder/optimizers/zero_one_adam_deepspeed.py. One-process reference: tests/reference_zero_one_adam.py.
+birder/optimizers/zero_one_adam_deepspeed.py. One-process reference: tests/helpers/reference_zero_one_adam.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ afterwards (1)-(7) of birder/optimizers/zero_one_adam.py with the decay in the b
 
     (2') u_i = u_i + lr (m_i + weight_decay x_i (sqrt(v) + eps))
 
-One-process reference: tests/reference_zero_one_adam.py with released=True.
+One-process reference: tests/helpers/reference_zero_one_adam.py with released=True.
 """
 
 from __future__ import annotations

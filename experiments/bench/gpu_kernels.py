@@ -36,7 +36,7 @@ def measure(rehearse: bool) -> Iterator[dict[str, Any]]:
 def groups() -> list[str]:
     """The names of all groups on a GPU. Nothing is run, and no GPU touched."""
     from birder.kernels import reference
-    from tests.kernel_cases import cases
+    from tests.helpers.kernel_cases import cases
 
     return list(cases(reference, "cuda"))
 
@@ -57,7 +57,7 @@ def _row(name: str, rehearse: bool) -> dict[str, Any]:
 def main(name: str, rehearse: bool) -> int:
     """Runs one group, and prints its result as JSON. Exit status: 0; 1 a kernel is not as it must be."""
     from birder.kernels import cuda
-    from tests.kernel_cases import cases
+    from tests.helpers.kernel_cases import cases
 
     runs = cases(cuda, "cpu" if rehearse else "cuda")[name]
     runs = runs[2:3] or runs[:1] if rehearse else runs

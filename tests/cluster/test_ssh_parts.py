@@ -1,0 +1,128 @@
+"""cluster=ssh in parts: lists of hosts, what a lost node explains, a host's own process, files that come back."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.config import compose
+from launch import failure, hosts, process
+from launch.base import ROOT
+from launch.errors import UserError
+from launch.ssh import connection
+from launch.ssh.launcher import SshLauncher
+from tests.cluster.test_ssh import wait_until
+
+pytestmark = pytest.mark.cluster
+
+
+def test_lists_of_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# the cluster\na\nroot@b.example:2222  # the second\n\n")
+    expected = [hosts.Host("a"), hosts.Host("b.example", "root", 2222)]
+    assert hosts.parse(str(file)) == hosts.parse("a,root@b.example:2222") == hosts.parse(["a", "root@b.example:2222"])
+    assert hosts.parse(str(file)) == expected
+    assert hosts.parse("[fe80::1]:22") == [hosts.Host("fe80::1", None, 22)]
+    for wrong in ("", "a,a", "-oProxyCommand=x", "a b:x", str(tmp_path / "none")):
+        with pytest.raises(UserError):
+            hosts.parse(wrong)
+
+
+def test_nodes_are_as_many_as_hosts() -> None:
+    def launcher(*overrides: str) -> SshLauncher:
+        return compose.launcher(compose.resolve(compose.compose(["+exp=digits", "cluster=ssh", *overrides])))
+
+    # The experiment's own number of nodes is for one machine.
+    assert launcher("cluster.hosts=a,root@b:22,c").nodes == 3
+    assert launcher("cluster.hosts=[a,b]", "cluster.nodes=2").nodes == 2
+    with pytest.raises(UserError, match=r"cluster.nodes=4, but cluster.hosts names 3"):
+        launcher("cluster.hosts=a,b,c", "cluster.nodes=4")
+    with pytest.raises(UserError, match=r"cluster.hosts has no value"):
+        launcher()
+
+
+def test_lost_node_explains_lost_connections(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    error = {
+        "rank": 0,
+        "node": 0,
+        "attempt": 0,
+        "time": 1.0,
+        "type": "RuntimeError",
+        "traceback": "",
+        "user_error": False,
+    }
+    file = tmp_path / "errors/rank0.json"
+    file.write_text(json.dumps({**error, "message": "Connection closed by peer"}))
+    assert failure.explain(tmp_path, [], 0, 1, lost="node 1: lost").reason == "node 1: lost"
+    file.write_text(json.dumps({**error, "message": "a bug"}))
+    assert "a bug" in failure.explain(tmp_path, [], 0, 1, lost="node 1: lost").reason
+
+
+def agent(folder: Path, script: str) -> subprocess.Popen[bytes]:
+    """launch/ssh/remote.py with a shell script in torchrun's place."""
+    command = [
+        sys.executable,
+        "-m",
+        "launch.ssh.remote",
+        "run",
+        "0",
+        str(folder),
+        "sh",
+        "-c",
+        script,
+        "--nproc-per-node",
+        "1",
+    ]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    started = subprocess.Popen(command, cwd=ROOT, **pipes)
+    assert started.stdin is not None
+    request = {"files": {"spec.yaml": "a: 1\n"}, "environment": {}, "silence_s": 30.0}
+    started.stdin.write(json.dumps(request).encode() + b"\n")
+    started.stdin.flush()
+    return started
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize("how", ["input ends", "command ends"])
+def test_host_ends_what_its_command_leaves(tmp_path: Path, how: str) -> None:
+    """Orphans in sessions of their own that ignore SIGTERM are still found."""
+    left = f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.2; done"
+    script = f"(setsid sh -c {shlex.quote(left)} &) ; while [ ! -s {tmp_path}/pid ]; do sleep 0.05; done; "
+    started = agent(tmp_path / "run", script + ("exit 3" if how == "command ends" else "sleep 600"))
+    try:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip() != "")
+        orphan = int((tmp_path / "pid").read_text())
+        if how == "input ends":
+            assert orphan in process.descendants(started.pid)
+            assert started.stdin is not None
+            started.stdin.close()
+        code = started.wait(timeout=60)
+    finally:
+        started.kill()
+        started.wait()
+    assert code == (3 if how == "command ends" else 1)
+    assert not process.alive(orphan)
+    report = json.loads((tmp_path / "run/agents/node0.json").read_text())
+    assert report == {"code": 3 if how == "command ends" else None, "vanished": []}
+    assert (tmp_path / "run/spec.yaml").read_text() == "a: 1\n"
+
+
+def test_unpacking_writes_nowhere_else(tmp_path: Path) -> None:
+    import io
+    import tarfile
+
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        for name in ("run/logs/rank0.log", "results/records/x.json", "../evil", "run/../../evil", "other/evil"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"x"))
+    connection.unpack(tmp_path / "t.tar", {"run": tmp_path / "a/run", "results": tmp_path / "a/results"})
+    files = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert files == ["a/results/records/x.json", "a/run/logs/rank0.log", "t.tar"]

@@ -1,0 +1,226 @@
+"""Birder against its one-process reference, bit for bit, and the properties that its law promises."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import Birder, attach
+from tests.helpers import reference, toy
+from tests.helpers.ranks import run_ranks
+
+STEPS = 50
+
+
+@functools.cache
+def plain_run(world: int = 2) -> list[dict]:
+    """Flat training with default options, for all tests that look at its outcome."""
+    return run_ranks(hook_run, world, {"lr": 0.01}, {})
+
+
+def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
+    """Trains through DDP; small buckets, so that DDP has several and rebuilds them in another order."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = Birder(model.parameters(), **options)
+    attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+    m, b = (torch.cat([u.state[k] for u in optimizer.units]) for k in ("m", "b"))
+    return {
+        "x": toy.flat(model).numpy(),
+        "bounded": bool((m.abs() <= b).all()),
+        "units": len(optimizer.units),
+        "state": optimizer.state_bytes(),
+        "collectives": attachment.counter.collectives / STEPS,
+    }
+
+
+def oracle_run(workers: int, per_worker: int, options: dict) -> torch.Tensor:
+    """The same training in this process; a worker's gradient is the mean over its `per_worker` ranks."""
+    torch.set_num_threads(1)
+    model = toy.make()
+    oracle = reference.Birder(list(model.parameters()), workers, **options)
+    for step in range(1, STEPS + 1):
+        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
+        grads = []
+        for w in range(workers):
+            mean = local[w * per_worker]
+            for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
+                mean = [a + b for a, b in zip(mean, other, strict=True)]
+            grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
+        oracle.step(grads)
+    return toy.flat(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_flat_hook_equals_the_reference_bit_for_bit(world):
+    options = {"lr": 0.01, "weight_decay": 0.1, "seed": 2**40 + 7}
+    results = run_ranks(hook_run, world, options, {})
+    expected = oracle_run(world, 1, options).numpy()
+    assert results[0]["units"] > 1
+    for r in results:
+        assert (r["x"] == expected).all()
+        assert r["bounded"]
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2), (3, 1), (2, 4), (1, 3)])
+def test_hierarchical_hook_equals_the_reference_with_nodes_as_workers(nodes, local):
+    options = {"lr": 0.01}
+    results = run_ranks(hook_run, nodes * local, options, {"hierarchical": True}, ranks_per_node=local)
+    expected = oracle_run(nodes, local, options).numpy()
+    for r in results:
+        assert (r["x"] == expected).all()
+        assert r["bounded"]
+
+
+def test_hierarchical_state_shrinks_by_the_ranks_per_node():
+    flat = plain_run()[0]["state"]
+    halved = run_ranks(hook_run, 2, {"lr": 0.01}, {"hierarchical": True}, ranks_per_node=2)[0]["state"]
+    # m and b of half the elements each; the map of coordinates seen (1 byte each) stays whole, padding differs.
+    assert 0.45 * flat < halved < 0.65 * flat
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decoupled": False, "weight_decay": 0.3}, {"hold": True}, {"beta": 0.5}],
+    ids=["coupled", "hold", "beta"],
+)
+def test_options_equal_the_reference(options):
+    real = {**options, "lr": 0.01}
+    if real.pop("hold", False):
+        real["idle"] = "hold"
+    results = run_ranks(hook_run, 2, real, {})
+    assert (results[1]["x"] == oracle_run(2, 1, {**options, "lr": 0.01}).numpy()).all()
+
+
+def test_communicating_inside_step_changes_nothing():
+    beside = plain_run()[0]["x"]
+    inside = run_ranks(hook_run, 2, {"lr": 0.01}, {"overlap": False})[0]["x"]
+    assert (beside == inside).all()
+
+
+def test_u_on_every_rank_is_an_option_of_hierarchical_communication():
+    how = {"hierarchical": True}
+    results = run_ranks(hook_run, 4, {"lr": 0.01, "intra": "u"}, how, ranks_per_node=2)
+    assert all((r["x"] == results[0]["x"]).all() for r in results)
+    assert (results[0]["x"] != plain_run()[0]["x"]).any()
+    assert results[0]["state"] > 0.9 * plain_run()[0]["state"]
+
+
+def test_number_of_collectives_is_two_for_each_unit_and_at_most_two_for_the_map():
+    result = plain_run()[0]
+    # The map of coordinates seen: one flag message in each step, and now and then the coordinates themselves.
+    assert 2 * result["units"] <= result["collectives"] <= 2 * result["units"] + 2
+
+
+def test_coordinates_without_gradient_do_not_move():
+    results = plain_run()
+    before = toy.make().embed.weight.detach()
+    x = toy.part(results[0]["x"], "embed.weight")
+    assert torch.equal(x[toy.USED :], before[toy.USED :])
+    assert (x[: toy.USED] != before[: toy.USED]).any(1).all()
+
+
+def test_a_coordinate_moves_from_the_step_of_its_first_gradient():
+    p = torch.nn.Parameter(torch.zeros(40))
+    optimizer = Birder([p], lr=1.0)
+    for step in range(1, 6):
+        p.grad = torch.zeros(40)
+        p.grad[step] = 1.0
+        optimizer.step()
+        assert p[step] == -1.0  # u = +1 exactly: the sign is certain
+        assert (p[step + 1 :] == 0).all()
+        assert p[0] == 0
+
+
+def test_alone_the_first_step_is_the_sign_of_the_gradient():
+    p = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = Birder([p], lr=0.5, beta=0.9)
+    p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    assert torch.equal(p.detach(), -0.5 * p.grad.sign())
+
+
+def test_scaling_all_gradients_by_a_power_of_two_changes_nothing():
+    ends = []
+    for scale in (1.0, 2.0**-20):
+        p = torch.nn.Parameter(torch.zeros(500))
+        optimizer = Birder([p], lr=0.1)
+        gen = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            p.grad = torch.randn(500, generator=gen) * scale
+            optimizer.step()
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_idle_coordinates_drift_under_decay_and_stop_under_hold():
+    moved = {}
+    for idle in ("decay", "hold"):
+        p = torch.nn.Parameter(torch.zeros(4096))
+        optimizer = Birder([p], lr=1.0, idle=idle)
+        p.grad = torch.ones(4096)
+        for _ in range(400):
+            optimizer.step()
+            p.grad = torch.zeros(4096)
+        moved[idle] = -float(p.detach().mean())
+    # decay keeps u = 1: 400 steps of lr. hold: u = beta^k, whose sum is 1/(1-beta) = 20, plus a random walk whose
+    # mean over 4096 coordinates has a spread of sqrt(400/4096) = 0.3; 5 sigmas.
+    assert moved["decay"] == 400.0
+    assert abs(moved["hold"] - 20.0) < 1.6
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"beta": 1.0}, "beta"),
+        ({"beta": -0.1}, "beta"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"eps": -1e-8}, "eps"),
+        ({"idle": "x"}, "idle"),
+        ({"intra": "x"}, "intra"),
+        ({"seed": -1}, "seed"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"wire": "fp8"}, "wire"),
+    ],
+)
+def test_arguments_out_of_range_are_named(options, word):
+    with pytest.raises(ValueError, match=rf"^{word} must be .*, got"):
+        Birder([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def early(rank: int, world: int) -> list[int]:
+    """How many units were still waiting for gradients at each submission to the pipeline, over three steps."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = Birder(model.parameters(), lr=0.01)
+    attach(ddp, optimizer, unit_mb=0.0008)
+    submit, open_units = optimizer.pipeline.submit, []
+
+    def watched(*task) -> None:
+        open_units.append(sum(bool(u.waiting) for u in optimizer.units))
+        submit(*task)
+
+    optimizer.pipeline.submit = watched
+    seen = []
+    for step in range(1, 4):
+        open_units.clear()
+        toy.loss(ddp, rank, step).backward()
+        seen.append(list(open_units))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_communication_starts_during_backward_in_every_step():
+    for open_units in run_ranks(early, 2)[0]:
+        # One submission for each unit before backward returned, the first while the others had no gradient yet.
+        assert open_units == list(range(len(open_units) - 1, -1, -1))
+        assert len(open_units) > 1

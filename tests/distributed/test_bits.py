@@ -1,0 +1,72 @@
+"""Bits that mean nothing beside the bound: what a world measures for its prediction changes nothing in the world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder.comm import Topology
+from experiments.records import record
+from launch.spec import RunSpec
+from tests.distributed import test_turns
+from tests.helpers.ranks import run_ranks
+
+METHODS = (["optimizer=sgdm", "comm.enabled=false"], ["optimizer=sgdm"], ["optimizer=birder"])
+
+
+def _train(rank: int, world: int, spec: RunSpec) -> tuple[dict[str, list[float]], list[bool]]:
+    """Losses of each method, with a profile; and whether the bound's parameters were left alone."""
+    from experiments.timing import turns
+
+    alone: list[bool] = []
+
+    def always(self: Any) -> dict[str, Any]:
+        self.bound.own.enter()
+        before = [p.detach().clone() for p in self.ddp.module.parameters()]
+        self.bound.own.leave()
+        found = self._profiled()
+        self.bound.own.enter()
+        alone.extend(torch.equal(p, b) for p, b in zip(self.ddp.module.parameters(), before, strict=True))
+        self.bound.own.leave()
+        return found
+
+    turns._World._profile = always  # type: ignore[method-assign]
+    return test_turns._train(rank, world, spec, False, 0.8), alone
+
+
+def test_a_profile_is_the_same_on_all_ranks_and_changes_no_training(tmp_path: Path) -> None:
+    spec = test_turns.described(tmp_path, *METHODS)
+    plain, _ = test_turns.in_turns(spec)
+    found = run_ranks(_train, 2, spec, grouped=False, ranks_per_node=1)
+    assert [losses for losses, _ in found] == plain
+    assert all(all(alone) and alone for _, alone in found)
+    (profile,) = {repr(r.turns["profile"]) for r in record.read_all(spec.config["results_dir"])}
+    assert "bits_ms" in profile
+
+
+def _send(rank: int, size: int) -> tuple[int, list[float]]:
+    from experiments.timing.bits import Bits
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 96, bias=False)
+    before = model.weight.detach().clone()
+    ddp = DistributedDataParallel(model)
+    optimizer = Bits(model.parameters(), {"lr": 0.0, "weight_decay": 0.0})
+    attachment = birder.attach(ddp, optimizer, topology=Topology(size, 1))
+    for _ in range(3):  # DDP rebuilds its buckets after the first
+        attachment.counter.reset()
+        ddp(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    return attachment.counter.inter, (model.weight - before).flatten().tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bits_are_those_of_two_phases_and_train_nothing(ranks: int) -> None:
+    for sent, moved in run_ranks(_send, ranks):
+        assert sent == 2 * (ranks - 1) * (64 * 96 // 8 // ranks)
+        assert not any(moved)

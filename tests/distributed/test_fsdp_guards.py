@@ -1,0 +1,176 @@
+"""What would train wrongly over shards is refused in one line; and the example runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import attach
+from birder.fsdp import _check_parameters
+from tests.helpers import ROOT, toy
+from tests.helpers.hsdp import hsdp, make_mesh, shard, train
+from tests.helpers.ranks import run_ranks
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (AssertionError, RuntimeError, TypeError, ValueError) as e:
+        return str(e)
+    return ""
+
+
+def try_attach(model: nn.Module, method: str = "Birder", **how: Any) -> str:
+    optimizer = getattr(birder, method)(model.parameters(), lr=0.01)
+    return said(lambda: attach(model, optimizer, **how))
+
+
+def before_training(rank: int, world: int) -> dict[str, str]:
+    mesh = make_mesh(2, 1)
+    two = toy.make()
+    fully_shard(two, mesh=mesh)
+    other = fully_shard(toy.make(), mesh=mesh["replicate"])
+    late = toy.make()
+    optimizer = birder.Birder(late.parameters(), lr=0.01)
+    shard(late, mesh)
+    alone = birder.Birder(shard(toy.make(), mesh).parameters(), lr=0.01)
+    odd = shard(toy.make(), mesh)
+    columns = fully_shard(toy.make(), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    mixed = toy.make()
+    fully_shard(mixed.first, mesh=mesh["replicate"])
+    fully_shard(mixed, mesh=mesh["shard"])
+    away = shard(toy.make(), mesh)
+    return {
+        "columns": try_attach(columns, mesh=mesh),
+        "meshes": try_attach(mixed, mesh=mesh),
+        "offload": said(lambda: _check_parameters(away, birder.Birder(away.parameters()), OfAGpu(mesh))),  # type: ignore[arg-type]
+        "2-D": try_attach(two, mesh=mesh),
+        "part": try_attach(fully_shard_only(toy.make(), mesh), mesh=mesh),
+        "other": try_attach(other, mesh=mesh),
+        "late": said(lambda: attach(late, optimizer, mesh=mesh)),
+        "1-D": try_attach(shard(toy.make(), mesh), mesh=mesh["shard"]),
+        "no mesh": try_attach(shard(toy.make(), mesh)),
+        "ddp": try_attach(DistributedDataParallel(toy.make()), mesh=mesh),
+        "hierarchical": try_attach(shard(toy.make(), mesh), mesh=mesh, hierarchical=True),
+        "method": try_attach(shard(toy.make(), mesh), "EFSGD", mesh=mesh),
+        "bind": said(alone.bind),
+        "step": said(alone.step),
+        "ranks": said(lambda: attach(odd, birder.Birder(odd.parameters(), lr=0.01 + rank), mesh=mesh)),
+    }
+
+
+class OfAGpu:
+    """The mesh, as if its ranks had GPUs: parameters on the CPU are then those that CPUOffloadPolicy keeps there."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.device_type = mesh, "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mesh, name)
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        return self.mesh[name]
+
+
+def fully_shard_only(model: nn.Module, mesh: Any) -> nn.Module:
+    """Sharded, but for one parameter that FSDP is told to ignore."""
+    return fully_shard(model, mesh=mesh["shard"], ignored_params={model.scale})  # type: ignore[arg-type]
+
+
+WORDS = {
+    "columns": "leave out shard_placement_fn",
+    "meshes": 'is sharded over ranks [0, 1], mesh["shard"] has',
+    "offload": "is on cpu, the mesh on cuda: leave out CPUOffloadPolicy",
+    "2-D": 'use fully_shard(module, mesh=mesh["shard"]), and give the 2-D mesh to attach alone',
+    "part": "scale is not sharded",
+    "other": 'is sharded over ranks [0, 1], mesh["shard"] has',
+    "late": "build it from model.parameters() after fully_shard",
+    "1-D": "mesh must be replicas x shards",
+    "no mesh": "needs mesh=",
+    "ddp": "needs a model that fully_shard made, got DistributedDataParallel",
+    "hierarchical": "leave out hierarchical",
+    "method": "EFSGD works on whole parameters",
+    "bind": "birder.attach(model, optimizer, mesh=mesh)",
+    "step": "the optimizer is not attached",
+    "ranks": "differ from rank 0",
+}
+
+
+def test_what_cannot_work_is_refused_before_the_first_step() -> None:
+    for result in run_ranks(before_training, 2, ranks_per_node=1):
+        assert {key: result[key] for key, words in WORDS.items() if words not in result[key]} == {}
+        assert not any("\n" in line for line in result.values())
+
+
+def while_training(rank: int, world: int) -> dict[str, str]:
+    mesh, out = make_mesh(2, 1), {}
+    model, _, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
+    toy.loss(model, rank, 1).backward()
+    out["twice"] = said(toy.loss(model, rank, 2).backward)
+
+    model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
+    train(model, optimizer, toy.loss, rank, range(1, 3))
+    toy.loss(model, rank, 3).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    out["clipped"] = said(optimizer.step)
+
+    model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01}, overlap=False)
+    toy.loss(model, rank, 1).backward()
+    optimizer.found_inf = torch.zeros(1)  # type: ignore[attr-defined]  # as a GradScaler hands it over
+    assert optimizer._step_supports_amp_scaling
+    out["scaler"] = said(optimizer.step)
+
+    out["symmetric"] = said(model.set_symm_mem_for_comm)  # type: ignore[operator]
+    model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out["compiled autograd"] = said(toy.loss(model, rank, 1).backward)
+
+    model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
+    train(model, optimizer, toy.loss, rank, range(1, 2))
+    kept: list[Any] = [None, None]
+    torch.distributed.all_gather_object(kept, optimizer.state_dict())
+    optimizer.load_state_dict(kept[rank])
+    out["state"] = said(lambda: optimizer.load_state_dict(kept[1 - rank]))
+    return out
+
+
+def test_what_goes_wrong_in_training_is_refused() -> None:
+    for result in run_ranks(while_training, 2, ranks_per_node=1):
+        assert "set_requires_gradient_sync(False)" in result["twice"]
+        assert "max_grad_norm" in result["clipped"]
+        assert "MixedPrecisionPolicy" in result["scaler"]
+        assert "cannot call set_symm_mem()" in result["symmetric"]  # torch's own: the collectives are this project's
+        assert "compile forward only" in result["compiled autograd"]
+        assert "saved by rank" in result["state"]
+
+
+def test_the_example_runs_on_two_replicas_of_two_shards() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "examples/fsdp.py",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < 0.6 * losses[0], done.stdout
+    sums = set(re.findall(r"sum of all parameters (-?\d+\.\d{12})", done.stdout))
+    assert len(sums) == 1
+    assert done.stdout.count("sum of all parameters") == 4

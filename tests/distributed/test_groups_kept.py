@@ -1,0 +1,142 @@
+"""Process groups that closed attachments leave to the next: birder/comm/groups.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+
+import birder
+from birder.comm import groups
+from birder.comm.counter import ByteCounter
+from birder.comm.link import Link
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+
+
+def again(rank: int, world: int, times: int) -> dict[str, Any]:
+    """Trains a few steps under one attachment after the other, in one process."""
+    base = toy.make()
+    start = toy.flat(base).clone()
+    ends, groups, threads = [], set(), []
+    for number in range(times):
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(start.clone(), base.parameters())
+        ddp = DistributedDataParallel(base, gradient_as_bucket_view=True)
+        optimizer = birder.Birder(base.parameters(), lr=0.01) if number % 2 else birder.OneBitAdam(
+            base.parameters(), lr=0.01, warmup_steps=1
+        )  # fmt: skip
+        attachment = birder.attach(ddp, optimizer, hierarchical=world == 4)
+        for step in range(3):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+        attachment.close()
+        groups.add(optimizer.comm.all.group.group_name)  # type: ignore[attr-defined]
+        ends.append(toy.flat(base).numpy())
+        threads.append(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0)
+    return {"ends": ends, "groups": len(groups), "threads": threads}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_attachment_takes_the_group_of_the_one_before(world: int) -> None:
+    told = run_ranks(again, world, 6, ranks_per_node=2)
+    for mine in told:
+        assert mine["groups"] == 1
+        # The first has made the back end's; a group of its own would be three more each time. One may be about to end.
+        assert max(mine["threads"][1:]) - min(mine["threads"][1:]) < 3
+        for number, end in enumerate(mine["ends"]):
+            assert (end == mine["ends"][number % 2]).all()
+
+
+def apart(rank: int, world: int) -> list[int]:
+    """Rank 1 keeps its first attachment open: it has no group to give, and both have to make a new one."""
+    base = toy.make()
+    names = []
+    kept = []
+    for _ in range(3):
+        ddp = DistributedDataParallel(base, gradient_as_bucket_view=True)
+        optimizer = birder.Birder(base.parameters(), lr=0.01)
+        attachment = birder.attach(ddp, optimizer)
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, 1).backward()
+        optimizer.step()
+        names.append(str(optimizer.comm.all.group.group_name))  # type: ignore[attr-defined]
+        if rank == 1 and not kept:
+            kept.append((ddp, optimizer, attachment))
+        else:
+            attachment.close()
+    return [names.index(name) for name in names]
+
+
+def test_a_group_is_used_again_only_where_every_rank_has_it() -> None:
+    # The second is new; the third is the second again.
+    assert run_ranks(apart, 2) == [[0, 1, 1], [0, 1, 1]]
+
+
+def broken(rank: int, world: int) -> list[int]:
+    """An exchange fails on rank 0 before anything is sent."""
+    base = toy.make()
+    names = []
+    for number in range(3):
+        ddp = DistributedDataParallel(base, gradient_as_bucket_view=True)
+        optimizer = birder.Birder(base.parameters(), lr=0.01)
+        attachment = birder.attach(ddp, optimizer)
+        names.append(str(optimizer.comm.all.group.group_name))  # type: ignore[attr-defined]
+        if number == 0 and rank == 0:
+
+            def fail() -> None:
+                raise ValueError("no disk")
+
+            optimizer.pipeline.submit(fail)
+            with pytest.raises(ValueError, match="no disk"):
+                optimizer.pipeline.wait()
+        attachment.close()
+    return [names.index(name) for name in names]
+
+
+def test_no_group_is_used_again_in_which_something_failed() -> None:
+    assert run_ranks(broken, 2) == [[0, 1, 1], [0, 1, 1]]
+
+
+THREADS = 16
+
+
+def test_ranks_that_are_threads_of_one_process_keep_their_groups_apart() -> None:
+    kept = [0] * THREADS
+
+    @spawn_threads_and_init_comms(world_size=THREADS)
+    def ranks(self) -> None:
+        link = Link(dist.group.WORLD, birder.Topology(THREADS // 4, 4), ByteCounter())
+        node = [dist.get_rank() // 4 * 4 + i for i in range(4)]
+        mine = groups.borrow(link, torch.device("cpu"))
+        part = groups.part(mine, node)
+        for _ in range(20):
+            groups.give_back(mine)
+            same = groups.borrow(link, torch.device("cpu")) is mine
+            kept[dist.get_rank()] += same and groups.part(mine, node) is part
+
+    ranks(None)
+    assert kept == [20] * THREADS
+
+
+def test_a_world_that_has_ended_leaves_nothing() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = groups.borrow(Link(dist.group.WORLD, birder.Topology(1, 1), ByteCounter()), torch.device("cpu"))
+        groups.part(group, [0])
+        groups.give_back(group)
+        dist.destroy_process_group()
+        groups.give_back(group)  # too late: of a world that has ended
+        del group
+        gc.collect()
+        assert not groups._FREE
+        assert not groups._PARTS

@@ -1,0 +1,296 @@
+"""What would train wrongly without a word is refused: in one line that says what would be right."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import attach
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+
+METHODS: dict[str, dict[str, Any]] = {
+    "SGDM": {},
+    "AdamW": {},
+    "BertAdam": {},
+    "LAMB": {},
+    "OneBitAdam": {"warmup_steps": 2},
+    "OneBitLAMB": {"warmup_steps": 2},
+    "ZeroOneAdam": {"warmup_steps": 2, "local_doubling": 1},
+    "Birder": {},
+    "CSER": {"block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 2},
+    "EFSGD": {"block": 32, "ratio": 2},
+    "QSparseLocalSGD": {"block": 32, "ratio": 2, "sync_every": 3},
+    "SLAMB": {"sync_every": 3},
+    "SparseLoCo": {"sync_every": 3, "top_k": 4, "chunk": 32},
+}
+
+
+def make(name: str, model: nn.Module, **options: Any) -> birder.BucketOptimizer:
+    optimizer: birder.BucketOptimizer = getattr(birder, name)(model.parameters(), **(METHODS[name] | options))
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: birder.BucketOptimizer, steps: range, worker: int = 0) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        toy.loss(model, worker, step).backward()
+        optimizer.step()
+
+
+# ---- not attached ----------------------------------------------------------------------------------------------------
+
+
+def unattached(rank: int, world: int) -> list[str]:
+    model = toy.make()
+    ddp = DistributedDataParallel(model)
+    optimizer = make("Birder", model)
+    said = []
+    toy.loss(ddp, rank, 1).backward()
+    alone = toy.make()
+    control = make("Birder", alone)
+    control.bind()
+    toy.loss(alone, rank, 1).backward()
+    control.step()
+    for call in (optimizer.step, lambda: optimizer.load_state_dict(control.state_dict())):
+        try:
+            call()
+        except RuntimeError as e:
+            said.append(str(e))
+    attach(ddp, optimizer)  # neither call has bound it
+    return said
+
+
+def test_a_step_on_several_ranks_without_attach_is_refused() -> None:
+    for said in run_ranks(unattached, 2):
+        assert len(said) == 2
+        assert all("not attached" in s and "birder.attach" in s for s in said)
+
+
+# ---- clipping by others ------------------------------------------------------------------------------------------------
+
+
+def clipped_by_others(rank: int, world: int, name: str, how: dict[str, Any]) -> list[str]:
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=how.pop("view", False))
+    optimizer = make(name, model)
+    attach(ddp, optimizer, **how)
+    said = []
+    for step in range(1, 7):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        toy.loss(ddp, rank, step).backward()
+        if step in (3, 5):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        try:
+            optimizer.step()
+        except RuntimeError as e:
+            said.append(f"{step}: {e}")
+    return said
+
+
+@pytest.mark.parametrize("how", [{}, {"view": True}])
+def test_clipping_after_messages_were_taken_is_refused(how: dict[str, Any]) -> None:
+    for said in run_ranks(clipped_by_others, 2, "Birder", how):
+        assert [s[0] for s in said] == ["3", "5"]
+        assert all("max_grad_norm" in s and "overlap=False" in s for s in said)
+
+
+@pytest.mark.parametrize(("name", "how"), [("SGDM", {}), ("Birder", {"overlap": False})])
+def test_clipping_that_has_an_effect_is_not_refused(name: str, how: dict[str, Any]) -> None:
+    assert run_ranks(clipped_by_others, 2, name, how) == [[], []]
+
+
+def poisoned(rank: int, world: int, name: str, where: int | None) -> Any:
+    """Two steps with a limit that clips; in the first, one element of rank `where`'s gradient is not finite."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model)
+    optimizer = make(name, model, lr=0.01, max_grad_norm=0.5)
+    attach(ddp, optimizer)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        loss = toy.loss(ddp, rank, step) * 50
+        loss.backward()
+        if rank == where and step == 1:
+            assert model.first.bias.grad is not None
+            model.first.bias.grad[0] = math.inf
+        optimizer.step()
+    return toy.flat(model).numpy()
+
+
+@pytest.mark.parametrize("name", ["Birder", "CSER", "SLAMB", "ZeroOneAdam", "OneBitLAMB"])
+def test_an_element_that_is_not_finite_does_not_clip_everything_to_nothing(name: str) -> None:
+    """It counts as 0, in the norm as everywhere: all but the elements that it reaches move as without it."""
+    start = toy.flat(toy.make()).numpy()
+    clean, spoilt = run_ranks(poisoned, 2, name, None), run_ranks(poisoned, 2, name, 1)
+    for a, b in zip(clean, spoilt, strict=True):
+        assert ((a != start) == (b != start)).mean() > 0.98
+        assert (b != start).any()
+
+
+def test_a_norm_beyond_fp32_clips_to_the_limit() -> None:
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = birder.EFSGD([p], lr=1.0, momentum=0.0, ratio=1, max_grad_norm=1.0)
+    p.grad = torch.full((4,), 1e30)  # its squares are infinite in fp32
+    optimizer.step()
+    assert p.detach() == pytest.approx(-0.5)
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_state_dict_does_not_bind(name: str) -> None:
+    model = toy.make()
+    optimizer = make(name, model)
+    state = optimizer.state_dict()
+    assert state["units"] is None
+    optimizer.load_state_dict(state)
+    assert optimizer.units == []
+    optimizer.bind()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_as_the_original(name: str, how: str) -> None:
+    model = toy.make()
+    optimizer = make(name, model, lr=0.01)
+    train(model, optimizer, range(1, 5))
+    # Model and optimizer together, so that the copy holds the copied parameters.
+    pair = (model, optimizer)
+    other, copied = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert copied.state_dict()["steps"] == 4
+    for m, o in ((model, optimizer), (other, copied)):
+        train(m, o, range(5, 9))
+    assert torch.equal(toy.flat(model), toy.flat(other))
+
+
+def test_what_is_no_state_and_what_is_another_methods_is_refused() -> None:
+    ours = make("CSER", toy.make())
+    ours.bind()
+    theirs = make("EFSGD", toy.make())
+    theirs.bind()
+    with pytest.raises(ValueError, match="this is no state of CSER: it has no steps, signature, units, param_groups"):
+        ours.load_state_dict({})
+    with pytest.raises(ValueError, match="holds what EFSGD keeps, this optimizer is CSER"):
+        ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="this is no state"):
+        ours.load_state_dict(torch.optim.SGD(toy.make().parameters(), 0.1).state_dict())
+
+
+def state_of_another(rank: int, world: int, name: str) -> str:
+    model = toy.make()
+    ddp = DistributedDataParallel(model)
+    optimizer = make(name, model, lr=0.01)
+    attach(ddp, optimizer)
+    train(ddp, optimizer, range(1, 4), rank)
+    everyone: list[Any] = [None] * world
+    torch.distributed.all_gather_object(everyone, optimizer.state_dict())
+    try:
+        optimizer.load_state_dict(everyone[0])
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    first, second = run_ranks(state_of_another, 2, "Birder")
+    assert first == ""
+    assert "saved by rank 0, this is rank 1" in second
+    assert "on every rank" in second
+    assert run_ranks(state_of_another, 2, "SGDM") == ["", ""]  # the same on all ranks
+
+
+def loaded_too_early(rank: int, world: int, early: bool) -> str:
+    model = toy.make()
+    ddp = DistributedDataParallel(model)
+    optimizer = make("ZeroOneAdam", model, lr=0.01, local_limit=4)
+    attach(ddp, optimizer)
+    step = 1
+    while step < 5 or optimizer.synced(step - 1):  # type: ignore[attr-defined]
+        train(ddp, optimizer, range(step, step + 1), rank)
+        step += 1
+    parameters, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = toy.make()
+    if early:
+        again.load_state_dict(parameters)
+    ddp = DistributedDataParallel(again)
+    optimizer = make("ZeroOneAdam", again, lr=0.01, local_limit=4)
+    attach(ddp, optimizer)
+    optimizer.load_state_dict(state)
+    if not early:
+        again.load_state_dict(parameters)  # after the state: the order does not matter
+    optimizer.zero_grad()
+    toy.loss(ddp, rank, step).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def test_parameters_loaded_before_ddp_gave_all_ranks_those_of_rank_0_are_noticed() -> None:
+    assert run_ranks(loaded_too_early, 2, False) == ["", ""]
+    first, second = run_ranks(loaded_too_early, 2, True)
+    assert first == ""
+    assert "after DistributedDataParallel has been built" in second
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("value", [math.inf, math.nan, True, "0.1", 1e300, -1.0, None])
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_no_method_takes_nonsense_for_a_number(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{option} must be at least 0"):
+        make(name, toy.make(), **{option: value})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_takes_nonsense_for_the_common_options(name: str) -> None:
+    for option, value in {"max_grad_norm": math.inf, "seed": True, "wire": "fp64"}.items():
+        with pytest.raises(ValueError, match=f"^{option} must be"):
+            make(name, toy.make(), **{option: value})
+
+
+@pytest.mark.parametrize(("name", "option", "value"), [
+    ("AdamW", "eps", math.inf),
+    ("AdamW", "betas", (True, 0.9)),
+    ("AdamW", "betas", (0.9,)),
+    ("BertAdam", "tensor_clip", math.nan),
+    ("SGDM", "nesterov", "yes"),
+    ("SGDM", "momentum", False),
+    ("CSER", "nesterov", 1),
+    ("Birder", "beta", False),
+    ("Birder", "eps", math.inf),
+    ("Birder", "decoupled", "no"),
+    ("LAMB", "eps", math.inf),
+])  # fmt: skip
+def test_nonsense_for_an_option_of_its_own(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{option} must be"):
+        make(name, toy.make(), **{option: value})
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_parameters_are_float32(name: str, dtype: torch.dtype) -> None:
+    """bf16 parameters hardly move at usual rates, of complex ones the real part alone would be trained."""
+    with pytest.raises(ValueError, match=r"^parameters must be float32, got"):
+        make(name, nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=dtype))]))
+
+
+@pytest.mark.parametrize("name", ["Birder", "OneBitAdam", "SGDM"])
+def test_sparse_gradients_are_refused(name: str) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = make(name, model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients must be dense"):
+        optimizer.step()

@@ -1,0 +1,293 @@
+"""Accelerate, the Hugging Face Trainer and Lightning, the real ones, on 2 ranks: the examples' own code is what runs.
+
+A framework's cases run one after the other in one pair of processes, which is where the time goes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder.wrappers import unwrap_optimizer
+from tests.helpers import ROOT, toy
+from tests.helpers.ranks import run_ranks
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Birder": (birder.Birder, {}),
+    "OneBitAdam": (birder.OneBitAdam, {"warmup_steps": 3}),  # interrupted in its compressed stage
+    "CSER": (birder.CSER, {"lr": 0.05, "block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 3}),
+    "AdamW": (birder.AdamW, {}),  # dense: the framework's own way to keep state
+}
+LOCAL = {"CSER"}
+"""Methods whose models differ between ranks."""
+ROUNDING = 1e-5
+"""Means of numbers of size 1, added in fp32 in another order."""
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def check_resumed(results: list[dict[str, Any]], method: str) -> None:
+    """Interrupted and resumed equals uninterrupted, on every rank; and something was trained, by both in common."""
+    for mine in results:
+        straight, resumed = mine[method], mine[f"{method} resumed"]
+        assert np.array_equal(straight, resumed)
+        assert not np.array_equal(straight, mine["start"])
+    same = np.array_equal(results[0][method], results[1][method])
+    assert same == (method not in LOCAL)
+
+
+# ---- Accelerate --------------------------------------------------------------------------------------------------------
+
+
+def in_accelerate(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    from accelerate.state import AcceleratorState
+
+    loop = example("accelerate_loop")
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+
+    def run(name: str, where: str, epochs: int, **options: Any) -> Any:
+        AcceleratorState._reset_state(True)
+        method, arguments = METHODS[name]
+        return loop.train(folder / where, epochs, method, arguments, **options)
+
+    for name in METHODS:
+        found[name] = toy.flat(run(name, f"{name} a", 2)[0]).numpy()
+        found[f"{name} half"] = toy.flat(run(name, f"{name} b", 1)[0]).numpy()
+        found[f"{name} resumed"] = toy.flat(run(name, f"{name} b", 2)[0]).numpy()
+    net, accelerator = run("Birder", "clipping", 0)
+    found["start"] = toy.flat(net).numpy()
+    loss = net(torch.ones(2, 2)).sum()
+    accelerator.backward(loss)
+    found["clip"] = said(lambda: accelerator.clip_grad_norm_(net.parameters(), 1.0))
+    found["clip value"] = said(lambda: accelerator.clip_grad_value_(net.parameters(), 1.0))
+    found["norm"] = float(accelerator.clip_grad_norm_(net.parameters(), float("inf")))
+    found["true norm"] = float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]))
+    found["bf16"] = toy.flat(run("OneBitAdam", "bf16", 1, mixed_precision="bf16")[0]).numpy()
+    found["compiled"] = toy.flat(run("Birder", "compiled", 1, dynamo_backend="aot_eager")[0]).numpy()
+    found["one rank's"] = said(lambda: accelerator._optimizers[0].load_state_dict({"state": {}, "param_groups": []}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def accelerated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    return run_ranks(in_accelerate, 2, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_accelerate_resumes_bit_for_bit(accelerated: list[dict[str, Any]], method: str) -> None:
+    """With two micro-batches a step, and dropout."""
+    check_resumed(accelerated, method)
+
+
+def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: list[dict[str, Any]]) -> None:
+    for mine in accelerated:
+        assert mine["clip"].startswith("RuntimeError: clipping by the framework has no effect")
+        assert "max_grad_norm=1.0" in mine["clip"]
+        assert mine["clip value"].startswith("RuntimeError: clipping by the framework has no effect")
+        assert mine["norm"] == mine["true norm"] > 0
+
+
+def test_accelerate_refuses_the_state_of_one_rank(accelerated: list[dict[str, Any]]) -> None:
+    for mine in accelerated:
+        assert mine["one rank's"].startswith("ValueError: the state of Birder differs from rank to rank")
+
+
+def test_accelerate_trains_in_bf16_autocast(accelerated: list[dict[str, Any]]) -> None:
+    first, second = accelerated
+    assert np.array_equal(first["bf16"], second["bf16"])
+    assert not np.array_equal(first["bf16"], first["OneBitAdam half"])
+
+
+def test_accelerate_compiled_equals_eager(accelerated: list[dict[str, Any]]) -> None:
+    for mine in accelerated:
+        assert np.array_equal(mine["compiled"], mine["Birder half"])
+
+
+# ---- the Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def in_trainer(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    from transformers import BertForSequenceClassification
+
+    hf = example("transformers_trainer")
+    steps = 8
+    found: dict[str, Any] = {}
+    for name, method in METHODS.items():
+        options = {"accumulate": 2} if name == "Birder" else {}
+
+        def make(where: str, stop: int | None = None, method: Any = method, n: str = name, o: Any = options) -> Any:
+            more = {"gradient_accumulation_steps": o.get("accumulate", 1), "bf16": n == "OneBitAdam"}
+            return hf.trainer(folder / f"{n} {where}", steps, stop, (method[0], {"lr": 1e-3} | method[1]), **more)
+
+        straight = make("a")
+        found["start"] = toy.flat(straight.model).numpy()
+        straight.train()
+        found[name] = toy.flat(straight.model).numpy()
+        found[f"{name} loss"] = straight.evaluate()["eval_loss"]
+        make("b", steps // 2).train()
+        resumed = make("b")
+        resumed.train(resume_from_checkpoint=True)
+        found[f"{name} resumed"] = toy.flat(resumed.model).numpy()
+        saved = BertForSequenceClassification.from_pretrained(folder / f"{name} a/checkpoint-{steps}").eval()
+        found[f"{name} saved"] = toy.flat(saved).numpy()
+        rows = hf.sentences()[:32]
+        with torch.no_grad():
+            inputs = {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels")}
+            found[f"{name} loss of the saved"] = float(saved(**inputs).loss)
+        found[f"{name} norms"] = [entry["grad_norm"] for entry in straight.state.log_history if "grad_norm" in entry]
+    clipping = hf.trainer(folder / "clipping", 2, max_grad_norm=1.0)
+    found["clip"] = said(clipping.train)
+    found["steps"] = unwrap_optimizer(clipping.optimizer).steps
+    other = hf.trainer(folder / "other", 2, method=(torch.optim.SGD, {"lr": 0.1}))
+    found["other"] = said(other.train)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    return run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trainer_resumes_bit_for_bit(trained: list[dict[str, Any]], method: str) -> None:
+    """With dropout and a schedule; Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
+    check_resumed(trained, method)
+
+
+def test_the_trainer_refuses_its_own_clipping_before_the_first_step(trained: list[dict[str, Any]]) -> None:
+    for mine in trained:
+        assert mine["clip"].startswith("ValueError: TrainingArguments(max_grad_norm=1.0): clipping by the framework")
+        assert mine["steps"] == 0
+
+
+def test_the_trainer_refuses_other_optimizers(trained: list[dict[str, Any]]) -> None:
+    assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
+
+
+def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained: list[dict[str, Any]]) -> None:
+    first, second = trained
+    assert np.array_equal(first["CSER saved"], second["CSER saved"])
+    mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
+    assert np.abs(first["CSER saved"] - mean).max() < ROUNDING
+    for mine in trained:
+        assert mine["CSER loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
+    assert np.array_equal(first["Birder saved"], first["Birder"])
+
+
+def test_the_trainer_logs_a_norm_without_clipping(trained: list[dict[str, Any]]) -> None:
+    assert all(norm > 0 for mine in trained for norm in mine["Birder norms"])
+    assert trained[0]["Birder norms"]
+
+
+# ---- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+def in_lightning(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    lightning = example("lightning_callback")
+    found: dict[str, Any] = {}
+
+    def run(name: str, where: str, epochs: int, **options: Any) -> tuple[Any, Any]:
+        # Lightning forgets the world when it has finished.
+        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        torch.manual_seed(0)
+        module = lightning.Circle(*METHODS.get(name, (torch.optim.SGD, {})))
+        found["start"] = toy.flat(module).numpy()
+        trainer = lightning.fit(folder / where, epochs, module, **options)
+        return toy.flat(module).numpy(), trainer
+
+    for name in METHODS:
+        more = {"accumulate_grad_batches": 2} if name == "Birder" else {}
+        more |= {"precision": "bf16-mixed"} if name == "OneBitAdam" else {}
+        found[name], trainer = run(name, f"{name} a", 2, **more)
+        found[f"{name} loss"] = float(trainer.callback_metrics["loss"])
+        run(name, f"{name} b", 1, **more)
+        found[f"{name} resumed"], _ = run(name, f"{name} b", 2, **more)
+        torch.distributed.barrier()
+        saved = torch.load(folder / f"{name} a/last.ckpt", weights_only=True)
+        mean = lightning.Circle(*METHODS[name])
+        mean.load_state_dict(saved["state_dict"])
+        found[f"{name} saved"] = toy.flat(mean).numpy()
+        with torch.no_grad():
+            x, y = lightning.circle(1).tensors
+            found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
+    found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
+    found["other"] = said(lambda: run("other", "other", 1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def lit(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("lightning")
+    return run_ranks(in_lightning, 2, tmp_path_factory.mktemp("lightning"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lightning_resumes_bit_for_bit(lit: list[dict[str, Any]], method: str) -> None:
+    """Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
+    check_resumed(lit, method)
+
+
+def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: list[dict[str, Any]]) -> None:
+    first, second = lit
+    mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
+    assert np.abs(first["CSER saved"] - mean).max() < ROUNDING
+    for mine in lit:
+        assert mine["CSER loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
+    assert np.array_equal(first["Birder saved"], first["Birder"])
+
+
+def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: list[dict[str, Any]]) -> None:
+    for mine in lit:
+        assert mine["clip"].startswith("ValueError: Trainer(gradient_clip_val=1.0): clipping by the framework")
+        assert "one optimizer of the birder package" in mine["other"]
+
+
+# ---- on one process ------------------------------------------------------------------------------------------------------
+
+
+def test_wrapped_models_and_optimizers_are_unwrapped() -> None:
+    run_ranks(unwrapped, 1)
+
+
+def unwrapped(rank: int, world: int) -> None:
+    model = toy.make()
+    optimizer = birder.Birder(model.parameters())
+
+    class Wrapper(torch.optim.SGD):  # as Lightning's, which claims the wrapped class
+        def __init__(self, inner: Any) -> None:
+            self.optimizer = inner
+
+    attachment = birder.attach(torch.compile(DistributedDataParallel(model)), Wrapper(optimizer))  # type: ignore[arg-type]
+    assert attachment.optimizer is optimizer
+    with pytest.raises(TypeError, match="got Linear"):
+        birder.attach(torch.compile(nn.Linear(2, 2)), birder.Birder(nn.Linear(2, 2).parameters()))  # type: ignore[arg-type]

@@ -1,0 +1,121 @@
+"""Birder's one-phase form: the law of two phases from half the bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import Birder, attach, kernels
+from experiments.records import labels
+from tests.distributed.test_birder import STEPS, oracle_run
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+
+FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
+SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
+
+
+def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
+    """As in tests/distributed/test_birder.py: several units, several buckets, and a rebuild of the buckets."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = Birder(model.parameters(), lr=0.01, **options)
+    attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
+    for step in range(1, STEPS + 1):
+        if step == STEPS // 2:  # the map of seen coordinates has settled: from here on bytes are those of the bits
+            attachment.counter.reset()
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+    shards = optimizer.comm.shards
+    return {
+        "x": toy.flat(model).numpy(),
+        "parts": [(u.start, u.start + u.numel, u.padded // shards) for u in optimizer.units],
+        "bytes": (attachment.counter.intra + attachment.counter.inter) / (STEPS - STEPS // 2 + 1),
+        "padded": sum(u.padded for u in optimizer.units),
+        "collectives": attachment.counter.collectives / (STEPS - STEPS // 2 + 1),
+        "units": len(optimizer.units),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
+    results = run_ranks(hook_run, world, {"reduce": "one_phase"}, {})
+    expected = oracle_run(world, 1, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
+    assert results[0]["units"] > 1
+    assert all((r["x"] == expected).all() for r in results)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2), (1, 3)])
+def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
+    how = {"hierarchical": True}
+    results = run_ranks(hook_run, nodes * local, {"reduce": "one_phase"}, how, ranks_per_node=local)
+    expected = oracle_run(nodes, local, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
+    assert all((r["x"] == expected).all() for r in results)
+
+
+def test_half_the_bytes_and_half_the_collectives() -> None:
+    world = 4
+    one = run_ranks(hook_run, world, {"reduce": "one_phase"}, {})
+    two = run_ranks(hook_run, world, {}, {})
+    assert len({r["bytes"] for r in one}) == 1  # every worker sends equally much
+    for results, phases in ((one, 1), (two, 2)):
+        flags = results[0]["bytes"] - phases * (world - 1) * results[0]["padded"] / 8 / world
+        assert 0 <= flags < 16  # what the map of seen coordinates sends; the bits themselves are exact
+    assert one[0]["collectives"] <= one[0]["units"] + 1 < two[0]["collectives"]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_every_worker_is_drawn_equally_often_for_every_word(n: int) -> None:
+    """Frequency of +1 in each coordinate is k/n, whichever k workers say +1."""
+    steps, groups = 3000, 4
+    words = n * groups
+    marked = torch.arange(n) % 3 == 0  # the workers that say +1 everywhere
+    rows = (marked.unsqueeze(1) * 255).to(torch.uint8).expand(n, 4 * words).contiguous()
+    plus = torch.zeros(32 * words)
+    for step in range(steps):
+        draw = {"seed": 11, "step": step, "start": 32 * 7}
+        sent = torch.stack([kernels.owned(rows[i], n=n, worker=i, **draw) for i in range(n)])
+        assert sent.shape == (n, 4 * groups)
+        plus += kernels.unpack(kernels.assemble(sent, **draw))
+    share = marked.float().mean().item()
+    spread = (share * (1 - share) / steps) ** 0.5
+    # All 32 bits of a word move together: n * groups independent frequencies are looked at.
+    assert ((plus / steps - share).abs() < (SIGMAS + 1) * spread).all()
+
+
+def test_what_is_sent_is_what_is_assembled() -> None:
+    """With all workers alike the result is their common message, whoever was drawn."""
+    bits = torch.randint(0, 256, (4 * 3 * 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    draw = {"seed": 2**63 + 5, "step": 9, "start": 2**33}
+    sent = torch.stack([kernels.owned(bits, n=3, worker=i, **draw) for i in range(3)])
+    assert torch.equal(kernels.assemble(sent, **draw), bits)
+
+
+def test_both_forms_have_the_same_law() -> None:
+    """Two samples of +1 frequencies over coordinates, one of each form, from the same workers' ratios."""
+    n, size, steps = 4, 32 * 4 * 40, 60
+    gen = torch.Generator().manual_seed(0)
+    u = torch.rand(n, size, generator=gen) * 2 - 1
+    totals = {"one": torch.zeros(size), "two": torch.zeros(size)}
+    for step in range(steps):
+        draw = {"seed": 5, "step": step}
+        bits = torch.stack([kernels.binarize(u[i], worker=i, start=0, **draw) for i in range(n)])
+        sent = torch.stack([kernels.owned(bits[i], n=n, worker=i, start=0, **draw) for i in range(n)])
+        totals["one"] += kernels.unpack(kernels.assemble(sent, start=0, **draw))
+        totals["two"] += kernels.unpack(kernels.reduce_bits(bits, start=0, **draw))
+    expected = (1 + u.mean(0)) / 2
+    variance = (expected * (1 - expected) / steps).clamp(min=1e-9)
+    for total in totals.values():
+        # Mean of squared standard scores is 1; over 5120 nearly independent coordinates its spread is sqrt(2/5120).
+        chi = ((total / steps - expected).square() / variance).mean().item()
+        assert abs(chi - 1) < SIGMAS * (2 / size) ** 0.5 + 0.02
+    difference = (totals["one"] - totals["two"]).sum().item() / (size * steps)
+    assert abs(difference) < SIGMAS * (2 * variance.mean().item() / size) ** 0.5
+
+
+def test_tables_call_it_this_projects_own() -> None:
+    config = {"optimizer": {"_target_": "birder.Birder", "reduce": "one_phase"}, "comm": {"topology": "hierarchical"}}
+    assert labels.method(config) == "Birder one-phase (this project's) hierarchical"
+    assert labels.method({"optimizer": {"_target_": "birder.Birder", "reduce": "two_phase"}}) == "Birder"

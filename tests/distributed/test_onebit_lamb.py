@@ -1,0 +1,202 @@
+"""1-bit LAMB against its one-process reference, bit for bit, through the warm-up and long after it; its invariants."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import OneBitLAMB, attach
+from tests.helpers import reference, toy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_onebit_lamb import OneBitLAMB as Reference
+
+WARMUP, STEPS, LR, DECAY = 20, 64, 0.02, 0.01
+SMALL = {"unit_mb": 0.0008}  # several units in a model this small
+NAMES = ("m", "v", "fresh", "worker_error", "server_error", "coeff", "factor", "scale")
+
+
+def rate(step: int) -> float:
+    """A learning rate that changes in every step."""
+    return LR * (1 - (step - 1) / (2 * STEPS))
+
+
+def build(options: dict, how: dict) -> tuple:
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    options = {"warmup_steps": WARMUP, "weight_decay": DECAY, **options}
+    optimizer = OneBitLAMB(model.parameters(), LR, **options)
+    return model, ddp, optimizer, attach(ddp, optimizer, **how)
+
+
+def advance(rank: int, ddp, optimizer, first: int, last: int, broken: tuple[int, ...] = ()) -> None:
+    """broken: in these steps rank 1 has gradients that are not finite."""
+    for step in range(first, last + 1):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.zero_grad()
+        value = toy.loss(ddp, rank, step)
+        (value * float("nan") if rank == 1 and step in broken else value).backward()
+        optimizer.step()
+
+
+def hook_run(rank: int, world: int, options: dict, how: dict, broken: tuple[int, ...] = ()) -> dict:
+    model, ddp, optimizer, attachment = build(options, how)
+    order = list(model.parameters())
+    sent, factors, coeffs = [], [], []
+    for step in range(1, STEPS + 1):
+        attachment.counter.reset()
+        advance(rank, ddp, optimizer, step, step, broken)
+        sent.append((attachment.counter.total, attachment.counter.collectives))
+        factors.append(torch.cat([u.state["factor"] for u in optimizer.units]).numpy())
+        coeffs.append(torch.cat([u.state["coeff"] for u in optimizer.units]).numpy())
+    return {
+        "x": toy.flat(model).numpy(),
+        "units": [[next(i for i, q in enumerate(order) if q is p) for p in u.params] for u in optimizer.units],
+        "padded": [u.padded for u in optimizer.units],
+        "sent": sent,
+        "factors": factors,
+        "coeffs": coeffs,
+        **{name: torch.cat([u.state[name] for u in optimizer.units]).numpy() for name in NAMES},
+    }
+
+
+@functools.cache
+def small_run(world: int) -> list[dict]:
+    return run_ranks(hook_run, world, {}, SMALL)
+
+
+def oracle_run(units: list[list[int]], workers: int, per_worker: int = 1) -> tuple[Reference, torch.Tensor]:
+    """A worker's gradient is the mean over its `per_worker` ranks, which are also the shards."""
+    torch.set_num_threads(1)
+    model = toy.make()
+    oracle = Reference(list(model.parameters()), units, workers, LR, WARMUP, DECAY, shards=per_worker)
+    for step in range(1, STEPS + 1):
+        oracle.lr = rate(step)
+        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
+        rows = [local[w * per_worker : (w + 1) * per_worker] for w in range(workers)]
+        oracle.step([[sum(g[1:], g[0]) / per_worker for g in zip(*row, strict=True)] for row in rows])
+    return oracle, toy.flat(model)
+
+
+def check(results: list[dict], oracle: Reference, x: torch.Tensor) -> None:
+    units = results[0]["units"]
+    order = [i for unit in units for i in unit]
+    for r in results:
+        assert (r["x"] == x.numpy()).all()
+        for name, mine in (("m", oracle.m), ("v", oracle.v), ("fresh", oracle.w)):
+            assert (r[name] == torch.cat([oracle.flat(unit, mine) for unit in units]).numpy()).all()
+        for name, mine in (("coeff", oracle.coeff), ("factor", oracle.factor), ("scale", oracle.scale)):
+            assert (r[name] == torch.stack([mine[i] for i in order]).numpy()).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_hook_equals_the_reference_bit_for_bit(world: int) -> None:
+    results = small_run(world)
+    assert len(results[0]["units"]) > 1
+    oracle, x = oracle_run(results[0]["units"], world)
+    check(results, oracle, x)
+    for w, r in enumerate(results):
+        assert (r["worker_error"] == torch.cat([e[w] for e in oracle.worker_error]).numpy()).all()
+        parts = [e.view(world, -1)[w] for e in oracle.server_error]
+        assert (r["server_error"] == torch.cat(parts).numpy()).all()
+        assert abs(r["worker_error"]).max() > 0
+
+
+def test_one_unit_is_one_fused_message() -> None:
+    results = run_ranks(hook_run, 2, {}, {})
+    assert len(results[0]["units"]) == 1
+    check(results, *oracle_run(results[0]["units"], 2))
+
+
+def test_hierarchical_equals_the_reference_with_nodes_as_workers() -> None:
+    results = run_ranks(hook_run, 4, {}, {"hierarchical": True, **SMALL}, ranks_per_node=2)
+    check(results, *oracle_run(results[0]["units"], 2, 2))
+    assert results[0]["worker_error"].size == results[0]["m"].size // 2
+    padded, units = sum(results[0]["padded"]), len(results[0]["padded"])
+    # 2 nodes of 2 ranks. Warm-up: fp32 within the node each way, half of it between nodes each way.
+    assert results[0]["sent"][0] == (2 * padded // 2 * 4 + 2 * padded // 2 // 2 * 4, 4 * units)
+    bits = padded // 2 * 4 + 2 * padded // 2 // 16 + padded // 2 // 8
+    assert results[0]["sent"][-1] == (bits + (8 + 4 * 2) * units, 4 * units)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_bytes_and_collectives_are_those_of_the_formula(world: int) -> None:
+    r = small_run(world)[0]
+    padded, units = sum(r["padded"]), len(r["padded"])
+    dense = 2 * (world - 1) * padded // world * 4
+    bits = 2 * (world - 1) * padded // world // 8 + 8 * (world - 1) * units
+    several = world > 1
+    assert r["sent"][:WARMUP] == [(dense, 2 * units * several)] * WARMUP
+    assert r["sent"][WARMUP:] == [(bits, 2 * units * several)] * (STEPS - WARMUP)
+
+
+def test_a_half_precision_wire_halves_the_warmup_alone() -> None:
+    full, half = small_run(2), run_ranks(hook_run, 2, {"wire": "bf16"}, SMALL)
+    assert half[0]["sent"][0][0] * 2 == full[0]["sent"][0][0]
+    assert half[0]["sent"][-1] == full[0]["sent"][-1]
+    assert (half[0]["x"] == half[1]["x"]).all()
+    assert (half[0]["x"] != full[0]["x"]).any()
+
+
+def test_ratios_freeze_and_factors_move_within_their_bounds() -> None:
+    r = small_run(3)[0]
+    coeffs, factors = torch.tensor(np.array(r["coeffs"])), torch.tensor(np.array(r["factors"]))
+    assert (coeffs[WARMUP - 1 :] == coeffs[-1]).all()
+    assert (coeffs[WARMUP - 2] != coeffs[-1]).any()
+    assert (factors[:WARMUP] == 1).all()
+    assert (factors[WARMUP:] != 1).any()
+    assert (factors >= 0.5).all()
+    assert (factors <= 4).all()
+    change = factors[WARMUP:] / factors[WARMUP - 1 : -1] - 1
+    assert change.abs().max() <= 0.1 + 1e-6  # three roundings of 2^-24 on top
+    assert change.abs().max() > 0.09  # the limit is at work here
+
+
+def test_coordinates_without_gradient_in_the_warmup_only_decay() -> None:
+    free = run_ranks(hook_run, 2, {"weight_decay": 0.0}, SMALL)
+    before = toy.make().embed.weight.detach()
+    after = toy.part(free[0]["x"], "embed.weight")
+    assert torch.equal(after[toy.USED :], before[toy.USED :])
+    assert (after[: toy.USED] != before[: toy.USED]).all()
+    after = toy.part(small_run(2)[0]["x"], "embed.weight")
+    ratio = after[toy.USED :] / before[toy.USED :]
+    assert (ratio < 1).all()
+    assert ratio.max() - ratio.min() < 1e-5  # one factor for all of them
+
+
+def test_gradients_that_are_not_finite_leave_all_ranks_consistent() -> None:
+    """One step in the warm-up and one after it."""
+    results = run_ranks(hook_run, 2, {}, SMALL, (WARMUP - 3, WARMUP + 3))
+    for r in results:
+        assert (r["x"] == results[0]["x"]).all()
+        assert all(torch.from_numpy(r[name]).isfinite().all() for name in ("x", *NAMES))
+
+
+def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> tuple:
+    model, ddp, optimizer, attachment = build({}, SMALL)
+    saved, done = [], 0
+    for stop in stops:
+        advance(rank, ddp, optimizer, done + 1, stop)
+        saved.append((copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())))
+        done = stop
+    advance(rank, ddp, optimizer, done + 1, STEPS // 2)
+    attachment.close()
+    ends = []
+    for stop, (parameters, state) in zip(stops, saved, strict=True):
+        fresh, ddp, optimizer, attachment = build({}, SMALL)
+        fresh.load_state_dict(parameters)
+        optimizer.load_state_dict(state)
+        advance(rank, ddp, optimizer, stop + 1, STEPS // 2)
+        attachment.close()
+        ends.append(toy.flat(fresh).numpy())
+    return toy.flat(model).numpy(), ends
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit() -> None:
+    """From within the warm-up, from its last step, and from within the compressed stage."""
+    for straight, ends in run_ranks(resumed_run, 3, (WARMUP - 7, WARMUP, WARMUP + 5)):
+        assert all((end == straight).all() for end in ends)

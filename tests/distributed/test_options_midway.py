@@ -1,0 +1,178 @@
+"""Hyper-parameters that change between backward and `step`, and a GradScaler: what torch gives, or a refusal in that step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import birder
+from birder import attach
+from tests.distributed.test_guards import METHODS, make
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+from tests.test_ddp import wrap
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in METHODS},
+    "Birder, coupled decay": ("Birder", {"decoupled": False}),
+    "Birder, beta2": ("Birder", {"beta2": 0.99}),
+    "0/1 Adam, released": ("ZeroOneAdam", {"variant": "deepspeed"}),
+    "CSER, released": ("CSER", {"variant": "released"}),
+    "EF-SGD, released": ("EFSGD", {"variant": "released"}),
+    "SLAMB, v1": ("SLAMB", {"form": "v1"}),
+    "SLAMB, v2": ("SLAMB", {"form": "v2"}),
+}
+USE_LR_EARLY = {"ZeroOneAdam", "CSER", "EFSGD", "QSparseLocalSGD", "SparseLoCo"}
+CHANGES = {
+    "lr": lambda group, step: 0.01 / (step + 1),
+    "weight_decay": lambda group, step: 0.02 * step,
+    "betas": lambda group, step: (0.9 - 0.05 * step, 0.99),
+    "beta": lambda group, step: 0.9 - 0.05 * step,
+    "eps": lambda group, step: 1e-3 * step,
+    "momentum": lambda group, step: 0.9 - 0.1 * step,
+}
+STEPS = 3
+
+
+def run(variant: str, rank: int, option: str, late: bool, overlap: bool = True) -> torch.Tensor | tuple[int, str]:
+    """Parameters after STEPS steps, in which `option` changed before or after backward; or the step that refused, and why."""
+    name, options = VARIANTS[variant]
+    model = toy.make()
+    ddp = wrap(model)
+    optimizer = make(name, model, lr=0.01, weight_decay=0.1, **options)
+    attachment = attach(ddp, optimizer, overlap=overlap)
+
+    def change(step: int) -> None:
+        for group in optimizer.param_groups:
+            group[option] = CHANGES[option](group, step)
+
+    try:
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            loss = toy.loss(ddp, rank, step)
+            if not late:
+                change(step)
+            loss.backward()
+            if late:
+                change(step)
+            optimizer.step()
+    except RuntimeError as e:
+        return step, str(e)
+    finally:
+        attachment.close()
+    return toy.flat(model)
+
+
+def all_options(rank: int, world: int) -> dict[tuple[str, str], tuple[Any, Any, Any]]:
+    ends = {}
+    for variant, (name, options) in VARIANTS.items():
+        for option in CHANGES:
+            known = make(name, toy.make()).param_groups[0]
+            if option not in known or (option != "lr" and options):
+                continue
+            early = run(variant, rank, option, late=False)
+            late = run(variant, rank, option, late=True)
+            inside = run(variant, rank, option, late=True, overlap=False)
+            ends[variant, option] = tuple(x if isinstance(x, tuple) else x.numpy() for x in (early, late, inside))
+    return ends
+
+
+@pytest.fixture(scope="module")
+def ends() -> list[dict[tuple[str, str], tuple[Any, Any, Any]]]:
+    return run_ranks(all_options, 2)
+
+
+def test_an_option_of_this_step_counts_or_is_refused_in_this_step(ends) -> None:
+    refused = set()
+    for of_rank in ends:
+        for (variant, option), (early, late, inside) in of_rank.items():
+            assert (inside == early).all(), (variant, option)  # inside `step` everything is read there
+            if isinstance(late, tuple):
+                step, said = late
+                assert step == 1, (variant, option)
+                assert f"{option} changed between backward and step()" in said
+                assert "\n" not in said
+                refused.add((VARIANTS[variant][0], option))
+            else:
+                assert (late == early).all(), (variant, option)
+    assert {name for name, option in refused if option == "lr"} == USE_LR_EARLY
+    assert not {name for name, _ in refused} & {"SGDM", "AdamW", "BertAdam", "LAMB"}
+
+
+class Watched(dict):
+    """A parameter group that notes what is read of it."""
+
+    def __init__(self, group: dict[str, Any], seen: set[str]) -> None:
+        super().__init__(group)
+        self.seen = seen
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_only_the_update_reads_is_named_as_such(variant: str) -> None:
+    """`read_in_update` stands against what `exchange` really reads."""
+    name, options = VARIANTS[variant]
+    model = toy.make()
+    optimizer = make(name, model, weight_decay=0.1, **options)
+    optimizer.bind()
+    early: set[str] = set()
+    for step in range(1, 7):
+        toy.loss(model, 0, step).backward()
+        for unit in optimizer.units:
+            unit.group = Watched(optimizer.param_groups[0], early)
+        if optimizer.plan(step).own:
+            with torch.no_grad():
+                optimizer.feed(list(model.parameters()), [p.grad for p in model.parameters()])
+        for unit in optimizer.units:
+            unit.group = optimizer.param_groups[0]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not early & optimizer.read_in_update
+
+
+def scaled(rank: int, world: int) -> dict[str, tuple[int, str] | bool]:
+    """What a GradScaler meets with each method, attached as by default."""
+    ends: dict[str, tuple[int, str] | bool] = {}
+    for name in METHODS:
+        model = toy.make()
+        ddp = wrap(model)
+        optimizer = make(name, model)
+        attachment = attach(ddp, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        plain = toy.make()
+        other = wrap(plain)
+        control = make(name, plain)
+        kept = attach(other, control)
+        try:
+            for step in range(1, 5):
+                optimizer.zero_grad()
+                scaler.scale(toy.loss(ddp, rank, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                control.zero_grad()
+                toy.loss(other, rank, step).backward()
+                control.step()
+            ends[name] = torch.allclose(toy.flat(model), toy.flat(plain), atol=1e-6)
+        except RuntimeError as e:
+            ends[name] = step, str(e)
+            assert not hasattr(optimizer, "found_inf")
+        attachment.close()
+        kept.close()
+    return ends
+
+
+def test_a_scaler_is_refused_in_the_first_step_or_works() -> None:
+    for ends in run_ranks(scaled, 2):
+        for name, end in ends.items():
+            if getattr(birder, name).compressed:
+                assert isinstance(end, tuple), name
+                assert end[0] == 1, name
+                assert "overlap=False" in end[1]
+                assert "\n" not in end[1]
+            else:
+                assert end is True, name

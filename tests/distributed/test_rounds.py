@@ -1,0 +1,84 @@
+"""Rounds per step, and when the mean of the step times stands for a run instead of the median."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from birder.comm import ByteCounter
+from experiments.config import compose
+from experiments.records import record
+from experiments.training.clock import StepClock
+from experiments.training.rounds import Rounds
+from launch.spec import RunSpec
+from tests.helpers.ranks import run_ranks
+
+
+def rounds_of(*sent: int) -> Rounds:
+    """Steps that send so many bytes, in one collective each; 0: none is started."""
+    counter = ByteCounter()
+    rounds = Rounds(counter)
+    for nbytes in sent:
+        counter.collectives += nbytes > 0
+        counter.sent(nbytes, same_node=False)
+        rounds.end_step()
+    return rounds
+
+
+def test_a_round_is_a_step_in_which_anything_is_sent() -> None:
+    assert rounds_of().per_step is None
+    assert rounds_of(5, 0, 0, 5).per_step == 0.5
+    assert rounds_of(0, 0).per_step == 0.0
+    counter = ByteCounter(collectives=7, inter=100)
+    rounds = Rounds(counter)
+    counter.collectives = 10
+    rounds.end_step()
+    counter.reset()
+    rounds.reset()
+    rounds.end_step()
+    assert rounds.per_step == 0.0  # what was sent before the reset is forgotten
+
+
+@pytest.mark.parametrize(
+    ("sent", "uneven"),
+    [
+        ([], False),
+        ([9] * 8, False),
+        ([320, 320, 10, 10, 10, 10, 10, 10], False),  # a dense warm-up
+        ([100] * 19 + [101], False),  # flags that are sent now and then
+        ([0, 0, 0, 8] * 3, True),  # local steps
+        ([1, 1, 1, 8] * 3, True),  # a little every step, much now and then
+        ([0] * 8, False),
+    ],
+)
+def test_uneven_steps(sent: list[int], uneven: bool) -> None:
+    assert rounds_of(*sent).uneven is uneven
+
+
+def test_the_mean_stands_for_uneven_steps() -> None:
+    clock = StepClock(0, torch.device("cpu"))
+    clock.steps = [0.01, 0.01, 0.01, 0.05]
+    even, uneven = clock.summary(4), clock.summary(4, uneven=True)
+    assert (even["typical"], even["median_ms"], even["mean_ms"], even["samples_per_s"]) == ("median", 10.0, 20.0, 400.0)
+    assert (uneven["typical"], uneven["samples_per_s"]) == ("mean", 200.0)
+
+
+def _train(rank: int, world: int, spec: RunSpec) -> None:
+    from experiments.training.loop import train
+
+    train(spec)
+
+
+def test_a_record_says_in_which_share_of_the_steps_anything_was_sent(tmp_path: Path) -> None:
+    """Local SGD, H = 4, evaluated in between: the averaging for the evaluation is no round."""
+    options = ["+exp=digits", "scale=quick", "cluster.nodes=2", "train.batch_per_rank=8", "train.max_steps=15"]
+    options += ["train.timing_warmup=3", "train.eval_every=5", "wandb=disabled", "optimizer=local_sgd"]
+    options += ["optimizer.reset_every=4", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
+    spec = compose.make_spec(compose.compose(options), command="test")
+    run_ranks(_train, 2, spec, grouped=False, ranks_per_node=1)
+    (found,) = record.read_all(tmp_path / "results")
+    assert found.rounds_per_step == 0.25  # 4, 8 and 12 of the steps 4 to 15
+    assert found.timing["typical"] == "mean"
+    assert found.timing["mean_ms"] > 0

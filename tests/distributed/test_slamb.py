@@ -1,0 +1,235 @@
+"""SLAMB against its one-process reference, through many averagings of the models; masks, staleness, bytes, resume."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import SLAMB, attach
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_slamb import Slamb, mean
+
+STEPS, EVERY = 60, 7
+OPTIONS: dict[str, Any] = {
+    "lr": 0.02,
+    "fraction": 0.25,
+    "sync_every": EVERY,
+    "dense_below": 200,
+    "weight_decay": 0.1,
+    "seed": 2**40 + 7,
+}
+"""`embed` (207 elements) and `first.weight` (333) are masked, `second.weight` (185) and what has one dimension is not."""
+STOP = 17  # within the third interval
+
+
+def build(options: dict, how: dict) -> tuple:
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = SLAMB(model.parameters(), **options)
+    return model, ddp, optimizer, attach(ddp, optimizer, **{"unit_mb": 0.0015, **how})
+
+
+def advance(rank: int, ddp: nn.Module, optimizer: SLAMB, step: int, nan: bool = False) -> list:
+    optimizer.zero_grad()
+    (toy.loss(ddp, rank, step) * (float("nan") if nan else 1.0)).backward()
+    local = [p.grad.clone().flatten().numpy() for p in ddp.parameters() if p.grad is not None]
+    optimizer.step()
+    return local
+
+
+def by_parameter(optimizer: SLAMB, model: nn.Module, name: str) -> list:
+    """A state, flat for each of the model's parameters in their order."""
+    found = {p: view for u in optimizer.units for p, view in zip(u.params, u.views(u.state[name]), strict=True)}
+    return [found[p].flatten().clone().numpy() for p in model.parameters()]
+
+
+def hook_run(rank: int, world: int, options: dict, how: dict, broken: bool = False) -> dict:
+    model, ddp, optimizer, attachment = build(options, how)
+    random.seed(5)
+    torch.manual_seed(5)
+    states = random.getstate(), torch.get_rng_state().clone()
+    out: dict = {"sent": [], "models": [], "masks": [], "gradients": [], "momentum": [], "collectives": []}
+    for step in range(1, STEPS + 1):
+        attachment.counter.reset()
+        out["gradients"].append(advance(rank, ddp, optimizer, step, nan=broken and step == 10 and rank == world - 1))
+        out["sent"].append(attachment.counter.total)
+        out["collectives"].append(attachment.counter.collectives)
+        out["models"].append(toy.flat(model).numpy())
+        out["masks"].append([u.result.numpy() for u in optimizer.units])
+        out["momentum"].append([u.state["m"].clone().numpy() for u in optimizer.units])
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    with optimizer.averaged():
+        out["average"] = toy.flat(model).numpy()
+    assert (toy.flat(model).numpy() == out["models"][-1]).all()
+    names = {p: n for n, p in model.named_parameters()}
+    out["units"] = [([names[p] for p in u.params], u.padded) for u in optimizer.units]
+    for name in optimizer.units[0].state:
+        out[name] = by_parameter(optimizer, model, name)
+    return out
+
+
+def several(rank: int, world: int, names: list[str]) -> dict:
+    """Runs one after the other in the same processes, which are slow to start."""
+    variants: dict[str, dict] = {"broken": {}, "everything": {"fraction": 1.0}}
+    return {n: hook_run(rank, world, {**OPTIONS, **variants.get(n, {"form": n})}, {}, n == "broken") for n in names}
+
+
+@functools.cache
+def runs(world: int) -> list[dict]:
+    return run_ranks(several, world, ["paper", "v1", *{2: ["everything"], 3: ["v2", "broken"]}.get(world, [])])
+
+
+def run(world: int, name: str) -> list[dict]:
+    """On every rank: a form by its name; "broken": with a NaN on the last rank; "everything": with k = 1."""
+    return [results[name] for results in runs(world)]
+
+
+def gradients(model: nn.Module, worker: int, step: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    toy.loss(model, worker, step).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@functools.cache
+def oracle_run(world: int, form: str, broken: bool = False) -> dict:
+    """The same training in this process."""
+    torch.set_num_threads(1)
+    models = [toy.make() for _ in range(world)]
+    names = [n for n, _ in models[0].named_parameters()]
+    oracle = Slamb(list(models[0].parameters()), world, form=form, **OPTIONS)
+    history, counts = [], []
+    for step in range(1, STEPS + 1):
+        grads = [gradients(model, w, step) for w, model in enumerate(models)]
+        if broken and step == 10:
+            grads[-1] = [torch.zeros_like(g) for g in grads[-1]]
+        oracle.step(grads)
+        with torch.no_grad():
+            for w, model in enumerate(models):
+                for p, x in zip(model.parameters(), oracle.x, strict=True):
+                    p.copy_(x[w].view_as(p))
+        history.append([toy.flat(model) for model in models])
+        counts.append({n: int(mask.sum()) for n, mask in zip(names, oracle.masks, strict=True)})
+    return {"oracle": oracle, "models": history, "counts": counts}
+
+
+WORLDS = [(w, f) for f in ("paper", "v1") for w in (1, 2, 3, 4, 8)] + [(3, "v2")]
+
+
+@pytest.mark.parametrize(("world", "form"), WORLDS)
+def test_models_and_state_equal_the_reference_bit_for_bit(world: int, form: str) -> None:
+    results, expected = run(world, form), oracle_run(world, form)
+    assert len(results[0]["units"]) > 1
+    for rank, r in enumerate(results):
+        for step in range(STEPS):
+            assert (r["models"][step] == expected["models"][step][rank].numpy()).all(), f"rank {rank}, step {step + 1}"
+        for i in range(len(expected["oracle"].x)):
+            assert (r["m"][i] == expected["oracle"].m[i][rank].numpy()).all()
+            assert (r["v"][i] == expected["oracle"].v[i][rank].numpy()).all()
+            if form != "v1":
+                assert (r["tau"][i] == expected["oracle"].tau[i].numpy()).all()
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_mask_and_what_is_averaged_are_equal_on_eight_ranks(form: str) -> None:
+    results = run(8, form)
+    for step in range(STEPS):
+        for u, mask in enumerate(results[0]["masks"][step]):
+            for r in results[1:]:
+                assert (r["masks"][step][u] == mask).all()
+                assert (r["momentum"][step][u][mask] == results[0]["momentum"][step][u][mask]).all()
+    stale = [~mask for mask in results[0]["masks"][-1]]
+    assert any(
+        (results[1]["momentum"][-1][u][s] != results[0]["momentum"][-1][u][s]).any() for u, s in enumerate(stale)
+    )
+
+
+@pytest.mark.parametrize(("form", "phase"), [("paper", 0), ("v1", 1)])
+def test_models_are_equal_after_each_averaging_and_at_no_other_time(form: str, phase: int) -> None:
+    first, *others = run(4, form)
+    for step in range(1, STEPS + 1):
+        equal = [bool((first["models"][step - 1] == r["models"][step - 1]).all()) for r in others]
+        assert equal == [step % EVERY == phase] * 3
+
+
+@pytest.mark.parametrize(("world", "form"), [(2, "paper"), (3, "paper"), (8, "paper"), (3, "v1")])
+def test_bytes_and_collectives_are_those_of_the_mask_and_the_model(world: int, form: str) -> None:
+    counts = oracle_run(world, form)["counts"]
+    for r in run(world, form):
+        for step in range(1, STEPS + 1):
+            sent = [-(-sum(counts[step - 1][n] for n in names) // world) for names, _ in r["units"]]
+            synced = step % EVERY == (0 if form == "paper" else 1)
+            model = sum(padded // world for _, padded in r["units"]) if synced else 0
+            assert r["sent"][step - 1] == 2 * 4 * (world - 1) * (sum(sent) + model)
+            assert r["collectives"][step - 1] == 2 * len(r["units"]) * (1 + synced)
+
+
+def test_evaluation_takes_the_mean_of_the_models() -> None:
+    results = run(3, "paper")
+    last = [r["models"][-1] for r in results]
+    assert (last[0] != last[1]).any()
+    expected = mean(torch.stack([torch.from_numpy(x) for x in last])).numpy()
+    assert all((r["average"] == expected).all() for r in results)
+
+
+def test_a_nan_on_one_rank_counts_as_no_gradient_there() -> None:
+    results = run(3, "broken")
+    expected = oracle_run(3, "paper", True)["models"]
+    for rank, r in enumerate(results):
+        assert (r["models"][-1] == expected[-1][rank].numpy()).all()
+        assert all(abs(x).max() < 100 for x in r["models"])
+
+
+def test_with_all_elements_sent_the_momentum_is_the_dense_one() -> None:
+    results = run(2, "everything")
+    dense = [torch.zeros(len(g)) for g in results[0]["gradients"][0]]
+    for a, b in zip(results[0]["gradients"], results[1]["gradients"], strict=True):
+        for i, m in enumerate(dense):
+            dense[i] = 0.9 * m + 0.1 * (torch.from_numpy(a[i]) + torch.from_numpy(b[i])) / 2
+    for i, m in enumerate(dense):
+        assert (results[0]["m"][i] == results[1]["m"][i]).all()
+        # Sixty steps, each off by a few roundings of a momentum below 1, of which 0.9 is kept: 10 * 4 * 2^-24.
+        assert abs(torch.from_numpy(results[0]["m"][i]) - m).max() < 2.5e-6
+    assert (results[0]["models"][-1] != results[1]["models"][-1]).any()  # v is each rank's own all the same
+
+
+def test_hierarchical_averages_over_all_ranks() -> None:
+    results = run_ranks(hook_run, 4, OPTIONS, {"hierarchical": True}, ranks_per_node=2)
+    synced = STEPS // EVERY * EVERY
+    for r in results:
+        assert (r["models"][synced - 1] == results[0]["models"][synced - 1]).all()
+        for u, mask in enumerate(results[0]["masks"][-1]):
+            assert (r["momentum"][-1][u][mask] == results[0]["momentum"][-1][u][mask]).all()
+    # Another order of addition, and from there on rounding only.
+    flat = run(4, "paper")[0]["models"][EVERY - 1]
+    assert abs(results[0]["models"][EVERY - 1] - flat).max() < 1e-4
+
+
+def interrupted(rank: int, world: int, options: dict) -> tuple:
+    model, ddp, optimizer, _ = build(options, {})
+    for step in range(1, STOP + 1):
+        advance(rank, ddp, optimizer, step)
+    state, parameters = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    for step in range(STOP + 1, 3 * EVERY + 4):
+        advance(rank, ddp, optimizer, step)
+    fresh, ddp, optimizer, _ = build(options, {})
+    fresh.load_state_dict(parameters)
+    optimizer.load_state_dict(state)
+    for step in range(STOP + 1, 3 * EVERY + 4):
+        advance(rank, ddp, optimizer, step)
+    return toy.flat(model).numpy(), toy.flat(fresh).numpy()
+
+
+@pytest.mark.parametrize("form", ["paper", "v1"])
+def test_resumed_within_an_interval_equals_uninterrupted(form: str) -> None:
+    results = run_ranks(interrupted, 3, {**OPTIONS, "form": form})
+    assert all((straight == resumed).all() for straight, resumed in results)
+    assert (results[0][0] != results[1][0]).any()

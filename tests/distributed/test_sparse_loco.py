@@ -1,0 +1,183 @@
+"""SparseLoCo against its one-process reference; resume; bytes; options. The first method on the contract as it stands."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import SparseLoCo, attach
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_sparse_loco import SparseLoCo as Reference
+
+STEPS, LR = 14, 0.02
+BASE: dict[str, Any] = {"sync_every": 3, "top_k": 7, "chunk": 64, "weight_decay": 0.01}
+CASES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "outer momentum": {"outer_momentum": 0.9, "outer_lr": 0.7},
+    "every step": {"sync_every": 1, "top_k": 3, "chunk": 96, "error_decay": 1.0},
+    "bf16": {"wire": "bf16"},
+}
+
+
+def reference_run(workers: int, options: dict[str, Any], steps: int = STEPS) -> tuple[Reference, list]:
+    """The oracle, and every worker's model after the last step."""
+    wire = {"wire": {"bf16": torch.bfloat16}[options["wire"]]} if "wire" in options else {}
+    model = toy.make()
+    params = list(model.parameters())
+    oracle = Reference(params, workers, lr=LR, **(BASE | options | wire))
+    for step in range(1, steps + 1):
+        grads = []
+        for worker in range(workers):
+            with torch.no_grad():
+                for p, x in zip(params, oracle.x[worker], strict=True):
+                    p.copy_(x.view_as(p))
+            model.zero_grad()
+            toy.loss(model, worker, step).backward()
+            grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params])
+        oracle.step(grads)
+    return oracle, [torch.cat(x).numpy() for x in oracle.x]
+
+
+def hook_run(rank: int, world: int, options: dict[str, Any], how: dict[str, Any], resume_at: int = 0) -> dict:
+    def build() -> tuple:
+        model = toy.make()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+        optimizer = SparseLoCo(model.parameters(), lr=LR, **(BASE | options))
+        return model, ddp, optimizer, attach(ddp, optimizer, unit_mb=0.002, **how)
+
+    model, ddp, optimizer, attachment = build()
+    sent = []
+    for step in range(1, STEPS + 1):
+        if step == resume_at:
+            parameters, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model, ddp, optimizer, attachment = build()
+            model.load_state_dict(parameters)
+            optimizer.load_state_dict(state)
+        attachment.counter.reset()
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+        sent.append(attachment.counter.total)
+    errors = [t for u in reversed(optimizer.units) for t in reversed(u.views(u.state["error"]))] if not how else []
+    return {
+        "x": toy.flat(model).numpy(),
+        "e": torch.cat([e.flatten() for e in errors]).numpy() if errors else None,
+        "sent": sent,
+        "chunks": sum(u.padded for u in optimizer.units) // optimizer.chunk,
+        "units": len(optimizer.units),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equals_the_reference_bit_for_bit(world: int) -> None:
+    oracle, models = reference_run(world, {})
+    for rank, r in enumerate(run_ranks(hook_run, world, {}, {})):
+        assert r["units"] > 1
+        assert (r["x"] == models[rank]).all()
+        assert (r["e"] == torch.cat(oracle.e[rank]).numpy()).all()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "paper"])
+def test_every_form_equals_the_reference(name: str) -> None:
+    _, models = reference_run(3, CASES[name])
+    for rank, r in enumerate(run_ranks(hook_run, 3, CASES[name], {})):
+        assert (r["x"] == models[rank]).all()
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit() -> None:
+    """In the middle of a round, when models differ."""
+    options = CASES["outer momentum"]
+    whole, resumed = run_ranks(hook_run, 2, options, {}), run_ranks(hook_run, 2, options, {}, 9)
+    for a, b in zip(whole, resumed, strict=True):
+        assert (a["x"] == b["x"]).all()
+        assert (a["e"] == b["e"]).all()
+
+
+def test_without_overlap_it_is_the_same() -> None:
+    _, models = reference_run(2, {})
+    for rank, r in enumerate(run_ranks(hook_run, 2, {}, {"overlap": False})):
+        assert (r["x"] == models[rank]).all()
+
+
+def test_by_nodes_ranks_agree_after_a_synchronisation() -> None:
+    options = {"sync_every": 7}  # the last step is one
+    results = run_ranks(hook_run, 4, options, {"hierarchical": True}, ranks_per_node=2)
+    assert all((r["x"] == results[0]["x"]).all() for r in results)
+    flat = run_ranks(hook_run, 4, options, {})
+    assert all((r["x"] == flat[0]["x"]).all() for r in flat)
+
+
+def test_bytes_on_the_wire() -> None:
+    """Nothing between synchronisations; then k values of 4 bytes and places of 2 for each chunk, to each of the others."""
+    for r in run_ranks(hook_run, 3, {"top_k": 8}, {}):  # whole words: nothing is padded
+        for step, sent in enumerate(r["sent"], 1):
+            assert sent == (2 * r["chunks"] * 8 * (4 + 2) if step % 3 == 0 else 0)
+    half = run_ranks(hook_run, 3, CASES["bf16"], {})[0]
+    assert max(half["sent"]) == 2 * half["chunks"] * 7 * (2 + 2)
+
+
+def big_run(rank: int, world: int) -> float:
+    """Bytes of a round of H = 30 steps with the defaults, as a share of an fp32 all-reduce in every step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 512, bias=False)
+    ddp = DistributedDataParallel(model)
+    optimizer = SparseLoCo(model.parameters())
+    attachment = attach(ddp, optimizer)
+    for _ in range(30):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, 512)).square().mean().backward()
+        optimizer.step()
+    dense = 30 * 2 * (world - 1) / world * 4 * 512 * 512
+    return attachment.counter.total / dense
+
+
+def test_a_round_sends_a_thousandth_of_what_fp32_sends() -> None:
+    """(n-1) 6 k/chunk bytes per element and round against 30 times 8 (n-1)/n: 1/2560 * n/2."""
+    for share in run_ranks(big_run, 2):
+        assert share == pytest.approx(6 * 64 / 4096 / (30 * 4), rel=1e-6)
+        assert share < 1e-3
+
+
+def test_with_everything_sent_and_one_worker_it_is_adamw() -> None:
+    """k = chunk and alpha = 1: each round ends at the worker's own model, up to the rounding of z - (z - x)."""
+    ours, theirs = toy.make(), toy.make()
+    options = {"sync_every": 2, "top_k": 64, "chunk": 64}
+    a = SparseLoCo(ours.parameters(), lr=LR, weight_decay=0.1, **options)
+    b = torch.optim.AdamW(theirs.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(1, 9):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            optimizer.zero_grad()
+            toy.loss(model, 0, step).backward()
+            optimizer.step()
+    assert torch.allclose(toy.flat(ours), toy.flat(theirs), rtol=0, atol=2e-5)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"sync_every": 0}, "sync_every must be a whole number"),
+    ({"sync_every": 2.5}, "sync_every must be a whole number"),
+    ({"chunk": 48}, "chunk must be a multiple of 32"),
+    ({"chunk": 16}, "chunk must be a whole number >= 32"),
+    ({"chunk": 65536}, "chunk must be a multiple of 32 up to 32768"),
+    ({"top_k": 0}, "top_k must be a whole number"),
+    ({"top_k": 65, "chunk": 64}, "top_k must be at most chunk = 64"),
+    ({"error_decay": 1.5}, r"error_decay must be in \[0, 1\]"),
+    ({"error_decay": float("nan")}, r"error_decay must be in \[0, 1\]"),
+    ({"outer_lr": -1.0}, "outer_lr must be at least 0"),
+    ({"outer_lr": float("inf")}, "outer_lr must be at least 0"),
+    ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\)"),
+    ({"outer_momentum": True}, r"outer_momentum must be in \[0, 1\)"),
+    ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\)"),
+    ({"eps": -1.0}, "eps must be at least 0"),
+    ({"wire": "int8"}, "wire must be one of fp32, bf16, fp16"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        SparseLoCo([torch.nn.Parameter(torch.zeros(4))], **options)

@@ -1,0 +1,200 @@
+"""Runs of the harness, from specification to record: interrupted and resumed, failing, recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from birder import checkpoint
+from experiments.config import compose, schedules
+from launch.errors import UserError
+from launch.spec import RunSpec
+from tests.helpers.ranks import run_ranks
+
+STEPS, BREAK = 12, 8
+
+
+def make_spec(folder: Path, name: str, *overrides: str) -> RunSpec:
+    """A short run on scikit-learn's digits, 3 ranks."""
+    composed = compose.compose(
+        [
+            "+exp=digits",
+            "scale=quick",
+            "cluster.nodes=3",
+            f"train.max_steps={STEPS}",
+            "train.batch_per_rank=8",
+            "checkpoint.every=5",
+            "wandb=disabled",
+            "resume=auto",
+            f"run_name={name}",
+            f"results_dir={folder}/results",
+            f"output_dir={folder}/outputs",
+            *overrides,
+        ]
+    )
+    return compose.make_spec(composed, command="test")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def train(rank: int, world: int, spec: RunSpec, stop: int) -> str:
+    """Trains; raises at step `stop` (0: never). Returns a digest of everything in the last checkpoint."""
+    from experiments.training import loop as training
+
+    if stop:
+        log = training.Tracker.log
+
+        def log_until(self, step: int, **values) -> None:
+            if step == stop:
+                raise Interrupted
+            log(self, step, **values)
+
+        training.Tracker.log = log_until
+    try:
+        training.train(spec)
+    except Interrupted:
+        return "interrupted"
+    step, folder = checkpoint.latest(spec.path / "checkpoints") or (0, Path())
+    assert step == STEPS
+    digest = hashlib.sha256()
+    _add(digest, checkpoint.read(folder, rank, world))
+    return digest.hexdigest()
+
+
+def _add(digest, tree) -> None:
+    if isinstance(tree, torch.Tensor):
+        digest.update(tree.numpy().tobytes())
+    elif isinstance(tree, dict):
+        for key in sorted(tree, key=str):
+            digest.update(str(key).encode())
+            _add(digest, tree[key])
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            _add(digest, part)
+    else:
+        digest.update(repr(tree).encode())
+
+
+OPTIMIZERS = {
+    "sgdm": [],
+    "bertadam": ["optimizer.lr=1e-3"],
+    "onebit_adam": ["optimizer.warmup_steps=4"],
+    "birder": [],
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, optimizer):
+    options = [f"optimizer={optimizer}", *OPTIMIZERS[optimizer]]
+    straight = run_ranks(train, 3, make_spec(tmp_path, "straight", *options), 0, grouped=False)
+    assert len(straight) == 3
+    broken = make_spec(tmp_path, "broken", *options)
+    broken.save()
+    assert run_ranks(train, 3, broken, BREAK, grouped=False) == ["interrupted"] * 3
+    found = checkpoint.latest(broken.path / "checkpoints")
+    assert found is not None
+    assert found[0] == 5
+    resumed = run_ranks(train, 3, make_spec(tmp_path, "broken", *options), 0, grouped=False)
+    assert resumed == straight
+    records = [json.loads(p.read_text()) for p in (tmp_path / "results" / "records").glob("*.json")]
+    assert len(records) == 2
+    assert records[0]["metric"]["value"] == records[1]["metric"]["value"]
+    curves = [(tmp_path / "results" / r["curve"]).read_text().split() for r in records]
+    losses = [[row.split(",")[0::2] for row in rows] for rows in curves]
+    assert losses[0] == losses[1]  # step and loss of every row: those after the checkpoint were dropped and came again
+
+
+def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):
+    make_spec(tmp_path, "r").save()
+    with pytest.raises(UserError, match=r"cannot resume .* world size 3, this is 2"):
+        make_spec(tmp_path, "r", "cluster.nodes=2")
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    make_spec(tmp_path, "r").save()
+    run_ranks(_train_only, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
+    other = ["cluster.nodes=2", "train.max_steps=15"]
+    with pytest.raises(UserError, match=r"train.max_steps was 12"):  # which was not asked for with resume_rule
+        make_spec(tmp_path, "r", *other, "resume_rule=mean")
+    smaller = make_spec(tmp_path, "r", *other, "resume_rule=mean", "resume_with=changed")
+    run_ranks(_train_only, 2, smaller, grouped=False, ranks_per_node=1)
+    record = record_of(tmp_path)
+    assert [change[0] for change in record["config"]["resume_changed"]] == ["cluster.nodes", "train.max_steps"]
+    rows = (tmp_path / "results" / record["curve"]).read_text().split()
+    assert [int(row.split(",")[0]) for row in rows[1:]] == list(range(1, 16))
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
+    """And one that is changed in a way that was asked for says so in its record."""
+    spec = make_spec(tmp_path, "r", "optimizer=sgdm")
+    spec.save()
+    run_ranks(_train_only, 3, spec, grouped=False)
+    with pytest.raises(UserError, match=r"train.max_steps was 12, now it is 4: "):
+        make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4")
+    shorter = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4", "resume_with=changed")
+    with pytest.raises(RuntimeError, match=r"UserError: this run ends at step 4, and .*step-00000012 is of step 12"):
+        run_ranks(_train_only, 3, shorter, grouped=False)
+    longer = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=15", "resume_with=changed")
+    run_ranks(_train_only, 3, longer, grouped=False)
+    assert record_of(tmp_path)["config"]["resume_changed"] == [["train.max_steps", 12, 15]]
+
+
+def record_of(folder: Path) -> dict:
+    (path,) = (folder / "results" / "records").glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_the_record_counts_what_was_sent(tmp_path):
+    spec = make_spec(tmp_path, "r", "optimizer=sgdm", "checkpoint.every=0", "train.accumulate=2")
+    run_ranks(_train_only, 3, spec, grouped=False, ranks_per_node=1)
+    record = record_of(tmp_path)
+    assert record["status"] == "completed"
+    assert record["timing"]["steps"] == STEPS - 3
+    assert record["timing"]["p10_ms"] <= record["timing"]["median_ms"] <= record["timing"]["p90_ms"]
+    sent = record["bytes_per_step"]
+    # One node a rank: all of it crosses the network, 2 (n-1)/n of the fp32 gradient.
+    state = record["state_bytes_per_rank"]  # momentum alone: the fp32 gradient's size, but for padding
+    assert sent["payload_intra"] == 0
+    assert sent["payload_inter"] == pytest.approx(2 * 2 / 3 * state, rel=0.02)
+    assert record["metric"]["name"] == "top1"
+    assert record["data"] == {"name": record["data"]["name"], "synthetic": False}
+
+
+def _train_only(rank: int, world: int, spec: RunSpec) -> None:
+    from experiments.training.loop import train as run
+
+    run(spec)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    spec = make_spec(tmp_path, "r", "optimizer=sgdm", "optimizer.lr=1e6", "checkpoint.every=0")
+    with pytest.raises(RuntimeError, match=r"the loss is (nan|inf) at step \d+: lower optimizer.lr"):
+        run_ranks(_train_only, 1, spec, grouped=False)
+    assert not (tmp_path / "results" / "records").exists()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains(tmp_path, precision):
+    spec = make_spec(tmp_path, "r", f"train.precision={precision}", "checkpoint.every=0", "optimizer=birder")
+    run_ranks(_train_only, 2, spec, grouped=False)
+    assert record_of(tmp_path)["status"] == "completed"
+
+
+def test_schedules():
+    def at(schedule: dict, step: int) -> float:
+        return schedules.factor(schedule, step, 100, 10)
+
+    assert at({"name": "constant"}, 50) == 1
+    linear = {"name": "linear", "warmup": 0.1, "final": 0.0}
+    assert [at(linear, s) for s in (1, 10, 11, 100)] == pytest.approx([0.1, 1.0, 1.0, 1 / 90])
+    steps = {"name": "step", "milestones": [3, 6], "gamma": 0.1}
+    assert [at(steps, s) for s in (1, 30, 31, 61)] == pytest.approx([1, 1, 0.1, 0.01])
+    for wrong in ({"name": "cyclic"}, {"name": "linear", "milestones": [1]}, {"name": "constant", "warmup": 1.0}):
+        with pytest.raises(UserError):
+            at(wrong, 1)

@@ -1,0 +1,180 @@
+"""Methods in turns: each trains as in a run of its own, the bound sends and updates nothing, a failure is one method's."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.config import compose
+from experiments.records import record
+from experiments.timing import plan
+from experiments.training import machine
+from launch.spec import RunSpec
+from tests.helpers.ranks import run_ranks
+
+METHODS = (
+    ["optimizer=sgdm", "comm.enabled=false"],
+    ["optimizer=sgdm"],
+    ["optimizer=sgdm", "optimizer.wire=bf16"],
+    ["optimizer=onebit_adam", "optimizer.warmup_steps=2"],
+    ["optimizer=local_sgd", "optimizer.reset_every=3"],
+    ["optimizer=birder"],
+)
+ROUNDS, ANEW = 4, 3
+
+
+def described(tmp_path: Path, *methods: list[str]) -> RunSpec:
+    common = ["+exp=digits", "scale=quick", "cluster.nodes=2", "cluster.ranks_per_node=1", "train.batch_per_rank=8"]
+    common += ["train.timing_warmup=2", "train.max_steps=40", "wandb=disabled", "train.threads=1"]
+    common += [f"turns.rounds={ROUNDS}", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
+    chosen = [compose.compose([*common, *m]) for m in methods]
+    spec = plan.make(chosen, ["test"] * len(chosen), "g")
+    spec.path.mkdir(parents=True, exist_ok=True)
+    return spec
+
+
+def _train(rank: int, world: int, spec: RunSpec, alone: bool, memory: float) -> dict[str, list[float]]:
+    """Trains, in turns or alone; the losses of each method on this rank."""
+    from experiments.timing import turns
+    from experiments.training import loop
+    from experiments.training.method import Method
+
+    seen: dict[str, list[float]] = {}
+    step = Method.step
+
+    def noted(self: Method, *arguments: Any) -> Any:
+        loss = step(self, *arguments)
+        seen.setdefault(f"{type(self.optimizer).__name__} {self.optimizer.wire}", []).append(float(loss))
+        return loss
+
+    Method.step = noted  # type: ignore[method-assign]
+    turns.MEMORY = memory
+    machine.DRIFT = 1e9  # a busy machine is not what is tested
+    (loop if alone else turns).train(spec)
+    return seen
+
+
+def in_turns(spec: RunSpec, memory: float = 0.8) -> tuple[list[dict[str, list[float]]], dict[str, record.ResultRecord]]:
+    seen = run_ranks(_train, 2, spec, False, memory, grouped=False, ranks_per_node=1)
+    records = record.read_all(spec.config["results_dir"])
+    return seen, {r.id.removeprefix("g-"): r for r in records}
+
+
+def test_each_method_trains_as_in_a_run_of_its_own(tmp_path: Path) -> None:
+    """Bit for bit, with two ranks: a sum of two does not depend on how DDP's buckets lie."""
+    spec = described(tmp_path, *METHODS)
+    seen, records = in_turns(spec)
+    for variant in spec.config["variants"][1:]:
+        own = RunSpec(**{**vars(plan.spec_of(spec, variant)), "run_dir": str(tmp_path / variant["name"])})
+        alone = run_ranks(_train, 2, own, True, 0.8, grouped=False, ranks_per_node=1)
+        for rank in range(2):
+            ((name, losses),) = alone[rank].items()
+            mine = seen[rank][name]
+            assert mine == losses[: len(mine)]
+            assert len(mine) >= 2 + 1 + 2 * ROUNDS
+        # The record of the run alone has taken the place of the one in turns.
+        of_the_run = record.read(tmp_path / "results" / "records" / f"{variant['id']}.json")
+        if variant["name"] in ("sgdm-fp32", "sgdm-bf16"):
+            assert of_the_run.bytes_per_step == records[variant["name"]].bytes_per_step
+    assert len(records) == len(METHODS)
+
+
+def test_records(tmp_path: Path) -> None:
+    _, records = in_turns(described(tmp_path, *METHODS))
+    assert {r.group for r in records.values()} == {"g"}
+    for r in records.values():
+        assert r.status == "completed"
+        assert (r.turns["world"], r.turns["held"], r.turns["repeated"]) == ("g", "all", False)
+        assert len(r.turns["ms"]) == len(r.turns["steps"]) == ROUNDS
+        assert r.turns["bound_ms"]["before"] > 0
+        assert set(r.turns["busy"]) == {"others", "steal", "load", "cores"}
+        assert r.timing["steps"] == sum(r.turns["steps"])
+        assert set(r.timing["ratios"]) == {"fp32", "bf16", "none"}
+        for value, low, high in r.timing["ratios"].values():
+            assert low <= value <= high
+        assert r.metric == {}
+    bound = records["sgdm-none"]
+    assert bound.wire == "none"
+    assert (bound.timing["update_ms"], bound.timing["split"], bound.state_bytes_per_rank) == (0.0, {}, 0)
+    assert bound.bytes_per_step["payload_inter"] == 0
+    assert bound.timing["ratios"]["none"] == [1.0, 1.0, 1.0]
+    for name, r in records.items():
+        if r is not bound:
+            assert r.timing["update_ms"] > 0
+            assert r.state_bytes_per_rank or name.startswith("local_sgd")
+    assert records["birder-1bit"].bytes_per_step["payload_inter"] < records["sgdm-bf16"].bytes_per_step["payload_inter"]
+    local = next(r for name, r in records.items() if name.startswith("local_sgd"))
+    assert local.turns["steps"] == [3] * ROUNDS  # whole cycles
+    assert local.rounds_per_step == pytest.approx(1 / 3, abs=1e-4)
+    assert local.timing["typical"] == "mean"
+
+
+def test_where_memory_does_not_hold_all_each_method_is_made_in_its_turn(tmp_path: Path) -> None:
+    methods = [m for m in METHODS if m[0] != "optimizer=local_sgd"]
+    spec = described(tmp_path, *methods)
+    spec.config["turns"]["rounds_anew"] = ANEW
+    seen, records = in_turns(spec, memory=0.0)
+    assert {r.status for r in records.values()} == {"completed"}
+    assert {r.turns["held"] for r in records.values()} == {"one"}
+    assert {len(r.turns["ms"]) for r in records.values()} == {ANEW}
+    losses = seen[0]["Birder fp32"]
+    begun = 2 + 2  # steps of a turn: warm-up, those that count
+    assert losses[2 : 2 + begun] == losses[2 + begun : 2 + 2 * begun]  # after the first try, every turn begins anew
+
+
+def test_a_method_that_cannot_be_made_or_loses_its_way_is_recorded_as_failed(tmp_path: Path) -> None:
+    spec = described(tmp_path, ["optimizer=sgdm"], ["optimizer=birder"], ["optimizer=sgdm", "optimizer.wire=bf16"])
+    variants = spec.config["variants"]
+    variants[1]["config"]["optimizer"]["nonsense"] = 1
+    variants[2]["config"]["optimizer"]["lr"] = 1e30
+    _, records = in_turns(spec)
+    assert records["sgdm-fp32"].status == "completed"
+    assert (records["birder-1bit"].status, records["sgdm-bf16"].status) == ("failed", "failed")
+    assert "nonsense" in str(records["birder-1bit"].reason)
+    assert "lower optimizer.lr" in str(records["sgdm-bf16"].reason)
+    assert [line.partition(":")[0] for line in plan.failures(spec)] == ["Birder", "SGDM bf16"]
+
+
+def test_without_methods_the_bound_is_left(tmp_path: Path) -> None:
+    config = described(tmp_path, ["optimizer=sgdm"]).config
+    spec = plan.world(config, [], None, "calibration")
+    spec.path.mkdir(parents=True)
+    run_ranks(_train, 2, spec, False, 0.8, grouped=False, ranks_per_node=1)
+    assert json.loads((spec.path / plan.BOUND_FILE).read_text())["step_ms"] > 0
+    assert not (tmp_path / "results").exists()
+
+
+def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments.timing.links import BOUND_TURNS, Links
+
+    made = Links.__new__(Links)
+    cluster = {"dilation": "auto", "link_gbps": 10, "nodes": 2, "max_total_gbps": 5.0}
+    made.config = {"cluster": cluster, "timeline": "resnet50_b32_tf32"}
+    made.shapes, made.mbit, made.set_to = True, None, []
+    made.pace = deque([0.5] * BOUND_TURNS, maxlen=BOUND_TURNS)
+    asked: list[float | None] = []
+    monkeypatch.setattr(made, "_ask", asked.append)
+    for _ in range(BOUND_TURNS):
+        made.follow()
+        made.pace.append(1.0)  # the machine has become slower by half
+    made.follow()
+    paces, dilations, rates = zip(*made.set_to, strict=True)
+    assert list(rates) == asked
+    assert (paces[0], paces[-1]) == (0.5, 1.0)
+    assert list(paces) == sorted(paces)
+    assert dilations[-1] == pytest.approx(2 * dilations[0], rel=0.01)
+    assert rates[0] == pytest.approx(10_000 / dilations[0])
+    made.remember(3)  # few rounds: what was measured before them is soon forgotten
+    made.pace.extend([2.0] * 2)
+    made.follow()
+    assert (len(made.pace), made.set_to[-1][0]) == (3, 2.0)
+    made.pace.extend([0.01] * BOUND_TURNS)  # more than this machine carries: as it was
+    made.follow()
+    assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 2, rates[-1] / 2)
+    cluster["dilation"] = 20.0  # asked for: nothing follows
+    made.follow()
+    assert len(asked) == BOUND_TURNS + 3

@@ -1,0 +1,155 @@
+"""Which comparisons are timed in turns, what is started for them, and what becomes of them when a method breaks its world."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import compare
+from experiments.config import compose
+from experiments.records import record
+from experiments.timing import plan
+from experiments.training import link
+from launch.errors import UserError
+from launch.failure import RunFailed
+from launch.local import LocalLauncher
+from tests.helpers.ranks import run_ranks
+
+
+def resolved(*overrides: str) -> list[dict[str, Any]]:
+    return [compose.resolve(c) for c in compare.variants(compose.compose(list(overrides)), None)]
+
+
+def test_what_is_only_timed_takes_turns() -> None:
+    quick = resolved("+exp=resnet50", "scale=quick", "cluster=local")
+    assert plan.why_runs(quick, synthetic=True) is None
+    assert plan.why_runs(quick, synthetic=False) == "their accuracy counts"
+    assert plan.why_runs(resolved("+exp=resnet50", "scale=paper", "cluster=local"), synthetic=True) is not None
+    digits = resolved("+exp=digits", "turns.mode=turns")
+    assert plan.why_runs(digits, synthetic=False) is None
+    assert plan.why_runs(resolved("+exp=resnet50", "turns.mode=runs", "cluster=local"), True) == "turns.mode=runs"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("checkpoint.every=5", "no checkpoints"),
+        ("cluster.max_restarts=1", "not restarted"),
+        ("+profile=step", "a profile"),
+    ],
+)
+def test_what_cannot_take_turns_is_run_apart(override: str, words: str) -> None:
+    asked = ["+exp=resnet50", "scale=quick", "cluster=local", override]
+    assert words in str(plan.why_runs(resolved(*asked), synthetic=True))
+    with pytest.raises(UserError, match=rf"turns\.mode=turns is not possible: .*{words}"):
+        plan.why_runs(resolved(*asked, "turns.mode=turns"), synthetic=True)
+
+
+def test_replays_differ_in_their_model() -> None:
+    assert (
+        plan.why_runs(resolved("+exp=replay_bert", "scale=quick", "cluster=local"), True)
+        == "methods differ in workload"
+    )
+
+
+def test_one_run_for_all_variants(tmp_path: Path) -> None:
+    made = compare.variants(compose.compose(["+exp=digits", f"output_dir={tmp_path}"]), None)
+    spec = plan.make([*made, made[-1]], ["a"] * (len(made) + 1), "stamp-digits-1234")
+    ids = [v["id"] for v in spec.config["variants"]]
+    assert ids == [
+        f"stamp-digits-1234-{name}"
+        for name in ("sgdm-none", "sgdm-fp32", "sgdm-bf16", "onebit_adam-1bit", "birder-1bit", "birder-1bit.2")
+    ]
+    assert (spec.id, spec.group, spec.path) == ("stamp-digits-1234",) * 2 + (tmp_path / "digits" / "stamp-digits-1234",)
+    assert plan.make(made, ["a"] * len(made), "g", attempt=2).id == "g.2"
+    part = plan.spec_of(spec, spec.config["variants"][4])
+    assert part.config["optimizer"]["_target_"] == "birder.Birder"
+    assert "variants" not in part.config
+    assert part.group == "stamp-digits-1234"
+
+
+def test_a_dilation_needs_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.emulated.launcher.why_not", lambda: None)
+    made = [compose.compose(["+exp=digits", "cluster=emulated"])]
+    with pytest.raises(UserError, match=r"timeline=NAME or cluster\.dilation=20"):
+        plan.make(made, ["a"], "g")
+
+
+def test_when_a_method_breaks_its_world_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worlds: list[list[str]] = []
+
+    def launch(self: LocalLauncher, spec: Any) -> None:
+        variants = spec.config["variants"]
+        worlds.append([v["name"] for v in variants])
+        if len(worlds) == 1:
+            spec.path.mkdir(parents=True)
+            (spec.path / plan.TURN_FILE).write_text(variants[3]["id"])
+            error = RunFailed("rank 1 on node 1 was killed, for example for lack of memory")
+            self.on_failure(spec, str(error))
+            raise error
+        for v in variants:
+            record.write(record.from_spec(plan.spec_of(spec, v)), tmp_path / "results")
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    printed: list[str] = []
+    overrides = ["+exp=digits", "turns.mode=turns", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out"]
+    assert compare.compare(overrides, None, lambda results, group: printed.append(group)) == 1
+    assert [len(w) for w in worlds] == [5, 4]
+    assert worlds[0][3] not in worlds[1]
+    records = record.read_all(tmp_path / "results")
+    assert sorted(r.status for r in records) == ["completed"] * 4 + ["failed"]
+    assert {r.group for r in records} == set(printed)
+    assert "1 of 5 runs failed" in capsys.readouterr().err
+
+
+def test_a_world_that_never_began_has_failed_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(self: LocalLauncher, spec: Any) -> None:
+        self.on_failure(spec, "node 0: no")
+        raise RunFailed("node 0: no")
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    overrides = ["+exp=digits", "turns.mode=turns", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out"]
+    assert compare.compare(overrides, None) == 1
+    assert [r.status for r in record.read_all(tmp_path / "results")] == ["failed"] * 5
+
+
+def test_asking_for_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def supervise() -> None:
+        said: list[str] = []
+        while len(said) < 2:
+            time.sleep(0.01)
+            asked = (tmp_path / "control").read_text().splitlines() if (tmp_path / "control").exists() else []
+            for line in asked[len(said) :]:
+                said.append(line + (": no such device" if line == "check 7" else ""))
+                (tmp_path / "control.done").write_text("\n".join(said) + "\n")
+
+    threading.Thread(target=supervise, daemon=True).start()
+    link.ask(tmp_path, "rate 40000")
+    with pytest.raises(RuntimeError, match=r"could not be set \(check 7\): no such device"):
+        link.ask(tmp_path, "check 7")
+    monkeypatch.setattr(link, "ANSWER_S", 0.1)
+    with pytest.raises(RuntimeError, match="nobody set"):
+        link.ask(tmp_path, "rate 3")
+
+
+def _probe(rank: int, world: int, per_node: int) -> float | None:
+    link.PROBE_MB = 1
+    return link.probe(per_node, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_the_rate_of_a_real_network_is_probed(ranks: int, per_node: int) -> None:
+    found = run_ranks(_probe, ranks, per_node, ranks_per_node=per_node)
+    assert len(set(found)) == 1
+    assert found[0] > 10
+
+
+def test_a_single_node_has_no_link() -> None:
+    assert run_ranks(_probe, 2, 2) == [None, None]

@@ -1,0 +1,297 @@
+"""Virtual workers against real ranks: the same parameters, bit for bit, and the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import Topology, VirtualRanks, attach
+from birder.comm.virtual import SEGMENT, Turns, communicators, ring_sum
+from experiments import compare
+from experiments.config import compose
+from experiments.records import labels, record
+from experiments.report import speedup
+from launch.errors import UserError
+from launch.virtual import VirtualLauncher
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+from tests.unit.birder.comm import test_topology as topology_tests
+
+STEPS = 8
+EVALUATED = 1e-6
+"""Relative: ranks evaluate a part each, in matrix products of other shapes, which round otherwise."""
+SHAPES = {2: 1, 4: 2, 8: 2}
+"""Ranks per node for each number of ranks."""
+CASES: dict[str, tuple[str, dict, bool]] = {
+    "Birder": ("Birder", {"lr": 0.01}, False),
+    "Birder clipped": ("Birder", {"lr": 0.01, "max_grad_norm": 0.5, "bits": "weyl"}, False),
+    "Birder one-phase": ("Birder", {"lr": 0.01, "reduce": "one_phase"}, False),
+    "Birder hierarchical": ("Birder", {"lr": 0.01}, True),
+    "Birder one-phase hierarchical": ("Birder", {"lr": 0.01, "reduce": "one_phase"}, True),
+    "1-bit Adam": ("OneBitAdam", {"lr": 0.01, "warmup_steps": 4}, False),
+    "1-bit Adam hierarchical": ("OneBitAdam", {"lr": 0.01, "warmup_steps": 4}, True),
+    "SGDM": ("SGDM", {"lr": 0.1, "momentum": 0.9, "max_grad_norm": 0.5}, False),
+    # Dense rounds and syncs in the first three steps, then intervals of 1, 2 and 4.
+    "0/1 Adam": (
+        "ZeroOneAdam",
+        {"lr": 0.01, "warmup_steps": 3, "kappa": 1, "local_doubling": 1, "local_limit": 4, "max_grad_norm": 0.5},
+        False,
+    ),
+    "CSER": ("CSER", {"lr": 0.1, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 3, "block": 8}, False),
+}
+
+
+class Net(toy.Net):
+    """With batch statistics, which are rank 0's, and dropout, which differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(37)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = F.dropout(self.norm(self.first(self.embed(rows))), 0.2, self.training)
+        return self.second(torch.tanh(hidden)) * self.scale
+
+
+def make() -> tuple[Net, DistributedDataParallel]:
+    torch.manual_seed(3)
+    model = Net()
+    # Several buckets, which DDP rebuilds in another order after the first step.
+    return model, DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+
+
+def backward(ddp: DistributedDataParallel, rank: int, step: int) -> float:
+    """Two micro-batches."""
+    with ddp.no_sync():
+        (toy.loss(ddp, rank, step) / 2).backward()
+    loss = toy.loss(ddp, rank, 1000 + step) / 2
+    loss.backward()
+    return loss.item()
+
+
+def real(rank: int, world: int) -> dict[str, dict]:
+    """Every case on real ranks."""
+    results = {}
+    for name, (method, options, hierarchical) in CASES.items():
+        model, ddp = make()
+        optimizer = getattr(birder, method)(model.parameters(), **options)
+        attachment = attach(ddp, optimizer, hierarchical=hierarchical, unit_mb=0.0008)
+        torch.manual_seed(100 + rank)
+        losses = []
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            losses.append(backward(ddp, rank, step))
+            optimizer.step()
+        with optimizer.averaged():
+            mean = toy.flat(model).numpy()
+        counter = attachment.counter
+        sent = (counter.intra, counter.inter, counter.collectives)
+        statistics = model.norm.running_mean.numpy()
+        results[name] = {
+            "x": toy.flat(model).numpy(),
+            "mean": mean,
+            "losses": losses,
+            "sent": sent,
+            "buffers": statistics,
+            "state": optimizer.state_bytes(),
+        }
+        attachment.close()
+    return results
+
+
+def virtual(rank: int, world: int, topology: Topology) -> dict[str, dict]:
+    """Every case in one process."""
+    results = {}
+    for name, (method, options, hierarchical) in CASES.items():
+        model, ddp = make()
+        n = topology.world_size
+        optimizers = [getattr(birder, method)(model.parameters(), **options) for _ in range(n)]
+        seeds = [100 + i for i in range(n)]
+        ranks = VirtualRanks(ddp, optimizers, topology=topology, hierarchical=hierarchical, unit_mb=0.0008, seeds=seeds)
+        losses: list[list[float]] = [[] for _ in range(n)]
+        for step in range(1, STEPS + 1):
+            for i in range(n):
+                with ranks.turn(i):
+                    losses[i].append(backward(ddp, i, step))
+            ranks.step()
+        xs, places = [], set()
+        for i in range(n):
+            with ranks.turn(i):
+                xs.append(toy.flat(model).numpy().copy())
+                places.add(model.scale.data_ptr())
+        sent = ranks.counter.intra, ranks.counter.inter, ranks.counter.collectives
+        with ranks.averaged():
+            mean = toy.flat(model).numpy().copy()
+        statistics = model.norm.running_mean.numpy()
+        results[name] = {"x": xs, "mean": mean, "losses": losses, "sent": sent, "buffers": statistics}
+        results[name] |= {"state": ranks.state_bytes(), "copies": len(places)}
+    return results
+
+
+@functools.cache
+def both(world: int) -> tuple[list[dict[str, dict]], dict[str, dict]]:
+    local = SHAPES[world]
+    return run_ranks(real, world, ranks_per_node=local), run_ranks(virtual, 1, Topology(world // local, local))[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", SHAPES)
+def test_virtual_ranks_equal_real_ones_bit_for_bit(world: int, name: str) -> None:
+    theirs, ours = both(world)
+    found = ours[name]
+    for rank, results in enumerate(theirs):
+        expected = results[name]
+        assert expected["losses"] == found["losses"][rank]
+        assert (expected["x"] == found["x"][rank]).all()
+        assert (expected["mean"] == found["mean"]).all()
+    assert (theirs[0][name]["buffers"] == found["buffers"]).all()
+    sent = [results[name]["sent"] for results in theirs]
+    assert (sum(s[0] for s in sent), sum(s[1] for s in sent), sent[0][2]) == found["sent"]
+    assert sum(results[name]["state"] for results in theirs) == found["state"]
+    # Ranks of a method that sends everything are equal: one copy of the parameters stands for all.
+    assert found["copies"] == (1 if name == "SGDM" else world)
+
+
+def ring(rank: int, world: int, sizes: list[int]) -> list:
+    results = []
+    for size in sizes:
+        x = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+        torch.distributed.all_reduce(x)
+        results.append(x.numpy())
+    return results
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_order_of_a_dense_sum_is_that_of_gloos_ring(world: int) -> None:
+    # Fewer elements than ranks, chunks that end in the middle, more than one segment for each chunk.
+    sizes = [1, world, 1003, 3 * world * SEGMENT // 4 + 5]
+    for found in run_ranks(ring, world, sizes):
+        for size, x in zip(sizes, found, strict=True):
+            rows = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+            assert torch.equal(ring_sum(torch.stack(rows)), torch.from_numpy(x))
+
+
+def test_ranks_that_wait_for_each_other_end_in_an_error() -> None:
+    turns = Turns(3)
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        turns.run([lambda r=r: turns.wait_until(r, lambda: False) for r in range(3)])
+
+
+def test_an_error_of_one_rank_ends_the_others() -> None:
+    turns, ended = Turns(3), []
+
+    def life(rank: int) -> None:
+        if rank == 1:
+            raise ArithmeticError("rank 1")
+        turns.wait_until(rank, lambda: False)
+        ended.append(rank)
+
+    with pytest.raises(ArithmeticError, match="rank 1"):
+        turns.run([lambda r=r: life(r) for r in range(3)])
+    assert not ended
+
+
+def spec(folder: Path, name: str, *overrides: str):
+    given = ["train.max_steps=6", "train.timing_warmup=1", "train.threads=1", "wandb=disabled", "train.eval_every=3"]
+    folders = [f"results_dir={folder}/{name}", f"output_dir={folder}/outputs", f"run_name={name}"]
+    return compose.make_spec(compose.compose([*overrides, *given, *folders]), command="test")
+
+
+def run(rank: int, world: int, *specs) -> None:
+    from experiments.training.loop import train
+
+    train(specs[0])
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "+exp=digits optimizer=birder train.batch_per_rank=8",
+        # Rank-local state (of the LSTM), dropout, clipping, accumulation.
+        "+exp=ptb scale=quick optimizer=onebit_adam optimizer.warmup_steps=3 train.batch_per_rank=2 train.accumulate=2 "
+        "workload.dropout=0.2 workload.preset=tiny comm.topology=hierarchical data.path=TEXT",
+    ],
+    ids=["digits", "text"],
+)
+def test_a_run_on_virtual_workers_is_the_run_on_real_ones(task: str, tmp_path: Path) -> None:
+    words = " ".join(f"w{(i * i + i // 7) % 23}" for i in range(4000)) + "\n"
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text(words)
+    given = task.replace("TEXT", str(tmp_path)).split()
+    shape = ["cluster.nodes=2", "cluster.ranks_per_node=2"]
+    specs = [spec(tmp_path, kind, *given, f"cluster={kind}", *shape) for kind in ("local", "virtual")]
+    run_ranks(run, 4, specs[0], ranks_per_node=2, grouped=False)
+    run_ranks(run, 1, specs[1], grouped=False)
+    theirs, ours = (record.read_all(tmp_path / kind)[0] for kind in ("local", "virtual"))
+    assert ours.metric["name"] == theirs.metric["name"]
+    assert math.isclose(ours.metric["value"], theirs.metric["value"], rel_tol=EVALUATED)
+    for key in ("payload_intra", "payload_inter"):
+        assert ours.bytes_per_step[key] == theirs.bytes_per_step[key]
+    assert ours.collectives_per_step == theirs.collectives_per_step
+    assert ours.state_bytes_per_rank == theirs.state_bytes_per_rank
+    assert (ours.nodes, ours.ranks_per_node, ours.cluster) == (2, 2, "virtual")
+    # No time is taken, and none is shown.
+    assert ours.timing == {"steps": 0}
+    assert ours.link["kind"] == "none"
+    assert speedup.build([dataclasses.replace(r, group="g") for r in (ours, ours)]) == []
+    curves = [(tmp_path / r.cluster / str(r.curve)).read_text().splitlines() for r in (theirs, ours)]
+    columns = curves[0][0].split(",")
+    for theirs_row, ours_row in zip(*curves, strict=True):
+        mine, other = (dict(zip(columns, row.split(","), strict=True)) for row in (ours_row, theirs_row))
+        assert mine["loss"] == other["loss"]
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("train.precision=fp16", "loss scaling"),
+        ("comm.enabled=false", "comm.enabled"),
+        ("comm.topology=hsdp", "shards no model"),
+        ("checkpoint.every=5", "checkpoints"),
+        ("+profile=step", "profile"),
+    ],
+)
+def test_what_virtual_workers_cannot_do_is_said(override: str, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        compose.resolve(compose.compose(["+exp=digits", "cluster=virtual", "optimizer=sgdm", override]))
+
+
+def test_a_comparison_has_no_bound() -> None:
+    chosen = compare.variants(compose.compose(["+exp=digits", "cluster=virtual"]), None)
+    assert [labels.method(compose.resolve(c)) for c in chosen] == ["SGDM fp32", "SGDM bf16", "1-bit Adam", "Birder"]
+
+
+def test_one_process_is_started(tmp_path: Path) -> None:
+    made = compose.launcher(compose.resolve(compose.compose(["+exp=digits", "cluster=virtual", "cluster.nodes=64"])))
+    assert isinstance(made, VirtualLauncher)
+    assert made.shape() == "64 x 1 virtual ranks in one process"
+    command = made.command(tmp_path / "spec.yaml", spec(tmp_path, "x", "+exp=digits"), 0)
+    assert [command[command.index(f) + 1] for f in ("--nnodes", "--nproc-per-node")] == ["1", "1"]
+
+
+@pytest.mark.parametrize(("hierarchical", "workers"), [(False, 64), (True, 8)])
+def test_sixty_four_virtual_ranks_equal_the_reference(hierarchical: bool, workers: int) -> None:
+    """`Birder` with communicators alone, against the one-process reference."""
+    topology, turns = Topology(8, 8), Turns(64)
+    made = communicators(turns, topology, hierarchical)
+    params = [torch.nn.Parameter(torch.zeros(topology_tests.SIZE)) for _ in range(64)]
+
+    def life(rank: int) -> None:
+        optimizer = birder.Birder([params[rank]], lr=0.1)
+        optimizer.bind(made[rank])
+        for step in range(1, topology_tests.STEPS + 1):
+            params[rank].grad = topology_tests.gradient(rank, step)
+            optimizer.step()
+
+    turns.run([functools.partial(life, rank) for rank in range(64)])
+    expected = topology_tests.oracle(workers, 64 // workers)
+    assert all(torch.equal(p, expected) for p in params)

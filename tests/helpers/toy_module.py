@@ -1,0 +1,16 @@
+"""A model for `experiments/predict.py model=tests.helpers.toy_module:make`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def make(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A small network and the function that computes its loss."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 5))
+    x = torch.randn(batch, 40)
+    return net, lambda: net(x).square().mean()

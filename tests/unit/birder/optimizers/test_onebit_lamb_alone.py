@@ -1,0 +1,101 @@
+"""1-bit LAMB of one worker: what no other rank is needed for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birder import LAMB, OneBitLAMB
+from tests.helpers import toy
+
+
+def alone(*params: torch.nn.Parameter, **options) -> OneBitLAMB:
+    return OneBitLAMB(params, 0.01, **{"warmup_steps": 5, **options})
+
+
+def grads(step: int, size: int, length: float = 1.0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(step)) * length
+
+
+def test_tensors_are_scaled_to_one_size_before_they_share_a_message() -> None:
+    lengths = (1e-4, 1.0, 30.0)
+    params = [torch.nn.Parameter(grads(50 + k, 200 + 31 * k)) for k in range(3)]
+    optimizer = alone(*params)
+    for step in range(1, 6):
+        for k, p in enumerate(params):
+            p.grad = grads(step * 10 + k, p.numel(), lengths[k])
+        optimizer.step()
+    (unit,) = optimizer.units
+    rms = [float(m.square().mean().sqrt()) for m in unit.views(unit.state["m"])]
+    scaled = [a * float(s) for a, s in zip(rms, unit.state["scale"], strict=True)]
+    assert scaled == pytest.approx([sum(rms) / 3] * 3, rel=1e-5)
+    assert max(rms) > 1e5 * min(rms)
+
+
+@pytest.mark.parametrize("kind", ["never used", "used long ago"])
+def test_a_tensor_without_momentum_at_the_freeze_stays_and_spoils_nothing(kind: str) -> None:
+    """Its scale would be infinite, and every message of its unit with it."""
+
+    def run(*params: torch.nn.Parameter) -> list[torch.Tensor]:
+        optimizer = alone(*params)
+        frozen = params
+        for step in range(1, 21):
+            params[0].grad = grads(step, 64)
+            if params[1:]:
+                quiet = step == 5 or (kind == "never used" and step < 5)
+                params[1].grad = torch.zeros(40) if quiet else grads(step + 100, 40)
+            if step == 5 and kind == "used long ago" and params[1:]:
+                (unit,) = optimizer.units
+                unit.view(unit.state["m"], 0).fill_(1e-30)  # the last parameter is the first of its unit
+            optimizer.step()
+            if step == 5:
+                frozen = tuple(p.detach().clone() for p in params)
+        return [*(p.detach() for p in params), *frozen]
+
+    alone_end, _ = run(torch.nn.Parameter(torch.ones(64)))
+    end, idle, _, idle_before = run(torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.full((40,), 2.0)))
+    assert torch.equal(idle, idle_before)
+    assert torch.equal(end, alone_end)
+
+
+def test_before_the_freeze_it_is_lamb() -> None:
+    """One worker's warm-up, bit for bit LAMB with the same bounds and without bias correction."""
+    bounds = {"min_coeff": 0.01, "max_coeff": 0.3, "eps": 1e-8, "weight_decay": 0.02}
+    lamb = toy.trained(lambda p: LAMB(p, 0.01, bias_correction=False, **bounds), 15)
+    warm_up = toy.trained(lambda p: OneBitLAMB(p, 0.01, warmup_steps=15, **bounds), 15)
+    assert torch.equal(lamb, warm_up)
+
+
+def test_the_loss_falls_on_in_the_compressed_stage() -> None:
+    p = torch.nn.Parameter(grads(1, 500))
+    target = grads(2, 500)
+    optimizer = OneBitLAMB([p], 0.05, warmup_steps=40)
+    losses = []
+    for step in range(1, 201):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 201)
+        optimizer.zero_grad()
+        loss = (p - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[39] / 10
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warmup_steps": 0}, r"^warmup_steps must be a whole number"),
+        ({"warmup_steps": 1.5}, r"^warmup_steps must be a whole number"),
+        ({"eps": 0.0}, "^eps must be above 0"),
+        ({"min_coeff": -1.0}, "^min_coeff must be at least 0"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "^max_coeff must be above 0, at least min_coeff"),
+        ({"coeff_beta": 1.0}, "^coeff_beta must be in"),
+        ({"factor_min": 1.5}, "^factor_min must be in"),
+        ({"factor_max": 0.9}, "^factor_max must be at least 1"),
+        ({"factor_threshold": 1.0}, "^factor_threshold must be in"),
+        ({"wire": "int8"}, "^wire must be one of"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        alone(torch.nn.Parameter(torch.zeros(1)), **options)

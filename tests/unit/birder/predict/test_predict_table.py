@@ -1,0 +1,122 @@
+"""The predictor's answers: the table, crossovers, sweeps, and bad questions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from birder.predict import (
+    Cluster,
+    Costs,
+    Timeline,
+    crossover,
+    predict,
+    sweep,
+)
+from birder.predict.timeline import read
+from tests.helpers import ROOT
+from tests.unit.birder.predict.test_predict import link
+
+
+def bert() -> Timeline:
+    return read(ROOT / "results/timelines/bert_base_b12_tf32.json")
+
+
+def test_a_slow_link_asks_for_compression_and_a_fast_one_does_not() -> None:
+    slow = predict(bert(), Cluster(8, 8, link(1.0)))
+    assert "x as fast as bf16" in slow.sentence
+    assert slow.speedup("birder_hierarchical", "bf16")[0] > 2
+    fast = predict(bert(), Cluster(8, 8, link(800.0)))
+    assert fast.sentence.startswith("do not compress: bf16 is within 5% of the bound")
+
+
+def test_intervals_hold_the_value_and_grow_with_what_is_not_known() -> None:
+    sure = predict(bert(), Cluster(8, 1, link(10.0)))
+    unsure = predict(bert(), Cluster(8, 1, link(10.0, spread=0.3)))
+    for a, b in zip(sure.rows, unsure.rows, strict=True):
+        assert a.low <= a.ms <= a.high
+        assert b.low <= a.low
+        assert b.high >= a.high
+    value, low, high = unsure.speedup("birder")
+    assert low < value < high
+
+
+def test_what_a_measured_step_took_above_its_prediction_is_in_every_method_that_communicates() -> None:
+    there = Cluster(8, 8, link(10.0))
+    plain, late, early = (predict(bert(), there, beyond_ms=ms) for ms in (0.0, 30.0, -1e6))
+    bound = plain["none"].ms
+    for a, b, c in zip(plain.rows, late.rows, early.rows, strict=True):
+        more = 0.0 if a.name == "none" else 30.0
+        assert (b.ms, b.low, b.high) == pytest.approx((a.ms + more, a.low, a.high + more))
+        assert (c.ms, c.high) == (a.ms, a.high)
+        assert c.low == min(a.low, bound)
+    assert late.speedup("birder")[0] < plain.speedup("birder")[0]
+    rates = [crossover(bert(), there, ["birder_hierarchical"], beyond_ms=ms) for ms in (0.0, 30.0, -30.0)]
+    before, after, same = (r["birder_hierarchical"] or 0.0 for r in rates)
+    assert after < before == same
+    # What was not simulated is no reason to compress.
+    assert predict(bert(), Cluster(8, 8, link(800.0)), beyond_ms=30.0).sentence.startswith("do not compress")
+
+
+def test_the_table_names_every_row_and_ends_with_the_sentence() -> None:
+    made_ = predict(bert(), Cluster(8, 8, link(10.0)))
+    text = str(made_)
+    assert all(r.method.label in text for r in made_.rows)
+    assert text.endswith(made_.sentence)
+    assert "embeddings" in text  # the tensor that waits
+    assert made_["none"].state_bytes == 4 * made_.timeline.elements
+    assert made_["birder_hierarchical"].state_bytes == made_.timeline.elements
+
+
+def test_below_its_crossover_a_method_pays_and_above_it_does_not() -> None:
+    t, c = bert(), Cluster(8, 8, link(10.0))
+    found = crossover(t, c, ["birder_hierarchical", "fp32"])
+    rate = found["birder_hierarchical"]
+    assert rate is not None
+    assert found["fp32"] is None
+    for factor, pays in ((0.98, True), (1.02, False)):
+        p = predict(t, c.at(rate * factor), ["bf16", "birder_hierarchical"])
+        assert (p["birder_hierarchical"].ms * 1.05 < p["bf16"].ms) is pays
+
+
+def test_a_sweep_goes_to_a_thousand_nodes() -> None:
+    found = sweep(bert(), Cluster(1, 8, link(10.0)), "nodes", [1, 8, 1024], ["fp32", "birder_hierarchical"])
+    assert [p.cluster.nodes for p in found] == [1, 8, 1024]
+    assert found[2]["fp32"].ms > found[1]["fp32"].ms > found[0]["fp32"].ms
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: link(0.0), "rate must be positive"),
+        (lambda: link(1.0, latency_us=-1), "must not be negative"),
+        (lambda: Cluster(0, 1, link(1.0)), "at least 1 node"),
+        (lambda: predict(bert(), Cluster(2, 1, link(1.0)), ["magic"]), "no method 'magic'"),
+        (lambda: Costs.of_gpu("abacus"), "no memory bandwidth known of 'abacus'"),
+        (lambda: Costs.of_bandwidth(0.0), "must be positive"),
+        (lambda: crossover(bert(), Cluster(1, 8, link(1.0))), "one node"),
+        (lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "moons", [1]), "gbps or nodes"),
+        (lambda: bert().scaled(0.0), "positive factor"),
+    ],
+)
+def test_bad_input_is_named(call: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()  # type: ignore[operator]
+
+
+def test_a_scaled_timeline_takes_as_many_times_as_long() -> None:
+    t = bert().scaled(2.0, "half of an A100")
+    assert t.step_ms == 2 * bert().step_ms
+    assert t.gradients[0].ready_ms == 2 * bert().gradients[0].ready_ms
+    assert t.note.endswith("half of an A100")
+
+
+def test_predicting_needs_no_torch() -> None:
+    code = (
+        "import sys; from birder.predict import predict, Cluster, Link; from birder.predict.timeline import read;"
+        "t = read('results/timelines/resnet50_b32_tf32.json'); str(predict(t, Cluster(8, 8, Link(10.0))));"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

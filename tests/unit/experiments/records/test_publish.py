@@ -1,0 +1,141 @@
+"""Evidence and runs apart: what is published, what is refused, and what stands beside a user's own figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments import publish
+from experiments import tables as cli
+from experiments.records import record
+from experiments.records.record import PUBLISHED, ROOT, ResultRecord
+from experiments.report import evidence, tables
+from tests.helpers.records import full_group, run, save
+
+CLEAN = {"sha": "1" * 40, "dirty": False}
+
+
+def clean_group() -> list[ResultRecord]:
+    return [dataclasses.replace(r, git=dict(CLEAN)) for r in full_group()]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def command(own: Path, published: Path, *more: str) -> int:
+    return publish.main([*more, "--results", str(own), "--published", str(published)])
+
+
+def test_a_group_is_moved_with_its_curves_and_both_folders_tables_follow(tmp_path: Path) -> None:
+    first, *others = clean_group()
+    first = dataclasses.replace(first, curve=f"curves/{first.id}.csv")
+    stays = run("Birder", 1.0, id="stays", group="other", exp="ptb")
+    own, published = save(tmp_path / "local", first, *others, stays), tmp_path / "published"
+    (own / "curves").mkdir()
+    (own / str(first.curve)).write_text("step,seconds,loss,metric\n1,1.0,2.0,\n")
+    cli.write(own)
+    table, plot = "tables/resnet50.md", "plots/resnet50_quick_local_4x1_step_time.png"
+    before = files(own)
+    assert command(own, published, "g") == 0
+    after, there = files(own), files(published)
+    assert sorted(after) == [n for n in before if "ptb" in n or "stays" in n]
+    assert sorted(set(before) - set(after)) == sorted(there)
+    for name in there:
+        assert there[name] == before[name], name
+    assert {table, plot, str(first.curve)} <= set(there)
+    assert cli.check(published) == cli.check(own) == []
+
+
+@pytest.mark.parametrize(
+    ("git", "words"),
+    [
+        ({"sha": "1" * 40, "dirty": True}, "ran changed code; commit, run it again"),
+        ({"sha": None, "dirty": None}, "ran code of an unknown commit; commit, run it again"),
+    ],
+)
+def test_runs_of_other_code_than_a_commit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], git: dict[str, object], words: str
+) -> None:
+    *most, last = clean_group()
+    own = save(tmp_path / "local", *most, dataclasses.replace(last, git=git))
+    before = files(own)
+    for arguments in (["g"], ["--exp", "resnet50"]):
+        assert command(own, tmp_path / "published", *arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert words in error
+        assert error.count("\n") == 1
+    assert files(own) == before
+    assert not (tmp_path / "published").exists()
+
+
+def test_bad_input_is_one_line_and_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *others = clean_group()
+    own = save(tmp_path / "local", dataclasses.replace(first, curve="curves/x.csv"), *others)
+    for arguments, words in (
+        (["absent"], "no record of group 'absent'"),
+        (["absent"], "groups there: g"),
+        (["--exp", "ptb"], "no record of experiment 'ptb'"),
+        ([], "make publish GROUP=NAME"),
+        (["g", "--exp", "resnet50"], "make publish GROUP=NAME"),
+        (["g"], "names the curve"),
+    ):
+        assert command(own, tmp_path / "published", *arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "published").exists()
+
+
+def test_published_figures_stand_beside_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = save(tmp_path / "published", *full_group(), run("Birder", 7.0, id="w", group="w", nodes=2))
+    mine = [
+        dataclasses.replace(r, id=f"my-{r.id}", group="mine", time="2027-01-01T00:00:00Z", timing={**r.timing})
+        for r in full_group()
+    ]
+    slow = {"steps": 9, "median_ms": 1600.0, "p10_ms": 1590.0, "p90_ms": 1610.0}
+    mine = [dataclasses.replace(r, timing=slow) if r.method == "Birder" else r for r in mine]
+    results = save(tmp_path / "mine", *mine)
+    known = [r for r in record.read_all(published) if r.exp == "resnet50"]
+    monkeypatch.setattr(evidence, "records", lambda results_dir, exp: known)
+    out = io.StringIO()
+    tables.print_group(results, "mine", Console(file=out, width=118))
+    text = out.getvalue()
+    row = next(line for line in text.splitlines() if line.startswith("│ Birder"))
+    assert "1.88x" in row
+    assert row.rstrip(" │").endswith("3.75x")
+    assert "Published: 4 nodes emulated on one machine" in text
+    assert str(PUBLISHED.relative_to(ROOT)) in text
+    assert max(len(line) for line in text.splitlines() if line.startswith("│")) <= 118
+
+    other = save(tmp_path / "other", *(dataclasses.replace(r, nodes=8) for r in mine))
+    out = io.StringIO()
+    tables.print_group(other, "mine", Console(file=out, width=118))
+    assert "Published: nothing of this setting" in out.getvalue()
+
+
+def test_the_published_folder_stands_beside_others_but_not_beside_itself(tmp_path: Path) -> None:
+    published = save(tmp_path / "published", *full_group())
+    assert len(evidence.records(tmp_path / "mine", "resnet50", published)) == len(full_group())
+    assert evidence.records(tmp_path / "mine", "digits", published) == []
+    assert evidence.records(published, "resnet50", published) == []
+    assert evidence.records(tmp_path, "resnet50", tmp_path / "absent") == []
+
+
+def test_a_run_leaves_the_checkout_clean() -> None:
+    """Runs write below results/local and outputs, and git ignores both."""
+    from experiments.config import compose
+
+    config = compose.compose(["+exp=digits"]).config
+    assert config.results_dir == record.LOCAL
+    names = [f"{config.results_dir}/records/x.json", f"{config.results_dir}/tables/x.md", f"{config.output_dir}/x"]
+    done = subprocess.run(["git", "-C", str(ROOT), "check-ignore", *names], capture_output=True, text=True)
+    if done.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert done.stdout.splitlines() == names

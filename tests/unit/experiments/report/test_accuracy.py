@@ -1,0 +1,290 @@
+"""Accuracy tables: seeds are averaged, settings are not, and the grid is all there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from experiments.records import labels
+from experiments.records.record import PUBLISHED, ResultRecord, read_all
+from experiments.report import accuracy, accuracy_page, glance
+from experiments.report.tables import same
+from tests.helpers.records import score
+
+
+def test_accuracy_is_mean_and_sample_sd_and_lists_the_whole_grid() -> None:
+    records = [score("Birder", v, s, 0.001) for s, v in enumerate((90.0, 91.0, 92.0))]
+    records += [score("Birder", v, s, 0.01) for s, v in enumerate((95.0, None))]
+    records += [score("Birder", 80.0, 0, 0.0001), score("SGDM fp32", 93.0, 0, 0.1)]
+    records += [score("Birder", None, 0, 0.1, status="failed", reason="loss is nan", metric={}, data={"name": None})]
+    (table,) = accuracy.build(records)
+    assert [(c.label, c.lr) for c in table.cells] == [
+        ("SGDM fp32", 0.1),
+        ("Birder", 0.0001),
+        ("Birder", 0.001),
+        ("Birder", 0.01),
+        ("Birder", 0.1),
+    ]
+    assert table.cells[2].summary(None) == (91.0, 1.0)
+    text = accuracy.markdown(table, plot=False)
+    assert "| Birder | 0.001 | **91.00 ± 1.00** | 3 | 92 | best |" in text
+    # One of two seeds is not finite: no candidate, and it shows.
+    assert "| Birder | 0.01 | 95.00 | 1 of 2 | 92 |  |" in text
+    assert "| Birder | 0.1 | failed: loss is nan | 0 of 1 | 92 |  |" in text
+    assert "[2](../records/birder-0.001-2.json)" in text
+
+
+def test_a_held_out_part_chooses_the_learning_rate() -> None:
+    """Not the test metric, and not with hindsight: seed 0 decides, even when another seed fails later."""
+
+    def scored(lr: float, seed: int, top1: float, held_out: float, **changes: Any) -> ResultRecord:
+        metric = {"name": "top1", "value": top1, "target": None, "higher_is_better": True}
+        return score(
+            "Birder", top1, seed, lr, metric={**metric, "all": {"top1": top1, "held_out": held_out}}, **changes
+        )
+
+    records = [scored(0.1, 0, 99.0, 80.0), scored(0.2, 0, 90.0, 85.0), scored(0.2, 1, 91.0, 70.0)]
+    records += [score("Birder", None, 2, 0.2, status="failed", reason="the loss is nan", metric={})]
+    (table,) = accuracy.build(records)
+    best = table.best("Birder")
+    assert best is not None
+    assert best.lr == 0.2
+    text = accuracy.markdown(table, plot=False)
+    assert "| Birder | 0.2 | **90.50 ± 0.71** | 77.50 ± 10.61 | 2 of 3 | — | best |" in text
+    assert "chosen by held_out of its first seed" in text
+
+
+def test_the_baseline_is_its_best_variant_with_most_seeds() -> None:
+    """And not the one whose label comes first."""
+
+    def variant(eps: float, top1: float, seeds: int) -> list[ResultRecord]:
+        made = [score("SGDM fp32", top1 + s, s, 0.1, id=f"{eps}-{s}") for s in range(seeds)]
+        stated = {"parity": {"baseline": "SGDM", "margin": 1.0, "relative": False}}
+        return [
+            dataclasses.replace(r, config={**r.config, **stated, "optimizer": {**r.config["optimizer"], "eps": eps}})
+            for r in made
+        ]
+
+    for better, seeds, expected in ((92.0, 2, 2.0), (92.0, 1, 1.0), (88.0, 2, 1.0)):
+        (table,) = accuracy.build([*variant(1.0, 90.0, 2), *variant(2.0, better, seeds)])
+        assert table.baseline is not None
+        assert table.baseline.label == f"SGDM fp32 (optimizer.eps={expected})"
+        assert [c.label for c in table.one_of_each] == [table.baseline.label]
+        assert len(table.chosen) == 2
+
+
+def test_lower_is_better_for_perplexity() -> None:
+    metric: dict[str, Any] = {"name": "perplexity", "target": None, "higher_is_better": False, "all": {}}
+    records = [score("Birder", None, 0, lr, metric={**metric, "value": v}) for lr, v in ((0.1, 150.0), (0.2, 180.0))]
+    (table,) = accuracy.build(records)
+    best = table.best("Birder")
+    assert best is not None
+    assert best.lr == 0.1
+    assert "lower is better" in accuracy.markdown(table, plot=False)
+
+
+def test_accuracy_knows_neither_synthetic_data_nor_runs_without_communication() -> None:
+    synthetic = score("Birder", 99.0, 0, 0.1, data={"name": "synthetic", "synthetic": True})
+    assert accuracy.build([synthetic, score("no communication", 50.0, 0, 0.1)]) == []
+
+
+def test_settings_and_variants_are_never_averaged_together() -> None:
+    a = score("Birder", 90.0, 0, 0.1)
+    other_steps = json.loads(json.dumps(a.config))
+    other_steps["train"]["max_steps"] = 900
+    other_beta = json.loads(json.dumps(a.config))
+    other_beta["optimizer"]["beta"] = 0.9
+    b = dataclasses.replace(a, id="b", config=other_steps, seed=1)
+    c = dataclasses.replace(a, id="c", config=other_beta, seed=1)
+    found = accuracy.build([a, b, c])
+    assert [[cell.label for cell in t.cells] for t in found] == [["Birder", "Birder (optimizer.beta=0.9)"], ["Birder"]]
+    warm = json.loads(json.dumps(a.config))
+    warm["train"]["lr_schedule"] = {"name": "cosine", "warmup": 0.2, "final": 0.1, "gamma": None}
+    found = accuracy.build([a, dataclasses.replace(a, id="d", config=warm, seed=1)])
+    assert [", cosine schedule (warmup 0.2, final 0.1), " in t.title for t in found] in ([True, False], [False, True])
+
+
+def test_what_was_computed_in_another_precision_has_a_table_of_its_own() -> None:
+    a = score("Birder", 90.0, 0, 0.1)
+    half = json.loads(json.dumps(a.config))
+    half["train"]["precision"] = "bf16"
+    found = accuracy.build([a, dataclasses.replace(a, id="b", config=half, seed=1)])
+    assert [[cell.label for cell in t.cells] for t in found] == [["Birder"], ["Birder"]]
+    assert sorted(", precision bf16, scale" in t.title for t in found) == [False, True]
+
+
+def test_runs_that_differ_in_the_order_of_sums_alone_are_of_one_method() -> None:
+    """The oldest records know no `train.bf16_products`."""
+    runs = [score("Birder", 90.0, 0, 0.1)]
+    for seed, how in enumerate(("native", "fp32"), start=1):
+        config = json.loads(json.dumps(runs[0].config))
+        config["train"]["bf16_products"] = how
+        runs.append(dataclasses.replace(runs[0], id=how, config=config, seed=seed))
+    (table,) = accuracy.build(runs)
+    assert [(cell.label, cell.count()) for cell in table.cells] == [("Birder", "3")]
+
+
+def test_the_same_seed_again_replaces_the_older_run() -> None:
+    again = score("Birder", 95.0, 0, 0.1, id="again", time="2026-05-01T00:00:00Z")
+    (table,) = accuracy.build([score("Birder", 90.0, 0, 0.1), again])
+    assert [r.id for r in table.cells[0].records] == ["again"]
+
+
+def on_virtual_workers(nodes: int, method: str, value: float, seed: int, lr: float) -> ResultRecord:
+    r = score(method, value, seed, lr, nodes=nodes, id=f"{nodes}-{method}-{lr}-{seed}")
+    parity = {"baseline": "sgdm", "margin": 1.0}
+    return dataclasses.replace(r, config={**r.config, "cluster": {"_target_": labels.VIRTUAL}, "parity": parity})
+
+
+def test_the_page_about_accuracy_is_that_of_the_published_records() -> None:
+    text = accuracy_page.PAGE.read_text(encoding="utf-8")
+    records = read_all(PUBLISHED)
+    assert accuracy_page.page(text, records) == text, "run: make tables"
+    for exp in accuracy_page.studies(records):
+        assert text.count(accuracy_page.mark(exp)) == text.count(accuracy_page.mark(exp, end=True)) == 1, exp
+
+
+def test_numbers_of_workers_stand_side_by_side() -> None:
+    made = [on_virtual_workers(n, "SGDM fp32", 90.0 + s + n, s, 0.1) for n in (16, 8) for s in range(3)]
+    made += [on_virtual_workers(8, "Birder", v + s, s, lr) for lr, v in ((0.1, 97.0), (0.2, 98.1)) for s in range(3)]
+    made += [on_virtual_workers(16, "Birder", 103.0 + s, s, 0.1) for s in range(3)]
+    made += [on_virtual_workers(8, "Birder", 99.0, 0, 0.3)]
+    elsewhere = [score("Birder", 1.0, 0, 0.1, nodes=8)]
+    (tables,) = accuracy_page.studies(made + elsewhere)["digits"]
+    shown = accuracy_page.section(tables).markdown()
+    assert "| method | 8 workers | 16 workers |" in shown
+    assert (
+        "| SGDM fp32 | 99.00 ± 1.00<br>baseline<br>lr 0.1, n = 3 | 107.00 ± 1.00<br>baseline<br>lr 0.1, n = 3 |"
+        in shown
+    )
+    # The best of three rates is in the middle; one alone has no edge.
+    assert "| Birder | 99.10 ± 1.00<br>+0.10 [0.10, 0.10]<br>parity<br>lr 0.2, n = 3 | " in shown
+    assert "104.00 ± 1.00<br>-3.00 [-3.00, -3.00]<br>worse<br>lr 0.1, n = 3 |" in shown
+    (one,) = accuracy_page.studies([r for r in made if r.nodes == 8 and r.config["optimizer"]["lr"] != 0.3])["digits"]
+    shown = accuracy_page.section(one).markdown()
+    assert "| method | lr | top1 | vs SGDM fp32 | verdict | seeds |" in shown
+    assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
+
+
+def test_pytorchs_hooks_on_real_ranks_stand_beside_virtual_workers_in_the_same_setting() -> None:
+    made = [on_virtual_workers(8, "SGDM fp32", 90.0 + s, s, 0.1) for s in range(3)]
+    hooked = [
+        dataclasses.replace(
+            r, method="PowerSGD rank 4", wire="lowrank", id=f"hook-{r.seed}",
+            config={**r.config, "cluster": {"name": "local"}, "comm": {"hook": "powersgd", "powersgd_rank": 4}},
+        )
+        for r in (on_virtual_workers(8, "SGDM fp32", 91.0 + s, s, 0.1) for s in range(3))
+    ]  # fmt: skip
+    ((table,),) = accuracy_page.studies([*made, *hooked])["digits"]
+    shown = accuracy_page.section([table]).markdown()
+    assert "| PowerSGD rank 4 | 0.1 | 92.00 ± 1.00 | +1.00 [1.00, 1.00] |" in shown
+    assert not accuracy_page.studies(hooked)  # no setting of virtual workers
+
+
+def test_the_same_batch_in_all_stands_side_by_side_too() -> None:
+    def trained(workers: int, batch: int, top1: float) -> ResultRecord:
+        made = on_virtual_workers(workers, "SGDM fp32", top1, 0, 0.1)
+        train = {**made.config["train"], "batch_per_rank": batch}
+        return dataclasses.replace(made, id=f"{workers}-{batch}", config={**made.config, "train": train})
+
+    runs = [(8, 4, 90.0), (16, 4, 91.0), (8, 8, 92.0), (32, 2, 93.0), (8, 2, 94.0), (8, 3, 95.0)]
+    found = accuracy_page.studies([trained(*run) for run in runs])["digits"]
+    shown = [accuracy_page.section(tables).markdown() for tables in found]
+    assert [len(tables) for tables in found] == [2, 2, 3, 1]
+    assert [text.partition("**;")[0].rpartition(", ")[2] for text in shown[:3]] == [
+        "batch 2 each",
+        "batch 4 each",
+        "batch 64 in all",
+    ]
+    assert "| SGDM fp32 | 92.00<br>baseline<br>lr 0.1, n = 1 | 91.00<br>" in shown[2]
+    assert "batch 3 each" in shown[3]
+
+
+def test_another_precision_never_stands_side_by_side() -> None:
+    made = [on_virtual_workers(n, "SGDM fp32", 90.0, 0, 0.1) for n in (8, 16)]
+    half = [{**r.config, "train": {**r.config["train"], "precision": "bf16"}} for r in made]
+    made += [dataclasses.replace(r, id=f"half-{r.id}", config=c) for r, c in zip(made, half, strict=True)]
+    found = accuracy_page.studies(made)["digits"]
+    assert [len(tables) for tables in found] == [2, 2]
+    shown = [accuracy_page.section(tables).markdown() for tables in found]
+    assert ["batch 4 each, precision bf16**" in text for text in sorted(shown)] == [False, True]
+
+
+def test_the_best_method_in_fp32_is_shown_beside_the_baseline() -> None:
+    made = [on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]
+    made += [on_virtual_workers(n, "Birder", 95.0 + s, s, 0.1) for n in (8, 16) for s in range(3)]
+    adam = [on_virtual_workers(8, "SGDM fp32", 97.5 + s, s, 0.1) for s in range(3)]
+    made += [
+        dataclasses.replace(
+            r, method="AdamW fp32", optimizer="AdamW", id=f"adam-{r.seed}",
+            config={**r.config, "optimizer": {"_target_": "birder.AdamW", "lr": 0.1}},
+        )
+        for r in adam
+    ]  # fmt: skip
+    (tables,) = accuracy_page.studies(made)["digits"]
+    shown = accuracy_page.section(tables).markdown()
+    assert "+5.00 [5.00, 5.00]<br>better<br>-2.50 [-2.50, -2.50] to AdamW fp32<br>lr 0.1, n = 3 |" in shown
+    assert "+5.00 [5.00, 5.00]<br>better<br>lr 0.1, n = 3 |\n" in shown  # with 16 workers the baseline is the only one
+    assert "| AdamW fp32 | 98.50 ± 1.00<br>+7.50 [7.50, 7.50]<br>better<br>lr 0.1, n = 3 | — |" in shown
+
+
+def test_only_a_plain_all_reduce_in_fp32_counts_as_full_precision() -> None:
+    made = [on_virtual_workers(8, "SGDM fp32", 90.0 + s, s, 0.1) for s in range(3)]
+    others = (("PowerSGD rank 4", "lowrank", "birder.SGDM"), ("Birder without bits", "fp32", "birder.Birder"))
+    for place, (method, wire, target) in enumerate(others):
+        made += [
+            dataclasses.replace(
+                r, method=method, wire=wire, optimizer=target, id=f"{place}-{r.seed}",
+                config={**r.config, "optimizer": {"_target_": target, "lr": 0.1}},
+            )
+            for r in (on_virtual_workers(8, "SGDM fp32", 99.0 + s, s, 0.1) for s in range(3))
+        ]  # fmt: skip
+    (table,) = accuracy.build(made)
+    assert [c.label for c in table.chosen] == ["Birder without bits", "SGDM fp32", "PowerSGD rank 4"]
+    assert table.strongest is not None
+    assert table.strongest.label == "SGDM fp32"
+
+
+def test_only_what_stands_between_the_marks_is_made() -> None:
+    made = [on_virtual_workers(8, "SGDM fp32", 90.0, s, 0.1) for s in range(2)]
+    (one,) = accuracy_page.studies(made)["digits"]
+    begin, end = accuracy_page.mark("digits"), accuracy_page.mark("digits", end=True)
+    made = accuracy_page.page(f"before\n{begin}old\n{end}after\n", [r for c in one[0].cells for r in c.records])
+    assert made.startswith(f"before\n{begin}\n**digits: digits")
+    assert made.endswith(f"\n{end}after\n")
+    assert "old" not in made
+    # One seed has no interval: the run stands in the full tables alone.
+    made = accuracy_page.page(f"before\n{begin}old\n{end}after\n", one[0].cells[0].records[:1])
+    assert made == f"before\n{begin}\n\n{end}after\n"
+
+
+def test_the_picture_of_all_studies_is_that_of_the_published_records() -> None:
+    drawn = glance.picture(accuracy_page.studies(read_all(PUBLISHED)))
+    assert drawn is not None
+    assert same(PUBLISHED / accuracy_page.PICTURE, drawn, glance.MARK), "run: make tables"
+
+
+def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
+    made = [
+        on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n, seeds in ((8, 3), (16, 2)) for s in range(seeds)
+    ]
+    made += [on_virtual_workers(8, "Birder", 95.0 + s, s, 0.1) for s in range(3)]
+    made += [on_virtual_workers(8, "1-bit Adam", 90.1 + 1.1 * s, s, 0.1) for s in range(3)]
+    found = glance.panels(accuracy_page.studies(made))
+    (panel,) = found
+    assert panel.title == "digits: digits, 12 steps, 8 workers"
+    assert panel.axis == "top-1 accuracy, points"
+    assert {row.label: row.verdict for row in panel.rows} == {"Birder": "better", "1-bit Adam": "parity"}
+    assert [round(row.gap.value, 2) for row in panel.rows] == [0.2, 5.0]
+    assert glance.point(found) == "Birder with 95 % intervals: better on digits (to SGDM fp32)"
+    # Of two variants of a method one is drawn, by its name alone.
+    other = [on_virtual_workers(8, "Birder", 99.0 + s, s, 0.1) for s in range(3)]
+    other = [
+        dataclasses.replace(r, id=f"o{r.seed}", config={**r.config, "optimizer": {**r.config["optimizer"], "eps": 1.0}})
+        for r in other
+    ]
+    (panel,) = glance.panels(accuracy_page.studies([*made, *other]))
+    assert [(row.label, round(row.gap.value, 2)) for row in panel.rows] == [("1-bit Adam", 0.2), ("Birder", 9.0)]
+    alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
+    assert glance.picture(accuracy_page.studies(alone)) is None  # one seed has no interval

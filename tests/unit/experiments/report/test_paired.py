@@ -1,0 +1,130 @@
+"""Paired differences of methods: intervals that cover what they should, verdicts against a margin that was stated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.config import compose
+from experiments.records.record import ResultRecord
+from experiments.report import accuracy
+from experiments.report.paired import Difference, Parity, difference
+from launch.errors import UserError
+from tests.helpers.records import score
+
+
+def test_what_both_share_drops_out() -> None:
+    base = {s: 90.0 + 5 * s for s in range(5)}  # seeds differ by far more than methods do
+    same = difference({s: v + 0.5 for s, v in base.items()}, base)
+    assert same == Difference(0.5, 0.5, 0.5, 5)
+    # Student's t of 2 degrees of freedom, 97.5 %: 4.3027.
+    found = difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.0, 1: 0.0, 2: 0.0})
+    assert found is not None
+    assert found.value == 2.0
+    assert found.low == pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-4)
+    assert found.high == pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-4)
+
+
+def test_seeds_that_only_one_has_do_not_count() -> None:
+    found = difference({0: 1.0, 1: 2.0, 7: 99.0}, {0: 0.0, 1: 1.0, 3: -99.0})
+    assert found == Difference(1.0, 1.0, 1.0, 2)
+    assert difference({0: 1.0}, {1: 1.0}) is None
+    assert difference({0: 1.0}, {0: 2.0}) == Difference(-1.0, None, None, 1)
+
+
+def test_relative_differences_are_shares_of_the_baseline() -> None:
+    found = difference({0: 103.0, 1: 206.0}, {0: 100.0, 1: 200.0}, relative=True)
+    assert found is not None
+    assert found.value == pytest.approx(0.03)
+    assert found.text(relative=True) == "+3.00 [3.00, 3.00] %"
+    assert difference({0: 1.0}, {0: 0.0}, relative=True) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "higher", "verdict"),
+    [
+        (-0.9, 0.9, True, "parity"),
+        (0.1, 0.9, True, "parity"),  # a difference, but one that was stated to count as none
+        (0.1, 1.1, True, "better"),
+        (-1.1, -0.1, True, "worse"),
+        (0.1, 1.1, False, "worse"),
+        (-3.0, -2.0, False, "better"),
+        (-1.1, 0.5, True, "not decided"),
+        (-0.5, 1.1, True, "not decided"),
+        (None, None, True, "not decided"),
+    ],
+)
+def test_verdicts(low: float | None, high: float | None, higher: bool, verdict: str) -> None:
+    assert Difference(0.0, low, high, 5).verdict(1.0, higher) == verdict
+
+
+def test_the_interval_holds_the_difference_in_95_of_100_studies() -> None:
+    studies, n, true = 2000, 5, 0.3
+    rng = np.random.default_rng(1)
+    held = 0
+    for _ in range(studies):
+        base = rng.normal(90, 3, n)
+        method = base + rng.normal(true, 0.4, n)
+        found = difference(dict(enumerate(method)), dict(enumerate(base)))
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        held += found.low <= true <= found.high
+    # Binomial: 5 sigmas, false-alarm rate 6e-7 with another seed.
+    assert abs(held / studies - 0.95) < 5 * (0.95 * 0.05 / studies) ** 0.5
+
+
+def runs(parity: dict[str, Any] | None, higher: bool = True) -> list[ResultRecord]:
+    """SGDM, Birder at two learning rates, 1-bit Adam, with three seeds each."""
+    values = {("SGDM fp32", 0.1): 0.0, ("SGDM bf16", 0.1): 9.0, ("Birder", 0.01): 0.1, ("Birder", 0.1): -5.0,
+              ("1-bit Adam", 0.1): -2.0}  # fmt: skip
+    made = []
+    for (method, lr), shift in values.items():
+        for seed in range(3):
+            value = 90.0 + 3 * seed + (shift if higher else -shift) + 0.01 * seed * (method != "SGDM fp32")
+            metric = {"name": "m", "value": value, "target": None, "higher_is_better": higher, "all": {"m": value}}
+            r = score(method, value, seed, lr, metric=metric)
+            config = {**r.config, **({"parity": parity} if parity else {})}
+            made.append(dataclasses.replace(r, config=config))
+    return made
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_tables_print_differences_and_verdicts_of_the_best_rates(higher: bool) -> None:
+    (table,) = accuracy.build(runs({"baseline": "sgdm", "margin": 0.5}, higher))
+    assert table.baseline is not None
+    assert table.baseline.label == "SGDM fp32"
+    found = {(c.label, c.lr): table.compared(c) for c in table.cells}
+    assert found["SGDM fp32", 0.1] is None  # the baseline itself
+    assert found["Birder", 0.1] is None  # not its best rate
+    verdicts = {key: d.verdict(0.5, higher) for key, d in found.items() if d is not None}
+    assert verdicts == {("SGDM bf16", 0.1): "better", ("Birder", 0.01): "parity", ("1-bit Adam", 0.1): "worse"}
+    text = accuracy.markdown(table, plot=False)
+    assert "vs SGDM fp32" in text
+    assert "| parity |" in text
+    assert "Parity: the interval lies within 0.5" in text
+
+
+def test_no_verdict_without_a_margin_that_all_runs_share() -> None:
+    (table,) = accuracy.build(runs(None))
+    assert "verdict" not in accuracy.markdown(table, plot=False)
+    mixed = [*runs({"baseline": "SGDM", "margin": 0.5})[:7], *runs({"baseline": "SGDM", "margin": 5.0})[7:]]
+    (table,) = accuracy.build(mixed)
+    assert "verdict" not in accuracy.markdown(table, plot=False)
+
+
+def test_experiments_state_their_margins() -> None:
+    stated = {
+        exp: Parity.of(compose.resolve(compose.compose([f"+exp={exp}"]))) for exp in ("bert_squad", "ptb", "digits")
+    }
+    assert stated == {
+        "bert_squad": Parity("BertAdam", 1.0),
+        "ptb": Parity("BertAdam", 0.03, relative=True),
+        "digits": Parity("SGDM", 1.0),
+    }
+    assert Parity.of(compose.resolve(compose.compose([]))) is None
+    with pytest.raises(UserError, match=r"parity\.margin"):
+        compose.resolve(compose.compose(["parity.margin=-1"]))

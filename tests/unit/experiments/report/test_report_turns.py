@@ -1,0 +1,98 @@
+"""Tables of methods that took turns: intervals, ties, the cost of updates, a busy machine; beside them old records."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from experiments.records.record import ResultRecord
+from experiments.report import plots, sentences, speedup, turns
+from tests.helpers.records import cells, full_group, run
+
+PACE = (1.0, 1.1, 0.9, 1.3, 1.0, 0.95, 1.05, 1.2, 1.0, 0.9)
+WOBBLE = (1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.0)
+ABOUT: dict[str, Any] = {
+    "world": "w",
+    "seed": 0,
+    "held": "all",
+    "repeated": False,
+    "bound_ms": {"before": 600.0, "after": 606.0},
+    "drift": 0.01,
+    "busy": {"others": 0.01, "steal": 0.0, "load": 4.0, "cores": 2},
+}
+
+
+def timed(method: str, ms: float, shift: int = 0, **about: Any) -> ResultRecord:
+    """A method that took turns: everybody's pace changes from round to round, its own a little."""
+    each = [ms * p * WOBBLE[(k + shift) % 10] for k, p in enumerate(PACE)]
+    r = run(method, sorted(each)[5])
+    r.timing["median_ms"] = (sorted(each)[4] + sorted(each)[5]) / 2
+    return dataclasses.replace(
+        r, timing={**r.timing, "update_ms": 12.3}, turns={**ABOUT, **about, "ms": each, "steps": [2] * 10}
+    )
+
+
+def group(**about: Any) -> list[ResultRecord]:
+    times = {
+        "SGDM fp32": 3000.0,
+        "SGDM bf16": 1700.0,
+        "1-bit Adam": 1000.0,
+        "Birder": 1001.0,
+        "no communication": 600.0,
+    }
+    return [timed(method, ms, shift, **about) for shift, (method, ms) in enumerate(times.items())]
+
+
+def test_speedups_have_intervals_and_ties_are_marked() -> None:
+    (table,) = speedup.build(group())
+    rows = {row.label: row for row in table.rows}
+    found = table.ratio(rows["Birder"], "fp32")
+    assert found is not None
+    assert found.value == pytest.approx(table.speedup(rows["Birder"], "fp32"), rel=1e-3)
+    assert found.low < found.value < found.high
+    assert found.high - found.low < 0.15  # the pace of the machine is in all of them
+    text = speedup.markdown(table)
+    shown = cells(text, "Birder")
+    assert shown[4] == f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
+    assert shown[6].startswith("60 % [")
+    assert shown[7] == "12.3"
+    assert "| update, ms |" in text
+    assert cells(text, "SGDM fp32")[4] == "1.00x"  # with itself
+    assert "Not to be told from" in str(sentences.conclusion(table))
+    assert "10 rounds in shuffled order" in text
+    assert "busy" not in text
+    close = [timed("SGDM fp32", 1000.0), timed("Birder", 999.0, 3)]
+    (table,) = speedup.build(close)
+    assert cells(speedup.markdown(table), "Birder")[4].endswith("] =")
+    assert "(a tie)" in str(sentences.conclusion(table)) or "do not compress" in str(sentences.conclusion(table))
+
+
+def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> None:
+    busy = {"others": 0.24, "steal": 0.02, "load": 5.5, "cores": 2}
+    text = speedup.markdown(speedup.build(group(busy=busy))[0])
+    assert "**The machine was busy: other programs took 24 % of its 2 cores' time during the rounds" in text
+    text = speedup.markdown(speedup.build(group(drift=-0.13, repeated=True))[0])
+    assert "the bound took -13% of the time" in text
+    assert "repeated once" in str(turns.caution({**ABOUT, "repeated": True}))
+    assert turns.caution(ABOUT) is None
+    assert "made anew in every turn" in speedup.markdown(speedup.build(group(held="one"))[0])
+
+
+def test_records_without_rounds_have_no_intervals() -> None:
+    old = full_group()
+    (table,) = speedup.build(old)
+    text = speedup.markdown(table)
+    assert cells(text, "Birder")[4] == "3.75x"
+    assert "update, ms" not in text
+    assert "interval" not in text
+    # Of different worlds, or one of them a run of its own: no pairs.
+    assert turns.ratio(old[0], timed("Birder", 800.0)) is None
+    assert turns.ratio(timed("SGDM fp32", 3000.0), timed("Birder", 800.0, world="another")) is None
+
+
+def test_plots_name_the_interval() -> None:
+    (with_rounds,), (without,) = speedup.build(group()), speedup.build(full_group())
+    assert plots.step_times(with_rounds) is not None
+    assert plots.step_times(without) is not None

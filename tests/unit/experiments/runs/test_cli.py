@@ -1,0 +1,294 @@
+"""The command lines: exit status, one line for a mistake, nothing stray written. `make` included."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import compare, run
+from experiments.config import compose
+from launch.failure import RunFailed
+from launch.local import LocalLauncher
+from tests.helpers import ROOT
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command runs in an empty folder, outside of any torchrun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # run.main sets it for the process
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """`python experiments/run.py ARGUMENTS`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    return run.main()
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "experiments" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NODES", "VENV")}
+    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120, env=env)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["+exp=nothing"],
+        ["optimizer=nothing"],
+        ["+exp=digits", "cluster.nodes=four"],
+        ["+exp=digits", "cluster.nodes=0"],
+        ["+exp=digits", "cluster.nodes=-1"],
+        ["+exp=digits", "optimizer.lr=-1"],
+        ["+exp=digits", "nonsense=1"],
+        ["+exp=digits", "a[b"],
+        ["+exp=digits", "+train.max_step=5"],
+        ["+exp=digits", "~optimizer.lr"],
+        ["+exp=digits", "train=5"],
+        ["+exp=digits", "optimizer._target_=birder.Nosuch"],
+        ["+exp=digits", "cluster.nodes=99999999999999999999999", "--dry-run"],
+        ["+exp=digits", "run_name=2024"],
+        ["exp=0"],
+        ["wandb=null"],
+        ["+exp=resnet50", "data.path=/no/such/folder"],
+        ["+exp=resnet50", "workload.image_size=3"],
+        ["--cfg", "job", "--resolve", "+exp=nothing"],
+        ["-m", "+exp=digits", "optimizer=sgdm,nothing"],
+    ],
+)
+def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert [p for p in Path.cwd().rglob("*") if p.name != "multirun.yaml" and p.is_file()] == []
+
+
+def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """One run and a comparison begin alike: emulated, synthetic, quick."""
+    monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
+    assert typed(monkeypatch, "+exp=bert_squad", "scale=quick") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("Emulated: 2 nodes of 2 ranks as processes on this machine; synthetic data (")
+    assert "quick scale: shows step time and bytes, not accuracy." in first
+    assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
+    monkeypatch.setattr(compare.tables, "write", lambda *a: None)
+    monkeypatch.setattr(compare.tables, "print_group", lambda *a: None)
+    assert compare.compare(["+exp=bert_squad", "scale=quick"], ["birder"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
+
+
+@pytest.mark.parametrize("name", ["run.py", "compare.py"])
+def test_scripts_from_any_folder(name: str) -> None:
+    done = script(name, "+exp=nothing")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no experiment 'nothing'; there are: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_reader_that_leaves_is_no_failure_to_tell_of(unbuffered: bool) -> None:
+    """As `| head` does. With buffers nothing is written before the end."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, *["-u"] * unbuffered, str(ROOT / "experiments/predict.py"), "timeline=resnet50_b32_tf32"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_cfg_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, "+exp=digits", "--cfg", "job", "--resolve", "optimizer.lr=0.25") == 0
+    shown = capsys.readouterr().out
+    assert "lr: 0.25" in shown
+    assert "hydra:" not in shown
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_cfg_job_shows_the_hyper_parameters_of_the_pair(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, "+exp=cifar100", "--cfg", "job", "--package", "optimizer", "optimizer=birder") == 0
+    assert "lr: 0.0005\n" in (shown := capsys.readouterr().out)
+    assert "beta: 0.95\n" in shown
+    assert typed(monkeypatch, "+exp=cifar100", "--cfg", "job", "--package", "optimizer", "optimizer.lr=0.5") == 0
+    assert "lr: 0.5\n" in capsys.readouterr().out
+
+
+def test_sweep_takes_the_hyper_parameters_of_each_pair(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def note(self: LocalLauncher, spec: object) -> None:
+        o = spec.config["optimizer"]  # type: ignore[attr-defined]
+        launched.append((o["_target_"], o["lr"], o["weight_decay"]))
+
+    launched: list[tuple[str, float, float]] = []
+    monkeypatch.setattr(LocalLauncher, "launch", note)
+    assert typed(monkeypatch, "-m", "+exp=digits", "optimizer=sgdm,birder", "optimizer.weight_decay=0,0.5") == 0
+    assert launched == [
+        ("birder.SGDM", 0.05, 0),
+        ("birder.SGDM", 0.05, 0.5),
+        ("birder.Birder", 2e-3, 0),
+        ("birder.Birder", 2e-3, 0.5),
+    ]
+
+
+@pytest.mark.parametrize("flag", ["cluster.dry_run=true", "--dry-run"])
+def test_dry_run(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, "+exp=digits", "cluster.nodes=3", flag) == 0
+    assert capsys.readouterr().out.count("torch.distributed.run --nnodes 3") == 3
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_sweep_goes_on_after_a_failed_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def fail_once(self: LocalLauncher, spec: object) -> None:
+        if "seed=1" in spec.overrides:  # type: ignore[attr-defined]
+            raise RunFailed("rank 0 on node 0: ValueError: no")
+        launched.append(spec.overrides)  # type: ignore[attr-defined]
+
+    launched: list[list[str]] = []
+    monkeypatch.setattr(LocalLauncher, "launch", fail_once)
+    assert typed(monkeypatch, "+exp=digits", "seed=1,2", "-m") == 1  # the flag may stand anywhere
+    assert launched == [["+exp=digits", "seed=2"]]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: rank 0 on node 0: ValueError: no",
+        "1 of 2 jobs failed:",
+        "  +exp=digits seed=1",
+    ]
+
+
+def test_comparison_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def fail_once(self: LocalLauncher, spec: object) -> None:
+        groups.append(spec.group)  # type: ignore[attr-defined]
+        if len(groups) == 1:
+            raise RunFailed("rank 1 on node 1 was killed")
+
+    groups: list[str] = []
+    printed: list[str] = []
+    monkeypatch.setattr(LocalLauncher, "launch", fail_once)
+    monkeypatch.setattr(compare.tables, "write", lambda *a: None)
+    monkeypatch.setattr(compare.tables, "print_group", lambda results, group: printed.append(group))
+    assert compare.compare(["+exp=digits"], None) == 1
+    assert len(groups) == len(compose.compose(["+exp=digits"]).config.compare)
+    assert printed == [groups[0]]
+    assert len(set(groups)) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Emulated: ")
+    assert shown.err.startswith("error: rank 1 on node 1 was killed\n")
+
+
+def test_under_torchrun() -> None:
+    """Started by torchrun it trains in that world: one run directory, one record, no process of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["+exp=digits", "train.max_steps=4", "wandb=disabled", "optimizer=sgdm"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(ROOT / "experiments/run.py"), *arguments], capture_output=True, text=True, timeout=200, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = Path("results/local/records").glob("*.json")
+    content = json.loads(record.read_text())
+    assert (content["nodes"], content["ranks_per_node"], content["cluster"]) == (1, 2, "torchrun")
+    (run_dir,) = Path("outputs/digits").iterdir()
+    assert run_dir.name == content["id"]
+    assert content["command"].startswith("torchrun --nnodes 1 --nproc-per-node 2 experiments/run.py +exp=digits")
+
+
+@pytest.mark.parametrize("nodes", ["four", "0", "-1"])
+def test_make_with_a_bad_node_count(nodes: str) -> None:
+    done = make(f"VENV={sys.prefix}", "resnet50", f"NODES={nodes}")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    shown = f"'{nodes}'" if nodes == "four" else nodes
+    assert lines == [f"error: cluster.nodes must be a whole number, 1 or more, not {shown}"]
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize(("given", "near"), [("NODE=4", "NODES"), ("DATAS=x", "DATA"), ("node=4", "NODES")])
+def test_make_with_an_unknown_variable(given: str, near: str) -> None:
+    for target in ("digits", "test", "tables"):
+        done = make(f"VENV={sys.prefix}", target, given)
+        assert done.returncode == 2
+        name = given.partition("=")[0]
+        assert f"no variable {name}: did you mean {near}? make help lists them" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_make_knows_the_variables_that_it_lists() -> None:
+    listed = re.findall(r"^#= (\w+) = ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert make("-n", "help", *(f"{name}=x" for name in listed if name != "PYTHON")).returncode == 0
+
+
+def test_make_help_lists_targets_and_variables() -> None:
+    shown = make("help").stdout
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ["resnet50", "test", "check", "tables", "NODES", "OPT", "SEED", "DATA", "CLUSTER", "SCALE", "ARGS"]:
+        assert f"\n  {name} " in shown
+    assert make(folder=ROOT).stdout == shown
+    named = makefile.partition("EXPERIMENTS := ")[2].partition("\n")[0].split()
+    assert all((compose.CONF / "exp" / f"{n}.yaml").exists() for n in named)
+
+
+def test_make_passes_only_what_is_set() -> None:
+    shown = make("-n", f"VENV={sys.prefix}", "ptb", "NODES=2", "OPT=sgdm,birder", "ARGS=train.max_steps=5").stdout
+    assert "+exp=ptb 'cluster.nodes=2' '--methods=sgdm,birder' train.max_steps=5" in " ".join(shown.split())
+    assert "seed" not in shown
+
+
+def fake_python(folder: Path, version: str) -> Path:
+    """An interpreter that says it is `version`, makes "environments" that hold itself, and writes down its calls."""
+    path = folder / "fake_python"
+    path.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {folder}/calls
+case "$*" in
+  -V) echo "Python {version}" ;;
+  *version_info*) [ {version} != 3.9 ] ;;
+  "-m venv --upgrade-deps .venv") mkdir -p .venv/bin && cp {path} .venv/bin/python ;;
+esac
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_environment_is_made_once_and_follows_pyproject(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = f"PYTHON={fake_python(tmp_path, '3.11')}"
+
+    def installs() -> int:
+        return (tmp_path / "calls").read_text().count("pip install")
+
+    assert make("setup", python, folder=tmp_path).returncode == 0
+    assert installs() == 1
+    assert make("setup", python, folder=tmp_path).returncode == 0
+    assert installs() == 1
+    os.utime(tmp_path / "pyproject.toml", ns=(2**62, 2**62))
+    assert make("setup", python, folder=tmp_path).returncode == 0
+    assert installs() == 2
+
+
+@pytest.mark.parametrize(("version", "words"), [("3.9", "Python 3.11 or later is needed"), (None, "no nowhere")])
+def test_python_that_does_not_do(tmp_path: Path, version: str | None, words: str) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = fake_python(tmp_path, version) if version else "nowhere"
+    done = make("setup", f"PYTHON={python}", folder=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]
+    assert not (tmp_path / ".venv").exists()

@@ -1,0 +1,163 @@
+"""One sweep in several processes: each run is made once, and one that another process left is made here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import sweep
+from experiments.records import privacy, record
+from experiments.report import tables
+from experiments.runs import grid, start
+from launch import lock
+from tests.helpers.records import run as a_record
+
+GRID = """
+exp: digits
+seeds: [0, 1, 2]
+choose: true
+overrides: [cluster=virtual, train.epochs=1]
+methods:
+  sgdm: {rates: [0.1, 0.2]}
+  bertadam: {rates: [0.001, 0.002]}
+"""
+RUNS = 8  # of 12: the other seeds are run with one rate of two
+
+
+def leave_record(overrides: list[str], results: Path, name: str) -> None:
+    """Of a run that does the better the larger its rate is."""
+    typed = [privacy.clean_text(o, Path.cwd()) for o in overrides]
+    value = float(next(o for o in typed if o.startswith("optimizer.lr=")).partition("=")[2])
+    metric = {"name": "top1", "value": value, "higher_is_better": True, "all": {"top1": value}}
+    record.write(a_record("SGDM fp32", metric=metric, id=name, exp="digits", overrides=typed), results)
+
+
+PROCESS = """
+import os, sys, time
+from pathlib import Path
+from experiments import sweep
+from experiments.report import tables
+from experiments.runs import grid, start
+from tests.unit.experiments.runs.test_sweep_shared import leave_record
+
+number = iter(range(100))
+def launch(composed, *, command):
+    time.sleep(0.3)
+    leave_record(composed.overrides, Path(sys.argv[2]), f"p{os.getpid()}-{next(number)}")
+start.launch, tables.write, grid.POLL_S = launch, lambda *_: None, 0.05
+sys.exit(sweep.main([f"sweep={sys.argv[1]}", f"results_dir={sys.argv[2]}"]))
+"""
+
+
+def test_processes_share_the_runs(tmp_path: Path) -> None:
+    """Three at once run each row once, and none ends before all rows are recorded."""
+    (tmp_path / "mine.yaml").write_text(GRID)
+    results = tmp_path / "results"
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "mine.yaml"), str(results)]
+    processes = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE) for _ in range(3)]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    made = Counter(tuple(r.overrides) for r in record.read_all(results))
+    assert len(made) == RUNS
+    assert set(made.values()) == {1}
+    assert {o for overrides in made for o in overrides if "seed=" not in o} >= {
+        "optimizer.lr=0.2",
+        "optimizer.lr=0.002",
+    }
+    for text in said:
+        for number in (3, 4, 5, 6):  # of the larger rate of SGDM, and of the smaller one, which is not the best
+            last = re.findall(rf"\[{number}/12\] .*: (.*)", text)[-1]
+            assert last in (("recorded", "") if "0.2" in _title(text, number) else (grid.NOT_BEST,))
+
+
+def _title(text: str, number: int) -> str:
+    return re.findall(rf"\[{number}/12\] (.*):", text)[-1]
+
+
+@pytest.mark.parametrize("ends", ["recorded", "dies"])
+def test_a_run_of_another_process_is_waited_for(
+    ends: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes of it counts; where nothing comes of it, the run is made here."""
+    (tmp_path / "mine.yaml").write_text(GRID)
+    results = tmp_path / "results"
+    ran: list[list[str]] = []
+
+    def launch(composed: Any, *, command: str) -> None:
+        ran.append(composed.overrides)
+        leave_record(composed.overrides, results, f"r{len(ran)}")
+
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={results}", "--methods", "sgdm"]
+    rows = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])
+    given = [f"results_dir={results}"]
+    other = grid.Grid(rows, "digits", given, str(results))
+    holding = lock.attempted(other.lock_of(rows[0]))
+    assert holding.__enter__()
+    waits = 0
+
+    def wait(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:
+            if ends == "recorded":
+                leave_record([*rows[0].overrides, *given], results, "theirs")
+            holding.__exit__(None, None, None)
+
+    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(tables, "write", lambda *_: None)
+    monkeypatch.setattr(grid.time, "sleep", wait)
+    assert sweep.main(command) == 0
+    assert waits == 2
+    said = capsys.readouterr().out
+    assert said.count("another process runs it") == 1
+    if ends == "dies":  # after the other rate, before the seeds that wait for both
+        assert ["optimizer.lr=0.1" in overrides for overrides in ran] == [False, True, False, False]
+    assert len(ran) == (4 if ends == "dies" else 3)
+    assert len(record.read_all(results)) == 4
+
+
+def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
+    """In another order, twice, logged elsewhere, with numbers in another form: the same; trained otherwise: not."""
+    one = grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandb=disabled"])
+    assert one == grid.asked(
+        ["optimizer=sgdm", "+exp=digits", "train.epochs=4", "++optimizer.lr=0.1", "train.epochs=1"]
+    )
+    assert one == grid.asked(
+        [
+            "+exp=digits",
+            "results_dir=elsewhere",
+            "train.epochs=1",
+            "optimizer=sgdm",
+            "wandb.project=x",
+            "optimizer.lr=0.1",
+        ]
+    )
+    assert one == grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=1.0e-01", "train.epochs=1"])
+    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
+    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
+    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])
+
+
+def test_published_runs_count_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(GRID)
+    results, published = tmp_path / "results", tmp_path / "published"
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={results}", "--methods", "sgdm", "--dry-run"]
+    rows = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])
+    for number, row in enumerate(r for r in rows if "seed=0" in r.overrides):
+        leave_record([*row.overrides, f"results_dir={results}"], published, f"r{number}")
+    monkeypatch.setattr(sweep, "PUBLISHED", published)
+    assert sweep.main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 runs to do at most, 0 recorded"
+    assert sweep.main([*command, "--published"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "2 runs to do, 2 recorded"
+    assert said.count(grid.NOT_BEST) == 2  # chosen by the published runs
+    assert not results.exists()

@@ -1,0 +1,262 @@
+"""Sweeps: the grids of the CSER paper, what is run of them, and what is not run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birder import overall_ratio
+from experiments import sweep
+from experiments.config import compose, sweeps
+from experiments.records import privacy, record
+from experiments.report import tables
+from experiments.runs import start
+from launch.errors import UserError
+from launch.failure import RunFailed
+from tests.helpers.records import run as a_record
+
+
+def ratio(optimizer: str, o: dict[str, float]) -> float:
+    """R_C of a setting."""
+    if optimizer in ("cser", "csea", "cser_pl"):
+        return overall_ratio(o.get("gradient_ratio"), int(o["model_ratio"]), int(o.get("reset_every", 1)))
+    return o["ratio"] * o.get("sync_every", 1)
+
+
+def settings(name: str) -> list[tuple[str, dict[str, float]]]:
+    found = sweeps.load(name)
+    return [
+        (optimizer, dict(zip(method.keys, values, strict=True)))
+        for optimizer, method in found.methods.items()
+        for values in method.settings
+        if values
+    ]
+
+
+def test_the_grid_on_cifar100_is_the_papers() -> None:
+    """Powers of 2 from 2 to 1024; CSER sends equally much in updates and in resets; five runs at four rates."""
+    found = settings("cser_cifar100")
+    assert len(found) == len({(name, *sorted(o.items())) for name, o in found}) == 34 + 10 + 15 + 12 + 10
+    for optimizer, o in found:
+        if optimizer == "cser":
+            assert o["reset_every"] == o["gradient_ratio"] / o["model_ratio"]
+            assert ratio(optimizer, o) in {2.0**k for k in range(1, 11)}
+    for optimizer in ("cser", "csea", "ef_sgd"):
+        assert {ratio(n, o) for n, o in found if n == optimizer} == {2.0**k for k in range(1, 11)}
+    grid = sweeps.load("cser_cifar100")
+    assert grid.rates == [0.05, 0.1, 0.5, 1.0]
+    assert len(grid.seeds) == 5
+    assert len(sweeps.rows(grid)) == 82 * 4 * 5
+
+
+def test_the_grid_on_imagenet_is_the_papers() -> None:
+    found = settings("cser_imagenet")
+    for optimizer in ("cser", "csea", "cser_pl", "qsparse", "ef_sgd"):
+        assert [ratio(n, o) for n, o in found if n == optimizer] == [32, 256, 1024]
+    rates = {(n, ratio(n, o)): o["lr"] for n, o in found}
+    assert {key for key, lr in rates.items() if lr == 0.05} == {("cser", 32), ("csea", 32)}
+    assert set(rates.values()) == {0.05, 0.025}
+
+
+@pytest.mark.parametrize("name", sweeps.names())
+def test_every_method_of_every_sweep_is_a_valid_run(name: str) -> None:
+    for row in {row.optimizer: row for row in sweeps.rows(sweeps.load(name))}.values():
+        resolved = compose.resolve(compose.compose([*row.overrides, "scale=quick"]))
+        assert resolved["exp"] == sweeps.load(name).exp
+
+
+def test_a_part_of_a_grid() -> None:
+    grid = sweeps.load("cser_cifar100")
+    (only,) = sweeps.rows(grid, ["sgdm_nesterov"], [0.1], [3])
+    assert only.overrides == ("+exp=cser_cifar100", "optimizer=sgdm_nesterov", "optimizer.lr=0.1", "seed=3")
+    first = sweeps.rows(grid, ["cser"], None, [0])[0]
+    assert first.title == "cser, gradient_ratio=4, model_ratio=2, reset_every=2, lr=0.05, seed=0"
+    with pytest.raises(UserError, match="no 'lion'; it has: sgdm_nesterov, cser, "):
+        sweeps.rows(grid, ["lion"])
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Overrides of the runs that were started; each leaves a record, the second one breaks."""
+    ran: list[list[str]] = []
+
+    def launch(composed: Any, *, command: str) -> None:
+        ran.append(composed.overrides)
+        if len(ran) == 2:
+            raise RunFailed("rank 0: killed")
+        typed = [privacy.clean_text(o, Path.cwd()) for o in composed.overrides]
+        made = a_record("Birder", 1.0, id=f"r{len(ran)}", exp="cser_imagenet", overrides=typed)
+        record.write(made, tmp_path)
+
+    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(tables, "write", lambda *_: None)
+    return ran
+
+
+def test_what_is_recorded_is_not_run_again(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["sweep=cser_imagenet", f"results_dir={tmp_path}", "scale=quick", "--methods", "cser"]
+    assert sweep.main([*command, "--dry-run"]) == 0
+    assert "3 runs to do, 0 recorded" in capsys.readouterr().out
+    assert sweep.main(command) == 1  # the second failed
+    assert "1 of 3 runs failed: the same command tries them again" in capsys.readouterr().err
+    assert [o[2] for o in started] == [f"optimizer.gradient_ratio={r}" for r in (64, 512, 2048)]
+    assert sweep.main(command) == 0
+    assert len(started) == 4
+    assert started[3][2] == "optimizer.gradient_ratio=512"
+    # A study is gone on with on a CPU that wants other kernels.
+    assert sweep.main([*command, "train.precision=bf16", "train.bf16_products=fp32", "--dry-run"]) == 0
+    assert "3 runs to do, 0 recorded" in capsys.readouterr().out
+    assert sweep.main([*command, "train.precision=bf16"]) == 0
+    assert sweep.main([*command, "train.precision=bf16", "train.bf16_products=fp32", "--dry-run"]) == 0
+    assert "0 runs to do, 3 recorded" in capsys.readouterr().out
+
+
+CHOOSING = """
+exp: digits
+seeds: [3, 1]
+choose: true
+rates: [0.1, 0.2]
+overrides: [cluster=virtual, train.epochs=1]
+methods:
+  sgdm: {}
+  birder: {rates: [0.5], keys: [bits, beta2], settings: [[weyl, 0.999], [independent, null]]}
+"""
+
+
+def test_words_and_nothing_are_values_and_methods_have_rates_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")))
+    assert [row.title for row in rows] == [
+        *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=1"),
+        *("birder, bits=weyl, beta2=0.999, lr=0.5, seed=3", "birder, bits=weyl, beta2=0.999, lr=0.5, seed=1"),
+        *(
+            "birder, bits=independent, beta2=null, lr=0.5, seed=3",
+            "birder, bits=independent, beta2=null, lr=0.5, seed=1",
+        ),
+    ]
+    assert all(row.overrides[:3] == ("+exp=digits", "cluster=virtual", "train.epochs=1") for row in rows)
+    resolved = compose.resolve(compose.compose(rows[-1].overrides))
+    assert (resolved["optimizer"]["beta2"], resolved["optimizer"]["lr"]) == (None, 0.5)
+
+
+def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is held out decides, not the test data; a rate that ended in no number is never the best."""
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    ran: list[tuple[str, ...]] = []
+    lost = {"optimizer.lr=0.5"}
+
+    def launch(composed: Any, *, command: str) -> None:
+        typed = [privacy.clean_text(o, Path.cwd()) for o in composed.overrides]
+        rate = next(o for o in typed if o.startswith("optimizer.lr="))
+        ran.append((rate, typed[-2]))  # results_dir comes last
+        known: dict[str, Any] = {"id": f"r{len(ran)}", "exp": "digits", "overrides": typed}
+        if rate in lost:
+            reason = "rank 0 on node 0: RuntimeError: the loss is nan at step 3: lower optimizer.lr"
+            record.write(a_record("Birder", status="failed", reason=reason, **known), tmp_path)
+            raise RunFailed(reason)
+        held_out = {"optimizer.lr=0.1": 70.0, "optimizer.lr=0.2": 80.0}[rate]
+        metric = {"name": "top1", "value": -held_out, "higher_is_better": True, "all": {"held_out": held_out}}
+        record.write(a_record("SGDM fp32", metric=metric, **known), tmp_path)
+
+    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(tables, "write", lambda *_: None)
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}"]
+    assert sweep.main([*command, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "7 runs to do at most, 0 recorded" in said  # of two rates one goes on
+    assert said.count("to run if its learning rate does best") == 4
+    assert sweep.main(command) == 0
+    assert ran == [
+        *(("optimizer.lr=0.1", "seed=3"), ("optimizer.lr=0.2", "seed=3"), ("optimizer.lr=0.2", "seed=1")),
+        *(("optimizer.lr=0.5", "seed=3"), ("optimizer.lr=0.5", "seed=3")),
+    ]
+    assert "sgdm, lr=0.1, seed=1: its learning rate is not the best" in capsys.readouterr().out
+    assert sweep.main(command) == 0
+    assert len(ran) == 5
+    # One of the rates is not recorded any more: nothing is chosen until it is.
+    (tmp_path / "records" / "r1.json").unlink()
+    assert sweep.main([*command, "--seeds", "1", "--methods", "sgdm"]) == 0
+    assert "sgdm, lr=0.1, seed=1: its learning rates are not all recorded" in capsys.readouterr().out
+    assert len(ran) == 5
+
+
+def test_further_seeds_of_one_given_rate_wait_for_no_choice(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    chooses = sweeps.load(str(tmp_path / "mine.yaml"))
+    (alone,) = sweeps.rows(chooses, ["sgdm"], [0.4], [1])
+    assert (alone.title, alone.rivals) == ("sgdm, lr=0.4, seed=1", ())
+    first, other = sweeps.rows(chooses, ["sgdm"], [0.4], [3, 1])
+    assert other.rivals == (first.overrides,)  # not run where the first one's loss became no number
+
+
+def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are runs of their own: every seed, the first too, is run in full with the best rate; one rate is not chosen."""
+    (tmp_path / "mine.yaml").write_text(
+        CHOOSING.replace("choose: true", "choose: true\nchoose_at: [train.max_steps=5]")
+    )
+    rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")))
+    assert [row.title for row in rows if row.optimizer == "sgdm"] == [
+        *("sgdm, lr=0.1, seed=3, train.max_steps=5", "sgdm, lr=0.2, seed=3, train.max_steps=5"),
+        *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.2, seed=1"),
+    ]
+    assert [row.place for row in rows[:6]] == [0, 0, 0, 0, 1, 1]
+    assert {row.rivals for row in rows[2:6]} == {tuple(row.overrides for row in rows[:2])}
+    assert not any(row.rivals or "steps" in row.overrides[-1] for row in rows[6:])  # Birder's one rate
+    for row, held_out in zip(rows[:2], (70.0, 80.0), strict=True):
+        metric = {"name": "top1", "value": 0.0, "higher_is_better": True, "all": {"held_out": held_out}}
+        typed = [*row.overrides, f"results_dir={tmp_path}"]
+        record.write(
+            a_record("SGDM fp32", metric=metric, id=f"r{row.title[9:12]}", exp="digits", overrides=typed), tmp_path
+        )
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}", "--dry-run", "--methods", "sgdm"]
+    assert sweep.main(command) == 0
+    said = capsys.readouterr().out
+    assert "2 runs to do, 2 recorded" in said
+    assert "sgdm, lr=0.1, seed=3: its learning rate is not the best" in said
+    assert "sgdm, lr=0.2, seed=3: to run" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say which sweep: sweep=NAME, one of cser_cifar100, cser_imagenet"),
+        (["sweep=cser"], "no sweep 'cser'; there are: cser_cifar100"),
+        (["sweep=cser_imagenet", "--methods", "lion"], "no 'lion'"),
+        (["sweep=cser_imagenet", "--methods", ""], "nothing is left to run"),
+        (["sweep=cser_imagenet", "--seeds", "x"], "--seeds=x: give numbers"),
+        (["sweep=cser_imagenet", "--seeds", "0.5"], "--seeds=0.5: give whole numbers"),
+        (["sweep=cser_imagenet", "seed=3"], "seed=3 is the sweep's own: use --methods, --rates and --seeds"),
+        (["sweep=cser_imagenet", "scale=quick", "train.epoch=3"], "did you mean train.epochs"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("exp: digits\nseeds: []\nmethods: {}", "seeds: "),
+        ("exp: digits\nseeds: [0]\nmethods: {sgdm: {keys: [lr], settings: [[1, 2]]}}", "has 2 values for the 1 keys"),
+        ("exp: digits\nseeds: [0]\nmethods: {}\nspeed: 1", "speed: "),
+        ("exp: digits\nseeds: [0]\nmethods: {}\nchoose_at: [train.epochs=1]", "say choose: true"),
+        ("exp: [", "is not a readable sweep"),
+    ],
+)
+def test_mistakes_in_a_sweep(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        sweeps.load(str(path))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,223 @@
+"""Language models: streams and hidden state of the LSTM, masking of the masked language model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.workloads.base import Shard
+from experiments.workloads.ordering import generator
+from experiments.workloads.ptb import PennTreebank
+from experiments.workloads.wikipedia import IGNORED, Wikipedia
+from launch.errors import UserError
+from tests.helpers.workload_data import text_file, text_folder
+
+
+def ptb(root: Path, **options: object) -> PennTreebank:
+    workload = PennTreebank(str(text_folder(root)), **{"preset": "tiny", "bptt": 10, **options})  # type: ignore[arg-type]
+    workload.prepare(Shard())
+    return workload
+
+
+def test_columns_of_all_ranks_are_the_text(tmp_path: Path) -> None:
+    workload = ptb(tmp_path)
+    columns = []
+    for rank in range(2):
+        batches = list(workload.train_batches(Shard(rank, 2), 3, seed=0, epoch=0))
+        assert [opens for _, _, opens in batches] == [True] + [False] * (len(batches) - 1)
+        words = torch.cat([words for words, _, _ in batches])
+        following = torch.cat([following for _, following, _ in batches])
+        assert torch.equal(words[1:], following[:-1])
+        columns += list(words.t())
+    length = len(workload._train) // 6
+    for k, column in enumerate(columns):
+        assert torch.equal(column, workload._train[k * length : k * length + len(column)])
+
+
+def test_end_of_sentence_and_unknown_words(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a b a\n\nb a\n")
+    (tmp_path / "valid.txt").write_text("a zebra\n" * 20)
+    workload = PennTreebank(str(tmp_path), preset="tiny", bptt=1, eval_columns=2)
+    workload.prepare(Shard())
+    assert workload.vocab_size == 4  # a, <eos>, b, <unk>: by frequency, then by spelling
+    assert workload._train.tolist() == [0, 2, 0, 1, 2, 0, 1]
+    assert workload._valid[:3].tolist() == [0, 3, 1]
+
+
+def test_hidden_state_is_carried_and_restored(tmp_path: Path) -> None:
+    """Losses after a resume in the middle of an epoch equal those of the uninterrupted run, bit for bit."""
+    shard = Shard()
+
+    def model_of(workload: PennTreebank) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return workload.build_model()
+
+    whole = ptb(tmp_path)
+    model = model_of(whole)
+    batches = list(whole.train_batches(shard, 4, seed=0, epoch=0))[:6]
+    losses = []
+    for step, batch in enumerate(batches):
+        if step == 3:
+            state = {key: value.clone() for key, value in whole.state_dict().items()}
+        losses.append(whole.loss(model, batch).item())
+
+    resumed = ptb(tmp_path)
+    resumed.load_state_dict(state)
+    rest = list(resumed.train_batches(shard, 4, seed=0, epoch=0, start=3))[:3]
+    assert [resumed.loss(model_of(resumed), batch).item() for batch in rest] == losses[3:]
+
+    forgotten = ptb(tmp_path)
+    assert forgotten.loss(model_of(forgotten), rest[0]).item() != losses[3]
+
+
+def test_hidden_state_is_reset_at_the_start_of_an_epoch_and_detached(tmp_path: Path) -> None:
+    workload = ptb(tmp_path)
+    torch.manual_seed(0)
+    model = workload.build_model()
+    first, second = list(workload.train_batches(Shard(), 4, seed=0, epoch=0))[:2]
+    loss = workload.loss(model, first).item()
+    workload.loss(model, second)
+    assert not any(t.requires_grad for t in workload.state_dict().values())
+    assert workload.loss(model, first).item() == loss
+
+
+def test_evaluation_does_not_touch_the_training_state(tmp_path: Path) -> None:
+    workload = ptb(tmp_path)
+    torch.manual_seed(0)
+    model = workload.build_model()
+    workload.loss(model, next(iter(workload.train_batches(Shard(), 4, seed=0, epoch=0))))
+    before = {key: value.clone() for key, value in workload.state_dict().items()}
+    with torch.no_grad():
+        workload.evaluate(model, Shard())
+    assert all(torch.equal(value, workload.state_dict()[key]) for key, value in before.items())
+
+
+def test_untrained_perplexity_is_the_vocabulary(tmp_path: Path) -> None:
+    workload = ptb(tmp_path)
+    model = workload.build_model()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)  # every word is equally likely
+    with torch.no_grad():
+        out = workload.evaluate(model, Shard())
+    assert out["perplexity"] == pytest.approx(workload.vocab_size, rel=1e-4)
+    assert out["loss"] == pytest.approx(math.log(workload.vocab_size), rel=1e-4)
+
+
+def test_the_end_of_the_text_is_held_out(tmp_path: Path) -> None:
+    whole = ptb(tmp_path)
+    workload = ptb(tmp_path, held_out=200)
+    assert torch.equal(workload._train, whole._train[:-200])
+    assert torch.equal(workload._held_out, whole._train[-200:])
+    model = workload.build_model()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        out = workload.evaluate(model, Shard())
+    assert out["held_out"] == pytest.approx(workload.vocab_size, rel=1e-4)
+    for count in (3, 10**6):
+        with pytest.raises(UserError, match=f"workload.held_out={count} must be"):
+            ptb(tmp_path, held_out=count)
+
+
+def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
+    plain, tied = ptb(tmp_path), ptb(tmp_path, tie_weights=True)
+    sizes = [sum(p.numel() for p in w.build_model().parameters()) for w in (plain, tied)]
+    assert sizes[0] - sizes[1] == plain.vocab_size * plain.hidden_size
+
+
+def test_medium_preset_has_dropout() -> None:
+    assert PennTreebank(preset="medium").dropout == 0.5
+    assert PennTreebank(preset="medium", dropout=0.1).dropout == 0.1
+
+
+def test_ptb_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        PennTreebank(str(tmp_path / "absent")).check()
+    with pytest.raises(UserError, match=r"neither ptb\.train\.txt nor train\.txt"):
+        PennTreebank(str(tmp_path)).check()
+    (tmp_path / "train.txt").write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        PennTreebank(str(tmp_path)).check()
+    with pytest.raises(UserError, match="preset"):
+        PennTreebank(preset="large")
+    with pytest.raises(UserError, match="dropout"):
+        PennTreebank(dropout=1.0)
+    with pytest.raises(UserError, match="too few"):
+        ptb(tmp_path / "small").steps_per_epoch(64, 20)
+    with pytest.raises(UserError, match=r"data\.path"):
+        PennTreebank(allow_synthetic=False).check()
+
+
+@pytest.fixture(scope="module")
+def wiki(tmp_path_factory: pytest.TempPathFactory) -> Wikipedia:
+    file = text_file(tmp_path_factory.mktemp("wiki") / "text.txt")
+    workload = Wikipedia(preset="tiny", data_path=str(file), seq_len=42, vocab_size=500)
+    workload.prepare(Shard())
+    return workload
+
+
+def test_masking_fractions(wiki: Wikipedia) -> None:
+    inputs, labels = [], []
+    for epoch in range(20):
+        for batch in wiki.train_batches(Shard(), 8, seed=0, epoch=epoch):
+            inputs.append(batch["input_ids"])
+            labels.append(batch["labels"])
+    seen, wanted = torch.cat(inputs), torch.cat(labels)
+    chosen = wanted != IGNORED
+    assert set(chosen.sum(1).tolist()) == {6}  # round(0.15 * 40) in each sequence
+    assert not chosen[:, 0].any()
+    assert not chosen[:, -1].any()
+    masked = (seen[chosen] == wiki.tokenizer.mask_token_id).float().mean().item()
+    kept = (seen[chosen] == wanted[chosen]).float().mean().item()
+    n = int(chosen.sum())
+    assert n > 5000
+    # Four standard deviations; one random token in vocab_size is the original by chance.
+    assert abs(masked - 0.8) < 4 * math.sqrt(0.16 / n) + 1 / len(wiki.tokenizer)
+    assert abs(kept - 0.1) < 4 * math.sqrt(0.09 / n) + 1 / len(wiki.tokenizer)
+
+
+def test_unchosen_tokens_are_unchanged(wiki: Wikipedia) -> None:
+    tokens = wiki._train[:10]
+    inputs, labels = wiki.masked(tokens, generator("test"))
+    chosen = labels != IGNORED
+    assert torch.equal(inputs[~chosen], tokens.long()[~chosen])
+    assert torch.equal(labels[chosen], tokens.long()[chosen])
+
+
+def test_held_out_text_is_the_end_and_masked_alike_for_any_world(wiki: Wikipedia) -> None:
+    parts = []
+    for rank in range(2):
+        workload = Wikipedia(preset="tiny", data_path=wiki.data_path, seq_len=42, vocab_size=500)
+        workload.prepare(Shard(rank, 2))
+        parts.append(workload._valid[0])
+    assert len(parts[0]) + len(parts[1]) == len(wiki._valid[0])
+    assert torch.equal(parts[0], wiki._valid[0][::2])
+    assert torch.equal(parts[1], wiki._valid[0][1::2])
+
+
+def test_vocabulary_from_the_text_knows_every_word(wiki: Wikipedia) -> None:
+    assert wiki.tokenizer.unk_token_id not in wiki._train
+    text = wiki.tokenizer.decode(wiki._train[0], skip_special_tokens=True)
+    assert "was built by" in text
+
+
+def test_wikipedia_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        Wikipedia(data_path=str(tmp_path / "absent")).check()
+    with pytest.raises(UserError, match=r"no \.txt file"):
+        Wikipedia(data_path=str(tmp_path)).check()
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        Wikipedia(data_path=str(tmp_path)).check()
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        Wikipedia(preset="tiny", data_path=str(tmp_path)).prepare(Shard())
+    (tmp_path / "a.txt").write_text("too short a text")
+    with pytest.raises(UserError, match="too few"):
+        Wikipedia(preset="tiny", data_path=str(tmp_path)).prepare(Shard())
+    for options in ({"mask_prob": 0.0}, {"seq_len": 4}, {"valid_fraction": 1.0}, {"documents": 0}, {"vocab_size": 5}):
+        with pytest.raises(UserError):
+            Wikipedia(**options)  # type: ignore[arg-type]
