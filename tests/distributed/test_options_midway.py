@@ -9,10 +9,10 @@ import torch
 
 import birder
 from birder import attach
+from tests.distributed.test_ddp import wrap
 from tests.distributed.test_guards import METHODS, make
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
-from tests.test_ddp import wrap
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in METHODS},
