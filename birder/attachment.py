@@ -19,8 +19,13 @@ from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import WIRES
 
 
+class Detached:
+    """What a copy of a model has in the place of its `Attachment`: nothing. torch gives a copied DDP model no hook."""
+
+
 class Attachment:
-    """The connection that `attach` makes.
+    """The connection that `attach` makes. Copied or pickled, with the model that holds it, it becomes `Detached`: a copy must
+    not communicate through the optimizer of the original.
 
     counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
     own:     the process group that the optimizer's messages have for themselves.
@@ -43,6 +48,9 @@ class Attachment:
         optimizer._in_backward = overlap and communicate and optimizer.compressed
         self._own = own
         self._paused = False
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

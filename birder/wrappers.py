@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from birder.attachment import Detached
 from birder.optimizers.base import BucketOptimizer
 
 
@@ -46,7 +47,7 @@ def check_reducer(model: DistributedDataParallel) -> None:
             "torchft's DistributedDataParallel averages gradients in a hook of its own, through groups that change while it "
             "trains: use torch's DistributedDataParallel, and go on from checkpoints after a failure"
         )
-    if getattr(model, "_comm_hooks", None):
+    if any(not isinstance(state, Detached) for _, state in getattr(model, "_comm_hooks", [])):
         raise RuntimeError(
             "another communication hook is registered with this model: build a new DistributedDataParallel and attach to that"
         )

@@ -113,6 +113,7 @@ class BucketOptimizer(GradientExchange, MethodState):
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # as torch's own methods: compiled, kernels and threads would be traced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update. `closure` re-evaluates the model and returns the loss, as in torch.

@@ -152,6 +152,5 @@ class OneBitMethod(BucketOptimizer):
         """For when what takes part may have changed."""
         self._support.pop(unit.index, None)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        super().load_state_dict(state_dict)
+    def forget_derived(self) -> None:
         self._support.clear()

@@ -187,8 +187,7 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
         mask = self.mask(unit, step)
         return mask, Late(mask.sum())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        super().load_state_dict(state_dict)
+    def forget_derived(self) -> None:
         self._ahead.clear()
 
     def freshness(self, unit: Unit, i: int, step: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,14 +26,14 @@ BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
 
 
 class NoState(defaultdict[Any, Any]):
-    """`optimizer.state`, always empty: state is kept by unit, not by parameter.
+    """`optimizer.state`, empty but for what others put there: state is kept by unit, not by parameter.
 
     torch.distributed.checkpoint.get_optimizer_state_dict takes empty for "no step yet", makes one on gradients of 0 to have
     the state made, and would then keep none of it. Raises RuntimeError when it asks.
     """
 
-    def __init__(self) -> None:
-        super().__init__(dict)
+    def __init__(self, entries: dict[Any, Any] | None = None) -> None:
+        super().__init__(dict, entries or {})
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_globals.get("__name__") == BY_PARAMETER:
@@ -43,8 +43,8 @@ class NoState(defaultdict[Any, Any]):
             )
         return len(self) > 0
 
-    def __reduce__(self) -> tuple[type[NoState], tuple[()]]:
-        return NoState, ()
+    def __reduce__(self) -> tuple[type[NoState], tuple[dict[Any, Any]]]:
+        return NoState, (dict(self.items()),)
 
 
 class MethodState(Method):
@@ -58,14 +58,19 @@ class MethodState(Method):
 
     @property
     def state(self) -> NoState:  # type: ignore[override]
-        """Empty; `state_dict` has what is kept."""
+        """What others have put there; `state_dict` has that, and what the method keeps."""
         if self._no_state is None:
             self._no_state = NoState()
         return self._no_state
 
     @state.setter
     def state(self, value: dict[Any, Any]) -> None:
-        """torch sets it anew, empty, with every state that is loaded."""
+        """What torch's constructor does. Raises RuntimeError later: to put an empty one there begins afresh in torch."""
+        if self.__dict__.get("_bound"):
+            raise RuntimeError(
+                "optimizer.state cannot be replaced, this optimizer keeps its state by unit: to begin afresh load a "
+                "state_dict that was saved before the first step, or build a new optimizer and model wrapper"
+            )
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 
@@ -130,6 +135,7 @@ class MethodState(Method):
         """Bytes of optimizer state on this rank (without the gradient buffers)."""
         return sum(t.numel() * t.element_size() for u in self.units for t in u.state.values())
 
+    @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state, as plain data and tensors, which are not copied:
 
@@ -138,8 +144,18 @@ class MethodState(Method):
         Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
         first step there is none: "units" is None then, or what `load_state_dict` was given.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        found = self._whole_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = replaced if (replaced := after(self, found)) is not None else found
+        return found
+
+    def _whole_state(self) -> dict[str, Any]:
+        with self._hooks_set_aside("state_dict_pre", "state_dict_post"):
+            torchs = super().state_dict()
         if self._pending is not None:
-            return self._pending | {"param_groups": super().state_dict()["param_groups"]}
+            return self._pending | torchs
         self.pipeline.wait()
         differ = self._bound and self.local_models and self.comm.world_size > 1
         return {
@@ -149,26 +165,47 @@ class MethodState(Method):
             "rank": self.comm.rank,
             "fingerprint": self.fingerprint() if differ else None,
             "units": [dict(u.state) for u in self.units] if self._bound else None,
-            "state": {},
-            "param_groups": super().state_dict()["param_groups"],
+            **torchs,
         }
 
+    @contextlib.contextmanager
+    def _hooks_set_aside(self, *kinds: str) -> Iterator[None]:
+        """Inside, torch's own method calls none of these hooks: they are for the whole state."""
+        names = [f"_optimizer_{kind}_hooks" for kind in kinds]
+        kept = {name: vars(self)[name] for name in names}
+        vars(self).update({name: OrderedDict() for name in names})
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Restores what `state_dict` returned on the same rank; call it after `attach`.
 
         Raises ValueError for the state of another method or rank, of another number of workers or layout of parameters.
         RuntimeError on several processes before `attach`.
         """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = replaced if (replaced := hook(self, state_dict)) is not None else state_dict
         self._check_state(state_dict)
         if state_dict["units"] is not None and not self._bound:
             self._bind_alone()
         if self._bound and state_dict["units"] is not None:
             self.pipeline.wait()
             self._load_units(state_dict)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
+            super().load_state_dict({"state": state_dict.get("state", {}), "param_groups": state_dict["param_groups"]})
         for unit in self.units:  # torch replaces the group dicts
             unit.group = next(g for g in self.param_groups if any(p is unit.wholes[0] for p in g["params"]))
         self.steps = int(state_dict["steps"])
+        self.forget_derived()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def forget_derived(self) -> None:
+        """For a method that has worked out something from its state, when another one has taken its place."""
 
     def _bind_alone(self) -> None:
         raise NotImplementedError
@@ -183,6 +220,9 @@ class MethodState(Method):
             raise ValueError(
                 f"the saved state holds what {saved} keeps, this optimizer is {name}: use the one that saved it"
             )
+        theirs, ours = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
+        if theirs != ours:
+            raise ValueError(f"the saved state has parameter groups of {theirs} tensors, this optimizer of {ours}")
 
     def _load_units(self, state_dict: dict[str, Any]) -> None:
         name, mine = type(self).__name__, self.comm.signature
@@ -221,8 +261,10 @@ class MethodState(Method):
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: all but the connection to other ranks. The copy has to be attached anew."""
-        kept = {k: v for k, v in vars(self).items() if k not in NOT_COPIED}
+        """For copy.deepcopy and pickle: all but hooks, as in torch, and the connection to other ranks. The copy has to be
+        attached anew."""
+        hooks = {k for k in vars(self) if k.startswith("_optimizer_") and k.endswith("_hooks")}
+        kept = {k: v for k, v in vars(self).items() if k not in NOT_COPIED | hooks}
         kept["_pending"] = self.state_dict() if self._bound else self._pending
         return kept
 
@@ -233,3 +275,5 @@ class MethodState(Method):
             self._bound = self._feeding = self._sharded = False
             self._read = None
         super().__setstate__(state)
+        if "state" in vars(self):  # torch puts a loaded one behind the property
+            self._no_state = NoState(vars(self).pop("state"))
