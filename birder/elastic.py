@@ -4,6 +4,7 @@ What becomes of a tensor stands with its method, `Method.carried`:
 
     copy    the same on all ranks: taken over
     mean    every worker's own: each new worker gets the mean of the old ones'
+    sum     every worker's own: each new worker gets its share of the sum of the old ones'
     cut     every server's own: put together in the order of elements, and cut anew
 
 The mean of the workers' errors stays as it was, so that nothing that was withheld is lost or sent twice; and |m| <= b of
@@ -23,7 +24,7 @@ from torch import Tensor
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit, round_up
 
-RULES = ("copy", "mean", "cut")
+RULES = ("copy", "mean", "sum", "cut")
 
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -110,7 +111,8 @@ class _Whole:
     """One state of one unit, all elements of it, as it is put together from the old ranks' tensors."""
 
     def __init__(self, rule: str, first: Tensor, padded: int, workers: int, shards: int) -> None:
-        known = {"mean": (padded, padded // shards), "cut": (padded // (workers * shards),)}
+        own = padded, padded // shards
+        known = {"mean": own, "sum": own, "cut": (padded // (workers * shards),)}
         if first.numel() not in known.get(rule, (first.numel(),)):
             raise ValueError(
                 f"a saved tensor has {first.numel()} elements, a unit of {padded} on {workers} x {shards} ranks keeps "
@@ -118,9 +120,9 @@ class _Whole:
             )
         self.rule, self.padded, self.workers, self.shards = rule, padded, workers, shards
         self.flat = rule != "copy" or first.numel() == padded
-        self.sharded = rule == "mean" and first.numel() != padded
+        self.sharded = rule in ("mean", "sum") and first.numel() != padded
         self.size = first.numel()
-        kind = torch.float64 if rule == "mean" else first.dtype
+        kind = torch.float64 if rule in ("mean", "sum") else first.dtype
         self.whole = torch.zeros(padded if self.flat else self.size, dtype=kind)
         self.kind = first.dtype
 
@@ -132,7 +134,7 @@ class _Whole:
         if self.rule == "copy":
             if rank == 0:
                 self.whole.copy_(tensor)
-        elif self.rule == "mean":
+        elif self.rule in ("mean", "sum"):
             begin = shard * self.size if self.sharded else 0
             self.whole[begin : begin + self.size] += tensor.cpu()
         else:
@@ -142,8 +144,11 @@ class _Whole:
     def part(self, optimizer: BucketOptimizer, unit: Unit, name: str) -> Tensor:
         """What this rank keeps of it, on the CPU."""
         whole = self.whole
-        if self.rule == "mean":
-            whole = (whole / (self.workers if self.sharded else self.workers * self.shards)).to(self.kind)
+        if self.rule in ("mean", "sum"):
+            whole = whole / (self.workers if self.sharded else self.workers * self.shards)
+            if self.rule == "sum":
+                whole *= self.workers / optimizer.comm.workers
+            whole = whole.to(self.kind) if self.kind.is_floating_point else whole.round_().to(self.kind)
         if not self.flat:
             return whole
         comm = optimizer.comm

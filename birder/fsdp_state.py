@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from birder.fsdp import ShardAttachment, reshard
 from birder.optimizers.layout import Unit
 
+OWN = {"mean", "sum"}
+"""Of `Method.carried`: what every replica has for itself."""
+
 Flat = dict[str, Tensor]
 """A unit's state, each entry with a number for every element (fp32[padded]) or every parameter."""
 
@@ -51,7 +54,7 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     saved, mine = json.loads(about["meta"]), json.loads(_meta(attachment))
     if saved["method"] != mine["method"]:
         raise ValueError(f"the checkpoint holds what {saved['method']} keeps, this optimizer is {mine['method']}")
-    own = "mean" in optimizer.carried.values()
+    own = not OWN.isdisjoint(optimizer.carried.values())
     if own and saved["replicas"] != mine["replicas"]:
         raise ValueError(
             f"state of {saved['method']} was saved by {saved['replicas']} replicas, this run has {mine['replicas']}, and "
@@ -88,7 +91,7 @@ def _gathered(attachment: ShardAttachment, unit: Unit) -> Flat:
     comm, state = attachment.optimizer.comm, attachment.optimizer.complete_state(unit)
     counted = comm.counter.snapshot()
     for name, kind in attachment.optimizer.carried.items():
-        if kind == "cut":
+        if kind == "cut" and name in state:
             state[name] = comm.gather(state[name])
     comm.counter.restore(counted)
     return state
@@ -99,7 +102,7 @@ def _own(attachment: ShardAttachment, unit: Unit, flat: Flat) -> Flat:
     comm, carried = attachment.optimizer.comm, attachment.optimizer.carried
     size = unit.padded // comm.workers
     served = slice(comm.worker * size, (comm.worker + 1) * size)
-    return {name: flat[name][served] if kind == "cut" else flat[name] for name, kind in carried.items()}
+    return {name: t[served] if carried[name] == "cut" else t for name, t in flat.items()}
 
 
 def _by_parameter(model: nn.Module, attachment: ShardAttachment, flats: list[Flat]) -> dict[str, dict[str, Tensor]]:
@@ -115,10 +118,11 @@ def _by_parameter(model: nn.Module, attachment: ShardAttachment, flats: list[Fla
 def _entries(attachment: ShardAttachment, unit: Unit, flat: Flat, i: int) -> Iterator[tuple[str, Tensor]]:
     p, mesh, optimizer = unit.wholes[i], attachment.mesh, attachment.optimizer
     one = torch.empty(p.shape, device="meta").stride()
-    for name, kind in optimizer.carried.items():
+    for name in flat:
+        kind = optimizer.carried[name]
         if name in optimizer.by_tensor:
             yield name, flat[name][i]
-        elif kind == "mean":
+        elif kind in OWN:
             part = unit.view(flat[name], i).unsqueeze(0)
             shape = torch.Size([mesh.size(0), *p.shape])
             yield name, DTensor.from_local(part, mesh, (Shard(0), Shard(1)), shape=shape, stride=(p.numel(), *one))

@@ -96,6 +96,10 @@ class Communicator(ABC):
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         """The mean over all ranks, sent as `wire`. fp32[k], any k -> fp32[k], the same on all ranks. Maybe `flat` itself."""
 
+    def worker_mean(self, part: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        """The mean over workers of what each has for this rank's shard: fp32[k] -> fp32[k]. Right for one shard."""
+        return self.mean(part, wire)
+
     @abstractmethod
     def union(self, flags: Tensor) -> Tensor:
         """bool[k] -> the union over all ranks."""
@@ -216,6 +220,9 @@ class Hierarchical(Communicator):
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         part = self.shard_mean(torch.nn.functional.pad(flat, (0, -flat.numel() % self.shards)))
         return self.gather_shards(self.inter.mean(part, wire))[: flat.numel()]
+
+    def worker_mean(self, part: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+        return self.inter.mean(part, wire)
 
     def union(self, flags: Tensor) -> Tensor:
         return self.all.all_or(flags)

@@ -30,8 +30,10 @@ from birder.kernels import reference
 from birder.kernels.message import message_bytes, scales_of
 from birder.kernels.reference import ratio, unpack
 from birder.kernels.reference_feedback import partial_sums
+from birder.kernels.reference_sigma import adam_moments, settle
 
 __all__ = [
+    "adam_moments",
     "add_average",
     "add_message",
     "add_momentum",
@@ -42,6 +44,8 @@ __all__ = [
     "chosen_blocks",
     "encode",
     "message_bytes",
+    "modulate",
+    "modulate_adam",
     "move_adam",
     "owned",
     "pack_signs",
@@ -50,6 +54,8 @@ __all__ = [
     "ratio",
     "reduce_bits",
     "scales_of",
+    "serve_sigma",
+    "settle",
     "split_signs",
     "sum_squares",
     "take",
@@ -137,6 +143,25 @@ def owned(bits: Tensor, **options: Any) -> Tensor:
 def assemble(rows: Tensor, **options: Any) -> Tensor:
     """See `one_phase.assemble`."""
     return backend(rows.device).assemble(rows, **options)
+
+
+def modulate(u: Tensor, error: Tensor, **options: Any) -> Tensor:
+    """See `reference_sigma.modulate`."""
+    _whole_bytes(u)
+    return backend(u.device).modulate(u, error, **options)
+
+
+def modulate_adam(
+    g: Tensor | None, m: Tensor, v: Tensor, error: Tensor, shared: Tensor | None, **options: Any
+) -> Tensor:
+    """See `reference_sigma.modulate_adam`."""
+    _whole_bytes(m)
+    return backend(m.device).modulate_adam(g, m, v, error, shared, **options)
+
+
+def serve_sigma(rows: Tensor, error: Tensor, **options: Any) -> Tensor:
+    """See `reference_sigma.serve_sigma`."""
+    return backend(rows.device).serve_sigma(rows, error, **options)
 
 
 def apply_bits(params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, **options: Any) -> None:

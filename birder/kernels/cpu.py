@@ -26,6 +26,7 @@ from birder.kernels.cpu_feedback import (
     sum_squares,
     write_signs,
 )
+from birder.kernels.cpu_sigma import modulate, modulate_adam, serve_sigma
 from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
 from birder.kernels.reference import binarize, chosen_blocks, random_mask  # rarely needed on CPU
 from birder.kernels.reference_many import take  # one pass for each gradient as it is
@@ -40,11 +41,14 @@ __all__ = [
     "binarize",
     "chosen_blocks",
     "encode",
+    "modulate",
+    "modulate_adam",
     "move_adam",
     "owned",
     "pack_signs",
     "random_mask",
     "reduce_bits",
+    "serve_sigma",
     "split_signs",
     "sum_squares",
     "take",

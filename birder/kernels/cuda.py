@@ -28,6 +28,7 @@ from birder.kernels.cuda_feedback import (
     write_signs,
 )
 from birder.kernels.cuda_many import apply_bits, move_adam, take
+from birder.kernels.cuda_sigma import modulate, modulate_adam, serve_sigma
 from birder.kernels.philox import LANES, SELECT_STREAM, SERVER_STREAM
 
 __all__ = [
@@ -40,11 +41,14 @@ __all__ = [
     "binarize",
     "chosen_blocks",
     "encode",
+    "modulate",
+    "modulate_adam",
     "move_adam",
     "owned",
     "pack_signs",
     "random_mask",
     "reduce_bits",
+    "serve_sigma",
     "split_signs",
     "sum_squares",
     "take",

@@ -23,9 +23,17 @@ def owned(
 
     turn: added to s_k: with `step` fixed and a turn more in each step, every word comes from each worker in turn.
     """
-    words = bits.view(torch.int32).view(-1, n)
-    shift = shifts(len(words), n, seed=seed, step=step, start=start, device=bits.device) + turn
-    return into(out, words.gather(1, ((worker - shift) % n).unsqueeze(1)).view(-1).view(torch.uint8))
+    words = bits.view(torch.int32)
+    where = owned_words(len(words), n=n, worker=worker, seed=seed, step=step, start=start, turn=turn, like=bits)
+    return into(out, words[where].view(torch.uint8))
+
+
+def owned_words(
+    count: int, *, n: int, worker: int, seed: int, step: int, start: int, turn: int, like: Tensor
+) -> Tensor:
+    """Which of `count` 32-bit words this worker sends, one of each group of n: int64[count/n], on the device of `like`."""
+    shift = shifts(count // n, n, seed=seed, step=step, start=start, device=like.device) + turn
+    return torch.arange(count // n, device=like.device) * n + (worker - shift) % n
 
 
 def assemble(rows: Tensor, *, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None) -> Tensor:

@@ -26,8 +26,10 @@ from birder.kernels.reference_feedback import (
     write_signs,
 )
 from birder.kernels.reference_many import apply_bits, take
+from birder.kernels.reference_sigma import adam_moments, modulate, modulate_adam, serve_sigma, settle
 
 __all__ = [
+    "adam_moments",
     "add_average",
     "add_message",
     "add_momentum",
@@ -37,6 +39,8 @@ __all__ = [
     "binarize",
     "chosen_blocks",
     "encode",
+    "modulate",
+    "modulate_adam",
     "move_adam",
     "owned",
     "pack",
@@ -44,6 +48,8 @@ __all__ = [
     "random_mask",
     "ratio",
     "reduce_bits",
+    "serve_sigma",
+    "settle",
     "split_signs",
     "sum_squares",
     "take",

@@ -13,6 +13,7 @@ from birder.optimizers.onebit_adam import OneBitAdam
 from birder.optimizers.onebit_lamb import OneBitLAMB
 from birder.optimizers.qsparse import QSparseLocalSGD
 from birder.optimizers.sgdm import SGDM
+from birder.optimizers.sigma_delta import SigmaDeltaAdam
 from birder.optimizers.slamb import SLAMB
 from birder.optimizers.sparse_loco import SparseLoCo
 from birder.optimizers.zero_one_adam import ZeroOneAdam
@@ -31,6 +32,7 @@ __all__ = [
     "OneBitLAMB",
     "Plan",
     "QSparseLocalSGD",
+    "SigmaDeltaAdam",
     "SparseLoCo",
     "ZeroOneAdam",
     "overall_ratio",

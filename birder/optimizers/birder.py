@@ -36,10 +36,11 @@ from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require_choice, require_flag, require_fraction, require_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
-from birder.optimizers.seen import unite_seen
+from birder.optimizers.modulator import CARRIED, Modulator, columns, packed
+from birder.optimizers.seen import SeenMap
 
 
-class Birder(BucketOptimizer):
+class Birder(SeenMap, BucketOptimizer):
     """Birder (see the module's docstring for the equations), correct from the first step.
 
     params, lr, weight_decay: as in torch. Every coordinate moves by exactly lr in each step, so lr is of Adam's size.
@@ -53,13 +54,16 @@ class Birder(BucketOptimizer):
                worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
     beta2:     this project's: (2') and (3') with this coefficient for b, in [0, 1). None: `beta` for both, the paper's.
     bits:      how Q draws. "independent": anew in each step, the paper's. "weyl": this project's; every bit has the same
-               probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py). "none": no bits, the
-               mean of u is applied as it is. It sends (n-1) floats for each coordinate: for comparisons of accuracy only.
+               probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py). "sigma_delta": this
+               project's; nothing is drawn, q = sgn(u + e) with an error e that is kept, on workers and servers
+               (birder/optimizers/modulator.py, with gamma = 1). "none": no bits, the mean of u is applied as it is. It
+               sends (n-1) floats for each coordinate: for comparisons of accuracy only.
     reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
                same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
     options:   max_grad_norm, seed; see `BucketOptimizer`.
 
     State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
+    With bits="sigma_delta" also e, fp32[d / ranks per node], and s of the server, fp32[d/n].
 
     A coordinate whose gradient has been 0 on every rank in every step so far does not move. Ranks agree on which these
     are: a flag for every 1024 coordinates is united in each step, and where a flag is up also a bit for each coordinate,
@@ -69,10 +73,11 @@ class Birder(BucketOptimizer):
     """
 
     compressed: ClassVar[bool] = True
-    carried: ClassVar[dict[str, str]] = {"m": "mean", "b": "mean", "active": "copy"}
+    carried: ClassVar[dict[str, str]] = {"m": "mean", "b": "mean", **CARRIED, "active": "copy"}
     on_shards: ClassVar[bool] = True
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})
+    seen_by: ClassVar[str] = "b"
 
     def __init__(
         self,
@@ -93,11 +98,12 @@ class Birder(BucketOptimizer):
         require_choice("idle", idle, "decay", "hold")
         require_choice("intra", intra, "gradient", "u")
         require_choice("reduce", reduce, "two_phase", "one_phase")
-        require_choice("bits", bits, "independent", "weyl", "none")
+        require_choice("bits", bits, "independent", "weyl", "sigma_delta", "none")
         require_flag("decoupled", decoupled)
         self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
         super().__init__(params, defaults, **options)
+        self._modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -114,6 +120,10 @@ class Birder(BucketOptimizer):
         kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)
         unit.state["m"] = unit.zeros(kept)
         unit.state["b"] = unit.zeros(kept)
+        self.init_seen(unit)
+        if self.bits == "sigma_delta":
+            self._modulator.init_unit(unit, comm)
+            return
         bits = unit.padded // comm.shards // 8
         unit.buffers = {
             "bits": unit.bytes(bits),  # of this rank's shard
@@ -121,8 +131,6 @@ class Birder(BucketOptimizer):
             "chunk": unit.bytes(bits // comm.workers),  # of the server
             "result": unit.bytes(unit.padded // 8),
         }
-        # Present until every coordinate has been seen. Padding is never seen.
-        unit.state["active"] = unit.zeros(dtype=torch.bool)
 
     def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
         if not self.decoupled and group["weight_decay"]:
@@ -136,28 +144,31 @@ class Birder(BucketOptimizer):
         if self.bits == "none":
             yield from self._exchange_floats(unit, grad, averages)
             return
+        if self.bits == "sigma_delta":
+            yield from self._exchange_modulated(unit, grad, averages, step)
+            return
         workers, servers, owners = self._draws(step)
         m, b, bits = unit.state["m"], unit.state["b"], buffers["bits"]
         if self.intra == "gradient" or comm.shards == 1:
             g = comm.shard_mean(grad)
             for at, start in runs:  # (1)-(4)
                 draw = {**workers, "start": start}
-                kernels.encode(g[at], m[at], b[at], **averages, **draw, out=bits[_bytes(at)])
+                kernels.encode(g[at], m[at], b[at], **averages, **draw, out=bits[packed(at)])
         else:
             u = comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clamp_(-1.0, 1.0)  # (1)-(3), mean over the node
             for at, start in runs:  # (4)
-                kernels.binarize(u[at], **workers, start=start, out=bits[_bytes(at)])
+                kernels.binarize(u[at], **workers, start=start, out=bits[packed(at)])
         rows, chunk = buffers["rows"], buffers["chunk"]
         if self.reduce == "one_phase":
             n = comm.workers
             for at, start in runs:
                 kernels.owned(
-                    bits[_bytes(at)], n=n, worker=comm.worker, start=start, **owners, out=chunk[_bytes(at, n)]
+                    bits[packed(at)], n=n, worker=comm.worker, start=start, **owners, out=chunk[packed(at, n)]
                 )
             yield
             rows = comm.gather_workers(chunk, rows)
             for at, start in runs:
-                kernels.assemble(_columns(rows, _bytes(at, n)), start=start, **owners, out=bits[_bytes(at)])
+                kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
             unit.result = comm.gather_shards(bits, buffers["result"])  # (5)
             return
         received = comm.start_scatter(bits, rows)
@@ -165,8 +176,23 @@ class Birder(BucketOptimizer):
         rows = received()
         served = size // comm.workers
         for at, start in unit.numbered(comm.shard * size + comm.worker * served, served):
-            kernels.reduce_bits(_columns(rows, _bytes(at)), start=start, **servers, out=chunk[_bytes(at)])
+            kernels.reduce_bits(columns(rows, packed(at)), start=start, **servers, out=chunk[packed(at)])
         unit.result = comm.gather(chunk, buffers["result"])  # (5)
+
+    def _exchange_modulated(self, unit: Unit, grad: Tensor, averages: dict[str, Any], step: int) -> Iterator[None]:
+        u = self._shard_ratio(unit, grad, averages)
+        encoding = self._modulator.encoding(unit, self.comm, step)
+        kernels.modulate(u, unit.state[self._modulator.name], **encoding)
+        received = self._modulator.start_exchange(unit, self.comm, step)
+        yield
+        unit.result = received()
+
+    def _shard_ratio(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Tensor:
+        """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next unit's."""
+        comm, m, b = self.comm, unit.state["m"], unit.state["b"]
+        if self.intra == "gradient" or comm.shards == 1:
+            return kernels.ratio(comm.shard_mean(grad), m, b, **averages)
+        return comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clamp_(-1.0, 1.0)  # mean over the node
 
     def _exchange_floats(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Iterator[None]:
         """Leaves the workers' mean of u, added up in their order: fp32[padded]."""
@@ -203,9 +229,6 @@ class Birder(BucketOptimizer):
             {**once, "turn": step % comm.workers},
         )
 
-    def after_units(self, step: int) -> None:
-        unite_seen(self.comm, [unit for unit in self.units if "active" in unit.state])
-
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
             lr, active = unit.group["lr"], unit.state.get("active")
@@ -220,28 +243,3 @@ class Birder(BucketOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("beta2", None)  # state that was saved before there was one
-
-    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
-        if "active" in tensors and int(tensors["active"].sum()) == sum(p.numel() for p in unit.params):
-            tensors = {name: tensor for name, tensor in tensors.items() if name != "active"}  # seen whole
-        if "active" in tensors:
-            unit.state.setdefault("active", unit.zeros(dtype=torch.bool))
-        else:
-            unit.state.pop("active", None)
-        super().load_unit(unit, tensors)
-
-    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
-        active = unit.zeros(dtype=torch.bool)
-        for view in unit.views(active):
-            view.fill_(True)
-        return {"active": active} | unit.state
-
-
-def _bytes(elements: slice, n: int = 1) -> slice:
-    """Where the bits of these elements stand; or one worker's share of them, of n."""
-    return slice(elements.start // (8 * n), elements.stop // (8 * n))
-
-
-def _columns(rows: Tensor, part: slice) -> Tensor:
-    """These bytes of each worker: uint8[n, c] -> uint8[n, part], contiguous. All of them are not copied."""
-    return rows[:, part].contiguous()

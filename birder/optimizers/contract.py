@@ -53,8 +53,8 @@ class Method(torch.optim.Optimizer):
     local_models: ClassVar[bool] = False
     """Whether parameters may differ between ranks after a step. `averaged` is then what to evaluate."""
     carried: ClassVar[dict[str, str]] = {}
-    """Of what kind each state is, by its name: "copy", the same on all ranks; "mean", each worker's own; "cut", the server's.
-    It says what becomes of it with another number of workers (birder/elastic.py) or, under FSDP, of shards
+    """Of what kind each state is, by its name: "copy", the same on all ranks; "mean" or "sum", each worker's own; "cut", the
+    server's. It says what becomes of it with another number of workers (birder/elastic.py) or, under FSDP, of shards
     (birder/fsdp_state.py)."""
     on_shards: ClassVar[bool] = False
     """Whether the method works on any part of a parameter: on elements, and on norms from birder/optimizers/norms.py. FSDP's

@@ -86,8 +86,9 @@ class ZeroOneAdam(_Adam):
 class Birder(Optimizer):
     beta: Decay = doc("weight of the past in both moments")
     beta2: Decay | None = doc("the same of b alone, both bias-corrected; this project's", None)
-    bits: Literal["independent", "weyl", "none"] = doc(
-        "random bits: independent in each step, or evenly spread over steps, this project's; none: floats, to compare with",
+    bits: Literal["independent", "weyl", "sigma_delta", "none"] = doc(
+        "random bits: independent in each step, or this project's: evenly spread over steps (weyl), or signs of u and an error "
+        "that is kept (sigma_delta); none: floats, to compare with",
         "independent",
     )
     decoupled: Switch = doc("weight decay x -= lr*wd*x; false: g += wd*x")
@@ -95,6 +96,19 @@ class Birder(Optimizer):
     idle: Literal["decay", "hold"] = doc("b where the gradient is exactly 0")
     intra: Literal["gradient", "u"] = doc("what is averaged inside a node, with comm.topology=hierarchical")
     reduce: Literal["two_phase", "one_phase"] = doc("the paper's exchange, or the same law from half the bytes")
+
+
+class SigmaDeltaAdam(Optimizer):
+    betas: Betas = doc("weights of the past in momentum and variance")
+    eps: NotNegative = doc("added to the root of the variance")
+    variance: Literal["shared", "local"] = doc("v of all workers, or each worker's own")
+    share_growth: AtLeastOne = doc("by what factor the steps grow that share v; 1: every step")
+    wire: Literal["fp32", "bf16"] = doc("what v is shared as", "fp32")
+    gamma: Positive | None = doc("gain of the server; null: the root of the number of workers")
+    reduce: Literal["two_phase", "one_phase"] = doc("all-to-all and all-gather, or one all-gather of half the bytes")
+    errors: Literal["fp32", "int8"] = doc("how errors are kept")
+    start: Literal["uniform", "zero"] = doc("how workers' errors begin")
+    idle: Literal["decay", "hold"] = doc("v where the gradient is exactly 0")
 
 
 class _Blocks(_Momentum):
@@ -154,6 +168,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         OneBitLAMB,
         ZeroOneAdam,
         Birder,
+        SigmaDeltaAdam,
         CSER,
         QSparseLocalSGD,
         EFSGD,

@@ -50,9 +50,13 @@ def method(config: dict[str, Any]) -> str:
     optimizer = config["optimizer"]
     ours = ["one-phase"] * (optimizer.get("reduce") == "one_phase")
     if name == "Birder":
-        bits = {"weyl": ["weyl bits"], "none": ["without bits"]}.get(str(optimizer.get("bits")), [])
+        bits = {"weyl": ["weyl bits"], "sigma_delta": ["sigma-delta bits"], "none": ["without bits"]}.get(
+            str(optimizer.get("bits")), []
+        )
         ours += bits + ["two betas"] * (optimizer.get("beta2") is not None)
-    if ours:
+    if name == "SigmaDeltaAdam":
+        label += ", ".join(["", *ours, *["local"] * (optimizer.get("variance") == "local")])
+    elif ours:
         label += f" {', '.join(ours)} (this project's)"
     if (compressor := optimizer.get("compressor", "blocks")) != "blocks":
         label += f" {compressor.replace('_', '-')}"
