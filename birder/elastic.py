@@ -145,9 +145,8 @@ class _Whole:
         """What this rank keeps of it, on the CPU."""
         whole = self.whole
         if self.rule in ("mean", "sum"):
-            whole = whole / (self.workers if self.sharded else self.workers * self.shards)
-            if self.rule == "sum":
-                whole *= self.workers / optimizer.comm.workers
+            parts = self.workers if self.rule == "mean" else optimizer.comm.workers
+            whole = whole / (parts if self.sharded else parts * self.shards)
             whole = whole.to(self.kind) if self.kind.is_floating_point else whole.round_().to(self.kind)
         if not self.flat:
             return whole

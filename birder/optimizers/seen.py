@@ -58,7 +58,7 @@ class SeenMap(Method):
         return {"active": active} | unit.state
 
 
-def unite_seen(comm: Communicator, units: list[Unit], by: str) -> None:
+def unite_seen(comm: Communicator, units: list[Unit], by: str = "b") -> None:
     """Unites the ranks' knowledge about `units`, those with a map. Drops the map of a unit that is seen whole.
 
     by: the state that says what has been seen.

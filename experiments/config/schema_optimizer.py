@@ -87,8 +87,8 @@ class Birder(Optimizer):
     beta: Decay = doc("weight of the past in both moments")
     beta2: Decay | None = doc("the same of b alone, both bias-corrected; this project's", None)
     bits: Literal["independent", "weyl", "sigma_delta", "none"] = doc(
-        "random bits: independent in each step, or this project's: evenly spread over steps (weyl), or signs of u and an error "
-        "that is kept (sigma_delta); none: floats, to compare with",
+        "random bits: independent in each step, or this project's: evenly spread over steps (weyl), or signs of u and "
+        "an error that is kept (sigma_delta); none: floats, to compare with",
         "independent",
     )
     decoupled: Switch = doc("weight decay x -= lr*wd*x; false: g += wd*x")

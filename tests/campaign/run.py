@@ -38,6 +38,7 @@ METHODS = {
     "onebit_lamb": ["optimizer.lr=1e-3", "optimizer.eps=1e-4", "optimizer.warmup_steps=30"],
     "zero_one_adam": ["optimizer.lr=1e-3", "optimizer.eps=1e-4"],
     "birder": [],
+    "sigma_delta": [],
     "slamb": ["optimizer.lr=1e-3"],
     "cser": ["optimizer.lr=0.02"],
     "csea": ["optimizer.lr=0.02"],

@@ -25,6 +25,7 @@ PAGES = sorted(
 )
 METHODS: dict[str, list[type]] = {
     "birder": [birder.Birder],
+    "sigma_delta": [birder.SigmaDeltaAdam],
     "onebit_adam": [birder.OneBitAdam],
     "lamb": [birder.LAMB],
     "onebit_lamb": [birder.OneBitLAMB],

@@ -57,6 +57,19 @@ def cases(module: ModuleType, device: str) -> Checks:
     made["draws"] = [check(checks.draws, n, seed=2**63 + 999 + n) for n in sizes]
     made["one phase"] = [check(checks.one_phase, *how, seed=2**62 + 17) for how in product((1, 2, 3, 8), (1, 300))]
     made["unseen"] = [check(checks.unseen, *how) for how in product((0, 8, 1024, 1025, 5000), (1024, 100))]
+    for steps, limit in product(EITHER, (1, 2)):
+        name = f"sigma-delta, {'int8' if steps else 'fp32'}, {3 - limit} phases"
+        made[name] = [
+            *(
+                check(checks.modulated, n, checks.DTYPES[0], steps, limit, hold=hold)
+                for n, hold in product(sizes, EITHER)
+            ),
+            *(check(checks.modulated, 3080, dtype, steps, limit) for dtype in checks.DTYPES[1:]),
+        ]
+    made["sigma-delta's server"] = [
+        check(checks.served, workers, n // 8, steps)
+        for workers, n, steps in product((1, 2, 3, 8, 300), SIZES[:4], EITHER)
+    ]
     made["signs"] = [check(checks.signs, 3, n // 8) for n in sizes]
     for masked in EITHER:
         made["error feedback" + ", masked" * masked] = [

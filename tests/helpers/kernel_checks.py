@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.kernels import message, reference
+from birder.kernels import message, reference, reference_sigma
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -196,6 +196,58 @@ def unseen(module: ModuleType, device: str, numel: int, block: int) -> None:
     found = module.unseen_blocks(b.to(device), active.to(device), block)
     same(found, reference.unseen_blocks(b, active, block))
     assert found.tolist() == [bool(((b > 0) & ~active)[i : i + block].any()) for i in range(0, numel, block)]
+
+
+def errors(numel: int, steps: bool, limit: int, gen: torch.Generator) -> Tensor:
+    """What earlier bits may have left, as fp32 or in int8's steps."""
+    error = (torch.rand(numel, generator=gen) * 2 - 1) * limit
+    return (error * reference_sigma.UNITS[limit]).round().to(torch.int8) if steps else error
+
+
+def modulated(
+    module: ModuleType,
+    device: str,
+    numel: int,
+    dtype: torch.dtype,
+    steps: bool,
+    limit: int,
+    hold: bool = False,
+    seed: int = 1,
+) -> None:
+    """The worker's side: with V or without it, from a gradient and from moments that are there already, and from u alone."""
+    gen = torch.Generator().manual_seed(seed + numel)
+    g = gradient(numel, dtype, gen)
+    m, v, error = torch.randn(numel, generator=gen), torch.rand(numel, generator=gen), errors(numel, steps, limit, gen)
+    v[::6] = m[::6] = 0.0
+    shared = torch.rand(numel, generator=gen)
+    shared[::7] = 0.0
+    law: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "scale": 1.7, "eps": 1e-8 * hold, "hold": hold}
+    kept: dict[str, Any] = {"weight": 0.37 if limit == 2 else 1.0, "limit": limit, "dither": 0.61}
+    mine = [t.to(device, copy=True) for t in (m, v, error)]
+    for V, given in ((shared, g), (None, g), (shared, None), (None, None)):
+        common, there = (None if t is None else t.to(device) for t in (V, given))
+        expected = reference.modulate_adam(given, m, v, error, V, **law, **kept)
+        same(module.modulate_adam(there, *mine, common, **law, **kept), expected)
+        for found, state in zip(mine, (m, v, error), strict=True):
+            same(found, state)
+        assert m.isfinite().all()
+    u = torch.rand(numel, generator=gen) * 2 - 1
+    u[::3], u[1::7] = 1.0, -1.0
+    for _ in range(3):
+        same(module.modulate(u.to(device), mine[2], **kept), reference.modulate(u, error, **kept))
+        same(mine[2], error)
+        assert (reference_sigma.widened(error, limit).abs() <= limit + 0.02).all()
+
+
+def served(module: ModuleType, device: str, workers: int, count: int, steps: bool, seed: int = 1) -> None:
+    gen = torch.Generator().manual_seed(seed + workers)
+    rows = torch.randint(0, 256, (workers, count), generator=gen, dtype=torch.uint8)
+    error = errors(8 * count, steps, 1, gen)
+    mine = error.to(device, copy=True)
+    for gamma in (1.0, workers**0.5):
+        expected = reference.serve_sigma(rows, error, gamma=gamma, dither=0.3)
+        same(module.serve_sigma(rows.to(device), mine, gamma=gamma, dither=0.3), expected)
+        same(mine, error)
 
 
 def signs(module: ModuleType, device: str, workers: int, count: int, seed: int = 1) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from birder.kernels import cuda, cuda_draw, cuda_feedback, cuda_many
+from birder.kernels import cuda, cuda_draw, cuda_feedback, cuda_many, cuda_sigma
 from birder.kernels.cuda_bits import BYTES
 from birder.kernels.cuda_feedback import WARPS
 
@@ -30,6 +30,9 @@ PERMUTED = {"ORDERED": False, "ALIGNED": True}
 COUNTER = [I32, I32, I32, I32, I64]
 LAW = [R] * 6
 """beta, 1 - beta, the same of the second, scale, eps."""
+FORM = [R] * 5
+"""weight, what a number of the error stands for, the largest number, numbers in 1.0, the dither."""
+MOVING = {"MOMENTS": True, "HOLD": True, "SHARED": True, "FEEDBACK": True, "STEPS": False, "BYTES": BYTES}
 EVEN = 16
 """Arrays begin at multiples of so many bytes, and numbers of elements and bytes are multiples of it, as in real units."""
 
@@ -72,6 +75,13 @@ CASES = [
     Case(cuda_feedback._pack_signs, [F, U, I64], TILE, (1, 0)),
     Case(cuda_feedback._split_signs, [F, F, U, U, F, I32, I32], {**MASKED, **TILE}, (1, 1)),
     Case(cuda_feedback._write_signs, [F, U, F, U, I32, I32], {**MASKED, **TILE}, (0, 1)),
+    Case(cuda_sigma._modulate, [F, F, U, I64, *FORM], {"FEEDBACK": True, "STEPS": False, **TILE}, (2, 1)),
+    Case(cuda_sigma._modulate, [F, "*i8", U, I32, *FORM], {"FEEDBACK": False, "STEPS": True, **TILE}, (1, 0)),
+    Case(cuda_sigma._modulate_adam, [*[F] * 5, U, I64, *LAW, *FORM], MOVING, (5, 3)),
+    Case(cuda_sigma._modulate_adam, ["*bf16", *[F] * 3, "*i8", U, I32, *LAW, *FORM], MOVING | {"STEPS": True}, (3, 2)),
+    Case(cuda_sigma._modulate_adam, [*[F] * 5, U, I32, *LAW, *FORM], MOVING | {"MOMENTS": False}, (3, 1)),
+    Case(cuda_sigma._serve, [U, F, U, I32, I32, *FORM], {"STEPS": False, **TILE}, (1, 1)),
+    Case(cuda_sigma._serve, [U, "*i8", U, I32, I32, *FORM], {"STEPS": True, **TILE}),
 ]
 
 

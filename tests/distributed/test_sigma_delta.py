@@ -1,0 +1,239 @@
+"""Sigma-delta Adam on real ranks: against its one-process reference bit for bit, its bytes, its state."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from birder import Birder, SigmaDeltaAdam, attach
+from tests.helpers import hsdp, reference, toy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_sigma_delta import SigmaDelta, shared_steps
+
+STEPS = 25
+"""V is shared in the first 20, and in 22 and 24."""
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"weight_decay": 0.1, "seed": 2**40 + 7}, {"weight_decay": 0.1, "seed": 2**40 + 7}),
+    "local, gamma 1": ({"variance": "local", "gamma": 1.0}, {"local": True, "gamma": 1.0}),
+    "zero start, hold": (
+        {"start": "zero", "idle": "hold", "betas": (0.8, 0.99)},
+        {"uniform": False, "hold": True, "betas": (0.8, 0.99)},
+    ),
+    "shared rarely, large eps": ({"share_growth": 2.5, "eps": 1e-3}, {"growth": 2.5, "eps": 1e-3}),
+    "one phase": ({"reduce": "one_phase", "seed": 5}, {"seed": 5}),
+}
+"""Of each variant: options of the optimizer, and the same of the reference."""
+
+
+def train(rank: int, options: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """Through DDP; small buckets, so that DDP has several and rebuilds them in another order."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    optimizer = SigmaDeltaAdam(model.parameters(), lr=0.01, **options)
+    attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+    attachment.close()
+    shards = optimizer.comm.shards
+    return {
+        "x": toy.flat(model).numpy(),
+        "parts": [(u.start, u.start + u.numel, u.padded // shards) for u in optimizer.units],
+        "bounded": all(bool((u.state[k].abs() <= 2).all()) for u in optimizer.units for k in u.state if "error" in k),
+    }
+
+
+def ranks(rank: int, world: int, how: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: train(rank, options, how) for name, (options, _) in VARIANTS.items()}
+
+
+def oracle(workers: int, per_worker: int, options: dict[str, Any]) -> np.ndarray:
+    """The same training in this process; a worker's gradient is the mean over its `per_worker` ranks."""
+    torch.set_num_threads(1)
+    model = toy.make()
+    method = SigmaDelta(list(model.parameters()), workers, 0.01, **options)
+    for step in range(1, STEPS + 1):
+        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
+        grads = []
+        for w in range(workers):
+            mean = local[w * per_worker]
+            for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
+                mean = [a + b for a, b in zip(mean, other, strict=True)]
+            grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
+        method.step(grads)
+    return toy.flat(model).numpy()
+
+
+def compare(found: list[dict[str, dict[str, Any]]], workers: int, per_worker: int) -> None:
+    for name, (real, options) in VARIANTS.items():
+        parts = {"parts": found[0][name]["parts"]} if real.get("reduce") == "one_phase" else {}
+        expected = oracle(workers, per_worker, {**options, **parts})
+        assert len(found[0][name]["parts"]) > 1
+        for rank in found:
+            assert (rank[name]["x"] == expected).all(), name
+            assert rank[name]["bounded"]
+
+
+@functools.cache
+def flat(world: int) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(ranks, world, {})
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
+    compare(flat(world), world, 1)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2), (1, 3)])
+def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
+    compare(run_ranks(ranks, nodes * local, {"hierarchical": True}, ranks_per_node=local), nodes, local)
+
+
+def test_coordinates_without_gradient_do_not_move() -> None:
+    before = toy.make().embed.weight.detach()
+    for name, result in flat(3)[0].items():
+        if "weight_decay" not in VARIANTS[name][0]:
+            x = toy.part(result["x"], "embed.weight")
+            assert torch.equal(x[toy.USED :], before[toy.USED :])
+            assert (x[: toy.USED] != before[: toy.USED]).any(1).all()
+
+
+def counted(rank: int, world: int, options: dict[str, Any], hierarchical: bool) -> dict[str, Any]:
+    """The bytes that this rank sends in each step: between nodes, within."""
+    ddp = DistributedDataParallel(hsdp.make_even())
+    optimizer = SigmaDeltaAdam(ddp.module.parameters(), lr=0.01, **options)
+    attachment = attach(ddp, optimizer, hierarchical=hierarchical)
+    sent = []
+    for step in range(1, STEPS + 1):
+        attachment.counter.reset()
+        optimizer.zero_grad()
+        hsdp.even_loss(ddp, rank, step).backward()
+        optimizer.step()
+        sent.append(attachment.counter.intra + attachment.counter.inter)
+    return {"sent": sent, "padded": sum(u.padded for u in optimizer.units), "state": optimizer.state_bytes()}
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes", "phases"),
+    [({}, 4, 2), ({"wire": "bf16"}, 2, 2), ({"variance": "local", "reduce": "one_phase"}, 0, 1)],
+    ids=["shared", "bf16", "local, one phase"],
+)
+def test_bytes_are_a_bit_each_way_and_the_variance_in_its_steps(
+    options: dict[str, Any], nbytes: int, phases: int
+) -> None:
+    world = 4
+    shares = shared_steps(1.1, STEPS)
+    for rank in run_ranks(counted, world, options, False, ranks_per_node=1):
+        around = (world - 1) / world * rank["padded"]
+        for step in range(2, STEPS + 1):  # in the first the map of seen coordinates travels too, and closes
+            assert rank["sent"][step - 1] == around * (phases / 8 + (step in shares) * 2 * nbytes)
+
+
+def test_state_has_the_size_that_the_page_says() -> None:
+    for options, each, served in (
+        ({}, 16, 4),
+        ({"variance": "local"}, 12, 4),
+        ({"errors": "int8"}, 13, 1),
+        ({"reduce": "one_phase"}, 16, 0),
+    ):
+        for shards, hierarchical in ((1, False), (2, True)):
+            (first, *_) = run_ranks(counted, 4, options, hierarchical, ranks_per_node=shards)
+            workers = 4 // shards
+            assert first["state"] == first["padded"] * (each + served / workers) / shards
+        if options:
+            break  # one of the sizes with nodes as workers is enough
+
+
+def sharded(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The same training under FSDP2 and under DDP with nodes as workers."""
+    mesh = hsdp.make_mesh(2, 2)
+    found = {}
+    for way in ("hsdp", "ddp"):
+        made = (
+            hsdp.hsdp("even", mesh, "SigmaDeltaAdam", options)
+            if way == "hsdp"
+            else hsdp.ddp("even", "SigmaDeltaAdam", options)
+        )
+        model, optimizer, _ = made
+        hsdp.train(model, optimizer, hsdp.even_loss, rank, range(1, STEPS + 1))
+        found[way] = hsdp.full(model).numpy()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "reduce": "one_phase"}])
+def test_fsdp_equals_ddp_with_nodes_as_workers(options: dict[str, Any]) -> None:
+    for rank in run_ranks(sharded, 4, options, ranks_per_node=2):
+        assert (rank["hsdp"] == rank["ddp"]).all()
+
+
+def quantized(rank: int, world: int) -> dict[str, np.ndarray]:
+    """Birder with this quantizer, flat and with nodes as workers, u of ranks or of nodes."""
+    found = {}
+    for name, options, how in (
+        ("flat", {}, {}),
+        ("one phase", {"reduce": "one_phase"}, {}),
+        ("nodes", {}, {"hierarchical": True}),
+        ("nodes, u", {"intra": "u"}, {"hierarchical": True}),
+    ):
+        model = toy.make()
+        ddp = DistributedDataParallel(model)
+        optimizer = Birder(model.parameters(), lr=0.01, bits="sigma_delta", **options)
+        attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+        attachment.close()
+        found[name] = toy.flat(model).numpy()
+    return found
+
+
+def test_birder_has_the_same_quantizer() -> None:
+    first, *others = run_ranks(quantized, 4, ranks_per_node=2)
+    for rank in others:
+        assert all((rank[name] == first[name]).all() for name in first)
+    assert len({x.tobytes() for x in first.values()}) == len(first)
+    moved = np.abs(first["flat"] - toy.flat(toy.make()).numpy())
+    assert moved.max() <= 0.01 * STEPS + 1e-5  # +-lr in every step
+
+
+def resumed(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A run of 24 steps in one go; the same with a stop after 13, on ranks that begin anew."""
+
+    def make() -> tuple[DistributedDataParallel, SigmaDeltaAdam]:
+        model = toy.make()
+        ddp = DistributedDataParallel(model)
+        optimizer = SigmaDeltaAdam(model.parameters(), lr=0.01, **options)
+        attach(ddp, optimizer, unit_mb=0.0008)
+        return ddp, optimizer
+
+    def go_on(ddp: DistributedDataParallel, optimizer: SigmaDeltaAdam, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+
+    ddp, optimizer = make()
+    go_on(ddp, optimizer, range(1, 14))
+    state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, Path(folder) / f"{rank}.pt")
+    go_on(ddp, optimizer, range(14, 25))
+    ddp2, again = make()
+    kept = torch.load(Path(folder) / f"{rank}.pt")
+    ddp2.module.load_state_dict(kept["model"])
+    again.load_state_dict(kept["optimizer"])
+    go_on(ddp2, again, range(14, 25))
+    return {"x": toy.flat(ddp.module).numpy(), "again": toy.flat(ddp2.module).numpy()}
+
+
+@pytest.mark.parametrize("options", [{}, {"errors": "int8"}, {"errors": "int8", "reduce": "one_phase"}])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    for rank in run_ranks(resumed, 3, str(tmp_path), options):
+        assert (rank["x"] == rank["again"]).all()
