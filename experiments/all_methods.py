@@ -32,6 +32,7 @@ from experiments.report import methods_table
 from experiments.report.methods_table import EXP
 from experiments.runs import command, recorded
 from experiments.runs.recorded import Recorded, counts, name_of, score, told
+from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
 
@@ -85,7 +86,7 @@ class Plan:
 
     def compose(self, row: Variant, *more: str) -> Composed:
         """`row` with `more`. The user's own overrides come last and so win."""
-        mine = compose.unless_given(more, self.overrides)
+        mine = compose.unless_given([f"wandb.group={EXP}", *more], self.overrides)
         return compose.compose([f"+exp={EXP}", *row.overrides, *mine, *self.overrides])
 
     def run(self, part: str, what: str, composed: Composed, group: str | None = None) -> ResultRecord | None:
@@ -116,8 +117,11 @@ class Plan:
                 self._take_turns(composed, group)
 
     def _take_turns(self, composed: list[Composed], group: str) -> None:
-        compare.in_turns(composed, group)
-        self.runs.read(compose.resolve(composed[0])["results_dir"])
+        results_dir = compose.resolve(composed[0])["results_dir"]
+        with TrackedComparison(composed, group) as comparison:
+            comparison.status, _ = compare.in_turns(composed, group)
+            comparison.record(results_dir, [])
+        self.runs.read(results_dir)
         for c in composed:
             found = self.runs.known.get(name_of(c))
             self.runs.failed += found is None or not counts(found)

@@ -11,6 +11,7 @@ Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -23,7 +24,9 @@ from experiments.config import compose, papers
 from experiments.config.compose import Composed
 from experiments.records import labels
 from experiments.report import comparison, tables, volume
+from experiments.report.table import Table
 from experiments.runs import command, start
+from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -65,11 +68,12 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
 def compare(
     overrides: list[str],
     methods: list[str] | None,
-    show: Callable[[str, str], None] | None = None,
+    show: Callable[[str, str], list[Table]] | None = None,
 ) -> int:
     """Runs every variant and prints the table. Returns the exit status; raises UserError before anything has run.
 
-    show: prints what was measured, from the results folder and the name of the group; default: `tables.print_group`.
+    show: prints what was measured, from the results folder and the name of the group, and returns the tables that it has
+          printed; default: `tables.print_group`.
     """
     base = compose.compose(overrides)
     chosen = variants(base, methods)
@@ -81,12 +85,24 @@ def compare(
     apart = plan.why_runs([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     start.introduce(chosen[0], workloads[0])
     group = compose.new_name(first["exp"])
-    status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
-    if not first["cluster"].get("wait", True):
-        print("The table comes with `make tables`, once these jobs have ended.")
-    elif failed < len(chosen) and not first["cluster"]["dry_run"]:
-        tables.write(first["results_dir"], first["exp"])
-        (show or tables.print_group)(first["results_dir"], group)
+    dry_run, waits = first["cluster"]["dry_run"], first["cluster"].get("wait", True)
+    with contextlib.ExitStack() as until_the_end:
+
+        def tracked() -> TrackedComparison:
+            return until_the_end.enter_context(TrackedComparison(chosen, group))
+
+        comparison_run = tracked() if apart is None and waits and not dry_run else None
+        status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
+        if not waits:
+            print("The table comes with `make tables`, once these jobs have ended; no tracker records it.")
+        elif failed < len(chosen) and not dry_run:
+            tables.write(first["results_dir"], first["exp"])
+            printed = (show or tables.print_group)(first["results_dir"], group)
+            # Runs that follow each other are tracked by themselves: the comparison adds the table.
+            comparison_run = comparison_run or tracked()
+            comparison_run.record(first["results_dir"], printed)
+        if comparison_run is not None:
+            comparison_run.status = status
     if failed and len(chosen) > 1:
         print(f"{failed} of {len(chosen)} runs failed or were not started", file=sys.stderr)
     return status
@@ -171,12 +187,15 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     group = compose.new_name(resolved[0]["exp"])
     commands = [start.under(variant.config.cluster, command.typed("run", variant.overrides)) for variant in chosen]
     spec = start.share(plan.make(chosen, commands, group) if rank == 0 else None)
-    if rank == 0:
-        spec.save()
-    start.as_rank(spec, rank, turns.train, plan.write_failed)
-    if rank == 0:
-        tables.write(spec.config["results_dir"], spec.exp)
-        tables.print_group(spec.config["results_dir"], group)
+    with contextlib.ExitStack() as until_the_end:
+        if rank == 0:
+            spec.save()
+            comparison_run = until_the_end.enter_context(TrackedComparison(chosen, spec.id))
+        start.as_rank(spec, rank, turns.train, plan.write_failed)
+        if rank == 0:
+            tables.write(spec.config["results_dir"], spec.exp)
+            comparison_run.record(spec.config["results_dir"], tables.print_group(spec.config["results_dir"], group))
+            comparison_run.status = 0
     return 0
 
 

@@ -5,7 +5,8 @@ seeds are run with the best of them alone. A run that is recorded is not run aga
 with by the same command; one whose loss became no number counts as run. The same command may run in several terminals, one
 for each GPU or core: they share the runs among themselves, and all end with the last one. With --published the runs of
 results/published count as recorded, so that a study there is gone on with or given further methods, rates and seeds. The
-table of the experiment, with all ratios and learning rates, is written at the end. Exit status: 0; 1 a run failed
+table of the experiment, with all ratios and learning rates, is written at the end. In W&B the runs are the group
+sweep-NAME. Exit status: 0; 1 a run failed
 otherwise; 2 bad input; 130 Ctrl-C.
 """
 
@@ -26,8 +27,18 @@ from experiments.runs.grid import Grid
 from launch.errors import UserError
 
 
-def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool, others: Sequence[Path] = ()) -> int:
-    """Runs what is missing. Returns the exit status; raises UserError before anything has run."""
+def sweep(
+    rows: Sequence[Row],
+    exp: str,
+    given: Sequence[str],
+    dry_run: bool,
+    others: Sequence[Path] = (),
+    wandb_group: str | None = None,
+) -> int:
+    """Runs what is missing. Returns the exit status; raises UserError before anything has run.
+
+    others, wandb_group: as in `Grid`.
+    """
     if wrong := [o for o in given if o.lstrip("+").partition("=")[0] in ("exp", "optimizer", "optimizer.lr", "seed")]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
     if not rows:
@@ -36,7 +47,7 @@ def sweep(rows: Sequence[Row], exp: str, given: Sequence[str], dry_run: bool, ot
     for row in {row.optimizer: row for row in rows}.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
-    grid = Grid(rows, exp, given, results_dir, others)
+    grid = Grid(rows, exp, given, results_dir, others, wandb_group)
     grid.read()
     if dry_run:
         grid.list()
@@ -76,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
     rows = sweeps.rows(chosen, command.names(options.methods), numbers("rates", options.rates), whole)
     given = [o for o in options.overrides if not o.startswith("sweep=")]
-    return sweep(rows, chosen.exp, given, options.dry_run, [PUBLISHED] if options.published else [])
+    others = [PUBLISHED] if options.published else []
+    return sweep(rows, chosen.exp, given, options.dry_run, others, f"sweep-{Path(named[0]).stem}")
 
 
 if __name__ == "__main__":

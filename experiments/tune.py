@@ -10,8 +10,8 @@
 
 Every trial is trained at the shortest length first, and goes on to the next one if it is among the better half so far
 (optuna's SuccessiveHalvingPruner). Each training is a run of its own with its whole schedule and a record; what is recorded
-is not run again, so that the same command goes on after an interruption. Test data decide nothing. Exit status: 0; 1 a run
-failed otherwise than by its loss; 2 bad input; 130 Ctrl-C.
+is not run again, so that the same command goes on after an interruption. Test data decide nothing. In W&B the runs are the
+group tune-NAME. Exit status: 0; 1 a run failed otherwise than by its loss; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Column, Note, Table
 from experiments.runs import command
 from experiments.runs.recorded import Recorded, score
+from experiments.tracking import start as tracking
+from experiments.tracking.tracked import About
 from launch.errors import UserError
 
 EDGE = 0.1
@@ -82,9 +84,16 @@ class Request:
             raise UserError("give the methods to tune: optimizer=a,b,c")
         return cls(names, tuple(rest), **own)
 
+    @property
+    def wandb_group(self) -> str:
+        """The group of all runs in W&B, unless the user gives another one: the same after an interruption."""
+        named = [o.partition("=")[2] for o in self.overrides if o.lstrip("+").startswith("exp=")]
+        return f"tune-{named[-1] if named else 'custom'}"
+
     def compose(self, optimizer: str, *more: str) -> Composed:
         kept = [] if self.held_out is None else [f"++workload.held_out={self.held_out}"]
-        return compose.compose([*self.overrides, f"optimizer={optimizer}", *kept, *more])
+        group = compose.unless_given([f"wandb.group={self.wandb_group}"], self.overrides)
+        return compose.compose([*self.overrides, f"optimizer={optimizer}", *kept, *group, *more])
 
 
 @dataclass
@@ -184,8 +193,19 @@ def tune_all(request: Request) -> int:
     if request.dry_run:
         print(f"{runs.todo} runs to do at least, of {len(tuned)} methods: how many go on depends on how they do")
         return 0
-    as_table(tuned, request).show(Console(width=WIDTH))
+    table = as_table(tuned, request)
+    table.show(Console(width=WIDTH))
+    track(table, first)
     return runs.close(results)
+
+
+def track(table: Table, config: dict[str, Any]) -> None:
+    """The table as a tracked run in the group of the trials."""
+    name = compose.new_name(config["exp"], "tune")
+    folder = Path(config["output_dir"]) / config["exp"] / name
+    run = tracking.start(About(name, None, "tuning", {k: v for k, v in config.items() if k != "optimizer"}, folder))
+    run.table("tuned", *table.printed())
+    run.finish({})
 
 
 def as_table(tuned: Sequence[Tuned], request: Request) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -11,6 +12,8 @@ from launch.base import Launcher
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inherits it, and would hand it on
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ["WANDB_MODE"] = "disabled"  # what wandb=auto, the default, goes by; tests of W&B choose a mode themselves
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ BOOKKEEPING = (
     "resume_with",
     "resume_rule",
     CHANGED,
+    "tracker",
     "wandb",
     "checkpoint",
     "hydra",

@@ -152,6 +152,9 @@ class Config(Section):
     parity: Parity = doc("how tables compare accuracies")
     turns: Turns = doc("how a comparison times its variants")
     scale: Scale = doc("size of the run")
+    tracker: Literal["wandb", "tensorboard", "none"] = doc(
+        "where runs and comparisons are recorded beside their records; `wandb` says how", "wandb"
+    )
     wandb: Wandb = doc("Weights & Biases")
     profile: Profile | None = doc("added with +profile=step: one step as a chrome trace", None)
     scales: dict[str, dict[str, Scalar]] = doc("values of the workload at each scale, for ${scaled:key}")

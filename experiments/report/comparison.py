@@ -19,9 +19,9 @@ NOTE = (
 )
 
 
-def show(results_dir: str | Path, group: str, console: Console | None = None) -> None:
-    """Prints a group of runs as the papers compare methods, with the published numbers. Raises UserError."""
-    tables.print_group(results_dir, group, console or Console(width=WIDTH), comparison, ("speedup", "accuracy"))
+def show(results_dir: str | Path, group: str, console: Console | None = None) -> list[Table]:
+    """Prints a group of runs as the papers compare methods, with the published numbers. Returns as `tables.print_group`."""
+    return tables.print_group(results_dir, group, console or Console(width=WIDTH), comparison, ("speedup", "accuracy"))
 
 
 def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:

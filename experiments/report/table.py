@@ -94,6 +94,12 @@ class Table:
         lines = [f"{'#' * level} {self.title}", ""] if self.title else []
         return "\n".join([*lines, *_paragraphs(self.notes), self.grid(), *_paragraphs(self.footnotes)])
 
+    def printed(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and rows as a terminal shows them."""
+        kept = [place for place, c in enumerate(self.columns) if c.terminal]
+        headings = [self.columns[place].short or self.columns[place].name for place in kept]
+        return headings, [[_plain(row[place]) for place in kept] for row in self.rows]
+
     def show(self, console: Console) -> None:
         """Prints title, notes, grid and footnotes."""
         if self.title:
@@ -101,12 +107,12 @@ class Table:
         for note in self.notes:
             note.show(console)
         shown = Grid()
-        kept = [place for place, c in enumerate(self.columns) if c.terminal]
-        for place in kept:
-            column = self.columns[place]
-            shown.add_column(Text(column.short or column.name), justify=column.align, overflow="fold")
-        for row in self.rows:
-            shown.add_row(*(Text(_plain(row[place])) for place in kept))
+        kept = [c for c in self.columns if c.terminal]
+        headings, rows = self.printed()
+        for heading, column in zip(headings, kept, strict=True):
+            shown.add_column(Text(heading), justify=column.align, overflow="fold")
+        for row in rows:
+            shown.add_row(*map(Text, row))
         console.print(shown)
         for note in self.footnotes:
             note.show(console)

@@ -90,8 +90,10 @@ def print_group(
     console: Console | None = None,
     view: Callable[[speedup.SpeedupTable, speedup.SpeedupTable | None], Table] = speedup.as_table,
     kinds: Sequence[str] = ("speedup",),
-) -> None:
+) -> list[Table]:
     """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError.
+
+    Returns the tables that it has printed.
 
     view:  what is shown of the measured table and of the published one of the same setting (None: there is none).
     kinds: of the papers' numbers beside it, "speedup" and "accuracy".
@@ -103,37 +105,46 @@ def print_group(
     if not records:
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
     timed = speedup.build(records, group)
+    printed: list[Table] = []
     if not timed:  # virtual workers
         for scored in accuracy.build(records):
-            accuracy.as_table(scored).show(console)
+            printed.append(accuracy.as_table(scored))
+            printed[-1].show(console)
     for table in timed:
         known = evidence.records(results, table.records[0].exp)
         theirs = evidence.matching(table, known)
-        view(table, theirs).show(console)
+        printed.append(view(table, theirs))
+        printed[-1].show(console)
         for note in evidence.note(table, theirs, known):
             note.show(console)
     for exp in sorted({r.exp for r in records}):
         for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
             console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
     print_places(console, results, group)
+    return printed
 
 
 def print_places(console: Console, results: Path, group: str) -> None:
     """Says where the records, the table and the plots of a group of runs lie."""
     everything = read_all(results)
     records = [r for r in everything if r.group == group]
-    drawn = [f"{t.slug}_step_time.png" for t in speedup.build(everything) if t.group == group]
-    drawn += [
-        f"{t.slug}_curve.png"
-        for t in accuracy.build(everything)
-        if any(r.group == group for cell in t.cells for r in cell.records)
-    ]
     places = [("record", place(results, r.id)) for r in records]
     places += [("table", results / "tables" / f"{exp}.md") for exp in sorted({r.exp for r in records})]
-    places += [("plot", results / "plots" / name) for name in drawn]
+    places += [("plot", path) for path in plots_of(everything, results, group)]
     for what, path in places:
         if path.is_file():
             console.print(f"{what + ':':<8}{path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def plots_of(everything: Sequence[ResultRecord], results: Path, group: str) -> list[Path]:
+    """Where the plots of a group of runs lie, or would. everything: the records of `results`."""
+    drawn = [f"{t.slug}_step_time.png" for t in speedup.build(list(everything)) if t.group == group]
+    drawn += [
+        f"{t.slug}_curve.png"
+        for t in accuracy.build(list(everything))
+        if any(r.group == group for cell in t.cells for r in cell.records)
+    ]
+    return [results / "plots" / name for name in drawn]
 
 
 def _records(results: Path, exp: str | None) -> list[ResultRecord]:

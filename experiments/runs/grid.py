@@ -67,6 +67,7 @@ class Grid:
     """The rows of a sweep on their way.
 
     given:  the user's own overrides, of every row.
+    wandb_group: group of the runs in W&B, unless the user gives one.
     others: folders besides results_dir whose records count too; nothing is written there.
     tried:  places of rows that this process has run; failed: how many of them failed otherwise than by their loss.
     said:   the last word on each row.
@@ -77,6 +78,7 @@ class Grid:
     given: Sequence[str]
     results_dir: str
     others: Sequence[Path] = ()
+    wandb_group: str | None = None
     known: Known = field(default_factory=dict)
     tried: set[int] = field(default_factory=set)
     failed: int = 0
@@ -149,7 +151,8 @@ class Grid:
     def start(self, place: int) -> None:
         """Runs a row that this process holds the lock of, unless another has just ended it."""
         self.read()
-        overrides = [*self.rows[place].overrides, *self.given]
+        own = [] if self.wandb_group is None else [f"wandb.group={self.wandb_group}"]
+        overrides = [*self.rows[place].overrides, *compose.unless_given(own, self.given), *self.given]
         if self.of(self.rows[place].overrides) is not None:
             return
         self.say(place, "")

@@ -1,4 +1,4 @@
-"""`Tracker`: what a run tells while it runs: progress on the terminal, curve.csv, and Weights & Biases. Rank 0 only."""
+"""`Tracker`: what a run tells while it runs: progress on the terminal, curve.csv, W&B or TensorBoard. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments.records.curve import Curve
-from experiments.training import wandb_run
+from experiments.tracking import start as tracking
+from experiments.tracking.tracked import About
 from launch.spec import RunSpec
 
 CURVE_ROWS = 2000  # at most about as many rows of losses, however long the run; every metric is kept
@@ -20,20 +21,20 @@ DRAW_EVERY = 0.2  # seconds between changes of the progress bar
 
 
 class Tracker:
-    """Progress, curve and W&B of one run. On ranks other than 0 (`is_main` false) every method does nothing.
+    """Progress, curve and tracker of one run. On ranks other than 0 (`is_main` false) every method does nothing.
 
     total:  optimizer steps of the whole run.
     start:  the step that a resumed run goes on from, 0 for a new one; make the tracker after loading the checkpoint.
     sample: what a sample is called in rates.
 
-    Raises UserError when the curve cannot be written or `wandb.mode` is unknown. W&B itself never raises.
+    Raises UserError when the curve cannot be written, or `tracker` or `wandb.mode` is unknown. A tracker itself never raises.
     """
 
     def __init__(self, spec: RunSpec, is_main: bool, *, total: int, start: int = 0, sample: str = "samples") -> None:
         self.total, self.sample = total, sample
         self._main = is_main
         self._closed = not is_main
-        wandb_run.check(spec.config)
+        tracking.check(spec.config)
         if not is_main:
             return
         self._start = start
@@ -42,7 +43,7 @@ class Tracker:
         self._begin = self._printed = time.monotonic()
         self._drawn = 0.0
         self._shown: dict[str, Any] = {}
-        self._wandb = wandb_run.WandbRun(spec)
+        self._run = tracking.start(About(spec.id, spec.group, "train", spec.config, spec.path, start))
         self._bar = self._make_bar() if sys.stdout.isatty() else None
 
     def log(self, step: int, **values: Any) -> None:
@@ -50,7 +51,7 @@ class Tracker:
 
         values: scalars, floats or tensors with one element. Those with a meaning here: `loss`, `metric`, `samples_per_s`
         (over all ranks), `seconds` (training clock; default: time since the tracker was made, resumed runs go on). The
-        rest goes to W&B by its name. Tensors are read only when they are shown or written, so that a loss on a GPU is
+        rest goes to the tracker by its name. Tensors are read only when they are shown or written, so that a loss on a GPU is
         not waited for at every step.
         """
         if self._closed:
@@ -63,18 +64,18 @@ class Tracker:
             seconds = known.pop("seconds", self._curve.seconds + now - self._begin)
             if "loss" in known or "metric" in known:
                 self._curve.add(step, seconds, known.get("loss"), known.get("metric"))
-            self._wandb.log(step, {**known, "seconds": seconds})
+            self._run.log(step, {**known, "seconds": seconds})
         self._show(step, now)
 
     def close(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Ends progress, curve and W&B run. `summary`: last words for W&B. Once only; later calls do nothing."""
+        """Ends progress, curve and tracked run. `summary`: last values for the tracker. Once only; later calls do nothing."""
         if self._closed:
             return
         self._closed = True
         if self._bar is not None:
             self._bar.stop()
         self._curve.close()
-        self._wandb.finish(summary or {}, exit_code)
+        self._run.finish(summary or {}, exit_code)
 
     def __enter__(self) -> Tracker:
         return self

@@ -100,7 +100,7 @@ def test_when_a_method_breaks_its_world_the_others_go_on(
     monkeypatch.setattr(LocalLauncher, "launch", launch)
     printed: list[str] = []
     overrides = ["+exp=digits", "turns.mode=turns", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out"]
-    assert compare.compare(overrides, None, lambda results, group: printed.append(group)) == 1
+    assert compare.compare(overrides, None, lambda results, group: printed.append(group) or []) == 1
     assert [len(w) for w in worlds] == [5, 4]
     assert worlds[0][3] not in worlds[1]
     records = record.read_all(tmp_path / "results")

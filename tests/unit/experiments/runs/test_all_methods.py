@@ -45,6 +45,7 @@ class Runs:
         spec = compose.make_spec(composed, command=command, group=group)
         config = spec.config
         spec = dataclasses.replace(spec, id=f"{len(list(self.results.glob('records/*'))):03}")
+        assert config["wandb"]["group"] == "methods"  # one group in W&B, whatever the part
         lr, timed = float(config["optimizer"]["lr"]), config.get("evaluate") is False
         self.started.append((labels.method(config), lr, config["seed"], timed))
         if lr in self.lost and not timed:

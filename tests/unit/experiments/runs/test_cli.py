@@ -89,7 +89,7 @@ def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "quick scale: shows step time and bytes, not accuracy." in first
     assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
     monkeypatch.setattr(compare.tables, "write", lambda *a: None)
-    monkeypatch.setattr(compare.tables, "print_group", lambda *a: None)
+    monkeypatch.setattr(compare.tables, "print_group", lambda *a: [])
     assert compare.compare(["+exp=bert_squad", "scale=quick"], ["birder"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == first
 
@@ -179,7 +179,7 @@ def test_comparison_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch, 
     printed: list[str] = []
     monkeypatch.setattr(LocalLauncher, "launch", fail_once)
     monkeypatch.setattr(compare.tables, "write", lambda *a: None)
-    monkeypatch.setattr(compare.tables, "print_group", lambda results, group: printed.append(group))
+    monkeypatch.setattr(compare.tables, "print_group", lambda results, group: printed.append(group) or [])
     assert compare.compare(["+exp=digits"], None) == 1
     assert len(groups) == len(compose.compose(["+exp=digits"]).config.compare)
     assert printed == [groups[0]]

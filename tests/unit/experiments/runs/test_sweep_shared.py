@@ -66,6 +66,7 @@ def test_processes_share_the_runs(tmp_path: Path) -> None:
     made = Counter(tuple(r.overrides) for r in record.read_all(results))
     assert len(made) == RUNS
     assert set(made.values()) == {1}
+    assert all("wandb.group=sweep-mine" in overrides for overrides in made)  # one group in W&B
     assert {o for overrides in made for o in overrides if "seed=" not in o} >= {
         "optimizer.lr=0.2",
         "optimizer.lr=0.002",

@@ -14,6 +14,8 @@ from experiments.config.compose import Composed
 from experiments.records import record
 from experiments.runs import start
 from launch.failure import RunFailed
+from tests.helpers import wandb_file
+from tests.helpers.wandb_file import columns, shown_table
 
 BEST = {"birder": 3e-3, "sgdm": 0.2}
 """The learning rate at which the stand-in's held-out accuracy is highest."""
@@ -77,6 +79,7 @@ def test_every_method_has_the_same_trials_and_held_out_data_decide(
     # The same places of each method's range, but for rounding to three digits.
     assert places["birder"] == pytest.approx(places["sgdm"], rel=0.01)
     assert all(r.config["workload"]["held_out"] == 200 for r in record.read_all(runs.results))
+    assert {r.config["wandb"]["group"] for r in record.read_all(runs.results)} == {"tune-digits"}
     assert "6 trials of each method" in capsys.readouterr().out
 
     before = list(runs.started)
@@ -141,3 +144,13 @@ def test_without_a_held_out_part_or_data_nothing_is_tuned(runs: Runs, capsys: py
     assert "give held_out=N" in capsys.readouterr().err
     assert tune.main(["+exp=cifar100", "scale=quick", "optimizer=sgdm", "held_out=10"]) == 2
     assert "needs real data" in capsys.readouterr().err
+
+
+def test_the_table_is_a_run_in_the_group_of_the_trials(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb")
+    given = ["wandb=offline" if a == "wandb=disabled" else a for a in arguments(runs, "budget=2", "seeds=0")]
+    assert tune.main(given) == 0
+    run = wandb_file.read(runs.results.parent)
+    table = run.table("tuned")
+    assert (run.group, run.job) == ("tune-digits", "tuning")
+    assert columns([table["columns"], *table["data"]]) == columns(shown_table(capsys.readouterr().out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,13 @@ import yaml
 
 from experiments.records.curve import Curve
 from experiments.records.record import ROOT
-from experiments.training import track, wandb_run
+from experiments.tracking import wandb_run
+from experiments.tracking.start import TRACKERS
+from experiments.training import track
 from experiments.training.track import Tracker
 from launch.errors import UserError
 from launch.spec import RunSpec
+from tests.helpers import wandb_file
 
 
 def make_spec(run_dir: Path, mode: str = "disabled") -> RunSpec:
@@ -109,7 +113,8 @@ def test_lines_instead_of_a_bar_where_there_is_no_terminal(tmp_path: Path, monke
     with Tracker(make_spec(tmp_path), True, total=9, sample="images") as tracker:
         for step in range(1, 10):
             tracker.log(step, loss=1.5, samples_per_s=123.4)
-    lines = capsys.readouterr().out.splitlines()
+    told, *lines = capsys.readouterr().out.splitlines()
+    assert told == "W&B: nothing is recorded (wandb=disabled)"
     assert lines[0] == "step 1/9  loss 1.5  123.4 images/s"
     assert lines[1] == "step 4/9  loss 1.5  123.4 images/s  time left 0:00:20"
     assert lines[-1].startswith("step 9/9")
@@ -148,14 +153,17 @@ def test_unknown_mode_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_wandb_account")
 def test_mode_follows_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    choose = wandb_run.choose_mode
+    def choose(wanted: str) -> str:
+        return wandb_run.choose_mode(wanted)[0]
+
     assert [choose(m) for m in ("auto", "offline", "disabled")] == ["offline", "offline", "disabled"]
-    assert capsys.readouterr().err == ""
+    assert wandb_run.choose_mode("auto") == ("offline", "")
     assert choose("online") == "offline"  # without a key it would ask for one and wait
-    assert "no key" in capsys.readouterr().err
+    assert "no key" in wandb_run.choose_mode("online")[1]
 
     monkeypatch.setenv("CI", "true")
     assert choose("auto") == "disabled"
+    assert "CI" in wandb_run.choose_mode("auto")[1]
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert choose("auto") == "offline"
     monkeypatch.delenv("WANDB_MODE")
@@ -171,6 +179,31 @@ def test_mode_follows_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert [choose(m) for m in ("auto", "online", "offline")] == ["disabled"] * 3
+    assert "not installed" in wandb_run.choose_mode("online")[1]
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_a_server_that_does_not_answer_costs_nothing_but_the_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that accepts connections and never answers is the slowest: the run waits INIT_S for it, no longer."""
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb_run, "INIT_S", 1.0)
+    monkeypatch.setattr(wandb_run, "FINISH_S", 1.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        with Tracker(make_spec(tmp_path, "online"), True, total=1) as tracker:
+            tracker.log(1, loss=0.5)
+    shown = capsys.readouterr()
+    (told,) = [line for line in shown.out.splitlines() if line.startswith("W&B")]
+    assert "recorded offline; to send it: wandb sync " in told
+    assert Path(told.rpartition(" ")[2]).is_dir()
+    assert [line for line in shown.err.splitlines() if line.startswith(("warning", "Traceback"))] == []
+    run = wandb_file.read(Path(told.rpartition(" ")[2]))
+    assert (run.history[0]["loss"], run.job, run.exit_code) == (0.5, "train", 0)
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: Any) -> dict[str, Any]:
@@ -183,11 +216,16 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: Any) -> dict[str, Any]:
             raise run
         return run
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **k: k))
-    monkeypatch.setattr(wandb_run, "choose_mode", lambda mode: mode)
-    for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "WANDB_SILENT"):
-        monkeypatch.setenv(name, "set")  # restored at the end of the test
+    package = SimpleNamespace(init=init, Settings=lambda **k: k, teardown=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr(wandb_run, "choose_mode", lambda mode: (mode, ""))
     return seen
+
+
+def fake_run(**methods: Any) -> SimpleNamespace:
+    """A stand-in for a run of the package wandb."""
+    nothing = {"log": lambda *_, **__: None, "finish": lambda **_: None}
+    return SimpleNamespace(summary={}, dir=str(ROOT / "files"), url="https://wandb.example/run", **{**nothing, **methods})
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
@@ -197,7 +235,7 @@ def test_a_failure_of_wandb_is_one_warning(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the server\nis gone")
 
-    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda **_: None, summary={})
+    run = fake_run()
     if broken != "init":
         setattr(run, broken, fail)
     fake_wandb(monkeypatch, RuntimeError("the server\nis gone") if broken == "init" else run)
@@ -210,13 +248,23 @@ def test_a_failure_of_wandb_is_one_warning(
     assert len((tmp_path / "curve.csv").read_text().splitlines()) == 4
 
 
+def test_a_disk_that_is_full_at_the_end_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W&B's own process drops what it cannot write, and raises nothing."""
+    fake_wandb(monkeypatch, fake_run())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    Tracker(make_spec(tmp_path, "offline"), True, total=1).close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "disk is full" in line
+
+
 def test_wandb_is_told_what_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, dict[str, float]]] = []
     ended: list[int] = []
-    run = SimpleNamespace(
+    run = fake_run(
         log=lambda values, step: sent.append((step, values)),
         finish=lambda exit_code: ended.append(exit_code),
-        summary={},
     )
     seen = fake_wandb(monkeypatch, run)
     tracker = Tracker(make_spec(tmp_path, "online"), True, total=2)
@@ -233,7 +281,7 @@ def test_wandb_is_told_what_the_run_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_crash_reaches_wandb_as_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda exit_code: ended.append(exit_code), summary={})
+    run = fake_run(finish=lambda exit_code: ended.append(exit_code))
     fake_wandb(monkeypatch, run)
 
     def crash() -> None:
@@ -259,10 +307,45 @@ def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -
     command = [sys.executable, "-c", code, str(run_dir / "spec.yaml")]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "step 1/1  loss 0.5\n"
+    told, progress = done.stdout.splitlines()
+    assert progress == "step 1/1  loss 0.5"
+    (folder,) = run_dir.glob("wandb/offline-run-*")
+    assert told.endswith(f"wandb sync {folder}")
     assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
     assert list(elsewhere.rglob("*")) == []
     assert list((tmp_path / "home").rglob("*")) == []
+
+
+def test_tensorboard_has_the_curve_and_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    spec = make_spec(tmp_path, "offline")
+    spec.config["tracker"] = "tensorboard"
+    with Tracker(spec, True, total=2) as tracker:
+        for step in (1, 2):
+            tracker.log(step, loss=1.0 / step)
+        tracker.close({"top1": 9.0})
+    assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in capsys.readouterr().out
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert [e.value for e in found.Scalars("summary/top1")] == [9.0]
+    (config,) = found.Tensors("config/text_summary")
+    assert b"project: birder" in config.tensor_proto.string_val[0]
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_without_a_tracker_one_line_says_that_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for tracker, why in {"none": "tracker=none", "tensorboard": "not installed", "wandb": "not installed"}.items():
+        spec = make_spec(tmp_path / tracker, "offline")
+        spec.config["tracker"] = tracker
+        Tracker(spec, True, total=1).close()
+        (line,) = capsys.readouterr().out.splitlines()
+        assert f"nothing is recorded ({why}" in line
+        assert [p.name for p in (tmp_path / tracker).iterdir()] == ["curve.csv"]
+    assert set(TRACKERS) == {"none", "tensorboard", "wandb"}
 
 
 def test_every_wandb_file_names_its_mode() -> None:

@@ -1,0 +1,32 @@
+"""Begins a tracked run: which tracker, and the one line that says what is recorded where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.tracking import tensorboard_run, wandb_run
+from experiments.tracking.tracked import About, TrackedRun
+from launch.errors import UserError
+
+TRACKERS = ("wandb", "tensorboard", "none")
+
+
+def check(config: dict[str, Any]) -> None:
+    """Raises UserError when `tracker` or `wandb.mode` is unknown."""
+    if (tracker := config.get("tracker", "wandb")) not in TRACKERS:
+        raise UserError(f"tracker={tracker} is unknown: choose {', '.join(TRACKERS)}")
+    wandb_run.check(config)
+
+
+def start(about: About) -> TrackedRun:
+    """The run, begun. Prints what is recorded where, or that nothing is. Does not raise."""
+    tracker = about.config.get("tracker", "wandb")
+    if tracker == "tensorboard":
+        run: TrackedRun = tensorboard_run.begin(about)
+    elif tracker == "wandb":
+        run = wandb_run.begin(about)
+    else:
+        run = TrackedRun("tracker: nothing is recorded (tracker=none)")
+    if run.line:
+        print(run.line, flush=True)
+    return run
