@@ -225,7 +225,9 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: Any) -> dict[str, Any]:
 def fake_run(**methods: Any) -> SimpleNamespace:
     """A stand-in for a run of the package wandb."""
     nothing = {"log": lambda *_, **__: None, "finish": lambda **_: None}
-    return SimpleNamespace(summary={}, dir=str(ROOT / "files"), url="https://wandb.example/run", **{**nothing, **methods})
+    return SimpleNamespace(
+        summary={}, dir=str(ROOT / "files"), url="https://wandb.example/run", **{**nothing, **methods}
+    )
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
