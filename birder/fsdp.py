@@ -53,6 +53,7 @@ class ShardAttachment(Attachment):
 
     def on_reduced(self, number: int, reduced: Tensor) -> None:
         """What FSDP calls with the reduced gradients of its group number `number`, before it hands them out."""
+        used_here(reduced)
         if self._active and self.optimizer.plan(self.optimizer.steps + 1) is Plan.DENSE:
             self.all_reduce_mean(reduced, number).wait()
 
@@ -72,6 +73,16 @@ class ShardAttachment(Attachment):
             self._noted = step
             # FSDP has queued the end of its own work when backward began.
             queue_after_backward(self.optimizer.note_gradients)
+
+
+def used_here(tensor: Tensor) -> None:
+    """Tells torch's allocator that the current stream uses a tensor whose memory belongs to another stream.
+
+    Where there is an all-reduce hook, FSDP casts the reduced gradients on its all-reduce stream, and keeps the buffer, which is
+    its reduce-scatter stream's, no longer than until it has queued that. The next reduce-scatter would overwrite it.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def attach_shards(

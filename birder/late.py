@@ -22,7 +22,8 @@ class Late:
             pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._host = pinned.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            # Of the tensor's device, where the copy is queued; the current device may be another one.
+            self._event.record(torch.cuda.current_stream(value.device))
 
     @property
     def there(self) -> bool:

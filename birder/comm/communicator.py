@@ -56,7 +56,7 @@ class Communicator(ABC):
     def shard_mean(self, flat: Tensor) -> Tensor:
         """The part of `flat` on which this rank works, averaged over the ranks that make up one worker.
 
-        Valid until the next call.
+        Valid until the next call. In an `exchange` that is a generator, until its `yield`: the next unit's may come then.
         """
 
     @abstractmethod
@@ -218,7 +218,9 @@ class Hierarchical(Communicator):
         return self.intra.all_gather(part, out).view(-1)
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
-        part = self.shard_mean(torch.nn.functional.pad(flat, (0, -flat.numel() % self.shards)))
+        whole = torch.nn.functional.pad(flat, (0, -flat.numel() % self.shards))
+        # In memory of its own: what `shard_mean` has given may still be in use.
+        part = self.intra.reduce_scatter_mean_into(torch.empty_like(whole), whole)
         return self.gather_shards(self.inter.mean(part, wire))[: flat.numel()]
 
     def worker_mean(self, part: Tensor, wire: torch.dtype = torch.float32) -> Tensor:

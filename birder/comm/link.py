@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -120,7 +121,7 @@ class Link:
         self.near = [topology.same_node(numbers[self.rank], peer) for peer in numbers]
         self._backends: dict[str, str] = {}
         self._outside = 0
-        self._received: Tensor | None = None
+        self._received: dict[tuple[int, int], Tensor] = {}
 
     def _backend(self, tensor: Tensor) -> str:
         kind = tensor.device.type
@@ -218,22 +219,32 @@ class Link:
         return self.start_all_gather(part, out)()
 
     def reduce_scatter_mean(self, flat: Tensor) -> Tensor:
-        """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call."""
+        """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call.
+
+        The next one on the same thread and stream, that is: what two halves of a pipeline do beside each other stays apart.
+        """
+        return self.reduce_scatter_mean_into(self._buffer(flat) if self.size > 1 else flat, flat)
+
+    def reduce_scatter_mean_into(self, received: Tensor, flat: Tensor) -> Tensor:
+        """The same, in a part of `received`, which is as large as `flat`. Of one rank `flat` itself."""
         if self.size == 1:
             return flat
         rows = flat.view(self.size, -1)
         if self._backend(flat) == "nccl":
             self.count_pairwise(rows[0].numel() * rows.element_size())
-            part = self._buffer(flat)[: rows.shape[1]]
+            part = received[: rows.shape[1]]
             dist.reduce_scatter_tensor(part, flat, group=self.group)
             return part.div_(self.size)
-        return self._sum_of_rows(self.all_to_all(rows, self._buffer(flat))).div_(self.size)
+        return self._sum_of_rows(self.all_to_all(rows, received)).div_(self.size)
 
     def _buffer(self, like: Tensor) -> Tensor:
-        """As large as `like`, the same in all calls: units take turns with it."""
-        if self._received is None or self._received.numel() < like.numel() or self._received.dtype != like.dtype:
-            self._received = torch.empty_like(like)
-        return self._received[: like.numel()]
+        """As large as `like`, the same in all calls from one thread and stream: units take turns with it."""
+        stream = torch.cuda.current_stream(like.device).stream_id if like.is_cuda else 0
+        key = threading.get_ident(), stream
+        kept = self._received.get(key)
+        if kept is None or kept.numel() < like.numel() or kept.dtype != like.dtype:
+            kept = self._received[key] = torch.empty_like(like)
+        return kept[: like.numel()]
 
     def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
         """The mean over ranks, summed in fp32 in rank order, sent as `wire`. fp32[k], any k -> fp32[k], the same everywhere.

@@ -145,7 +145,7 @@ class VirtualLink(Link):
         self.near = [topology.same_node(me, peer) for peer in ranks]
         self._backends: dict[str, str] = {}
         self._outside = 0
-        self._received: Tensor | None = None
+        self._received: dict[tuple[int, int], Tensor] = {}
         self._board, self._me = board, me
 
     def _backend(self, tensor: Tensor) -> str:

@@ -81,7 +81,7 @@ def _encode(
 ):
     byte = first_byte(BYTES)
     e = elements(byte)
-    live = e < count * 8
+    live = (byte < count)[:, None]
     x = tl.load(g + e, mask=live, other=0.0).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # false for NaN too
     old = tl.load(b + e, mask=live, other=0.0)

@@ -25,7 +25,7 @@ WORDS = 256
 def _binarize(u, out, count, shift, k0, k1, step, stream, block, BYTES: tl.constexpr):
     byte = first_byte(BYTES)
     e = elements(byte)
-    x = tl.load(u + e, mask=e < count * 8, other=0.0)
+    x = tl.load(u + e, mask=(byte < count)[:, None], other=0.0)
     plus = ((draw(block.to(tl.int64) + byte, k0, k1, step, stream) + shift) & 0xFFFF) < threshold(x)
     tl.store(out + byte, pack(plus), mask=byte < count)
 

@@ -99,7 +99,7 @@ def _add_average(error, rows, scales, mask, sums, numel, words, n, MASKED: tl.co
     live = e < numel
     lane = (e & 7).to(tl.int32)
     x = tl.zeros((BLOCK,), tl.float32)
-    x = _sign_sum(rows, words * 4, scales + words - 1, words, n, e >> 3, lane, live, x)
+    x = _sign_sum(rows, tl.cast(words, tl.int64) * 4, scales + words - 1, words, n, e >> 3, lane, live, x)
     x = x + tl.load(error + e, mask=live, other=0.0)
     _finish(error, e, x, live, mask, sums, MASKED)
 
@@ -117,7 +117,7 @@ def _average_signs(out, rows, scales, numel, n):
 def _pack_signs(z, out, count, BYTES: tl.constexpr):
     byte = first_byte(BYTES)
     e = elements(byte)
-    x = tl.load(z + e, mask=e < count * 8, other=0.0)
+    x = tl.load(z + e, mask=(byte < count)[:, None], other=0.0)
     tl.store(out + byte, pack(x >= 0.0), mask=byte < count)
 
 

@@ -16,6 +16,7 @@ from birder.comm import StreamPipeline
 from birder.comm import link as link_module
 from birder.ddp import BucketAttachment
 from birder.late import sent
+from birder.optimizers.seen import Few
 from tests.gpu.test_streams import METHODS, communicator
 from tests.helpers.fake_gpu import GPU, AskedFor, FakeGpu, Streams
 
@@ -46,11 +47,31 @@ MORE = {
 EVERY = {**METHODS, **MORE}
 
 WAITS_UNTIL_SEEN = 2
-"""Of Birder in a step in which a coordinate gets its first gradient, whatever the number of units; 1 where none does.
+"""Of Birder in a step in which a coordinate gets its first gradient, while many are unseen; 1 where none does.
 
 How much is sent then follows from what the ranks have just told each other, and the update from that: a host that did
-not wait would make the coordinate move a step later than the equations do. No wait once every coordinate has been seen.
+not wait would make the coordinate move a step later than the equations do. No wait once few are left, or none.
 """
+
+
+def padded(monkeypatch: pytest.MonkeyPatch, kind: str) -> FakeGpu:
+    """Steps of a model whose embedding has a row without gradient for ever, once the host has seen that they are few."""
+    gpu = FakeGpu()
+    monkeypatch.setattr(link_module, "dist", Nccl())
+    with gpu.running(monkeypatch):
+        p = torch.nn.Parameter(torch.randn(400, 64, device=GPU))
+        optimizer = birder.Birder([p], lr=0.01)
+        optimizer.bind(communicator(kind), StreamPipeline(GPU, Streams()))
+        for step in range(1, 7):
+            gpu.step = step
+            p.grad = torch.randn_like(p)
+            if step == 3:
+                optimizer._few[0] = Few(torch.arange(64, device=GPU))
+                gpu.waits.clear()
+            optimizer.feed([p], [p.grad])
+            optimizer.step()
+        assert "active" in optimizer.units[0].state
+    return gpu
 
 
 def run(
@@ -146,6 +167,11 @@ def test_birder_waits_while_coordinates_are_unseen(name, tensors, monkeypatch):
     gpu, _ = run(name, "hierarchical", monkeypatch, steps=6, tensors=tensors, seen=False)
     assert len(gpu.waits) == 4 * WAITS_UNTIL_SEEN
     assert all("seen.py" in wait for wait in gpu.waits)
+
+
+@pytest.mark.parametrize("kind", ["flat", "hierarchical"])
+def test_birder_waits_no_more_for_a_row_that_never_has_a_gradient(kind, monkeypatch):
+    assert padded(monkeypatch, kind).waits == []
 
 
 def test_agreement_on_an_overflow_waits_for_nothing(monkeypatch):

@@ -73,7 +73,7 @@ def nccl_link(size: int) -> Link:
     """A link of `size` ranks on NCCL, of which this is number 1."""
     link = Link.__new__(Link)
     link.group, link.counter, link.size, link.rank = None, ByteCounter(), size, 1 % size
-    link.ranks, link.near, link._received = list(range(size)), [True] * size, None
+    link.ranks, link.near, link._received = list(range(size)), [True] * size, {}
     link._backends = {"cpu": "nccl"}
     return link
 

@@ -8,7 +8,8 @@ each stream says what is certain to have happened before. `FakeCuda.faults` name
     an allocation while another stream may still use memory that has gone back to torch's allocator: that gives memory away
     again in the order of the stream that it was made on, and asks no other stream.
 
-`FakeCuda` has what birder/comm/pipeline.py asks of `torch.cuda`.
+`FakeCuda` has what birder/comm/pipeline.py asks of `torch.cuda`. FSDP asks `torch.cpu` for the streams of CPU tensors, which do
+nothing; inside `streams_of_cpu` they are those of the model, so that torch's own code of FSDP2 runs under it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,9 +38,19 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         """What is queued here from now on comes after all that is queued there by now."""
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        """What has been queued here by now."""
+        event = Event(self.world)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """What is queued here from now on comes after what the event stands for."""
         self.world.collect()
         self.world.waits += 1
-        for number, time in other.clock.items():
+        for number, time in event.clock.items():
             self.clock[number] = max(self.clock.get(number, 0), time)
 
     def tick(self) -> tuple[int, int]:
@@ -47,12 +59,36 @@ class Stream:
         return self.number, self.clock[self.number]
 
 
+class Event:
+    """A point in a stream; before `record` it stands for nothing."""
+
+    def __init__(self, world: FakeCuda) -> None:
+        self.world = world
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or self.world.current).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.world.current).wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits; nothing is free for the allocator that was not before."""
+
+
 class Memory:
-    """One allocation, and what has been done with it: (stream and number, name, first byte, end, whether it wrote)."""
+    """One allocation, and what has been done with it: (stream and number, name, first byte, end, whether it wrote).
+
+    recorded: streams of which the allocator has been told that they use it: it waits until they have done so.
+    """
 
     def __init__(self, tensor: Tensor, stream: Stream | None) -> None:
         self.alive, self.stream = StorageWeakRef(tensor.untyped_storage()), stream
         self.uses: list[tuple[tuple[int, int], str, int, int, bool]] = []
+        self.recorded: set[int] = set()
 
 
 class FakeCuda(TorchDispatchMode):
@@ -84,9 +120,33 @@ class FakeCuda(TorchDispatchMode):
         finally:
             self.current = before
 
+    def Event(self, *args: Any, **options: Any) -> Event:
+        return Event(self)
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """As `tensor.record_stream(current stream)`."""
+        memory = self.memory.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            memory.recorded.add(self.current.number)
+
+    @contextlib.contextmanager
+    def streams_of_cpu(self) -> Iterator[None]:
+        """Inside, `torch.cpu` has these streams."""
+        names = ("Stream", "Event", "current_stream", "stream")
+        kept = {name: getattr(torch.cpu, name) for name in names}
+        for name in names:
+            setattr(torch.cpu, name, getattr(self, name))
+        try:
+            yield
+        finally:
+            for name, own in kept.items():
+                setattr(torch.cpu, name, own)
+
     # ---- what is noted -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it then does the same with the part that it holds
         kwargs = kwargs or {}
         self.collect()
         reads: list[Tensor] = []
@@ -150,7 +210,7 @@ class FakeCuda(TorchDispatchMode):
         for memory in [m for m in self.free if m.stream is self.current]:
             self.free.remove(memory)
             for when, user, *_ in memory.uses:
-                if not self._before(when, self.current):
+                if when[0] not in memory.recorded and not self._before(when, self.current):
                     self.faults.append(
                         f"{name} on stream {self.current.number} may be given memory that {user} on stream {when[0]} "
                         "may still use"

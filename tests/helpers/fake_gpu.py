@@ -121,6 +121,7 @@ class FakeGpu(TorchDispatchMode):
             return make(data, **options)
 
         monkeypatch.setattr(torch, "tensor", tensor)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(stream_id=0))
         with self._fake, self:
             yield self
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +79,29 @@ def test_one_bit_adam_agrees_on_sixty_four_ranks():
     # the momentum as soon as it is compressed.
     assert len(results) == 64
     assert all(torch.isfinite(x).all() for x, _, _ in results)
+
+
+def test_a_mean_leaves_the_gradient_of_the_node_alone():
+    """A generator may call `mean` after its yield, while the next unit works on what `shard_mean` gave it."""
+    results: list = [None] * 4
+
+    @spawn_threads_and_init_comms(world_size=4)
+    def ranks(self) -> None:
+        rank = dist.get_rank()
+        comm = Hierarchical(dist.group.WORLD, Topology(2, 2))
+        part = comm.shard_mean(gradient(rank, 1)[:3000])
+        before = part.clone()
+        comm.mean(gradient(rank, 2)[:2000])
+        other = []
+        beside = threading.Thread(target=lambda: other.append(comm.intra._buffer(part)))
+        beside.start()
+        beside.join()
+        # What the other half of a pipeline receives in `shard_mean` does not lie there either.
+        apart = other[0].untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+        results[rank] = torch.equal(part, before), apart
+
+    ranks(None)
+    assert results == [(True, True)] * 4
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(0, 1), (1, 0), (-1, 2)])

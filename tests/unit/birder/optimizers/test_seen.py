@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
+import birder
+from birder import Topology
+from birder.comm import Hierarchical, TwoPhase
 from birder.optimizers import seen
 
 BLOCK = seen.BLOCK
@@ -45,7 +51,12 @@ def unite(bs: list[Tensor], actives: list[Tensor], numels: list[int], shards: in
     def run(rank: int) -> None:
         state = {"b": bs[rank], "active": actives[rank]}
         unit = SimpleNamespace(
-            state=state, padded=padded, params=params, device=torch.device("cpu"), zeros=lambda: torch.zeros(padded)
+            index=0,
+            state=state,
+            padded=padded,
+            params=params,
+            device=torch.device("cpu"),
+            zeros=lambda: torch.zeros(padded),
         )
         try:
             seen.unite_seen(peers[rank], [unit])  # type: ignore[arg-type, list-item]
@@ -99,3 +110,74 @@ def test_nothing_new_is_one_union_of_flags() -> None:
     b = torch.zeros(3 * BLOCK)
     peers = unite([b, b], [torch.zeros(3 * BLOCK, dtype=torch.bool) for _ in range(2)], [3 * BLOCK])
     assert [peer.sent for peer in peers] == [[3], [3]]
+
+
+# ---- few unseen --------------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH, STEPS = 96, 32, 16
+RARE = 9
+"""Rows at the end which no batch holds at first."""
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    """Most rows at once; of the rare ones one in each step from 4 to 11, on one rank, and half of it; the last row never."""
+    g = torch.zeros(ROWS, WIDTH)
+    g[torch.randint(ROWS - RARE, (200,), generator=torch.Generator().manual_seed(100 * step + rank))] = 1.0
+    if 4 <= step < 12 and rank == step % 4:
+        g[ROWS - RARE + step - 4, : WIDTH // (1 + step % 2)] = 1.0
+    return g
+
+
+def trained(share: int, hierarchical: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[int]]:
+    """Of each of 4 ranks, the parameters and the map after every step; the steps in which a unit had few unseen."""
+    monkeypatch.setattr(seen, "SHARE", share)
+    results: list[Any] = [None] * 4
+    few = []
+
+    @spawn_threads_and_init_comms(world_size=4)
+    def ranks(self: Any) -> None:
+        rank, topology = dist.get_rank(), Topology(2, 2)
+        p = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
+        optimizer = birder.Birder([p], lr=0.1)
+        optimizer.bind((Hierarchical if hierarchical else TwoPhase)(dist.group.WORLD, topology))
+        history = []
+        for step in range(1, STEPS + 1):
+            p.grad = gradient(rank, step)
+            optimizer.step()
+            whole = torch.ones(ROWS, WIDTH, dtype=torch.bool)
+            active = optimizer.units[0].state.get("active")
+            history.append((p.detach().clone(), whole if active is None else optimizer.units[0].view(active, 0).clone()))
+            if rank == 0 and optimizer._few:
+                few.append(step)
+        results[rank] = history
+
+    ranks(None)
+    return results, few
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_few_unseen_coordinates_join_in_the_same_steps_as_many(hierarchical: bool, monkeypatch) -> None:
+    with_flags, never = trained(10**9, hierarchical, monkeypatch)
+    with_bits, few = trained(5, hierarchical, monkeypatch)
+    assert not never
+    assert few[0] < 4
+    assert few[-1] == STEPS  # the last row is never seen
+    for rank in range(4):
+        for (x, known), (y, expected) in zip(with_bits[rank], with_flags[rank], strict=True):
+            assert torch.equal(known, expected)
+            assert torch.equal(x, y)
+    assert not with_bits[0][-1][1][-1].any()
+    assert with_bits[0][-1][1][-2].any()
+
+
+def test_a_unit_whose_few_are_seen_has_no_map() -> None:
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = birder.Birder([p], lr=0.1)
+    maps = []
+    for step in range(1, 5):
+        p.grad = torch.ones(64, 64)
+        p.grad[0, 0] = float(step > 2)
+        optimizer.step()
+        maps.append("active" in optimizer.units[0].state)
+    assert maps == [True, True, True, False]  # the host learns of it a step later
+    assert p[0, 0] != 0
