@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birder.comm.counter import ByteCounter
 from birder.comm.groups import part
-from birder.comm.link import Link
+from birder.comm.link import FEW, Link
 from birder.comm.topology import Topology
 
 
@@ -227,7 +227,14 @@ class Hierarchical(Communicator):
         return self.inter.mean(part, wire)
 
     def union(self, flags: Tensor) -> Tensor:
-        return self.all.all_or(flags)
+        from birder.kernels.reference import pack, unpack
+
+        if self.shards == 1 or flags.numel() <= 8 * FEW:
+            return self.all.all_or(flags)
+        # Inside the node, a share of it between nodes, all shares inside the node: 1/L of the bytes leave it.
+        of_node = self.intra.all_or(flags)
+        share = torch.nn.functional.pad(of_node, (0, -flags.numel() % (8 * self.shards))).chunk(self.shards)[self.shard]
+        return unpack(self.gather_shards(pack(self.inter.all_or(share))))[: flags.numel()].bool()
 
     def total(self, value: Tensor) -> Tensor:
         return self.all.sum_scalar(value)
