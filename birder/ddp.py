@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from birder.attachment import Attachment, all_finite, check_agreement, pipeline_for, queue_after_backward
 from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase
 from birder.comm.groups import borrow
+from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import Plan
 from birder.wrappers import check_reducer, unwrap_method, unwrap_model
@@ -84,7 +85,8 @@ def attach(
     hierarchical: nodes are the workers: reduce-scatter inside a node, 1 bit between nodes. For methods that compress.
     communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
                   same on every rank. `hierarchical` then has no say.
-    topology:     nodes x ranks per node; taken from torchrun's environment when not given.
+    topology:     nodes x ranks per node. When not given, what the launcher says (torchrun, mpirun, srun), or the names of
+                  hosts where they differ.
     overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
                   GradScaler (ranks then agree on overflow), whenever you change `p.grad` before `step`, and where a loop
                   sets a hyper-parameter that the method uses during backward between backward and `step`. An optimizer
@@ -92,9 +94,10 @@ def attach(
     communicate:  False: no gradient is sent at all and replicas drift apart. The bound for any speedup; not training.
     unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.
 
-    Raises TypeError for a model or optimizer of another kind, ValueError for parameters that the model does not have,
-    RuntimeError when ranks disagree on parameters, hyper-parameters or completed steps, when DDP gives hooks no buckets
-    (compiled autograd) or has another hook.
+    Raises TypeError for a model or optimizer of another kind. ValueError for parameters that the model does not have, for
+    nodes of unequal size, and for hierarchical communication where nothing says which ranks share a node. RuntimeError when
+    ranks disagree on parameters, hyper-parameters or completed steps, when DDP gives hooks no buckets (compiled autograd) or
+    has another hook.
     """
     model, optimizer = unwrap_model(model), unwrap_method(optimizer)
     if mesh is not None:
@@ -117,17 +120,17 @@ def attach(
             "the optimizer holds parameters that the model does not have: build it from model.parameters()"
         )
     group = model.process_group
-    topology = topology or Topology.of_ranks(dist.get_process_group_ranks(group))
-    if topology.world_size != dist.get_world_size(group):
-        raise ValueError(
-            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
-        )
     overlap = overlap and optimizer.max_grad_norm is None
     device = next(model.parameters()).device
+    topology = agreed_topology(group, device, topology, hierarchical and communicator is None)
     # Before anything that ranks do together: those that differ would wait for each other.
     digest = optimizer.digest(topology, hierarchical, overlap, communicate, unit_mb)
     agreed = Link(group, topology, ByteCounter())
     check_agreement(agreed, digest, device)
+    if topology.world_size != dist.get_world_size(group):
+        raise ValueError(
+            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
+        )
     own: dist.ProcessGroup | None = None
     comm: Communicator | None = None
     pipeline = Pipeline()

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard
 from birder.attachment import Attachment, check_agreement, pipeline_for, queue_after_backward
 from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology
 from birder.comm.link import backend_for, new_group
+from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import gradient, local
@@ -78,8 +79,8 @@ class ShardAttachment(Attachment):
 def used_here(tensor: Tensor) -> None:
     """Tells torch's allocator that the current stream uses a tensor whose memory belongs to another stream.
 
-    Where there is an all-reduce hook, FSDP casts the reduced gradients on its all-reduce stream, and keeps the buffer, which is
-    its reduce-scatter stream's, no longer than until it has queued that. The next reduce-scatter would overwrite it.
+    Where there is an all-reduce hook, FSDP casts the reduced gradients on its all-reduce stream. It keeps the buffer, which
+    belongs to its reduce-scatter stream, only until the cast is queued: the next reduce-scatter could overwrite it.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -114,16 +115,16 @@ def attach_shards(
         )
     reshard(model)
     _check_parameters(model, optimizer, mesh)
-    topology = topology or Topology.from_env(dist.get_world_size())
+    overlap = overlap and optimizer.max_grad_norm is None
+    device = local(next(model.parameters())).device
+    topology = agreed_topology(_world(), device, topology, False)
+    digest = optimizer.digest(topology, tuple(mesh.shape), overlap, communicate, unit_mb)
+    check_agreement(Link(_world(), topology, ByteCounter()), digest, device)
     if not topology.world_size == mesh.size() == dist.get_world_size():
         raise ValueError(
             f"the world has {dist.get_world_size()} ranks, the mesh {mesh.size()}, the topology {topology.world_size}: "
             "all three must be the whole world"
         )
-    overlap = overlap and optimizer.max_grad_norm is None
-    device = local(next(model.parameters())).device
-    digest = optimizer.digest(topology, tuple(mesh.shape), overlap, communicate, unit_mb)
-    check_agreement(Link(_world(), topology, ByteCounter()), digest, device)
     replica, shard = mesh.get_coordinate() or (0, 0)
     peers = mesh.mesh[:, shard].tolist()
     # Groups of their own: these collectives run beside FSDP's, in an order of their own.

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for A100- and H100-class GPUs without a GPU. Run by tests/gpu/test_kernels_triton.py.
 
 The interpreter takes much that the compiler refuses. What bit-equality on a GPU rests upon is checked in the assembly: no
-multiply-add, divisions and roots that round to nearest. A number of elements is never multiplied in 32 bits. And what speed rests upon: no register is spilled, and long arrays of
-floats are read and written 16 bytes at a time.
+multiply-add, divisions and roots that round to nearest. A number of elements is never multiplied in 32 bits. And what speed
+rests upon: no register is spilled, and long arrays of floats are read and written 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def check(case: Case, capability: int) -> str:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
     assembly, name = compiled["ptx"], f"{kernel.__name__} {case.constants}"
     # Of a number of bytes or words that fits into 32 bits the number of elements need not.
-    assert not re.search(r"muli %(?:count|numel|words)\b.*: i32|muli .*, %(?:count|numel|words)\b.*: i32", compiled["ttir"]), name
+    assert not re.search(r"muli (?:.*, )?%(?:count|numel|words)\b.*: i32", compiled["ttir"]), name
     assert not re.search(r"\bfma\.", assembly), name
     assert ".ftz" not in assembly, name  # numbers below 1e-38 are not 0
     assert set(re.findall(r"\bdiv\.[\w.]*f32", assembly)) <= {"div.rn.f32"}, name

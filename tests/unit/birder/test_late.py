@@ -29,7 +29,9 @@ def test_a_number_is_there_when_the_stream_of_its_own_device_is(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream=None: recorded.append(stream)))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream=None: recorded.append(stream))
+    )
     Late(OnSecondGpu())  # type: ignore[arg-type]
     assert copied == [torch.device("cuda", 1)]
     assert recorded == [("stream of", torch.device("cuda", 1))]

@@ -146,7 +146,9 @@ def trained(share: int, hierarchical: bool, monkeypatch: pytest.MonkeyPatch) -> 
             optimizer.step()
             whole = torch.ones(ROWS, WIDTH, dtype=torch.bool)
             active = optimizer.units[0].state.get("active")
-            history.append((p.detach().clone(), whole if active is None else optimizer.units[0].view(active, 0).clone()))
+            history.append(
+                (p.detach().clone(), whole if active is None else optimizer.units[0].view(active, 0).clone())
+            )
             if rank == 0 and optimizer._few:
                 few.append(step)
         results[rank] = history

@@ -1,0 +1,86 @@
+"""On which nodes the ranks of a group are, from what all of them say: the same answer on all, or the same error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from birder.comm.counter import ByteCounter
+from birder.comm.launcher import UNKNOWN, WRONG, Said, said
+from birder.comm.link import Link
+from birder.comm.topology import Topology
+
+WAY_ON = (
+    "set LOCAL_WORLD_SIZE to the ranks per node on every rank, or use attach(topology=birder.Topology(nodes, ranks))"
+)
+
+
+def agreed(group: dist.ProcessGroup, device: torch.device, given: Topology | None, hierarchical: bool) -> Topology:
+    """The topology of the ranks of `group`, from what all of them say: the same on all, or the same error.
+
+    given: the caller's, which counts. All ranks call it, with it or without: none waits for another that has raised.
+    Raises ValueError.
+    """
+    size = dist.get_world_size(group)
+    mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hierarchical)
+    link = Link(group, Topology(1, size), ByteCounter())
+    rows = link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device)).view(size, -1).tolist()
+    everyone = [Said(*row) for row in rows]
+    if any(one.given for one in everyone):
+        return given or Topology(1, size)  # those without it differ, as what ranks compare next will show
+    return decided(everyone, link.ranks)
+
+
+def decided(everyone: Sequence[Said], ranks: list[int]) -> Topology:
+    """The topology of these ranks of the world. Depends on its arguments alone. Raises ValueError.
+
+    Without hierarchical communication it only says what the counter of bytes takes for traffic between nodes. Where it is not
+    known, or ranks are numbered across nodes, it is then a guess.
+    """
+    hierarchical = any(one.hierarchical for one in everyone) and len(ranks) > 1
+    known = {one.local for one in everyone}
+    wrong = next((rank for rank, one in zip(ranks, everyone, strict=True) if one.local == WRONG), None)
+    if wrong is not None:
+        raise ValueError(f"on rank {wrong} what says the ranks per node is no whole number from 1 on: {WAY_ON}")
+    contrary = next((rank for rank, one in zip(ranks, everyone, strict=True) if one.other), None)
+    if contrary is not None and hierarchical:
+        one = everyone[ranks.index(contrary)]
+        raise ValueError(
+            f"on rank {contrary} LOCAL_WORLD_SIZE says {one.local} ranks per node, the launcher {one.other}: {WAY_ON}"
+        )
+    if known == {UNKNOWN} or (UNKNOWN in known and not hierarchical):
+        return _by_host(everyone, hierarchical)
+    if len(known) > 1:
+        shown = ", ".join(str(one.local or "nothing") for one in everyone[:8]) + (", ..." if len(everyone) > 8 else "")
+        raise ValueError(
+            f"ranks say different numbers of ranks per node ({shown}): give every node the same number of ranks"
+        )
+    local = known.pop()
+    astray = [
+        (rank, one.number) for rank, one in zip(ranks, everyone, strict=True) if one.number not in (-1, rank % local)
+    ]
+    if astray and hierarchical:
+        raise ValueError(
+            "the ranks of a node do not lie side by side (rank {} is number {} on its node): number them node by node "
+            "(srun --distribution=block, mpirun --map-by core)".format(*astray[0])
+        )
+    return Topology.of_ranks(ranks, local)
+
+
+def _by_host(everyone: Sequence[Said], hierarchical: bool) -> Topology:
+    """By the names of hosts, where they differ: the same name does not say the same node."""
+    hosts = list(dict.fromkeys(one.host for one in everyone))
+    if len(hosts) > 1:
+        try:
+            return Topology.of_nodes([hosts.index(one.host) for one in everyone])
+        except ValueError:
+            if hierarchical:
+                raise
+    elif hierarchical:
+        raise ValueError(
+            f"hierarchical communication needs to know which ranks share a node, and nothing says it: {WAY_ON}"
+        )
+    return Topology(1, len(everyone))
