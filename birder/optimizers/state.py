@@ -25,6 +25,12 @@ BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
 """The module that gathers and sets state parameter by parameter."""
 
 
+EMPTIED = (
+    "optimizer.state cannot be replaced or emptied, this optimizer keeps its state by unit: to begin afresh load a "
+    "state_dict that was saved before the first step, or build a new optimizer and model wrapper"
+)
+
+
 class NoState(defaultdict[Any, Any]):
     """`optimizer.state`, empty but for what others put there: state is kept by unit, not by parameter.
 
@@ -34,6 +40,14 @@ class NoState(defaultdict[Any, Any]):
 
     def __init__(self, entries: dict[Any, Any] | None = None) -> None:
         super().__init__(dict, entries or {})
+        self.bound = False
+        """Whether the optimizer keeps state, elsewhere."""
+
+    def clear(self) -> None:
+        """In torch it begins afresh. Raises RuntimeError where that would leave the state as it is."""
+        if self.bound:
+            raise RuntimeError(EMPTIED)
+        super().clear()
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_globals.get("__name__") == BY_PARAMETER:
@@ -61,16 +75,14 @@ class MethodState(Method):
         """What others have put there; `state_dict` has that, and what the method keeps."""
         if self._no_state is None:
             self._no_state = NoState()
+        self._no_state.bound = bool(self.__dict__.get("_bound"))
         return self._no_state
 
     @state.setter
     def state(self, value: dict[Any, Any]) -> None:
         """What torch's constructor does. Raises RuntimeError later: to put an empty one there begins afresh in torch."""
         if self.__dict__.get("_bound"):
-            raise RuntimeError(
-                "optimizer.state cannot be replaced, this optimizer keeps its state by unit: to begin afresh load a "
-                "state_dict that was saved before the first step, or build a new optimizer and model wrapper"
-            )
+            raise RuntimeError(EMPTIED)
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 

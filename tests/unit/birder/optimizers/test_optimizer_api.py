@@ -100,11 +100,14 @@ def test_groups_of_other_lengths_are_refused_and_change_nothing(name: str) -> No
     assert torch.equal(toy.flat(model), toy.flat(before[0]))
 
 
-def test_a_replaced_state_is_refused() -> None:
+def test_a_replaced_or_emptied_state_is_refused() -> None:
     model, optimizer = built("Birder")
+    optimizer.state.clear()  # there is none yet
     train(model, optimizer, range(1, 3))
     with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced.*before the first step"):
         optimizer.state = {}
+    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be .*emptied.*before the first step"):
+        optimizer.state.clear()
 
 
 @pytest.mark.parametrize("name", METHODS)
