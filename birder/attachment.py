@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from birder.comm import ByteCounter, Link, Pipeline, StreamPipeline, ThreadPipeline
+from birder.comm import ByteCounter, Communicator, Link, Pipeline, StreamPipeline, ThreadPipeline
 from birder.comm.groups import give_back
 from birder.comm.link import backend_for
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.contract import WIRES
+from birder.optimizers.contract import WIRES, Plan
+from birder.optimizers.exchange import TWICE
 
 
 class Detached:
-    """What a copy of a model has in the place of its `Attachment`: nothing. torch gives a copied DDP model no hook."""
+    """What a copy of a model has where the model has its `Attachment`: nothing. torch gives a copied DDP model no hook, and a
+    copy must not communicate through the original's optimizer."""
 
 
 class Attachment:
-    """The connection that `attach` makes. Copied or pickled, with the model that holds it, it becomes `Detached`: a copy must
-    not communicate through the optimizer of the original.
+    """The connection that `attach` makes.
 
     counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
     own:     the process group that the optimizer's messages have for themselves.
@@ -46,8 +47,10 @@ class Attachment:
         self.overlap = overlap
         self.communicate = communicate
         optimizer._in_backward = overlap and communicate and optimizer.compressed
+        self.pipeline = optimizer.pipeline
         self._own = own
         self._paused = False
+        self.closed = False
 
     def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
         return Detached, ()
@@ -73,14 +76,54 @@ class Attachment:
 
         Not where something failed, or is still under way: what was sent might reach the next one.
         """
-        self.optimizer.pipeline.close()
+        if self.closed:
+            return
+        self.closed = True
+        self.pipeline.close()
         own, self._own = self._own, None
-        if own is not None and self.optimizer.settled:
+        if own is not None and not self.optimizer._stepping and self.pipeline.sound:
             give_back(own)
 
-    def all_reduce_mean(self, buffer: Tensor, number: int) -> Future[Any]:
-        """Starts to replace `buffer` by its mean over the link's ranks, sent as the optimizer's `wire`; it may change."""
-        wire, trace = WIRES[self.optimizer.wire], self.optimizer.pipeline.trace
+    def replace(self, names: dict[Tensor, str]) -> None:
+        """Takes the place of the optimizer's earlier attachment, which is closed. names: of the model's parameters."""
+        optimizer = self.optimizer
+        earlier, optimizer.attachment = optimizer.attachment, self
+        if earlier is not None:
+            earlier.close()
+        optimizer._names = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
+
+    # ---- a backward pass ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Called when a backward pass brings its first gradients. Raises RuntimeError for a second pass before `step`."""
+        optimizer = self.optimizer
+        if optimizer.compressed and self.overlap:
+            if optimizer._unstepped:
+                raise RuntimeError(TWICE)
+            optimizer._unstepped = True
+
+    def compare_steps(self) -> None:
+        """Raises RuntimeError when other ranks' gradients are for another step, where that would make ranks wait for ever.
+
+        In a dense phase, and in the step after it: a rank that is a step behind would wait for gradients, the others for
+        messages.
+        """
+        optimizer = self.optimizer
+        step = optimizer.steps + 1
+        if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
+            return
+        mine = torch.tensor([step], dtype=torch.int64).to(optimizer.device)
+        steps = optimizer.comm.gather_ranks(mine).view(-1).tolist()
+        if steps != [step] * len(steps):
+            raise RuntimeError(
+                f"ranks are at different steps, {steps}: one of them skipped step() or ran out of batches. Make all ranks "
+                "take the same steps"
+            )
+
+    def all_reduce_mean(self, buffer: Tensor, number: int, wire: torch.dtype | None = None) -> Future[Any]:
+        """Starts to replace `buffer` by its mean over the link's ranks, sent as `wire`, the optimizer's if not given; it may
+        change."""
+        wire, trace = wire or WIRES[self.optimizer.wire], self.optimizer.pipeline.trace
         with trace.span("encode", number):
             sent = buffer if buffer.dtype == wire else buffer.to(wire)
             sent.div_(self.link.size)
@@ -96,6 +139,19 @@ class Attachment:
                 return buffer if sent is buffer else buffer.copy_(reduced)
 
         return work.get_future().then(finish)
+
+
+def mark_overflow(comm: Communicator, grads: Sequence[Tensor], device: torch.device) -> None:
+    """Makes an element of `grads`, this rank's gradients, infinite where a gradient of any rank is not finite.
+
+    Every rank calls it. Nothing of it is looked at on the host: a GradScaler does that, once.
+    """
+    grads = [g for g in grads if g.numel()]
+    finite = torch.stack([torch.ones((), dtype=torch.bool, device=device), *(all_finite(g).to(device) for g in grads)])
+    bad = comm.union(~finite.all().view(1))
+    if grads:
+        first = grads[0].as_strided((1,), (1,))
+        first.copy_(torch.where(bad.to(first.device), torch.full_like(first, torch.inf), first))
 
 
 def all_finite(values: Tensor) -> Tensor:

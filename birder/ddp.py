@@ -1,6 +1,7 @@
 """`attach`: connects an optimizer of this package to DistributedDataParallel, with the only hook there is, or to FSDP2."""
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,54 +12,129 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.attachment import Attachment, all_finite, check_agreement, pipeline_for, queue_after_backward
+from birder.attachment import Attachment, Detached, check_agreement, mark_overflow, pipeline_for, queue_after_backward
 from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase
 from birder.comm.groups import borrow
 from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.contract import Plan
+from birder.optimizers.contract import WIRES, Plan
 from birder.wrappers import check_reducer, unwrap_method, unwrap_model
 
 
 class BucketAttachment(Attachment):
     """The connection to DistributedDataParallel: gradients come bucket by bucket."""
 
-    _finite: Tensor | None = None
+    def take(self, bucket: dist.GradBucket, mine: list[int]) -> str | None:
+        """Takes the gradients of the bucket's parameters number `mine`, which are the optimizer's.
 
-    def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
-        """What DDP calls for every bucket that is ready, in the same order on every rank."""
-        if self._paused or not self.communicate:
-            return _done(bucket.buffer())
-        plan = self.optimizer.plan(self.optimizer.steps + 1)
-        if plan is Plan.DENSE:
-            if self.optimizer.compressed and self.overlap and bucket.is_last():
-                self.optimizer.note_options()  # what would be refused after the warm-up is refused in it
-            return self.all_reduce_mean(bucket.buffer(), bucket.index())
-        if self.overlap:
-            self.optimizer.feed(bucket.parameters(), bucket.gradients())
-            if bucket.is_last():
-                _after_ddp(self.optimizer.note_gradients)
-        else:
-            self._agree_on_overflow(bucket)
-        return _done(bucket.buffer())
+        Returns how these are to be averaged instead, a key of WIRES; None: not at all.
+        """
+        optimizer, step = self.optimizer, self.optimizer.steps + 1
+        params = bucket.parameters()
+        chosen = [params[i] for i in mine]
+        optimizer._reduced.update(chosen)
+        plan = optimizer.plan(step)
+        if optimizer.compressed and self.overlap and bucket.index() == 0:
+            optimizer.note_options()  # in a dense warm-up too: what would be refused after it is refused at once
+        if plan is not Plan.DENSE and self.overlap:
+            # Not `bucket.gradients()`: these are contiguous views of memory that DDP lays out as each parameter's own strides
+            # say. What DDP has copied there is `p.grad`, and for a parameter that has none on this rank 0.
+            optimizer.feed(chosen, [p.grad for p in chosen])
+        if bucket.is_last():
+            if optimizer.compressed and self.overlap:
+                _after_ddp(optimizer.note_gradients)
+            elif plan is not Plan.DENSE:
+                _after_ddp(self._agree_on_overflow)
+        return optimizer.wire if plan is Plan.DENSE else None
 
-    def _agree_on_overflow(self, bucket: dist.GradBucket) -> None:
+    def _agree_on_overflow(self) -> None:
         """Makes a gradient that is not finite on one rank visible on all of them.
 
         A GradScaler looks at its own rank's gradients. If it skipped a step on one rank only, the others would wait for
         that rank's messages for ever, and the loss scales would drift apart.
         """
-        # Nothing of it is looked at on the host: the scaler does that, once.
-        buffer = bucket.buffer()
-        finite = all_finite(buffer).view(1)
-        self._finite = finite if self._finite is None else finite & self._finite.to(buffer.device)
+        optimizer = self.optimizer
+        mark_overflow(optimizer.comm, [g for p in optimizer._where if (g := p.grad) is not None], optimizer.device)
+
+
+class BucketHook:
+    """What DDP calls for every bucket that is ready, in the same order on every rank: the state of its communication hook.
+
+    Each attached optimizer takes its own parameters' gradients; those that belong to none, or to one whose attachment was
+    closed, are averaged, as DDP does.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        # No strong reference to the model: DDP holds this object where Python's collector sees no cycle.
+        self._model = weakref.ref(model)
+        self.attachments: list[BucketAttachment] = []
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
+
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
+        buffer, params = bucket.buffer(), bucket.parameters()
+        if any(a._paused or not a.communicate for a in self.attachments):
+            return _done(buffer)
+        attached = [a for a in self.attachments if not a.closed]
+        if bucket.index() == 0:
+            self._begin(attached)
+        sent: dict[torch.dtype, list[int]] = {}
+        owned: set[int] = set()
+        for attachment in attached:
+            mine = [i for i, p in enumerate(params) if attachment.optimizer.holds(p)]
+            owned.update(mine)
+            wire = attachment.take(bucket, mine)
+            if wire is not None and mine:
+                sent.setdefault(WIRES[wire], []).extend(mine)
+        others = [i for i in range(len(params)) if i not in owned]
+        if others:
+            sent.setdefault(buffer.dtype, []).extend(others)
         if bucket.is_last():
-            bad = self.optimizer.comm.union(~self._finite)
-            buffer[:1] = torch.where(bad, torch.full_like(buffer[:1], float("inf")), buffer[:1])
-            self._finite = None
+            for attachment in attached:
+                attachment.compare_steps()
+        return self._average(bucket, sent)
+
+    def _begin(self, attached: list[BucketAttachment]) -> None:
+        """A backward pass brings its first gradients."""
+        model = self._model()
+        joined = getattr(getattr(model, "_join_config", None), "enable", False)
+        for attachment in attached:
+            if joined and attachment.optimizer.compressed:
+                raise RuntimeError(
+                    f"{type(attachment.optimizer).__name__} does not work inside torch's Join: a rank without batches sends "
+                    "no messages. Give all ranks the same number of batches (DistributedSampler, drop_last=True)"
+                )
+            attachment.begin_pass()
+
+    def _average(self, bucket: dist.GradBucket, sent: dict[torch.dtype, list[int]]) -> Future[Any]:
+        """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks."""
+        buffer, first = bucket.buffer(), self.attachments[0]
+        if not sent:
+            return _done(buffer)
+        if len(sent) == 1:
+            ((wire, numbers),) = sent.items()
+            if len(numbers) == len(bucket.parameters()):
+                return first.all_reduce_mean(buffer, bucket.index(), wire)
+        views = bucket.gradients()
+        futures = []
+        for wire, numbers in sent.items():
+            parts = [views[i].view(-1) for i in sorted(numbers)]
+
+            def put_back(future: Future[Any], parts: list[Tensor] = parts) -> None:
+                torch._foreach_copy_(parts, list(future.value().split([p.numel() for p in parts])))
+
+            futures.append(first.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
+        done = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+
+        def whole(future: Future[Any]) -> Tensor:
+            future.value()  # raises what a collective met
+            return buffer
+
+        return done.then(whole)
 
 
-def hook(state: BucketAttachment, bucket: dist.GradBucket) -> Future[Tensor]:
+def hook(state: BucketHook, bucket: dist.GradBucket) -> Future[Tensor]:
     """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
     return state.on_bucket(bucket)
 
@@ -75,7 +151,11 @@ def attach(
     communicate: bool = True,
     unit_mb: float = 25.0,
 ) -> Attachment:
-    """Makes `model` communicate as `optimizer` wants. Call once on every rank, before the first step.
+    """Makes `model` communicate as `optimizer` wants. Call it on every rank, before the first step.
+
+    Call it again, between two steps, when the model was wrapped anew or the optimizer has more parameters: the state of those
+    that were there is kept. A model may have several optimizers, each with parameters of its own: attach each of them that is
+    of this package. The gradients of parameters that none of these holds are averaged, as DDP does.
 
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
                   torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.
@@ -113,12 +193,16 @@ def attach(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first "
             "(one that FSDP's fully_shard made needs mesh=)"
         )
-    check_reducer(model)
-    known = set(model.module.parameters())
-    if any(p not in known for g in optimizer.param_groups for p in g["params"]):
+    buckets = _bucket_hook(model)
+    names = {p: name for name, p in model.module.named_parameters()}
+    mine = {p for g in optimizer.param_groups for p in g["params"]}
+    if not mine <= names.keys():
         raise ValueError(
             "the optimizer holds parameters that the model does not have: build it from model.parameters()"
         )
+    for other in buckets.attachments if buckets is not None else []:
+        if other.optimizer is not optimizer and any(map(other.optimizer.holds, mine)):
+            raise ValueError("another attached optimizer holds some of these parameters: give each to one of them")
     group = model.process_group
     overlap = overlap and optimizer.max_grad_norm is None
     device = next(model.parameters()).device
@@ -144,8 +228,21 @@ def attach(
     optimizer.bind(comm, pipeline, unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
     attachment = BucketAttachment(optimizer, link, overlap, communicate, own)
-    model.register_comm_hook(attachment, hook)
+    attachment.replace(names)
+    if buckets is None:
+        buckets = BucketHook(model)
+        model.register_comm_hook(buckets, hook)
+    buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer] + [attachment]
     return attachment
+
+
+def _bucket_hook(model: DistributedDataParallel) -> BucketHook | None:
+    """The hook that an earlier `attach` registered. Raises RuntimeError for a model whose buckets come to no hook of ours."""
+    for _, state in getattr(model, "_comm_hooks", ()):
+        if isinstance(state, BucketHook):
+            return state
+    check_reducer(model)
+    return None
 
 
 def _after_ddp(call: Callable[[], None]) -> None:

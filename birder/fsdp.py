@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
+from torch.utils.hooks import RemovableHandle
 
 from birder.attachment import Attachment, check_agreement, pipeline_for, queue_after_backward
 from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology
@@ -45,18 +46,39 @@ class ShardAttachment(Attachment):
     ) -> None:
         super().__init__(optimizer, link, overlap, communicate)
         self.mesh = mesh
-        self._noted = 0
-        """The step whose gradients have been, or will be, noted at the end of backward."""
+        self._handles: list[RemovableHandle] = []
+        self._in_pass = False
+        """Whether a backward pass has brought gradients and is not over."""
 
     @property
     def _active(self) -> bool:
-        return self.communicate and not self._paused
+        return self.communicate and not self._paused and not self.closed
+
+    def close(self) -> None:
+        super().close()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self) -> None:
+        """A backward pass has brought something. FSDP has queued the end of its own work when the pass began."""
+        if not self._in_pass:
+            self._in_pass = True
+            queue_after_backward(self._end)
+            self.begin_pass()
+            self.compare_steps()
+
+    def _end(self) -> None:
+        self._in_pass = False
+        if self.optimizer.compressed and self.overlap:
+            self.optimizer.note_gradients()
 
     def on_reduced(self, number: int, reduced: Tensor) -> None:
         """What FSDP calls with the reduced gradients of its group number `number`, before it hands them out."""
         used_here(reduced)
-        if self._active and self.optimizer.plan(self.optimizer.steps + 1) is Plan.DENSE:
-            self.all_reduce_mean(reduced, number).wait()
+        if self._active:
+            self._begin()
+            if self.optimizer.plan(self.optimizer.steps + 1) is Plan.DENSE:
+                self.all_reduce_mean(reduced, number).wait()
 
     def on_gradient(self, p: Tensor) -> None:
         """What FSDP calls when `p.grad` is there. Raises RuntimeError under compiled autograd, which traces it instead."""
@@ -66,14 +88,16 @@ class ShardAttachment(Attachment):
                 "compiled autograd traces hooks instead of calling them, and the messages that one takes would be wrong: "
                 "compile forward only, with torch.compile(model)"
             )
-        step = self.optimizer.steps + 1
-        if not self._active or not self.overlap or self.optimizer.plan(step) is Plan.DENSE:
+        optimizer = self.optimizer
+        if not self._active or optimizer.plan(optimizer.steps + 1) is Plan.DENSE:
             return
-        self.optimizer.feed([p], [gradient(p)])
-        if self._noted != step:
-            self._noted = step
-            # FSDP has queued the end of its own work when backward began.
-            queue_after_backward(self.optimizer.note_gradients)
+        self._begin()
+        found = gradient(p)
+        if not optimizer.holds(p):
+            if found is not None:  # nobody else averages it over replicas
+                self.all_reduce_mean(found, -1, found.dtype).wait()
+        elif self.overlap:
+            optimizer.feed([p], [found])
 
 
 def used_here(tensor: Tensor) -> None:
@@ -140,6 +164,7 @@ def attach_shards(
     _equalise([*model.parameters(), *model.buffers()], link)
     optimizer.bind(comm, pipeline, unit_mb)
     attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh)
+    attachment.replace({p: name for name, p in model.named_parameters()})
     _register(model, attachment, comm.inside)
     return attachment
 
@@ -210,10 +235,9 @@ def _register(model: nn.Module, attachment: ShardAttachment, inside: Link) -> No
         module.set_all_reduce_hook(functools.partial(attachment.on_reduced, number))
         module.set_custom_all_gather(CountedAllGather(inside))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(CountedReduceScatter(inside))  # type: ignore[arg-type]
-    for group in attachment.optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(attachment.on_gradient)
+    attachment._handles = [
+        p.register_post_accumulate_grad_hook(attachment.on_gradient) for p in model.parameters() if p.requires_grad
+    ]
 
 
 class _Allocating:

@@ -22,19 +22,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from birder.fsdp import ShardAttachment, reshard
 from birder.optimizers.layout import Unit
+from birder.optimizers.relayout import Flat, gathered, own
 
 OWN = {"mean", "sum"}
 """Of `Method.carried`: what every replica has for itself."""
-
-Flat = dict[str, Tensor]
-"""A unit's state, each entry with a number for every element (fp32[padded]) or every parameter."""
 
 
 def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> None:
     """Writes parameters, buffers and the optimizer's state to `folder`. Every rank calls it."""
     reshard(model)
     attachment.optimizer.pipeline.wait()
-    flats = [_gathered(attachment, unit) for unit in attachment.optimizer.units]
+    flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
     state = {
         "meta": _meta(attachment),
         "model": model.state_dict(),
@@ -54,15 +52,15 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     saved, mine = json.loads(about["meta"]), json.loads(_meta(attachment))
     if saved["method"] != mine["method"]:
         raise ValueError(f"the checkpoint holds what {saved['method']} keeps, this optimizer is {mine['method']}")
-    own = not OWN.isdisjoint(optimizer.carried.values())
-    if own and saved["replicas"] != mine["replicas"]:
+    differs = not OWN.isdisjoint(optimizer.carried.values())
+    if differs and saved["replicas"] != mine["replicas"]:
         raise ValueError(
             f"state of {saved['method']} was saved by {saved['replicas']} replicas, this run has {mine['replicas']}, and "
             f"each replica keeps a part of its own: use {saved['replicas']} replicas, of any number of shards"
         )
     reshard(model)
     optimizer.pipeline.wait()
-    flats = [{k: v.clone() for k, v in _gathered(attachment, unit).items()} for unit in optimizer.units]
+    flats = [{k: v.clone() for k, v in gathered(optimizer, unit).items()} for unit in optimizer.units]
     state = {"model": model.state_dict(), "optimizer": _by_parameter(model, attachment, flats)}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -71,7 +69,7 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     optimizer.load_state_dict({
         "steps": saved["steps"],
         "signature": optimizer.comm.signature,
-        "units": [_own(attachment, unit, flat) for unit, flat in zip(optimizer.units, flats, strict=True)],
+        "units": [own(optimizer, unit, flat) for unit, flat in zip(optimizer.units, flats, strict=True)],
         "param_groups": [g | {"params": n["params"]} for g, n in zip(groups, numbers, strict=True)],
     })  # fmt: skip
 
@@ -84,25 +82,6 @@ def _meta(attachment: ShardAttachment) -> str:
     return json.dumps({
         "method": type(optimizer).__name__, "steps": optimizer.steps, "replicas": replicas, "groups": groups
     })  # fmt: skip
-
-
-def _gathered(attachment: ShardAttachment, unit: Unit) -> Flat:
-    """The unit's state, with what servers keep gathered from all of them. Its bytes are not counted."""
-    comm, state = attachment.optimizer.comm, attachment.optimizer.complete_state(unit)
-    counted = comm.counter.snapshot()
-    for name, kind in attachment.optimizer.carried.items():
-        if kind == "cut" and name in state:
-            state[name] = comm.gather(state[name])
-    comm.counter.restore(counted)
-    return state
-
-
-def _own(attachment: ShardAttachment, unit: Unit, flat: Flat) -> Flat:
-    """The reverse of `_gathered`: what this rank keeps of it."""
-    comm, carried = attachment.optimizer.comm, attachment.optimizer.carried
-    size = unit.padded // comm.workers
-    served = slice(comm.worker * size, (comm.worker + 1) * size)
-    return {name: t[served] if carried[name] == "cut" else t for name, t in flat.items()}
 
 
 def _by_parameter(model: nn.Module, attachment: ShardAttachment, flats: list[Flat]) -> dict[str, dict[str, Tensor]]:

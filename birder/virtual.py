@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.attachment import all_finite
+from birder.attachment import mark_overflow
 from birder.comm import ByteCounter, Communicator, Pipeline, Topology
 from birder.comm.virtual import Turns, communicators, links, ring_sum
 from birder.optimizers.base import BucketOptimizer
@@ -155,6 +155,11 @@ class VirtualRanks:
         """One step of every rank. Afterwards the model is rank 0's."""
         first = self.optimizers[0]
         dense = first.plan(first.steps + 1) is Plan.DENSE
+        for i in range(len(self._params)):
+            # What DDP leaves behind: where a rank has a gradient, those that have none get 0.
+            missing = [rank for rank, grads in enumerate(self._grads) if grads[i] is None]
+            for rank in missing if len(missing) < self.size else ():
+                self._grads[rank][i] = self._room(rank, i).zero_()
         if dense:
             self._average()
         if len(self._bound) < self.size:
@@ -169,14 +174,8 @@ class VirtualRanks:
 
     def _step(self, rank: int, agree: bool) -> None:
         optimizer = self.optimizers[rank]
-        if agree:  # as `Attachment` does, in the first element of the last bucket
-            there = [g for g in self._grads[rank] if g is not None]
-            bad = optimizer.comm.union(~torch.stack([all_finite(g) for g in there]).all().view(1))
-            first = self._grads[rank][self._place[self._buckets[-1][0]]]
-            assert first is not None
-            first.view(-1)[:1] = torch.where(
-                bad, torch.full_like(bad, torch.inf, dtype=first.dtype), first.view(-1)[:1]
-            )
+        if agree:  # as `Attachment` does
+            mark_overflow(optimizer.comm, [g for g in self._grads[rank] if g is not None], optimizer.device)
         optimizer.step()
 
     @contextlib.contextmanager
@@ -209,14 +208,16 @@ class VirtualRanks:
     def _average(self) -> None:
         """What DDP's all-reduce leaves in the gradients of all ranks."""
         for params in self._buckets:
-            places = [self._place[p] for p in params]
+            places = [self._place[p] for p in params if self._grads[0][self._place[p]] is not None]
+            if not places:
+                continue
             rows = self._rows(places).div_(self.size)
             for link in self._links:
                 link.count_ring_all_reduce(rows[0].numel() * rows.element_size())
-            parts = ring_sum(rows).split([p.numel() for p in params])
+            parts = ring_sum(rows).split([self._params[i].numel() for i in places])
             for rank, grads in enumerate(self._grads[: len(self._bound)]):
-                for i, p, part in zip(places, params, parts, strict=True):
-                    grads[i] = self._room(rank, i).copy_(part.view(p.shape))
+                for i, part in zip(places, parts, strict=True):
+                    grads[i] = self._room(rank, i).copy_(part.view(self._params[i].shape))
 
     def _room(self, rank: int, i: int) -> Tensor:
         """Where the gradient of parameter number i of `rank` is kept."""

@@ -10,14 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from birder.comm import Communicator, Pipeline, SingleProcess
+from birder.optimizers import relayout
 from birder.optimizers.checks import check_parameter, require_number
 from birder.optimizers.contract import Method
 from birder.optimizers.exchange import GradientExchange
 from birder.optimizers.layout import make_units, round_up, sharded
 from birder.optimizers.shards import lay_out
 from birder.optimizers.state import MethodState
+
+AGAIN = (
+    "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
+    "layers after attach instead, with find_unused_parameters=True"
+)
 
 
 class BucketOptimizer(GradientExchange, MethodState):
@@ -51,17 +58,32 @@ class BucketOptimizer(GradientExchange, MethodState):
     """Whether `step` has begun and not ended."""
     _in_backward = False
     """Whether an attachment takes messages during backward, in steps that are not DENSE."""
+    attachment: Any = None
+    """The `birder.attachment.Attachment` that `attach` made last."""
+    _unit_mb = 25.0
+    _unstepped = False
+    """Whether a backward pass has sent, or will send, messages for a step that has not come yet."""
 
     # ---- binding ---------------------------------------------------------------------------------------------------
 
     def bind(self, comm: Communicator | None = None, pipeline: Pipeline | None = None, unit_mb: float = 25.0) -> None:
-        """Fixes units, communicator and pipeline, and allocates all state. `attach` calls this; at most once.
+        """Fixes units, communicator and pipeline, and allocates all state. `attach` calls this.
 
-        Raises RuntimeError when called again, ValueError for `unit_mb` <= 0 and for parameters that are not fp32.
+        Called again, between two steps, it lays the state out anew: parameters that were there keep theirs, others begin with
+        none. Every rank has to call it then.
+
+        Raises RuntimeError within a step, ValueError for `unit_mb` <= 0 and for parameters that are not fp32.
         """
-        if self._bound:
-            raise RuntimeError("this optimizer is bound already: attach it once, before its first step")
         require_number("unit_mb", unit_mb, "positive", above=True)
+        saved = None
+        if self._bound:
+            if self._feeding:
+                raise RuntimeError(
+                    "gradients of a step have been taken already: attach between step() and the next backward"
+                )
+            self.pipeline.wait()
+            saved = relayout.taken(self)
+            self._where = {}
         self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
         if self._sharded and comm is None:
             raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
@@ -77,7 +99,11 @@ class BucketOptimizer(GradientExchange, MethodState):
                 check_parameter(p)  # the model may have been converted since
                 self._where[p] = (unit, i)
             self.init_unit(unit)
-        self._bound = True
+        self._bound, self._unit_mb = True, unit_mb
+        self._reduced, self._unstepped = set(), False
+        self._watch.forget()
+        if saved is not None:
+            relayout.put_back(self, saved)
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:
             self.load_state_dict(pending)
@@ -93,9 +119,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         self.bind()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises RuntimeError once the optimizer is bound: units are fixed then."""
-        if getattr(self, "_bound", False):
-            raise RuntimeError("add parameter groups before attach and before the first step")
+        """As in torch. After `attach` call `attach` again, before the group's first step; one process needs nothing more."""
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             check_parameter(p)
@@ -105,7 +129,8 @@ class BucketOptimizer(GradientExchange, MethodState):
         plain = (bool, int, float, str, type(None))
         options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and not k.startswith("_"))
         groups = [
-            [(k, v) for k, v in group.items() if k != "params"] + [[tuple(p.shape) for p in group["params"]]]
+            [(k, v) for k, v in group.items() if k != "params"]
+            + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
         text = repr((type(self).__name__, options, groups, more))
@@ -135,9 +160,11 @@ class BucketOptimizer(GradientExchange, MethodState):
             )
         if not self._bound:
             self._bind_alone()
+        self._check_reach()
         self._refresh_shards()
         self._check_options()
         self._check_fingerprint()
+        self._check_untouched()
         step = self.steps + 1
         plan = self.plan(step)
         trace = self.pipeline.trace
@@ -150,17 +177,51 @@ class BucketOptimizer(GradientExchange, MethodState):
             if self.max_grad_norm is not None:
                 self._clip_gradients()
         with trace.span("apply"):
+            still = self._still(plan) if plan.own else []
             self.update(step, plan)
+            self._keep_still(still, step)
+        self._note_moves(plan)
         trace.end_step()
-        self.steps, self._stepping = step, False
+        self.steps, self._stepping, self._unstepped = step, False, False
         if type(self).after_update is not Method.after_update:
             self.pipeline.submit(functools.partial(self.after_update, step))
         return loss
 
+    def _check_reach(self) -> None:
+        """Sees to it that every parameter with a gradient takes part in the step.
+
+        One process lays its units out anew where one was unfrozen or added. Raises RuntimeError where other ranks have to do
+        so too, and where DDP does not average a gradient.
+        """
+        everything = (p for group in self.param_groups for p in group["params"])
+        outside = [p for p in everything if p not in self._where and p.grad is not None and p.numel()]
+        if outside:
+            if self.comm.world_size > 1 or self.attachment is not None:
+                raise RuntimeError(
+                    f"{self.named(outside[0])} has a gradient but was frozen or not there when the optimizer was attached: "
+                    + AGAIN
+                )
+            self.bind(self.comm, self.pipeline, self._unit_mb)
+        if self._reduced:
+            apart = [p for p in self._where if p not in self._reduced and p.grad is not None]
+            if apart:
+                raise RuntimeError(
+                    f"DistributedDataParallel does not average the gradient of {self.named(apart[0])}, which was frozen when "
+                    "the model was wrapped, or is ignored by it: " + AGAIN
+                )
+
+    def holds(self, p: Tensor) -> bool:
+        """Whether the parameter is one of those that the optimizer was bound with."""
+        return p in self._where
+
     @property
-    def settled(self) -> bool:
-        """Whether no message of it is under way, and none has failed."""
-        return not self._stepping and self.pipeline.sound
+    def device(self) -> torch.device:
+        """Of the first unit; the CPU where there is none."""
+        return self.units[0].device if self.units else torch.device("cpu")
+
+    def named(self, p: Tensor) -> str:
+        """How messages call a parameter: by its name in the attached model, or its shape."""
+        return self._names.get(p) or f"a parameter of shape {tuple(p.shape)}"
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

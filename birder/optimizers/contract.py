@@ -12,6 +12,7 @@ from torch import Tensor
 from birder.comm import Communicator, Pipeline, SingleProcess
 from birder.optimizers.checks import require, require_number
 from birder.optimizers.layout import ALIGN, Unit
+from birder.optimizers.watch import GradientWatch
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types that a dense all-reduce can carry."""
@@ -93,10 +94,10 @@ class Method(torch.optim.Optimizer):
         self._feeding = False
         self._sharded = False
         self._where: dict[Tensor, tuple[Unit, int]] = {}
-        self._versions: dict[Tensor, int] = {}
-        """`p.grad._version` at the end of the last backward pass that fed gradients."""
-        self._samples: Tensor | None = None
-        """Of FSDP's gradients also a few elements."""
+        self._watch = GradientWatch()
+        self._names: dict[Tensor, str] = {}
+        self._reduced: set[Tensor] = set()
+        """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""
         self._read: list[dict[str, Any]] | None = None
         """The hyper-parameters of each group that messages have been made with."""
         super().__init__(params, defaults)
@@ -134,6 +135,29 @@ class Method(torch.optim.Optimizer):
         begins to wait for the wire: the next unit is then encoded meanwhile (birder/comm/pipeline.py).
         """
         raise TypeError(f"{type(self).__name__} does not compress")
+
+    def restores(self, name: str, step: int) -> bool:
+        """Whether the state `name` stays as it is for a parameter that has no gradient in step number `step`."""
+        return True
+
+    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
+        """`unit.state`, and what the method has dropped from it because it is known by now."""
+        return dict(unit.state)
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        """Copies saved tensors into the unit's state."""
+        if set(tensors) != set(unit.state):
+            raise ValueError(f"the saved state holds {sorted(tensors)}, this optimizer keeps {sorted(unit.state)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != unit.state[name].shape:
+                raise ValueError(
+                    f"saved {name} of unit {unit.index} has {tensor.numel()} elements, this run has "
+                    f"{unit.state[name].numel()}: resume with the same model, unit size and number of ranks"
+                )
+            unit.state[name].copy_(tensor)
+
+    def forget_derived(self) -> None:
+        """Drops what the method has derived from its state: the state has just been loaded, reset or laid out anew."""
 
     def after_units(self, step: int) -> None:
         """Runs on the pipeline after the last unit, in all but DENSE steps."""

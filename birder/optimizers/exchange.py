@@ -13,10 +13,14 @@ from birder import kernels
 from birder.optimizers.checks import check_gradient
 from birder.optimizers.contract import Method, Plan
 from birder.optimizers.layout import Unit, gradient
+from birder.optimizers.relayout import parts
 from birder.optimizers.shards import refresh
 
-SAMPLE = 64
-"""Elements of a shard's gradient by which it is noticed that it was changed."""
+TWICE = (
+    "backward ran twice before step(), but with this method messages are taken during backward: to accumulate, run all "
+    "passes but the last under ddp.no_sync() (FSDP: model.set_requires_gradient_sync(False)); to throw a pass away (a "
+    "skipped batch, a GAN's other network), run it under no_sync() too or use attach(..., overlap=False)"
+)
 
 
 class GradientExchange(Method):
@@ -25,7 +29,7 @@ class GradientExchange(Method):
     def feed(self, params: list[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Takes gradients that are ready during backward; a unit that is complete is submitted to the pipeline.
 
-        Raises RuntimeError when a parameter is fed twice in a step.
+        None: this rank has no gradient for the parameter. Raises RuntimeError when a parameter is fed twice in a step.
         """
         if not self._feeding:
             self.note_options()
@@ -42,7 +46,7 @@ class GradientExchange(Method):
         self._feeding = True
         self._refresh_shards()
         for unit in self.units:
-            unit.waiting = set(range(len(unit.params)))
+            unit.waiting, unit.missing, unit.kept = set(range(len(unit.params))), set(), {}
             unit.result = None
             if unit.grad is None:
                 unit.grad = unit.zeros()
@@ -56,13 +60,11 @@ class GradientExchange(Method):
         """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
         if not unit.waiting.issuperset(i for i, _ in pairs):
             self._feeding = False
-            raise RuntimeError(
-                "backward ran twice before step(): with a 1-bit method accumulate gradients under ddp.no_sync(), with FSDP "
-                "after model.set_requires_gradient_sync(False), and synchronise only in the last backward"
-            )
+            raise RuntimeError(TWICE)
         assert unit.grad is not None
         grad, step = unit.grad, self.steps + 1
         there = [(g, unit.offsets[i]) for i, g in pairs if g is not None]
+        unit.missing.update(i for i, g in pairs if g is None)
         missing = [unit.view(grad, i) for i, g in pairs if g is None]
         for g, _ in there:
             check_gradient(g)
@@ -74,6 +76,8 @@ class GradientExchange(Method):
         self.adjust_gradients([unit.params[i] for i, _ in pairs], [unit.view(grad, i) for i, _ in pairs], unit.group)
         unit.waiting.difference_update(i for i, _ in pairs)
         if not unit.waiting:
+            for i in unit.missing:
+                unit.kept[i] = {name: part.clone() for name, part in parts(self, unit, i).items()}
             self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
 
     def note_options(self) -> None:
@@ -96,38 +100,24 @@ class GradientExchange(Method):
             )
 
     def note_gradients(self) -> None:
-        """Called when a backward pass that fed gradients is over: from now on changing `p.grad` would have no effect."""
-        self._versions = {p: p.grad._version for p in self._where if p.grad is not None}
-        self._samples = self._sample() if self._sharded else None
+        """Called when a backward pass that takes messages is over: from now on changing `p.grad` would have no effect."""
+        self._watch.note(self._where)
 
     def _check_untouched(self) -> None:
         """Raises RuntimeError when gradients were changed after their messages had been taken."""
-        versions, self._versions = self._versions, {}
-        samples, self._samples = self._samples, None
-        changed = any(p.grad is not None and p.grad._version != version for p, version in versions.items())
-        if changed or (samples is not None and not torch.equal(samples, self._sample())):
-            self._feeding = False
-            self.pipeline.wait()
+        if self._watch.changed():
+            if self._feeding:
+                self._feeding = False
+                self.pipeline.wait()
             raise RuntimeError(
-                "gradients were changed after backward (clipped?), but messages had been taken during it: clip with the "
+                "gradients were changed after backward (clipped?), but messages are taken during it: clip with the "
                 "optimizer's own max_grad_norm and turn the framework's clipping off, or use attach(..., overlap=False)"
             )
-
-    def _sample(self) -> Tensor:
-        """The bits of a few elements of every gradient: torch counts no version when it changes many shards at a time.
-
-        None of GPUs', where the host would have to wait for them.
-        """
-        found = [g.reshape(-1)[:SAMPLE] for g in self._gradients() if g.device.type == "cpu"]
-        return torch.cat(found).view(torch.int32) if found else torch.zeros(0)
 
     def _exchange_all(self, step: int) -> None:
         """Sees to it that every unit of this step has been exchanged."""
         factor = None
-        fed = self._feeding
-        if fed:
-            self._check_untouched()
-        else:
+        if not self._feeding:
             self._open_units()
             if self.max_grad_norm is not None:
                 alone = self.plan(step) is Plan.SKIP
@@ -138,12 +128,55 @@ class GradientExchange(Method):
                     squares = self.comm.total(squares) / self.comm.world_size
                 factor = self._clip_factor(squares.sqrt())
         for unit in self.units:
-            if unit.waiting:  # after feeding: what DDP does not reduce, the same on every rank
-                left = [(i, None if fed else gradient(unit.wholes[i])) for i in sorted(unit.waiting)]
-                self._put(unit, left, factor)
+            if unit.waiting:  # after feeding: what no hook was called for
+                self._put(unit, [(i, gradient(unit.wholes[i])) for i in sorted(unit.waiting)], factor)
         self.pipeline.submit(functools.partial(self.after_units, step))
         self._feeding = False
         self.pipeline.wait()
+
+    # ---- parameters without a gradient --------------------------------------------------------------------------------
+
+    def undo_missing(self, unit: Unit, step: Tensor, *states: str) -> None:
+        """For local steps, in `exchange`: where this rank has no gradient nothing moves.
+
+        step: fp32[padded], becomes 0 there. The named states get their old values.
+        """
+        for i, kept in unit.kept.items():
+            unit.view(step, i).zero_()
+            now = parts(self, unit, i)
+            for name in states:
+                if name in now:
+                    now[name].copy_(kept[name])
+
+    def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor]]:
+        """Parameters that have no gradient on any rank, and their values: they stay as they are, as in torch.
+
+        After backward DDP has left a gradient on all ranks where one of them had any. A parameter that made local steps
+        since ranks last met takes part in this meeting all the same.
+        """
+        return [
+            (unit, i, unit.params[i].detach().clone())
+            for unit in self.units
+            for i in unit.kept
+            if unit.wholes[i].grad is None and (plan is Plan.SKIP or i not in unit.moved)
+        ]
+
+    def _keep_still(self, still: list[tuple[Unit, int, Tensor]], step: int) -> None:
+        """Undoes what the step has made of these parameters and of their states."""
+        for unit, i, value in still:
+            unit.params[i].copy_(value)
+            now = parts(self, unit, i)
+            for name, old in unit.kept[i].items():
+                if name in now and self.restores(name, step):
+                    now[name].copy_(old)
+
+    def _note_moves(self, plan: Plan) -> None:
+        for unit in self.units:
+            unit.kept = {}
+            if plan is Plan.SKIP:
+                unit.moved.update(i for i, p in enumerate(unit.wholes) if p.grad is not None)
+            else:
+                unit.moved.clear()
 
     def _clip_gradients(self) -> None:
         """Clips `p.grad`, the average gradient of a DENSE step, by its norm."""

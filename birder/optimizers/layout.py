@@ -72,6 +72,12 @@ class Unit:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     """Parameters, by position, whose gradient has not arrived in this step."""
+    missing: set[int] = field(default_factory=set)
+    """Those that arrived without a gradient on this rank; it counts as 0 in `grad`."""
+    kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Of these, what this rank keeps of their states, as it was before the exchange."""
+    moved: set[int] = field(default_factory=set)
+    """Parameters, by position, that had a gradient in a SKIP step since the last step that was none."""
 
     @property
     def device(self) -> torch.device:

@@ -14,10 +14,22 @@ from torch import Tensor
 from birder.comm import Pipeline, SingleProcess
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
+from birder.optimizers.watch import GradientWatch
 
 NOT_COPIED = {
-    *("comm", "pipeline", "units", "step"),
-    *("_where", "_versions", "_samples", "_read", "_bound", "_feeding", "_sharded", "_in_backward"),
+    *("comm", "pipeline", "units", "step", "attachment"),
+    *(
+        "_where",
+        "_watch",
+        "_names",
+        "_reduced",
+        "_read",
+        "_bound",
+        "_feeding",
+        "_unstepped",
+        "_sharded",
+        "_in_backward",
+    ),
 }
 """Attributes that stay behind when an optimizer is copied or pickled: what belongs to this process and its peers."""
 
@@ -137,10 +149,6 @@ class MethodState(Method):
                 "on every rank after DistributedDataParallel has been built, which gives all ranks those of rank 0"
             )
 
-    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
-        """`unit.state`, and what the method has dropped from it because it is known by now."""
-        return dict(unit.state)
-
     # ---- saving and restoring ----------------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
@@ -204,9 +212,16 @@ class MethodState(Method):
         self._check_state(state_dict)
         if state_dict["units"] is not None and not self._bound:
             self._bind_alone()
-        if self._bound and state_dict["units"] is not None:
+        if self._bound:
             self.pipeline.wait()
-            self._load_units(state_dict)
+            self._feeding = self._unstepped = False
+            self._watch.forget()
+            if state_dict["units"] is None:  # saved before the first step: the optimizer is as new
+                self._reset_units()
+            else:
+                self._load_units(state_dict)
+        elif state_dict["units"] is None:
+            self._pending = None
         with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
             super().load_state_dict({"state": state_dict.get("state", {}), "param_groups": state_dict["param_groups"]})
         for unit in self.units:  # torch replaces the group dicts
@@ -216,11 +231,15 @@ class MethodState(Method):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def forget_derived(self) -> None:
-        """For a method that has worked out something from its state, when another one has taken its place."""
-
     def _bind_alone(self) -> None:
         raise NotImplementedError
+
+    def _reset_units(self) -> None:
+        for unit in self.units:
+            unit.state, unit.result = {}, None
+            unit.moved.clear()
+            self.init_unit(unit)
+        self._fingerprint = None
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -256,19 +275,8 @@ class MethodState(Method):
             raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
         for unit, tensors in zip(self.units, units, strict=True):
             self.load_unit(unit, tensors)
+            unit.moved = set(range(len(unit.params)))  # which ones have is not saved: all may have
         self._fingerprint = state_dict.get("fingerprint")
-
-    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
-        """Copies saved tensors into the unit's state."""
-        if set(tensors) != set(unit.state):
-            raise ValueError(f"the saved state holds {sorted(tensors)}, this optimizer keeps {sorted(unit.state)}")
-        for name, tensor in tensors.items():
-            if tensor.shape != unit.state[name].shape:
-                raise ValueError(
-                    f"saved {name} of unit {unit.index} has {tensor.numel()} elements, this run has "
-                    f"{unit.state[name].numel()}: resume with the same model, unit size and number of ranks"
-                )
-            unit.state[name].copy_(tensor)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
@@ -283,7 +291,7 @@ class MethodState(Method):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
             self.comm, self.pipeline = SingleProcess(), Pipeline()
-            self.units, self._where, self._versions, self._samples = [], {}, {}, None
+            self.units, self._where, self._watch, self._names, self._reduced = [], {}, GradientWatch(), {}, set()
             self._bound = self._feeding = self._sharded = False
             self._read = None
         super().__setstate__(state)
