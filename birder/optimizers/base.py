@@ -150,6 +150,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._unstepped = False
         if hasattr(self, "found_inf"):
             for handed in ("found_inf", "grad_scale"):  # the scaler leaves them there after an error
                 vars(self).pop(handed, None)
@@ -182,7 +183,7 @@ class BucketOptimizer(GradientExchange, MethodState):
             self._keep_still(still, step)
         self._note_moves(plan)
         trace.end_step()
-        self.steps, self._stepping, self._unstepped = step, False, False
+        self.steps, self._stepping = step, False
         if type(self).after_update is not Method.after_update:
             self.pipeline.submit(functools.partial(self.after_update, step))
         return loss
