@@ -34,10 +34,12 @@ def check_adam(group: dict[str, Any]) -> None:
 class DenseAdam(BucketOptimizer):
     """What methods with Adam's two moments and a dense all-reduce of the gradient share.
 
-    State: m and v, fp32[d], the same on all ranks. Parameters without gradient are left alone.
+    State: m and v, fp32[d], the same on all ranks. A parameter without gradient is left alone, and the step does not count
+    for it, as in torch: once there is one, also the number of steps that each parameter has missed, int64 on the CPU.
     """
 
-    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy"}
+    carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy", "missed": "copy"}
+    by_tensor: ClassVar[frozenset[str]] = frozenset({"missed"})
     on_shards: ClassVar[bool] = True
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -51,8 +53,29 @@ class DenseAdam(BucketOptimizer):
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
             params, grads, m, v = with_gradient(unit, "m", "v")
-            if params:
-                self.move(unit.group, params, grads, m, v, step)
+            there = [i for i, p in enumerate(unit.wholes) if p.grad is not None]
+            if len(there) < len(unit.wholes):
+                missed = unit.state.setdefault("missed", self._none_missed(unit))
+                missed += 1
+                missed[there] -= 1
+            missed_by = unit.state["missed"][there].tolist() if "missed" in unit.state else [0] * len(there)
+            for late in sorted(set(missed_by)):
+                chosen = [k for k, count in enumerate(missed_by) if count == late]
+                some = [[row[k] for k in chosen] for row in (params, grads, m, v)]
+                self.move(unit.group, some[0], some[1], some[2], some[3], step - late)
+
+    @staticmethod
+    def _none_missed(unit: Unit) -> Tensor:
+        return torch.zeros(len(unit.params), dtype=torch.int64)
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        unit.state.pop("missed", None)
+        if "missed" in tensors:
+            unit.state["missed"] = self._none_missed(unit)
+        super().load_unit(unit, tensors)
+
+    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
+        return {"missed": self._none_missed(unit)} | unit.state
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
         """The method: step number `step` (from 1) of parameters with their mean gradients and moments, in place."""

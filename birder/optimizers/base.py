@@ -162,11 +162,15 @@ class BucketOptimizer(GradientExchange, MethodState):
         if not self._bound:
             self._bind_alone()
         self._check_reach()
+        if not self._feeding and all(p.grad is None for p in self._where):
+            self._watch.forget()
+            return loss  # as in torch: nothing moves, and no step is counted
         self._refresh_shards()
         self._check_options()
         self._check_fingerprint()
         self._check_untouched()
         step = self.steps + 1
+        self.check_step(step)
         plan = self.plan(step)
         trace = self.pipeline.trace
         self._stepping = True

@@ -136,6 +136,9 @@ class Method(torch.optim.Optimizer):
         """
         raise TypeError(f"{type(self).__name__} does not compress")
 
+    def check_step(self, step: int) -> None:
+        """Called at the beginning of step number `step`. Raises RuntimeError where it would go wrong without a word."""
+
     def restores(self, name: str, step: int) -> bool:
         """Whether the state `name` stays as it is for a parameter that has no gradient in step number `step`."""
         return True

@@ -136,23 +136,11 @@ class GradientExchange(Method):
 
     # ---- parameters without a gradient --------------------------------------------------------------------------------
 
-    def undo_missing(self, unit: Unit, step: Tensor, *states: str) -> None:
-        """For local steps, in `exchange`: where this rank has no gradient nothing moves.
-
-        step: fp32[padded], becomes 0 there. The named states get their old values.
-        """
-        for i, kept in unit.kept.items():
-            unit.view(step, i).zero_()
-            now = parts(self, unit, i)
-            for name in states:
-                if name in now:
-                    now[name].copy_(kept[name])
-
     def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor]]:
         """Parameters that have no gradient on any rank, and their values: they stay as they are, as in torch.
 
-        After backward DDP has left a gradient on all ranks where one of them had any. A parameter that made local steps
-        since ranks last met takes part in this meeting all the same.
+        After backward DDP has left a gradient on all ranks where one of them had any. A parameter that has moved in a SKIP
+        step takes part in the next step that is none all the same, with a gradient of 0: its ranks have to meet again.
         """
         return [
             (unit, i, unit.params[i].detach().clone())

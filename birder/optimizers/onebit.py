@@ -18,6 +18,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from birder import kernels
@@ -25,7 +26,7 @@ from birder.comm import Communicator
 from birder.compress.scaled_sign import split
 from birder.late import Late
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.layout import Unit
+from birder.optimizers.layout import Unit, gradient
 
 Exchange = Generator[None, None, Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
@@ -74,11 +75,16 @@ class Support:
 class OneBitMethod(BucketOptimizer):
     """Base of the methods that send the 1-bit mean: the two errors, and which coordinates take part."""
 
+    warmup_steps: int
+    """Steps after which the variance is frozen."""
+
     compressed: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"worker_error": "mean", "server_error": "cut"}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._support: dict[int, Support] = {}
+        self._without_variance: dict[int, list[int]] = {}
+        """By unit, once variances are frozen: the parameters, by position, whose variance is 0 everywhere."""
         super().__init__(*args, **kwargs)
 
     def init_errors(self, unit: Unit) -> None:
@@ -154,3 +160,19 @@ class OneBitMethod(BucketOptimizer):
 
     def forget_derived(self) -> None:
         self._support.clear()
+        self._without_variance.clear()
+
+    def check_step(self, step: int) -> None:
+        """Raises RuntimeError for a parameter whose first gradient comes when variances are frozen: it would never move."""
+        if step <= self.warmup_steps or self._sharded:
+            return
+        for unit in self.units:
+            if unit.index not in self._without_variance:
+                there = torch.stack([v.any() for v in unit.views(unit.state["v"])]).tolist()
+                self._without_variance[unit.index] = [i for i, seen in enumerate(there) if not seen]
+            for i in self._without_variance[unit.index]:
+                if (g := gradient(unit.wholes[i])) is not None and bool(g.any()):
+                    raise RuntimeError(
+                        f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "
+                        "variance is 0, so it would never move. Use a longer warm-up, or give it to another optimizer"
+                    )

@@ -112,6 +112,9 @@ class OneBitLAMB(OneBitMethod):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED
 
+    def restores(self, name: str, step: int) -> bool:
+        return step != self.warmup_steps or name not in ("fresh", "scale")  # (4) is for all tensors
+
     def init_unit(self, unit: Unit) -> None:
         tensors = len(unit.params)
         unit.state["m"] = unit.zeros()

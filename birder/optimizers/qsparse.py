@@ -61,6 +61,9 @@ class QSparseLocalSGD(BlockwiseSGD):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
 
+    def restores(self, name: str, step: int) -> bool:
+        return name != "common"  # it repeats the parameters
+
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)
         unit.state["error"] = unit.zeros()

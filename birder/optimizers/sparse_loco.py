@@ -105,6 +105,9 @@ class SparseLoCo(BucketOptimizer):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
 
+    def restores(self, name: str, step: int) -> bool:
+        return name != "common"  # it repeats the parameters
+
     def init_unit(self, unit: Unit) -> None:
         shard = unit.padded // self.comm.shards
         for name in ("m", "v", "common"):

@@ -163,7 +163,15 @@ class MethodState(Method):
 
         Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
         first step there is none: "units" is None then, or what `load_state_dict` was given.
+
+        Raises RuntimeError between backward and `step` where messages are taken during backward: half of the step is in the
+        state by then.
         """
+        if self._feeding:
+            raise RuntimeError(
+                "state_dict() between backward and step(): messages were taken during backward, so half of the step is in "
+                "the state already: call it after step(), or use attach(..., overlap=False)"
+            )
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         found = self._whole_state()

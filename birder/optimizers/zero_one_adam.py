@@ -115,6 +115,9 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
 
+    def restores(self, name: str, step: int) -> bool:
+        return name != "last"  # it repeats the parameters
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def init_unit(self, unit: Unit) -> None:
