@@ -106,14 +106,16 @@ class Attachment:
         """Raises RuntimeError when other ranks' gradients are for another step, where that would make ranks wait for ever.
 
         In a dense phase, and in the step after it: a rank that is a step behind would wait for gradients, the others for
-        messages.
+        messages. The numbers, 8 bytes of a rank, are no payload and are not counted.
         """
         optimizer = self.optimizer
         step = optimizer.steps + 1
         if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
             return
         mine = torch.tensor([step], dtype=torch.int64).to(optimizer.device)
+        counted = self.counter.snapshot()
         steps = optimizer.comm.gather_ranks(mine).view(-1).tolist()
+        self.counter.restore(counted)
         if steps != [step] * len(steps):
             raise RuntimeError(
                 f"ranks are at different steps, {steps}: one of them skipped step() or ran out of batches. Make all ranks "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from birder import fsdp_state
+from birder.optimizers.relayout import gathered
 from tests.helpers import toy
 from tests.helpers.hsdp import full, hsdp, make_mesh, train
 from tests.helpers.ranks import run_ranks
@@ -22,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def state(model: torch.nn.Module, attachment: Any) -> dict[str, Any]:
     """Every entry of the state, whole."""
-    flats = [fsdp_state._gathered(attachment, unit) for unit in attachment.optimizer.units]
+    flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
     found = {}
     for key, entries in fsdp_state._by_parameter(model, attachment, flats).items():
         for name, t in entries.items():
