@@ -150,6 +150,17 @@ class BucketOptimizer(GradientExchange, MethodState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        try:
+            if self._ready():
+                self._step()
+        except BaseException:
+            self._feeding = False  # what was taken is lost; the next backward pass begins anew
+            self._watch.forget()
+            raise
+        return loss
+
+    def _ready(self) -> bool:
+        """Raises RuntimeError where the step would go wrong. False: no parameter has a gradient, and nothing moves."""
         self._unstepped = False
         if hasattr(self, "found_inf"):
             for handed in ("found_inf", "grad_scale"):  # the scaler leaves them there after an error
@@ -164,13 +175,16 @@ class BucketOptimizer(GradientExchange, MethodState):
         self._check_reach()
         if not self._feeding and all(p.grad is None for p in self._where):
             self._watch.forget()
-            return loss  # as in torch: nothing moves, and no step is counted
+            return False
         self._refresh_shards()
         self._check_options()
         self._check_fingerprint()
         self._check_untouched()
+        self.check_step(self.steps + 1)
+        return True
+
+    def _step(self) -> None:
         step = self.steps + 1
-        self.check_step(step)
         plan = self.plan(step)
         trace = self.pipeline.trace
         self._stepping = True
@@ -190,7 +204,6 @@ class BucketOptimizer(GradientExchange, MethodState):
         self.steps, self._stepping = step, False
         if type(self).after_update is not Method.after_update:
             self.pipeline.submit(functools.partial(self.after_update, step))
-        return loss
 
     def _check_reach(self) -> None:
         """Sees to it that every parameter with a gradient takes part in the step.

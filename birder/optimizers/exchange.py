@@ -92,7 +92,6 @@ class GradientExchange(Method):
             k for old, now in zip(read or (), self.param_groups, strict=False) for k in old if now.get(k) != old[k]
         }
         if changed:
-            self._feeding = False
             self.pipeline.wait()
             raise RuntimeError(
                 f"{', '.join(sorted(changed))} changed between backward and step(), but {type(self).__name__} uses it during "
@@ -107,7 +106,6 @@ class GradientExchange(Method):
         """Raises RuntimeError when gradients were changed after their messages had been taken."""
         if self._watch.changed():
             if self._feeding:
-                self._feeding = False
                 self.pipeline.wait()
             raise RuntimeError(
                 "gradients were changed after backward (clipped?), but messages are taken during it: clip with the "
