@@ -22,6 +22,13 @@ def _clipped(z, most):
 
 
 @triton.jit
+def _floor(x):
+    """Of small numbers. The instruction for it takes numbers below 1e-38 for 0."""
+    whole = x.to(tl.int32).to(tl.float32)
+    return tl.where(x < whole, whole - 1.0, whole)
+
+
+@triton.jit
 def _old(error, e, live, step, STEPS: tl.constexpr):
     """What the error says, as fp32."""
     old = tl.load(error + e, mask=live, other=0)
@@ -35,7 +42,7 @@ def _leave(z, error, e, out, byte, live, count, most, units, dither, FEEDBACK: t
     if FEEDBACK:
         z = z - tl.where(plus, 1.0, -1.0)
     if STEPS:
-        tl.store(error + e, _clipped(tl.floor(z * units + dither), most).to(tl.int8), mask=live)
+        tl.store(error + e, _clipped(_floor(z * units + dither), most).to(tl.int8), mask=live)
     else:
         tl.store(error + e, _clipped(z, most), mask=live)
     tl.store(out + byte, pack(plus), mask=byte < count)

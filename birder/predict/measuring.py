@@ -176,6 +176,8 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     for some in (messages, results):
         kernels.scales_of(some).fill_(1.0)
     draw: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
+    errors = torch.zeros(elements, device=device)
+    law: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "scale": 1.0, "eps": 1e-8, "hold": False}
     k = kernels
 
     def sgdm() -> None:
@@ -194,6 +196,8 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     return {
         "encode": lambda: k.encode(g, m, b, beta=0.95, eps=0.0, hold=False, worker=1, **draw),
         "reduce_bits": lambda: k.reduce_bits(rows, **draw),
+        "modulate_adam": lambda: k.modulate_adam(g, m, v, errors, b, **law),
+        "serve_sigma": lambda: k.serve_sigma(rows, errors, gamma=2.0),
         "owned": lambda: k.owned(packed, n=4, worker=1, **draw),
         "apply_bits": lambda: k.apply_bits([p], [0], packed, lr=1e-9, decay=0.0, active=None),
         "add_momentum": lambda: k.add_momentum(e, g, m, beta=0.9, mask=None),

@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "1-bit Adam": {"class": "OneBitAdam", "warmup_steps": 1},
     "Birder": {"class": "Birder"},
     "Birder one-phase": {"class": "Birder", "reduce": "one_phase"},
+    "Sigma-delta Adam, local form": {"class": "SigmaDeltaAdam", "variance": "local"},
 }
 MORE: dict[str, dict[str, Any]] = {
     "DDP without a hook, AdamW": {"plain": "AdamW"},
