@@ -59,9 +59,11 @@ def allocations(rank: int, world: int, name: str, options: dict, how: dict) -> l
 CASES = [
     ("Birder", {}, {}),
     ("Birder", {"reduce": "one_phase"}, {}),
+    ("SigmaDeltaAdam", {"share_growth": 9.0}, {}),
     ("OneBitAdam", {"warmup_steps": 2}, {}),
     ("Birder", {}, {"hierarchical": True}),
     ("Birder", {"reduce": "one_phase"}, {"hierarchical": True}),
+    ("SigmaDeltaAdam", {"share_growth": 9.0, "errors": "int8"}, {"hierarchical": True}),
     ("OneBitAdam", {"warmup_steps": 2}, {"hierarchical": True}),
 ]
 

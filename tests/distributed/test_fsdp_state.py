@@ -15,6 +15,7 @@ from tests.helpers.ranks import run_ranks
 
 METHODS: dict[str, dict[str, Any]] = {
     "Birder": {"lr": 0.01},
+    "SigmaDeltaAdam": {"lr": 0.01},
     "OneBitAdam": {"lr": 0.01, "warmup_steps": 2},
     "OneBitLAMB": {"lr": 0.01, "warmup_steps": 2, "coeff_beta": 0.5},
     "LAMB": {"lr": 0.01},

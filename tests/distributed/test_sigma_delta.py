@@ -31,6 +31,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Of each variant: options of the optimizer, and the same of the reference."""
 
 
+SIZES: list[tuple[dict[str, Any], bool, int, int]] = [
+    ({}, False, 16, 4),
+    ({}, True, 16, 4),
+    ({"variance": "local"}, False, 12, 4),
+    ({"errors": "int8"}, False, 13, 1),
+    ({"reduce": "one_phase"}, False, 16, 0),
+]
+"""Options, whether nodes are workers, bytes of state for each element and for each that a server has."""
+
+
 def train(rank: int, options: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
     """Through DDP; small buckets, so that DDP has several and rebuilds them in another order."""
     model = toy.make()
@@ -105,11 +115,11 @@ def test_coordinates_without_gradient_do_not_move() -> None:
             assert (x[: toy.USED] != before[: toy.USED]).any(1).all()
 
 
-def counted(rank: int, world: int, options: dict[str, Any], hierarchical: bool) -> dict[str, Any]:
-    """The bytes that this rank sends in each step: between nodes, within."""
+def counted(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The bytes that this rank sends in each step."""
     ddp = DistributedDataParallel(hsdp.make_even())
     optimizer = SigmaDeltaAdam(ddp.module.parameters(), lr=0.01, **options)
-    attachment = attach(ddp, optimizer, hierarchical=hierarchical)
+    attachment = attach(ddp, optimizer)
     sent = []
     for step in range(1, STEPS + 1):
         attachment.counter.reset()
@@ -117,7 +127,7 @@ def counted(rank: int, world: int, options: dict[str, Any], hierarchical: bool) 
         hsdp.even_loss(ddp, rank, step).backward()
         optimizer.step()
         sent.append(attachment.counter.intra + attachment.counter.inter)
-    return {"sent": sent, "padded": sum(u.padded for u in optimizer.units), "state": optimizer.state_bytes()}
+    return {"sent": sent, "padded": sum(u.padded for u in optimizer.units)}
 
 
 @pytest.mark.parametrize(
@@ -130,25 +140,31 @@ def test_bytes_are_a_bit_each_way_and_the_variance_in_its_steps(
 ) -> None:
     world = 4
     shares = shared_steps(1.1, STEPS)
-    for rank in run_ranks(counted, world, options, False, ranks_per_node=1):
+    for rank in run_ranks(counted, world, options):
         around = (world - 1) / world * rank["padded"]
         for step in range(2, STEPS + 1):  # in the first the map of seen coordinates travels too, and closes
             assert rank["sent"][step - 1] == around * (phases / 8 + (step in shares) * 2 * nbytes)
 
 
+def sizes(rank: int, world: int) -> list[tuple[int, int]]:
+    """Bytes of state and padded elements of each form, once every coordinate has been seen."""
+    found = []
+    for options, hierarchical, _, _ in SIZES:
+        ddp = DistributedDataParallel(hsdp.make_even())
+        optimizer = SigmaDeltaAdam(ddp.module.parameters(), lr=0.01, **options)
+        attachment = attach(ddp, optimizer, hierarchical=hierarchical)
+        hsdp.even_loss(ddp, rank, 1).backward()
+        optimizer.step()
+        attachment.close()
+        found.append((optimizer.state_bytes(), sum(u.padded for u in optimizer.units)))
+    return found
+
+
 def test_state_has_the_size_that_the_page_says() -> None:
-    for options, each, served in (
-        ({}, 16, 4),
-        ({"variance": "local"}, 12, 4),
-        ({"errors": "int8"}, 13, 1),
-        ({"reduce": "one_phase"}, 16, 0),
-    ):
-        for shards, hierarchical in ((1, False), (2, True)):
-            (first, *_) = run_ranks(counted, 4, options, hierarchical, ranks_per_node=shards)
-            workers = 4 // shards
-            assert first["state"] == first["padded"] * (each + served / workers) / shards
-        if options:
-            break  # one of the sizes with nodes as workers is enough
+    for found in run_ranks(sizes, 4, ranks_per_node=2):
+        for (_, hierarchical, each, served), (state, padded) in zip(SIZES, found, strict=True):
+            workers, shards = (2, 2) if hierarchical else (4, 1)
+            assert state == padded * (each + served / workers) / shards
 
 
 def sharded(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -204,36 +220,39 @@ def test_birder_has_the_same_quantizer() -> None:
     assert moved.max() <= 0.01 * STEPS + 1e-5  # +-lr in every step
 
 
-def resumed(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A run of 24 steps in one go; the same with a stop after 13, on ranks that begin anew."""
-
-    def make() -> tuple[DistributedDataParallel, SigmaDeltaAdam]:
-        model = toy.make()
-        ddp = DistributedDataParallel(model)
-        optimizer = SigmaDeltaAdam(model.parameters(), lr=0.01, **options)
-        attach(ddp, optimizer, unit_mb=0.0008)
-        return ddp, optimizer
-
-    def go_on(ddp: DistributedDataParallel, optimizer: SigmaDeltaAdam, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
-
-    ddp, optimizer = make()
-    go_on(ddp, optimizer, range(1, 14))
-    state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, Path(folder) / f"{rank}.pt")
-    go_on(ddp, optimizer, range(14, 25))
-    ddp2, again = make()
-    kept = torch.load(Path(folder) / f"{rank}.pt")
-    ddp2.module.load_state_dict(kept["model"])
-    again.load_state_dict(kept["optimizer"])
-    go_on(ddp2, again, range(14, 25))
-    return {"x": toy.flat(ddp.module).numpy(), "again": toy.flat(ddp2.module).numpy()}
+def resumed(rank: int, world: int, folder: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """24 steps in one go, and the same with a stop after 13, on an optimizer that begins anew: of each form."""
+    found = []
+    for options in ({}, {"errors": "int8"}, {"errors": "int8", "reduce": "one_phase"}):
+        whole, optimizer = begun(options)
+        go_on(whole, optimizer, rank, range(1, 14))
+        state = {"model": whole.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, Path(folder) / f"{rank}.pt")
+        go_on(whole, optimizer, rank, range(14, 25))
+        again, other = begun(options)
+        kept = torch.load(Path(folder) / f"{rank}.pt")
+        again.module.load_state_dict(kept["model"])
+        other.load_state_dict(kept["optimizer"])
+        go_on(again, other, rank, range(14, 25))
+        found.append((toy.flat(whole.module).numpy(), toy.flat(again.module).numpy()))
+    return found
 
 
-@pytest.mark.parametrize("options", [{}, {"errors": "int8"}, {"errors": "int8", "reduce": "one_phase"}])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
-    for rank in run_ranks(resumed, 3, str(tmp_path), options):
-        assert (rank["x"] == rank["again"]).all()
+def begun(options: dict[str, Any]) -> tuple[DistributedDataParallel, SigmaDeltaAdam]:
+    ddp = DistributedDataParallel(toy.make())
+    optimizer = SigmaDeltaAdam(ddp.module.parameters(), lr=0.01, **options)
+    attach(ddp, optimizer, unit_mb=0.0008)
+    return ddp, optimizer
+
+
+def go_on(ddp: DistributedDataParallel, optimizer: SigmaDeltaAdam, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        toy.loss(ddp, rank, step).backward()
+        optimizer.step()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    for rank in run_ranks(resumed, 3, str(tmp_path)):
+        for whole, again in rank:
+            assert (whole == again).all()

@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, dict, bool]] = {
     "Birder one-phase": ("Birder", {"lr": 0.01, "reduce": "one_phase"}, False),
     "Birder hierarchical": ("Birder", {"lr": 0.01}, True),
     "Birder one-phase hierarchical": ("Birder", {"lr": 0.01, "reduce": "one_phase"}, True),
+    "Sigma-delta Adam": ("SigmaDeltaAdam", {"lr": 0.01, "share_growth": 1.5}, False),
+    "Sigma-delta Adam hierarchical": ("SigmaDeltaAdam", {"lr": 0.01, "wire": "bf16", "max_grad_norm": 0.5}, True),
     "1-bit Adam": ("OneBitAdam", {"lr": 0.01, "warmup_steps": 4}, False),
     "1-bit Adam hierarchical": ("OneBitAdam", {"lr": 0.01, "warmup_steps": 4}, True),
     "SGDM": ("SGDM", {"lr": 0.1, "momentum": 0.9, "max_grad_norm": 0.5}, False),

@@ -35,6 +35,9 @@ class Nccl:
 MORE = {
     "Birder hold": {"idle": "hold"},
     "Birder u": {"intra": "u"},
+    "SigmaDeltaAdam": {},
+    "SigmaDeltaAdam local": {"variance": "local", "errors": "int8"},
+    "SigmaDeltaAdam one-phase": {"reduce": "one_phase"},
     "ZeroOneAdam deepspeed": {"warmup_steps": 2, "local_doubling": 1, "local_limit": 2, "variant": "deepspeed"},
     "SLAMB v1": {"sync_every": 3, "dense_below": 10, "form": "v1"},
     "SLAMB v2": {"sync_every": 3, "dense_below": 10, "form": "v2"},
