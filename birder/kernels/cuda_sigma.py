@@ -65,7 +65,7 @@ def _modulate(
 ):
     byte = first_byte(BYTES)
     e = elements(byte)
-    live = e < count * 8
+    live = (byte < count)[:, None]
     z = tl.load(u + e, mask=live, other=0.0) * weight + _old(error, e, live, step, STEPS)
     _leave(z, error, e, out, byte, live, count, most, units, dither, FEEDBACK, STEPS)
 
@@ -99,7 +99,7 @@ def _modulate_adam(
 ):
     byte = first_byte(BYTES)
     e = elements(byte)
-    live = e < count * 8
+    live = (byte < count)[:, None]
     mean = tl.load(m + e, mask=live, other=0.0)
     if MOMENTS:
         x = tl.load(g + e, mask=live, other=0.0).to(tl.float32)
@@ -128,7 +128,7 @@ def _modulate_adam(
 def _serve(rows, error, out, count, n, weight, step, most, units, dither, STEPS: tl.constexpr, BYTES: tl.constexpr):
     byte = first_byte(BYTES)
     e = elements(byte)
-    live = e < count * 8
+    live = (byte < count)[:, None]
     ones = tl.zeros((BYTES, 8), tl.int32)
     for r in range(n):
         ones += unpack(tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=byte < count, other=0))
