@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from birder.predict import gpus
+
 BYTES: dict[str, Callable[[int], float]] = {
     # 1-bit kernels of birder/kernels; n is the number of workers
     "encode": lambda n: 20.125,
@@ -49,10 +51,8 @@ BYTES: dict[str, Callable[[int], float]] = {
 EXCHANGES = {4: "all_reduce_fp32", 2: "all_reduce_half", 0: "pairwise"}
 """Kinds of exchange by the bytes of a number that is added up on the way; 0: nothing is."""
 
-GPUS = {"v100": 900.0, "a100": 1555.0, "a100-80gb": 2039.0, "h100": 3350.0, "h200": 4800.0, "a10": 600.0, "l4": 300.0}
-"""Memory bandwidth in GB/s, from the makers' data sheets."""
 REACHED = 0.7
-"""Share of it that element-wise kernels are assumed to reach."""
+"""Share of a GPU's memory bandwidth that element-wise kernels are assumed to reach."""
 LAUNCH_US = 8.0
 """Assumed time to start a kernel on a GPU, Python included."""
 
@@ -94,11 +94,11 @@ class Costs:
 
     @staticmethod
     def of_gpu(name: str) -> Costs:
-        """Of a GPU in `GPUS`: `REACHED` of its memory's bandwidth. Raises ValueError for another name."""
-        key = name.lower().replace("nvidia ", "").replace("_", "-")
-        found = [k for k in GPUS if key == k] or sorted((k for k in GPUS if key.startswith(k)), key=len, reverse=True)
-        if not found:
-            raise ValueError(f"no memory bandwidth known of {name!r}; there are: {', '.join(GPUS)}")
-        rate = REACHED * GPUS[found[0]]
-        text = f"{found[0]}: {REACHED:.0%} of {GPUS[found[0]]:g} GB/s, {LAUNCH_US:g} us to start a kernel; assumed"
+        """Of a GPU of gpus.py: `REACHED` of its memory's bandwidth. Raises ValueError for another name."""
+        try:
+            gpu = gpus.find(name)
+        except ValueError as error:
+            raise ValueError(f"no memory bandwidth known of {name!r}: {error}") from None
+        rate = REACHED * gpu.gb_per_s
+        text = f"{name.lower()}: {REACHED:.0%} of {gpu.gb_per_s:g} GB/s, {LAUNCH_US:g} us to start a kernel; assumed"
         return Costs.of_bandwidth(rate, source=text)

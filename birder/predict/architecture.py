@@ -1,0 +1,287 @@
+"""A timeline without the GPU, from the architecture: forward and backward run once on the meta device, and every kernel's
+operations and bytes are counted.
+
+    work = count(module, loss, "bf16")          what one step computes and moves; `module` holds no memory
+    timeline = work.timeline(find("h100"))      when each gradient is ready there
+
+A GPU computes kernels one after the other, each as soon as the host has started it (c launches take c x `LAUNCH_US`):
+
+    (1) end_i = max(end_(i-1), i LAUNCH_US) + t_i,   t_i by (1) of gpus.py
+
+and a gradient is ready at the end of the kernel that made its last part: that of a tied embedding with the input's layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from birder.predict.costs import LAUNCH_US
+from birder.predict.gpus import GPU, UNSURE
+from birder.predict.timeline import Gradient, IntraNode, Timeline
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FREE = ("detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "alias", "lift_fresh")
+"""Operators beside views that start no kernel."""
+TWICE = {"native_batch_norm": 1.5, "native_batch_norm_backward": 5 / 3, "cudnn_batch_norm": 1.5}
+"""Statistics come first: what is read once more, as a factor on the bytes of inputs and outputs."""
+APART = ("embedding", "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward")
+"""Kernels that a compiler does not fuse with their neighbours, beside those that multiply."""
+CAST = 6.0
+"""Bytes per parameter that mixed precision moves: fp32 to 16 bits before forward, the gradient back after it."""
+UPDATE = {"adamw": 28.0, "sgd": 20.0}
+"""Bytes per parameter of a fused step of the user's own optimizer."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """kind: of `gpus.KINDS`."""
+
+    flops: float
+    nbytes: float
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a model. forward: kernels of forward; ready: parameter -> kernels done when its gradient is ready;
+    saved_bytes: of activations that backward needs, at the end of forward."""
+
+    model: str
+    precision: str
+    batch: int
+    kernels: tuple[Kernel, ...]
+    forward: int
+    ready: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+    saved_bytes: float
+
+    @property
+    def elements(self) -> int:
+        return sum(torch.Size(s).numel() for s in self.shapes.values())
+
+    @property
+    def tflop(self) -> float:
+        """Of forward and backward, 10^12 operations."""
+        return sum(k.flops for k in self.kernels) / 1e12
+
+    def timeline(self, gpu: GPU, *, gpus_per_node: int = 8, optimizer: str = "adamw", faster: float = 1.0) -> Timeline:
+        """The step on `gpu`. faster: than assumed, for the ends of an interval. Raises ValueError for a precision that it
+        does not compute in."""
+        ends, now = [0.0], 0.0
+        for i, k in enumerate(self.kernels, 1):
+            ms = gpu.ms(k.flops, k.nbytes, self.precision, k.kind) / faster
+            now = max(now, i * LAUNCH_US / 1e3) + ms
+            ends.append(now)
+        forward = ends[self.forward]
+        gradients = (Gradient(n, s, max(ends[self.ready[n]], forward)) for n, s in self.shapes.items())
+        return Timeline(
+            name=f"{self.model}_b{self.batch}_{self.precision}_{gpu.name}",
+            model=self.model,
+            gpu=gpu.name,
+            precision=self.precision,
+            batch_per_gpu=self.batch,
+            gpus_per_node=gpus_per_node,
+            forward_ms=forward,
+            step_ms=ends[-1],
+            gradients=tuple(gradients),
+            intra_node=IntraNode.of(self.elements, gpus_per_node),
+            source="the architecture",
+            note=f"{self.tflop:.3g} TFLOP; assumed shares of the data sheet's rates, +-{UNSURE:.0%}",
+            update_ms=gpu.ms(0.0, UPDATE[optimizer] * self.elements, self.precision) / faster,
+        )
+
+
+def count(
+    module: nn.Module,
+    loss: Callable[[], Tensor],
+    precision: str,
+    *,
+    model: str = "",
+    batch: int = 1,
+    compiled: bool = False,
+) -> Work:
+    """What a step of `loss` and its backward computes and moves. All tensors must be on the meta device.
+
+    precision: bf16 and fp16 mean mixed precision: parameters in fp32, cast once in a step. compiled: neighbouring
+    kernels that do not multiply are fused into one, as torch.compile does. Raises ValueError for a parameter that gets none.
+    """
+    dtype = HALF.get(precision)
+    if dtype is not None:
+        module = module.to(dtype)
+    counter = _Counter(compiled)
+    ready: dict[str, int] = {}
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+    hooks = [module.register_forward_pre_hook(lambda _, args: _cast(args, dtype))] if dtype else []
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            own = p.untyped_storage()._cdata
+            counter.parameters.add(own)
+            hooks.append(p.register_post_accumulate_grad_hook(lambda _, n=name: ready.__setitem__(n, counter.done)))
+    try:
+        with _fused_operators(counter), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda t: t), counter:
+            value = loss()
+            forward = counter.done
+            value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        module.zero_grad(set_to_none=True)
+    if lost := [n for n in shapes if n not in ready]:
+        raise ValueError(f"the parameter {lost[0]} gets no gradient")
+    kernels = [Kernel(*k) for k in counter.kernels]
+    if dtype is not None:
+        kernels, forward, ready = _with_casts(kernels, forward, ready, shapes)
+    return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved)
+
+
+def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def _with_casts(
+    kernels: list[Kernel], forward: int, ready: dict[str, int], shapes: dict[str, tuple[int, ...]]
+) -> tuple[list[Kernel], int, dict[str, int]]:
+    """Mixed precision: a cast of all parameters before forward, of each gradient when it is there."""
+    sizes = {n: CAST * torch.Size(s).numel() for n, s in shapes.items()}
+    added = [0.0] * (len(kernels) + 1)
+    for name, at in ready.items():
+        added[at] += sizes[name]
+    made = [Kernel(0.0, sum(sizes.values()))]
+    shifted = list(accumulate((1 if bytes_ else 0 for bytes_ in added), initial=1))
+    for i, nbytes in enumerate(added):
+        if i:
+            made.append(kernels[i - 1])
+        if nbytes:
+            made.append(Kernel(0.0, nbytes))
+    return made, forward + 1, {n: at + shifted[at + 1] for n, at in ready.items()}
+
+
+class _Counter(TorchDispatchMode):
+    """Every operator that starts a kernel."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self.kernels: list[tuple[float, float, str]] = []
+        self.parameters: set[int] = set()
+        self.saved = 0.0
+        self.kept: dict[int, Any] = {}  # storages, so that none has the number of one that is gone
+        self.seen: set[int] = set()  # saved ones
+        self.group: set[int] = set()  # storages that the fused kernel at the end has at hand
+        self.unwritten: set[int] = set()  # of those, results that nobody else has asked for
+
+    @property
+    def done(self) -> int:
+        return len(self.kernels)
+
+    def save(self, t: Tensor) -> Tensor:
+        key = self.key(t)
+        if key not in self.seen and key not in self.parameters:
+            self.seen.add(key)
+            self.saved += t.numel() * t.element_size()
+        return t
+
+    def key(self, t: Tensor) -> int:
+        storage = t.untyped_storage()
+        self.kept.setdefault(storage._cdata, storage)
+        return int(storage._cdata)
+
+    def add(self, flops: float, nbytes: float, kind: str) -> None:
+        self.group, self.unwritten = set(), set()
+        self.kernels.append((flops, nbytes, kind))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func.overloadpacket
+        name = packet.__name__
+        if func.is_view or name in FREE:
+            return out
+        ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+        if self.compiled and not flops and name not in APART:
+            self._fuse(ins, outs)
+        else:
+            late = sum(_bytes(t) for t in ins if self._late(t))
+            kind = "convolution" if name.startswith("convolution") else ""
+            self.add(flops, late + TWICE.get(name, 1.0) * sum(map(_bytes, (*ins, *outs))), kind)
+        return out
+
+    def _late(self, t: Tensor) -> bool:
+        """Whether it was at hand in a fused kernel alone until now, which has to write it."""
+        late = self.key(t) in self.unwritten
+        self.unwritten.discard(self.key(t))
+        return late
+
+    def _fuse(self, ins: list[Tensor], outs: list[Tensor]) -> None:
+        nbytes = 0.0
+        fresh = not self.group
+        for t in ins:
+            if self.key(t) not in self.group:
+                nbytes += _bytes(t)
+                self.group.add(self.key(t))
+        for t in outs:
+            self.group.add(self.key(t))
+            self.unwritten.add(self.key(t))
+        if fresh:
+            self.kernels.append((0.0, nbytes, ""))
+        else:
+            flops, before, _ = self.kernels[-1]
+            self.kernels[-1] = (flops, before + nbytes, "")
+
+
+def _bytes(t: Tensor) -> float:
+    return float(t.numel() * t.element_size())
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention: 4 S^2 D operations of each head forward, 2.5 times as many backward, half of both if causal."""
+
+    @staticmethod
+    def forward(ctx: Any, counter: _Counter, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out)
+        ctx.counter = counter
+        ctx.flops = 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]) / (2 if causal else 1)
+        counter.add(ctx.flops, sum(map(_bytes, (q, k, v, out))), "attention")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out = ctx.saved_tensors
+        ctx.counter.add(2.5 * ctx.flops, 2 * sum(map(_bytes, (q, k, v, out))), "attention")
+        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+@contextmanager
+def _fused_operators(counter: _Counter) -> Iterator[None]:
+    """Operators that the meta device would take apart and a GPU does not."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is nn.functional.scaled_dot_product_attention:
+                q, k, v = args[:3] if len(args) >= 3 else (kwargs["query"], kwargs["key"], kwargs["value"])
+                causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+                return _Attention.apply(counter, q, k, v, causal)
+            if func is torch.dropout or func is nn.functional.dropout:
+                values = dict(zip(("input", "p", "train" if func is torch.dropout else "training"), args)) | kwargs
+                if values.get("train", values.get("training", True)) and values.get("p", 0.5):
+                    return torch.native_dropout(values["input"], values.get("p", 0.5), True)[0]
+                return values["input"]
+            return func(*args, **kwargs)
+
+    with Mode():
+        yield

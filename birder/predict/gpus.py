@@ -1,0 +1,111 @@
+"""`GPU`: what a data sheet says of a GPU, and which share of it training is assumed to reach. Imports no torch.
+
+Peaks are those of dense matrix products. A kernel that does F operations and moves B bytes takes
+
+    (1) t = F / (reached peak) + B / (reached bandwidth)
+
+The two are added up: small and narrow products, which reach little of the peak, move many bytes for what they compute. One
+set of shares is meant for every model (`REACHED`, `MEMORY`); `UNSURE` of a time is the interval that a prediction states.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+REACHED = {"fp32": 0.85, "tf32": 0.35, "bf16": 0.8, "fp16": 0.8}
+"""Share of the peak that large matrix products reach. TF32 is far below: its kernels take one layout of operands."""
+KINDS = {"": 1.0, "attention": 0.6, "convolution": 0.75}
+"""What other kernels that multiply reach, relative to matrix products: fused attention, convolutions."""
+MEMORY = 0.85
+"""Share of the memory's bandwidth that a kernel reaches."""
+UNSURE = 0.2
+"""A time from an architecture may be so much shorter or longer, relative."""
+PRECISIONS = tuple(REACHED)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU. tflops: peak by precision; gb_per_s: of its memory; gb: its size; inside_gb_per_s: to another GPU of the node,
+    each way, by `inside` (NVLink or PCIe)."""
+
+    name: str
+    label: str
+    tflops: dict[str, float]
+    gb_per_s: float
+    gb: float
+    inside_gb_per_s: float
+    inside: str
+
+    def peak(self, precision: str) -> float:
+        """TFLOP/s. Raises ValueError where the GPU does not compute in that precision."""
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision} is unknown{nearest(precision, PRECISIONS)}")
+        if precision not in self.tflops:
+            raise ValueError(f"{self.label} does not compute in {precision}; it has {', '.join(self.tflops)}")
+        return self.tflops[precision]
+
+    def ms(self, flops: float, nbytes: float, precision: str, kind: str = "") -> float:
+        """(1), in ms. kind: of `KINDS`."""
+        share = KINDS[kind] * REACHED[precision]
+        compute = flops / (share * self.peak(precision) * 1e9) if flops else 0.0
+        return compute + nbytes / (MEMORY * self.gb_per_s * 1e6)
+
+
+NVLINK2, NVLINK3, NVLINK4, NVLINK5 = ((gb, "NVLink") for gb in (150.0, 300.0, 450.0, 900.0))
+PCIE3, PCIE4, PCIE5 = ((gb, "PCIe") for gb in (16.0, 32.0, 64.0))
+
+
+def _gpu(name: str, label: str, peaks: tuple[float, ...], gb_per_s: float, gb: float, inside: tuple[float, str]) -> GPU:
+    """peaks: fp32 and 16 bits; with fp16 alone where there are two, TF32 between them where there are three."""
+    names = {2: ("fp32", "fp16"), 3: ("fp32", "tf32", "bf16", "fp16")}[len(peaks)]
+    return GPU(name, label, dict(zip(names, (*peaks, peaks[-1]))), gb_per_s, gb, *inside)
+
+
+_A100, _H100, _H100_PCIE = (19.5, 156.0, 312.0), (67.0, 495.0, 989.0), (51.0, 378.0, 756.0)
+GPUS: dict[str, GPU] = {
+    g.name: g
+    for g in (
+        _gpu("v100-sxm", "V100 SXM 32 GB", (15.7, 125.0), 900, 32, NVLINK2),
+        _gpu("v100-pcie", "V100 PCIe 16 GB", (14.0, 112.0), 900, 16, PCIE3),
+        _gpu("t4", "T4", (8.1, 65.0), 320, 16, PCIE3),
+        _gpu("a100-sxm-80gb", "A100 SXM 80 GB", _A100, 2039, 80, NVLINK3),
+        _gpu("a100-sxm-40gb", "A100 SXM 40 GB", _A100, 1555, 40, NVLINK3),
+        _gpu("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, PCIE4),
+        _gpu("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, PCIE4),
+        _gpu("h100-sxm", "H100 SXM", _H100, 3350, 80, NVLINK4),
+        _gpu("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, PCIE5),
+        _gpu("h200", "H200", _H100, 4800, 141, NVLINK4),
+        _gpu("b200", "B200", (75.0, 1125.0, 2250.0), 8000, 180, NVLINK5),
+        _gpu("l40s", "L40S", (91.6, 183.0, 362.0), 864, 48, PCIE4),
+        _gpu("l4", "L4", (30.3, 60.0, 121.0), 300, 24, PCIE4),
+        _gpu("a10", "A10", (31.2, 62.5, 125.0), 600, 24, PCIE4),
+        _gpu("a10g", "A10G", (35.0, 35.0, 70.0), 600, 24, PCIE4),
+        _gpu("rtx-3090", "RTX 3090", (35.6, 35.6, 71.0), 936, 24, PCIE4),
+        _gpu("rtx-4090", "RTX 4090", (82.6, 82.6, 165.2), 1008, 24, PCIE4),
+        _gpu("rtx-a6000", "RTX A6000", (38.7, 77.4, 154.8), 768, 48, PCIE4),
+    )
+}
+"""From the makers' data sheets. The first of a family is meant where no variant is named: A100 is the one with 80 GB and SXM.
+RTX: products with sums in fp32, which training uses; PCIe: one way, of 16 lanes."""
+
+
+def find(name: str) -> GPU:
+    """The GPU of a name as people, data sheets or `torch.cuda.get_device_name` write it. Raises ValueError."""
+    said = [w.removeprefix("rtx") for w in re.findall(r"[a-z0-9]+", re.sub(r"sxm\d", "sxm", name.lower()))]
+    said = [f"{w}gb" if w in ("40", "80") else w for w in said]
+    families = {g.name.removeprefix("rtx-").split("-")[0]: g for g in reversed(GPUS.values())}
+    family = next((w for w in said if w in families), None)
+    if family is None:
+        raise ValueError(f"no GPU {name!r} is known{nearest(name.lower(), [*GPUS, *families], GPUS)}")
+    variants = [g for g in GPUS.values() if family in g.name.split("-")]
+    return max(variants, key=lambda g: sum(w in g.name.split("-") for w in said))  # the first of equals
+
+
+def nearest(name: str, known: Iterable[str], shown: Iterable[str] = ()) -> str:
+    """What follows on "is unknown": the nearest names, or where nothing is near, all that are `shown`, by default `known`."""
+    every = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(name, every, n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(close)}?" if close else f"; there are: {', '.join(list(shown) or every)}"

@@ -1,0 +1,179 @@
+"""Timelines from architectures: what is counted, when gradients are ready, which GPUs there are. All on the meta device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from birder.predict.architecture import CAST, Work, count
+from birder.predict.costs import LAUNCH_US
+from birder.predict.gpus import GPUS, KINDS, MEMORY, REACHED, find
+
+
+def mlp(batch: int, width: int = 256, layers: int = 3) -> tuple[nn.Module, object]:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        x = torch.randn(batch, width)
+    return net, lambda: net(x).square().mean()
+
+
+def work(batch: int = 64, precision: str = "fp32", **options: int) -> Work:
+    net, loss = mlp(batch, **options)
+    return count(net, loss, precision, batch=batch)  # type: ignore[arg-type]
+
+
+def test_products_are_counted_as_torch_does_by_hand() -> None:
+    # Forward 2 b w^2 of each of 3 layers; backward the same for weights, and for the inputs of all but the first.
+    assert work(64).tflop * 1e12 == 2 * 64 * 256**2 * (3 + 3 + 2)
+
+
+def test_a_kernel_takes_its_operations_and_its_bytes() -> None:
+    gpu = find("a100")
+    assert gpu.ms(1e12, 0, "bf16") == pytest.approx(1e3 / (312 * REACHED["bf16"]))
+    assert gpu.ms(0, 1e9, "bf16") == pytest.approx(1e3 / (2039 * MEMORY))
+    assert gpu.ms(1e12, 0, "bf16", "attention") == pytest.approx(gpu.ms(1e12, 0, "bf16") / KINDS["attention"])
+
+
+def test_gradients_are_ready_from_the_last_layer_to_the_first_within_backward() -> None:
+    t = work(4096, width=2048).timeline(find("a100"))
+    ready = [g.ready_ms for g in t.gradients]
+    assert ready == sorted(ready, reverse=True)
+    assert len(set(ready)) == 3
+    assert t.forward_ms < min(ready)
+    assert max(ready) <= t.step_ms
+
+
+def test_a_tied_embedding_is_ready_when_its_last_part_is() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.middle = nn.Embedding(1000, 64), nn.Linear(64, 64)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.middle(self.embedding(tokens)) @ self.embedding.weight.T
+
+    with torch.device("meta"):
+        net, tokens = Tied(), torch.zeros(8, 32, dtype=torch.long)
+    t = count(net, lambda: net(tokens).square().mean(), "fp32").timeline(find("v100"))
+    ready = {g.name: g.ready_ms for g in t.gradients}
+    assert max(ready, key=lambda n: ready[n]) == "embedding.weight"
+    assert t.elements == 1000 * 64 + 64 * 64 + 64
+
+
+def test_mixed_precision_moves_half_the_bytes_and_casts_parameters() -> None:
+    full, half = work(4096), work(4096, "bf16")
+    cast = CAST * (2 * half.elements + 4096 * 256)  # parameters, gradients and the input
+    moved = sum(k.nbytes for k in half.kernels) - cast
+    assert moved == pytest.approx(sum(k.nbytes for k in full.kernels) / 2, rel=1e-3)
+    assert half.saved_bytes == pytest.approx(full.saved_bytes / 2, rel=1e-3)
+    assert half.tflop == full.tflop
+
+
+def attention(causal: bool, size: int = 512) -> Work:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)
+            return nn.functional.scaled_dot_product_attention(q, x, x, is_causal=causal)
+
+    with torch.device("meta"):
+        net, x = Own(), torch.randn(2, 4, size, 64)
+    return count(net, lambda: net(x).square().mean(), "bf16")
+
+
+def test_attention_is_fused_counted_and_halved_by_a_causal_mask() -> None:
+    def of(found: Work) -> float:
+        return sum(k.flops for k in found.kernels if k.kind == "attention")
+
+    assert of(attention(False)) == pytest.approx(3.5 * 4 * 2 * 4 * 512**2 * 64)
+    assert of(attention(True)) == of(attention(False)) / 2
+    # What it saves grows with the sequence, not with its square.
+    assert attention(True, 1024).saved_bytes < 2.1 * attention(True).saved_bytes
+
+
+def test_a_compiler_fuses_what_does_not_multiply() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mul(2).add(1).exp().sigmoid()
+
+    def of(compiled: bool) -> Work:
+        with torch.device("meta"):
+            net, x = Chain(), torch.randn(4096, 64)
+        return count(net, lambda: net(x).sum(), "fp32", compiled=compiled)
+
+    eager, fused = of(False), of(True)
+    assert fused.tflop == eager.tflop
+    assert len(fused.kernels) < len(eager.kernels) / 2
+    assert sum(k.nbytes for k in fused.kernels) < 0.7 * sum(k.nbytes for k in eager.kernels)
+
+
+def test_dropout_is_one_kernel_and_none_in_evaluation() -> None:
+    def of(p: float) -> int:
+        with torch.device("meta"):
+            net, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(p)), torch.randn(4, 8)
+        return len(count(net, lambda: net(x).sum(), "fp32").kernels)
+
+    assert of(0.5) == of(0.0) + 2  # forward and backward
+
+
+def test_a_small_model_waits_for_the_host() -> None:
+    found = work(1, layers=30)
+    t = found.timeline(find("h100"))
+    assert t.step_ms == pytest.approx(len(found.kernels) * LAUNCH_US / 1e3, rel=0.02)
+    assert t.step_ms == pytest.approx(found.timeline(find("b200")).step_ms, rel=0.02)  # no GPU is fast enough
+
+
+def test_a_parameter_without_gradient_is_named() -> None:
+    with torch.device("meta"):
+        net, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(2, 4)
+    with pytest.raises(ValueError, match=r"1\.weight gets no gradient"):
+        count(net, lambda: net[0](x).sum(), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("a100", "a100-sxm-80gb"),
+        ("A100-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("4090", "rtx-4090"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm"),
+        ("L4", "l4"),
+        ("l40s", "l40s"),
+    ],
+)
+def test_a_gpu_is_found_however_it_is_written(said: str, name: str) -> None:
+    assert find(said).name == name
+
+
+def test_every_gpu_is_found_by_its_own_name_and_label() -> None:
+    for name, gpu in GPUS.items():
+        assert find(name) is gpu
+        assert find(gpu.label) is gpu
+        assert gpu.peak("fp32") < gpu.peak("fp16")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"), [("h1000", "did you mean h100"), ("abacus", "there are: v100-sxm"), ("rtx 4080", "rtx-4090")]
+)
+def test_an_unknown_gpu_is_answered_with_the_nearest(said: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        find(said)
+
+
+def test_a_precision_that_a_gpu_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="V100 SXM 32 GB does not compute in bf16; it has fp32, fp16"):
+        work(4, "bf16").timeline(find("v100"))
+    with pytest.raises(ValueError, match="precision=bf17 is unknown; did you mean bf16"):
+        find("v100").peak("bf17")
