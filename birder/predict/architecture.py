@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -203,9 +203,11 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = packet.__name__
+        if name == "_local_scalar_dense":  # "is every token there?": there are no data, and all are alike
+            return args[0].dtype == torch.bool
+        out = func(*args, **kwargs)
         if func.is_view or name in FREE:
             return out
         ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -267,21 +269,23 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _fused_operators(counter: _Counter) -> Iterator[None]:
-    """Operators that the meta device would take apart and a GPU does not."""
+    """Operators that the meta device would take apart and a GPU does not. A mode of torch would not see checkpointing's
+    second forward."""
 
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if func is nn.functional.scaled_dot_product_attention:
-                q, k, v = args[:3] if len(args) >= 3 else (kwargs["query"], kwargs["key"], kwargs["value"])
-                causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
-                return _Attention.apply(counter, q, k, v, causal)
-            if func is torch.dropout or func is nn.functional.dropout:
-                values = dict(zip(("input", "p", "train" if func is torch.dropout else "training"), args)) | kwargs
-                if values.get("train", values.get("training", True)) and values.get("p", 0.5):
-                    return torch.native_dropout(values["input"], values.get("p", 0.5), True)[0]
-                return values["input"]
-            return func(*args, **kwargs)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> Tensor:
+        return _Attention.apply(counter, query, key, value, is_causal)  # type: ignore[no-any-return,no-untyped-call]
 
-    with Mode():
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p else input
+
+    f = nn.functional
+    with mock.patch.multiple(f, scaled_dot_product_attention=attention, dropout=dropout):
         yield
