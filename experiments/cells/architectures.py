@@ -1,0 +1,224 @@
+"""Models by name, made on the meta device and counted (birder/predict/architecture.py): no weights, no data, no download.
+
+hf:gpt2-medium                       a published shape of conf/predict/models.yaml
+hf:FOLDER, hf:FILE.json              a configuration of transformers on this machine
+hf:llama                             a type that transformers knows, as its configuration is by default
+torchvision:resnet101                a model of torchvision
+package.module:function              function(batch) returns (module, loss), loss a function without arguments
+params:1.3B layers=24 width=2048 vocab=50k    a GPT of that shape; what is not given follows from the number of parameters
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from birder.predict.gpus import nearest
+from experiments.config.data_files import CONF
+from launch.errors import UserError
+
+SEQ = 1024
+"""Tokens of a sample where none are asked for, or as many as the model takes."""
+PIXELS = 224
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+HEAD = 64
+"""Width of a head of `params:`."""
+TASKS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification", "QuestionAnswering")
+"""What a type of model is trained for: the first that transformers has for it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a model. seq: tokens of a sample; None: `SEQ`. compiled: fused as by torch.compile. checkpointing:
+    activations are computed again in backward. attention: transformers' implementation."""
+
+    model: str
+    batch: int
+    precision: str
+    seq: int | None = None
+    compiled: bool = False
+    checkpointing: bool = False
+    attention: str = "sdpa"
+
+
+def work(q: Asked) -> Any:
+    """`birder.predict.architecture.Work` of a step. Raises UserError."""
+    import torch
+
+    from birder.predict import architecture
+
+    kind, _, name = q.model.partition(":")
+    if q.checkpointing and kind == "torchvision":
+        raise UserError("checkpointing=true is for hf: and params: models, which can switch it on themselves")
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, loss = _made(kind, name, q)
+        return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
+    except UserError:
+        raise
+    except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError, ImportError, KeyError) as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"model={q.model} cannot be counted without running it: {said}") from None
+
+
+def slug(q: Asked) -> str:
+    """A name of the model for tables and files."""
+    return "-".join(re.findall(r"[A-Za-z0-9._]+", q.model.partition(":")[2] or q.model)) + (
+        f"_s{q.seq}" if q.seq else ""
+    )
+
+
+def _made(kind: str, name: str, q: Asked) -> tuple[Any, Callable[[], Any]]:
+    if kind == "hf":
+        return _transformers(config(name), q)
+    if kind == "params":
+        return _transformers(gpt(name, q.seq or SEQ), q)
+    if kind == "torchvision":
+        return _torchvision(name, q.batch)
+    return function(q.model, q.batch)
+
+
+@functools.cache
+def presets() -> dict[str, dict[str, Any]]:
+    """conf/predict/models.yaml."""
+    return dict(yaml.safe_load((CONF / "predict" / "models.yaml").read_text(encoding="utf-8")))
+
+
+def config(name: str) -> Any:
+    """The configuration of `hf:NAME`. Raises UserError, with the nearest names."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    key = name.lower().rpartition("/")[2].removeprefix("openai-")
+    if key in presets():
+        own = dict(presets()[key])
+        return AutoConfig.for_model(own.pop("type"), **own)
+    path = Path(name)
+    if path.exists():
+        try:
+            return AutoConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{name} is no configuration of transformers: {' '.join(str(error).split())[:150]}"
+            ) from None
+    if key in CONFIG_MAPPING_NAMES:
+        return AutoConfig.for_model(key)
+    near = nearest(key, [*presets(), *CONFIG_MAPPING_NAMES], presets())
+    raise UserError(f"no model hf:{name}{near} A folder with a config.json serves too: nothing is downloaded here")
+
+
+def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config.use_cache = False
+    tasks = TASKS if config.is_encoder_decoder else TASKS[1:]
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = config.pad_token_id = 0
+    autos = ((task, getattr(transformers, f"AutoModelFor{task}")) for task in tasks)
+    found = next(((task, auto) for task, auto in autos if type(config) in auto._model_mapping), None)
+    if found is None:
+        raise UserError(f"{q.model}: transformers trains no {config.model_type} as {', '.join(TASKS)}")
+    task, auto = found
+    config.loss_type = {"CausalLM": "ForCausalLM", "MaskedLM": "ForMaskedLM"}.get(task)
+    net = auto.from_config(config, attn_implementation=q.attention)
+    net.train()
+    if q.checkpointing:
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if task == "ImageClassification":
+        images = torch.randn(q.batch, getattr(config, "num_channels", 3), *_pair(getattr(config, "image_size", PIXELS)))
+        labels = torch.zeros(q.batch, dtype=torch.long)
+        return net, lambda: net(pixel_values=images, labels=labels).loss
+    longest = getattr(config, "max_position_embeddings", None)
+    if q.seq and longest and q.seq > longest and config.model_type in ("gpt2", "bert", "roberta", "opt"):
+        raise UserError(f"{q.model} takes {longest} tokens at most, not seq={q.seq}")
+    tokens = torch.zeros(q.batch, q.seq or min(SEQ, longest or SEQ), dtype=torch.long)
+    if task == "QuestionAnswering":
+        at = torch.zeros(q.batch, dtype=torch.long)
+        return net, lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
+    return net, lambda: net(input_ids=tokens, labels=tokens).loss
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _torchvision(name: str, batch: int) -> tuple[Any, Callable[[], Any]]:
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise UserError(f"no model torchvision:{name}{nearest(name, known, ['resnet50', 'vit_b_16', '...'])}")
+    net = models.get_model(name, weights=None)
+    pixels = 299 if name == "inception_v3" else PIXELS
+    images, labels = torch.randn(batch, 3, pixels, pixels), torch.zeros(batch, dtype=torch.long)
+
+    def loss() -> Any:
+        out = net(images)
+        if isinstance(out, torch.Tensor):
+            return cross_entropy(out, labels)
+        return cross_entropy(out[0], labels) + 0.3 * sum(cross_entropy(o, labels) for o in out[1:] if o is not None)
+
+    return net, loss
+
+
+def function(where: str, batch: int) -> tuple[Any, Callable[[], Any]]:
+    """(module, loss) of `package.module:function`. Raises UserError."""
+    from torch import nn
+
+    module, _, name = where.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"model={where}: {error}") from None
+    made = make(batch)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise UserError(f"model={where}: {name}({batch}) must return (module, loss), loss being a function")
+    return made
+
+
+def quantity(text: str, where: str) -> int:
+    """50k, 1.3B, 2048. Raises UserError."""
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([kKmMbB]?)", text)
+    if not found or not float(found[1]):
+        raise UserError(f"{where} must be a number such as 50k or 1.3B, not {text!r}")
+    return round(float(found[1]) * UNITS[found[2].lower()])
+
+
+def gpt(said: str, positions: int) -> Any:
+    """The configuration of `params:`. With layers l, width w, vocabulary v there are l (4 w^2 + 2 w f) + v w parameters; the
+    width f of the feed-forward part makes them as many as said. Raises UserError."""
+    from transformers import GPT2Config
+
+    first, *pairs = said.split()
+    keys = dict(p.split("=", 1) for p in pairs if "=" in p)
+    if unknown := [p for p in pairs if "=" not in p] + sorted(set(keys) - {"layers", "width", "vocab", "heads"}):
+        raise UserError(f"params: takes layers, width, vocab and heads, as in layers=24, not {unknown[0]}")
+    values = {k: quantity(v, k) for k, v in keys.items()}
+    total, vocab = quantity(first, "params:"), values.get("vocab", 50257)
+    width, layers = values.get("width"), values.get("layers")
+    if width is None:  # of usual GPTs: 12 l w^2 parameters beside the embedding, and a width of 128 l at most
+        shapes = ((w, layers or max(2, round(w / 96))) for w in range(HEAD, 32768, HEAD))
+        width, layers = min(shapes, key=lambda s: abs(12 * s[1] * s[0] ** 2 + vocab * s[0] - total))
+    layers = layers or max(1, round((total - vocab * width) / (12 * width**2)))
+    inner = round((total - vocab * width - 4 * layers * width**2) / (2 * layers * width))
+    if inner < 1:
+        raise UserError(f"params:{said} has too few parameters for {layers} layers of width {width} with {vocab} words")
+    heads = values.get("heads", max(1, width // HEAD))
+    if width % heads:
+        raise UserError(f"params: width={width} is no multiple of heads={heads}")
+    return GPT2Config(
+        n_embd=width, n_layer=layers, n_head=heads, n_inner=inner, vocab_size=vocab, n_positions=positions
+    )
