@@ -1,18 +1,22 @@
-"""Will compression pay? `python experiments/predict.py timeline=resnet50_b32_tf32 cluster.nodes=8 cluster.gbps=10`
+"""Will compression pay? `python experiments/predict.py model=hf:gpt2-medium gpu=h100 batch=8 seq=1024 cluster.nodes=4`
 
-A step's time under every method, predicted from a timeline, a link and the costs of kernels (docs/predict.md).
+A step's time under every method, predicted from a model, a GPU and a link, without any of them (docs/predict.md).
 
-    timeline=NAME                       of results/timelines, or a file's path
-    model=resnet50 batch=32 gpu=a100    the timeline there is of that model, batch and GPU; precision=tf32 or amp
-    model=package.module:function       any torch module: function(batch) returns (module, loss), loss a function without
-                                        arguments. Its timeline is recorded on this machine; gpu_rate=20 gpu=a100: the GPU
-                                        that is meant computes 20 times as fast
-    cluster=NAME                        of conf/predict/cluster: paper, ethernet_25g, infiniband_100g; and each of its keys:
-    cluster.nodes, cluster.ranks_per_node, cluster.gbps, cluster.latency_us, cluster.inside_gb_per_s
+    model=hf:NAME | hf:FOLDER           a published shape (gpt2-medium, llama-3.1-8b, bert-large, ...), or a folder with a
+                                        config.json of transformers; nothing is downloaded
+    model=torchvision:resnet101         model=package.module:function: function(batch) returns (module, loss)
+    'model=params:1.3B layers=24 width=2048 vocab=50k'       a GPT of that shape
+    model=resnet50 batch=32 gpu=a100    the timeline there is of that model, batch and GPU; or timeline=NAME, a file's path
+    model=package.module:function steps=10    recorded on this machine instead; gpu_rate=20: the GPU meant is 20 times as fast
+    batch, seq, precision, compiled, checkpointing, accumulation, sharding=hsdp, optimizer, local_steps
+    cluster=NAME                        of conf/predict/cluster: paper, ethernet_1g, ethernet_25g, infiniband_100g, wan; and
+                                        its keys: cluster.nodes, ranks_per_node, gbps, latency_us, inside_gb_per_s, nics,
+                                        oversubscription
     methods=birder,bf16                 these rows only
 
 Defaults are in conf/predict, all keys in docs/configuration.md.
 
+    --all, --json                       the whole table; the answer as data
     --sweep gbps | nodes                a table and a plot over link rates, or over nodes up to 1,024
     --crossover                         below which link rate each method pays
     --evaluate                          every replayed cell, and every comparison in turns, beside its prediction:
@@ -27,14 +31,19 @@ Exit status: 0; 2 bad input; 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
-from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, crossover, predict, sweep
+from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, crossover, gpus, sweep
+from birder.predict import answer as answers
+from birder.predict.gpus import GPU, UNSURE
+from birder.predict.layouts import Plan
 from experiments.cells import timelines
 from experiments.config import question
 from experiments.records import record
@@ -45,6 +54,12 @@ SWEEPS: dict[str, tuple[float, ...]] = {
     "gbps": (0.5, 1, 2, 3, 5, 7, 10, 15, 25, 40, 100, 200, 400),
     "nodes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
 }
+KINDS = ("hf", "torchvision", "params")
+"""Models that are counted by their name; with another prefix it is a module's."""
+STEPS = 10
+"""That are recorded of a function where none are said."""
+INSIDE_REACHED = 230 / 300
+"""Share of NVLink's or PCIe's rate that large collectives reach inside a node: that of 8 A100 (`NVLINK`)."""
 SHOWN = (
     "fp32",
     "bf16",
@@ -62,48 +77,95 @@ SHOWN = (
 class Question:
     """What is asked, by key of conf/predict."""
 
-    timeline: str | None
     model: str | None
-    batch: int
+    timeline: str | None
     gpu: str
-    precision: str
+    batch: int
+    seq: int | None
+    precision: str | None
+    compiled: bool
+    checkpointing: bool
+    accumulation: int
+    sharding: Any
+    optimizer: str
+    local_steps: int | None
     gpu_rate: float
-    steps: int
+    steps: int | None
     methods: list[str] | None
     cluster: Cluster
+    inside: float | None = None
+    """GB/s inside a node where it was said."""
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.sharding, self.accumulation, self.optimizer)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted."""
+
+    timeline: Timeline
+    gpu: GPU | None = None
+    saved_bytes: float | None = None
+
+    @property
+    def unsure(self) -> float:
+        return 0.0 if self.saved_bytes is None else UNSURE
 
 
 def ask(pairs: Sequence[str]) -> Question:
     """From key=value pairs. Raises UserError for unknown keys and values of the wrong type or out of range."""
     asked = question.ask(pairs)
     there = asked.pop("cluster")
-    between, inside = Link(there["gbps"], there["latency_us"]), replace(NVLINK, gbps=8 * there["inside_gb_per_s"])
-    return Question(**asked, cluster=Cluster(there["nodes"], there["ranks_per_node"], between, inside))
+    between = Link(there["gbps"] * there["nics"] / there["oversubscription"], there["latency_us"])
+    inside = there["inside_gb_per_s"]
+    link = NVLINK if inside is None else replace(NVLINK, gbps=8 * inside)
+    return Question(**asked, cluster=Cluster(there["nodes"], there["ranks_per_node"], between, link), inside=inside)
 
 
-def timeline_of(q: Question) -> Timeline:
-    """The timeline that is meant, recorded now where a module is named. Raises UserError."""
+def model_of(q: Question) -> Model:
+    """The model that is meant: recorded, recorded now, or counted. Raises UserError."""
     if q.timeline:
-        return _scaled(timelines.load(q.timeline), q)
+        return Model(_scaled(timelines.load(q.timeline), q))
     if not q.model:
-        raise UserError("say timeline=NAME or model=NAME: " + ", ".join(timelines.names()))
-    if ":" in q.model:
+        raise UserError(
+            "say model=NAME, such as hf:gpt2-medium, torchvision:resnet101 or package.module:function; or say timeline=NAME "
+            "or model=NAME of one that is recorded: " + ", ".join(timelines.names())
+        )
+    kind, _, rest = q.model.partition(":")
+    if rest and kind not in KINDS and (q.steps or q.gpu_rate != 1):
         from experiments.cells import timeline_tools
 
-        return _scaled(timeline_tools.record_module(q.model, q.batch, q.steps), q)
-    known = [timelines.load(name) for name in timelines.names()]
-    fits = [
-        t
-        for t in known
-        if t.model == q.model
-        and t.batch_per_gpu == q.batch
-        and t.precision == q.precision
-        and _plain(t.gpu).startswith(_plain(q.gpu))
-    ]
-    if not fits:
-        there = ", ".join(f"{t.model} batch={t.batch_per_gpu} precision={t.precision} gpu={t.gpu}" for t in known)
-        raise UserError(f"no timeline of {q.model}, batch {q.batch}, {q.precision}, {q.gpu}; there are: {there}")
-    return _scaled(fits[0], q)
+        return Model(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps or STEPS), q))
+    return (None if rest else _recorded(q)) or _counted(q)
+
+
+def _recorded(q: Question) -> Model | None:
+    """A timeline of results/timelines that is the very model, batch, precision and GPU."""
+    precision = q.precision or "tf32"
+    for t in (timelines.load(name) for name in timelines.names()):
+        same = t.model == q.model and t.batch_per_gpu == q.batch and t.precision == precision
+        if same and q.seq is None and _plain(t.gpu).startswith(_plain(q.gpu)):
+            return Model(_scaled(t, q))
+    return None
+
+
+def _counted(q: Question) -> Model:
+    """The model's architecture on the GPU's data sheet."""
+    from experiments.cells import architectures
+
+    try:
+        gpu = gpus.find(q.gpu)
+        precision = {"amp": "fp16", None: "bf16" if "bf16" in gpu.tflops else "fp16"}.get(q.precision, q.precision)
+        gpu.peak(str(precision))
+        name = architectures.named(str(q.model))
+        asked = architectures.Asked(name, q.batch, str(precision), q.seq, q.compiled, q.checkpointing)
+        work = architectures.work(asked)
+        found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return Model(found, gpu, work.saved_bytes)
 
 
 def _plain(name: str) -> str:
@@ -114,6 +176,15 @@ def _scaled(t: Timeline, q: Question) -> Timeline:
     if q.gpu_rate == 1:
         return t
     return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=q.gpu)
+
+
+def cluster_of(q: Question, m: Model) -> Cluster:
+    """The cluster, with the GPU's own link inside a node where none was said."""
+    link = q.cluster.inside
+    if q.inside is None and m.gpu is not None:
+        rate = INSIDE_REACHED * m.gpu.inside_gb_per_s
+        link = Link(8 * rate, link.latency_us, source=f"{rate:.3g} GB/s by {m.gpu.inside}: assumed")
+    return replace(q.cluster, inside=link, borders=True)
 
 
 def costs_of(t: Timeline) -> Costs:
@@ -130,22 +201,48 @@ def costs_of(t: Timeline) -> Costs:
 
 def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
-    t = timeline_of(q)
+    m = model_of(q)
+    t, there = m.timeline, cluster_of(q, m)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
         if options.sweep:
             from experiments.report import prediction_plots
 
-            found = sweep(t, q.cluster, options.sweep, SWEEPS[options.sweep], q.methods or SHOWN, costs, layout)
+            found = sweep(
+                q.plan.timeline(t, there),
+                there,
+                options.sweep,
+                SWEEPS[options.sweep],
+                q.methods or SHOWN,
+                costs,
+                layout,
+            )
             print(prediction_plots.sweep_table(found, options.sweep))
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
             print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
         elif options.crossover:
-            found_rates = crossover(t, q.cluster, q.methods, costs, layout)
+            found_rates = crossover(q.plan.timeline(t, there), there, q.methods, costs, layout)
             for name, rate in found_rates.items():
                 print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
         else:
-            print(predict(t, q.cluster, q.methods, costs, layout))
+            made = answers.answer(
+                t,
+                there,
+                q.plan,
+                q.methods,
+                costs,
+                gpu=m.gpu,
+                saved_bytes=m.saved_bytes,
+                unsure=m.unsure,
+                local_steps=q.local_steps,
+            )
+            if options.json:
+                print(json.dumps(made.plain(), indent=1))
+                return
+            from experiments.records.record import read_all
+            from experiments.report import answered
+
+            print(answered.text(made, read_all(options.results) if made.pays else [], options.all))
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -204,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="*", metavar="key=value")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--sweep", choices=tuple(SWEEPS))
     parser.add_argument("--crossover", action="store_true")
     parser.add_argument("--out", type=Path, help="file of a sweep's plot")

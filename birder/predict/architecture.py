@@ -252,10 +252,12 @@ class _Attention(torch.autograd.Function):
     """Fused attention: 4 S^2 D operations of each head forward, 2.5 times as many backward, half of both if causal."""
 
     @staticmethod
-    def forward(ctx: Any, counter: _Counter, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, counter: _Counter, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         ctx.save_for_backward(q, k, v, out)
-        ctx.counter = counter
+        ctx.counter, ctx.mask = counter, mask if mask is not None and mask.requires_grad else None
         ctx.flops = 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]) / (2 if causal else 1)
         counter.add(ctx.flops, sum(map(_bytes, (q, k, v, out))), "attention")
         return out
@@ -264,7 +266,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out = ctx.saved_tensors
         ctx.counter.add(2.5 * ctx.flops, 2 * sum(map(_bytes, (q, k, v, out))), "attention")
-        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        mask = None if ctx.mask is None else torch.empty_like(ctx.mask)
+        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), mask, None
 
 
 @contextmanager
@@ -281,7 +284,7 @@ def _fused_operators(counter: _Counter) -> Iterator[None]:
         is_causal: bool = False,
         **more: Any,
     ) -> Tensor:
-        return _Attention.apply(counter, query, key, value, is_causal)  # type: ignore[no-any-return,no-untyped-call]
+        return _Attention.apply(counter, query, key, value, attn_mask, is_causal)  # type: ignore[no-any-return,no-untyped-call]
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p else input

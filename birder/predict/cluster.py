@@ -99,7 +99,8 @@ class Cluster:
     """nodes x ranks_per_node, with a link between nodes and one inside.
 
     ring: whether flat dense all-reduces and all-gathers are rings through all ranks, as NCCL's, or go by nodes (dense) and
-    pairwise (1-bit), as on gloo.
+    pairwise (1-bit), as on gloo. borders: of a ring's n-1 hops N-1 cross from node to node and the others stay inside, and
+    an all-reduce takes a tree over nodes, 2 log2 N hops, where that is shorter. False: every hop has the latency of (1).
     """
 
     nodes: int
@@ -107,6 +108,7 @@ class Cluster:
     between: Link
     inside: Link = NVLINK
     ring: bool = True
+    borders: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
@@ -131,9 +133,9 @@ class Cluster:
 
     def all_reduce(self, nbytes: float) -> Transfer:
         """(1), (2)"""
-        nodes, ranks, link = self._shape
+        nodes, ranks, _ = self._shape
         around = nodes * ranks if self.ring else nodes
-        return link.ring(2 * (around - 1) / around * nbytes, 2 * (around - 1))
+        return self._around(2 * (around - 1) / around * nbytes, 2, around)
 
     def all_to_all(self, nbytes: float) -> Transfer:
         """(3)"""
@@ -145,8 +147,25 @@ class Cluster:
         nodes, ranks, link = self._shape
         n = nodes * ranks
         if self.ring:
-            return link.ring((n - 1) / n * nbytes, n - 1)
+            return self._around((n - 1) / n * nbytes, 1, n)
         return link.exchange(ranks * (nodes - 1) / nodes * nbytes, (n - 1) * ranks, nodes - 1)
+
+    def _around(self, sent: float, times: int, around: int) -> Transfer:
+        """`sent` bytes of a NIC in a ring of `around` ranks that is gone through so many times."""
+        nodes, _, link = self._shape
+        if not (self.borders and sent and self.nodes > 1):
+            return link.ring(sent, times * (around - 1))
+        slow = times * (nodes - 1)
+        if times == 2:
+            slow = min(slow, 2 * math.ceil(math.log2(nodes)))
+        fast = times * (around - nodes) * self.inside.latency_us / 1e3
+        wire = link.ring(sent, slow)
+        return replace(wire, ms=wire.ms + fast)
+
+    def sharded(self, nbytes: float) -> Transfer:
+        """A reduce-scatter or an all-gather over all ranks, as FSDP's: half of (1), a ring."""
+        n = self.ranks
+        return self._around((n - 1) / n * nbytes, 1, n)
 
     def mean(self, nbytes: float) -> Transfer:
         """A mean of floats over all ranks outside of DDP: an all-reduce, or (3) and (4) where it is pairwise."""

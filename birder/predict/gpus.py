@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 REACHED = {"fp32": 0.85, "tf32": 0.35, "bf16": 0.8, "fp16": 0.8}
 """Share of the peak that large matrix products reach. TF32 is far below: its kernels take one layout of operands."""
-KINDS = {"": 1.0, "attention": 0.6, "convolution": 0.75}
+KINDS = {"": 1.0, "attention": 0.6, "convolution": 0.7}
 """What other kernels that multiply reach, relative to matrix products: fused attention, convolutions."""
 MEMORY = 0.85
 """Share of the memory's bandwidth that a kernel reaches."""
@@ -29,7 +29,7 @@ PRECISIONS = tuple(REACHED)
 @dataclass(frozen=True)
 class GPU:
     """A GPU. tflops: peak by precision; gb_per_s: of its memory; gb: its size; inside_gb_per_s: to another GPU of the node,
-    each way, by `inside` (NVLink or PCIe)."""
+    each way, by `inside` (NVLink or PCIe); relative: what 16-bit products reach of the peak, with an A100's share as 1."""
 
     name: str
     label: str
@@ -38,6 +38,7 @@ class GPU:
     gb: float
     inside_gb_per_s: float
     inside: str
+    relative: float = 1.0
 
     def peak(self, precision: str) -> float:
         """TFLOP/s. Raises ValueError where the GPU does not compute in that precision."""
@@ -49,7 +50,7 @@ class GPU:
 
     def ms(self, flops: float, nbytes: float, precision: str, kind: str = "") -> float:
         """(1), in ms. kind: of `KINDS`."""
-        share = KINDS[kind] * REACHED[precision]
+        share = KINDS[kind] * REACHED[precision] * (self.relative if precision in ("bf16", "fp16") else 1.0)
         compute = flops / (share * self.peak(precision) * 1e9) if flops else 0.0
         return compute + nbytes / (MEMORY * self.gb_per_s * 1e6)
 
@@ -58,27 +59,35 @@ NVLINK2, NVLINK3, NVLINK4, NVLINK5 = ((gb, "NVLink") for gb in (150.0, 300.0, 45
 PCIE3, PCIE4, PCIE5 = ((gb, "PCIe") for gb in (16.0, 32.0, 64.0))
 
 
-def _gpu(name: str, label: str, peaks: tuple[float, ...], gb_per_s: float, gb: float, inside: tuple[float, str]) -> GPU:
+def _gpu(
+    name: str,
+    label: str,
+    peaks: tuple[float, ...],
+    gb_per_s: float,
+    gb: float,
+    inside: tuple[float, str],
+    relative: float = 1.0,
+) -> GPU:
     """peaks: fp32 and 16 bits; with fp16 alone where there are two, TF32 between them where there are three."""
     names = {2: ("fp32", "fp16"), 3: ("fp32", "tf32", "bf16", "fp16")}[len(peaks)]
-    return GPU(name, label, dict(zip(names, (*peaks, peaks[-1]))), gb_per_s, gb, *inside)
+    return GPU(name, label, dict(zip(names, (*peaks, peaks[-1]))), gb_per_s, gb, *inside, relative)
 
 
 _A100, _H100, _H100_PCIE = (19.5, 156.0, 312.0), (67.0, 495.0, 989.0), (51.0, 378.0, 756.0)
 GPUS: dict[str, GPU] = {
     g.name: g
     for g in (
-        _gpu("v100-sxm", "V100 SXM 32 GB", (15.7, 125.0), 900, 32, NVLINK2),
-        _gpu("v100-pcie", "V100 PCIe 16 GB", (14.0, 112.0), 900, 16, PCIE3),
+        _gpu("v100-sxm", "V100 SXM 32 GB", (15.7, 125.0), 900, 32, NVLINK2, 0.75),
+        _gpu("v100-pcie", "V100 PCIe 16 GB", (14.0, 112.0), 900, 16, PCIE3, 0.75),
         _gpu("t4", "T4", (8.1, 65.0), 320, 16, PCIE3),
         _gpu("a100-sxm-80gb", "A100 SXM 80 GB", _A100, 2039, 80, NVLINK3),
         _gpu("a100-sxm-40gb", "A100 SXM 40 GB", _A100, 1555, 40, NVLINK3),
-        _gpu("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, PCIE4),
-        _gpu("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, PCIE4),
-        _gpu("h100-sxm", "H100 SXM", _H100, 3350, 80, NVLINK4),
-        _gpu("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, PCIE5),
-        _gpu("h200", "H200", _H100, 4800, 141, NVLINK4),
-        _gpu("b200", "B200", (75.0, 1125.0, 2250.0), 8000, 180, NVLINK5),
+        _gpu("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, PCIE4, 0.96),
+        _gpu("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, PCIE4, 0.96),
+        _gpu("h100-sxm", "H100 SXM", _H100, 3350, 80, NVLINK4, 0.93),
+        _gpu("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, PCIE5, 0.93),
+        _gpu("h200", "H200", _H100, 4800, 141, NVLINK4, 0.93),
+        _gpu("b200", "B200", (75.0, 1125.0, 2250.0), 8000, 180, NVLINK5, 0.9),
         _gpu("l40s", "L40S", (91.6, 183.0, 362.0), 864, 48, PCIE4),
         _gpu("l4", "L4", (30.3, 60.0, 121.0), 300, 24, PCIE4),
         _gpu("a10", "A10", (31.2, 62.5, 125.0), 600, 24, PCIE4),
@@ -89,7 +98,9 @@ GPUS: dict[str, GPU] = {
     )
 }
 """From the makers' data sheets. The first of a family is meant where no variant is named: A100 is the one with 80 GB and SXM.
-RTX: products with sums in fp32, which training uses; PCIe: one way, of 16 lanes."""
+RTX: products with sums in fp32, which training uses; PCIe: one way, of 16 lanes. `relative` of A100, H100, H200 and B200:
+greatest rates of matrix products that were measured (github.com/stas00/ml-engineering, compute/accelerator); of V100: the
+profile of BERT-Large (experiments/cells/published.py); of others it is not known."""
 
 
 def find(name: str) -> GPU:

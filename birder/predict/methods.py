@@ -238,6 +238,15 @@ METHODS: dict[str, Method] = {
             local=True,
         ),
         Method(
+            "diloco",
+            "DiLoCo",
+            (Round(499 / 500, "none", layout="unit"), _blocks(1 / 500, 1.0)),
+            ("adam",),
+            lambda n, s: 16.0,
+            about="H = 500, AdamW inside, momentum outside",
+            local=True,
+        ),
+        Method(
             "slamb",
             "SLAMB",
             (_blocks(0.99, 0.1), replace(_blocks(0.01, 1.1), layout="fused")),
@@ -279,6 +288,17 @@ def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[M
     if unknown := [n for n in names if n not in METHODS]:
         raise ValueError(f"no method {unknown[0]!r}; there are: {', '.join(METHODS)}")
     return [METHODS[n] for n in names]
+
+
+def every(method: Method, steps: int) -> Method:
+    """Local SGD or DiLoCo with a round of averaging in every `steps`; any other method as it is. Raises ValueError."""
+    if steps < 1:
+        raise ValueError(f"local_steps must be at least 1, got {steps}")
+    if method.name not in ("local_sgd", "diloco"):
+        return method
+    quiet, talks = method.rounds
+    rounds = (replace(quiet, share=1 - 1 / steps), replace(talks, share=1 / steps))
+    return replace(method, rounds=rounds, about=method.about.replace(method.about.split(",")[0], f"H = {steps}"))
 
 
 def low_rank_numbers(shape: tuple[int, ...], rank: int) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
-from birder.predict.methods import METHODS, Method, find
+from birder.predict.methods import METHODS, Method, every, find
 from birder.predict.simulation import Layout, Step, simulate
 from birder.predict.timeline import Timeline
 
@@ -90,12 +90,16 @@ def predict(
     costs: Costs | None = None,
     layout: Layout | None = None,
     beyond_ms: float = 0.0,
+    *,
+    local_steps: int | None = None,
 ) -> Prediction:
     """Every method's step. methods: names in `METHODS`; None: `DEFAULT`. costs: of the timeline's GPU where it is known.
 
     beyond_ms: what a step that was measured took above its prediction. Where it took longer, the rest is added to every
     method that communicates, and their intervals begin where they would without it. Where it took less, intervals reach as
     much lower, to the bound at most.
+
+    local_steps: between two means of local SGD and DiLoCo; None: their own.
 
     Raises ValueError for an unknown method, and for a device whose costs are not known.
     """
@@ -104,6 +108,7 @@ def predict(
     bound = simulate(timeline, cluster, METHODS["none"], costs, layout).ms
     rows = []
     for method in find(methods, cluster.nodes, cluster.ranks_per_node):
+        method = method if local_steps is None else every(method, local_steps)
         step = simulate(timeline, cluster, method, costs, layout)
         low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
         more = 0.0 if method.name == "none" else beyond_ms

@@ -49,8 +49,8 @@ class Asked:
     attention: str = "sdpa"
 
 
-def work(q: Asked) -> Any:
-    """`birder.predict.architecture.Work` of a step. Raises UserError."""
+def work(q: Asked, configuration: Any = None) -> Any:
+    """`birder.predict.architecture.Work` of a step. configuration: of transformers, instead of a name. Raises UserError."""
     import torch
 
     from birder.predict import architecture
@@ -61,13 +61,29 @@ def work(q: Asked) -> Any:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module, loss = _made(kind, name, q)
+            module, loss = _transformers(configuration, q) if configuration else _made(kind, name, q)
         return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
     except UserError:
         raise
     except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError, ImportError, KeyError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"model={q.model} cannot be counted without running it: {said}") from None
+
+
+def named(model: str) -> str:
+    """A model's whole name: hf: or torchvision: before one that has neither. Raises UserError, with the nearest names."""
+    if ":" in model:
+        return model
+    key = model.lower().replace("_", "-")
+    if key in presets():
+        return f"hf:{key}"
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if model in known:
+        return f"torchvision:{model}"
+    near = nearest(key, [*presets(), *known], [f"hf:{n}" for n in presets()])
+    raise UserError(f"no model {model}{near} Say hf:NAME, torchvision:NAME, package.module:function or params:SIZE")
 
 
 def slug(q: Asked) -> str:
@@ -123,6 +139,8 @@ def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     transformers.logging.set_verbosity_error()
     config.use_cache = False
     tasks = TASKS if config.is_encoder_decoder else TASKS[1:]
+    said = (config.architectures or [""])[0].partition("For")[2]
+    tasks = (said, *tasks) if hasattr(transformers, f"AutoModelFor{said}") else tasks
     if config.is_encoder_decoder:
         config.decoder_start_token_id = config.pad_token_id = 0
     autos = ((task, getattr(transformers, f"AutoModelFor{task}")) for task in tasks)
@@ -146,6 +164,9 @@ def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     if task == "QuestionAnswering":
         at = torch.zeros(q.batch, dtype=torch.long)
         return net, lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
+    if task == "PreTraining" and config.model_type == "bert":
+        next_one = torch.zeros(q.batch, dtype=torch.long)
+        return net, lambda: net(input_ids=tokens, labels=tokens, next_sentence_label=next_one).loss
     return net, lambda: net(input_ids=tokens, labels=tokens).loss
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from birder.predict import recording
 from birder.predict.timeline import Gradient, IntraNode, Timeline
+from experiments.cells import architectures
 from launch.errors import UserError
 
 SEQUENCE = 384
@@ -150,15 +150,7 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
 
     Raises UserError for a function that is not there or returns something else, and for a model that gets no gradient.
     """
-    module, _, function = where.partition(":")
-    try:
-        make_model = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"model={where}: {error}") from None
-    made = make_model(batch)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise UserError(f"model={where}: {function}({batch}) must return (module, loss), loss being a function")
-    net, loss = made
+    net, loss = architectures.function(where, batch)
     device = next(net.parameters()).device
     watch = recording.Watch(net, recording.clock_of(device))
 
@@ -174,7 +166,7 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     try:
         made_of = recording.assemble(
-            times, watch.shapes, name=function, gpu=gpu, command=f"model={where} batch={batch}", **about
+            times, watch.shapes, name=where.partition(":")[2], gpu=gpu, command=f"model={where} batch={batch}", **about
         )
     except ValueError as error:
         raise UserError(f"model={where}: {error}") from None

@@ -152,7 +152,9 @@ def test_the_papers_speedups_need_a_slow_link_or_fast_computing() -> None:
 )
 def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(arguments) == 0
-    assert words in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert words.lower() in out.lower()
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("over", ["gbps", "nodes"])
@@ -170,12 +172,22 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         ([], "say timeline=NAME or model=NAME"),
         (["timelin=x"], "no key 'timelin' in the configuration; did you mean timeline?"),
         (["cluster.gpbs=3"], "did you mean cluster.gbps?"),
-        (["cluster=moon"], "no cluster 'moon'; there are: ethernet_25g, infiniband_100g, paper"),
+        (["cluster=moon"], "no cluster 'moon'; there are: ethernet_1g, ethernet_25g, infiniband_100g, paper, wan"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=0"], "gpu_rate must be a number above 0, not 0"),
         (["timeline=resnet50_b32_tf32", "cluster.gbps=fast"], "cluster.gbps must be a number above 0, not 'fast'"),
         (["timeline"], "cannot read the override"),
         (["timeline=nothing"], "no timeline nothing"),
-        (["model=resnet50", "batch=33"], "no timeline of resnet50, batch 33"),
+        (["model=resnet51"], "did you mean resnet50"),
+        (["model=hf:gpt-2-medium"], "did you mean gpt2-medium?"),
+        (["model=torchvision:resnet51"], "did you mean resnet50"),
+        (["model=hf:gpt2", "gpu=h1000"], "no GPU 'h1000' is known; did you mean h100"),
+        (["model=hf:gpt2", "gpu=v100", "precision=bf16"], "V100 SXM 32 GB does not compute in bf16"),
+        (["model=hf:gpt2", "seq=4096"], "takes 1024 tokens at most, not seq=4096"),
+        (["model=resnet50", "batch=0"], "batch must be a whole number, 1 or more, not 0"),
+        (["model=params:1x"], "params: must be a number such as 50k or 1.3B, not '1x'"),
+        (["model=params:1M layers=9 width=999"], "too few parameters for 9 layers of width 999"),
+        (["model=torchvision:resnet18", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
+        (["model=resnet50", "methods=birder", "sharding=hsdp"], "birder needs the whole model, or nodes as workers"),
         (["timeline=resnet50_b32_tf32", "cluster.nodes=many"], "must be a whole number"),
         (["timeline=resnet50_b32_tf32", "cluster.nodes=0"], "cluster.nodes must be a whole number, 1 or more, not 0"),
         (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),

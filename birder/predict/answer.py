@@ -1,0 +1,267 @@
+"""The answer first: one or two plain sentences and six rows, from a model's timeline, a cluster and a plan. Imports no torch.
+
+A method's saving against bf16 is 1 - t_method / t_bf16 of the same step. Its interval holds that of computing `UNSURE` faster
+and slower, of encoding that delays backward, and of the model of communication (table.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birder.predict.cluster import Cluster, Link
+from birder.predict.costs import Costs
+from birder.predict.gpus import GPU
+from birder.predict.layouts import HALVES, Plan, fits
+from birder.predict.methods import Method, find
+from birder.predict.simulation import Layout
+from birder.predict.table import NEAR, Prediction, Row, predict
+from birder.predict.timeline import Timeline
+
+NEEDS = {
+    "birder": "birder.Birder",
+    "birder_one_phase": "birder.Birder(..., reduce='one_phase')",
+    "onebit_adam": "birder.OneBitAdam",
+    "onebit_lamb": "birder.OneBitLAMB",
+}
+"""What a method's name is in a script."""
+ALIKE = 0.02
+"""Steps that differ by less, relative, are as good as equal."""
+FAR = 1.5
+"""A method whose ranks have models of their own is mentioned where it is so many times as fast as what is advised."""
+FREE = Link(1e9)
+DDP = Plan()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Predictions as assumed, and with computing so much faster and slower. memory: method -> GB of a rank."""
+
+    prediction: Prediction
+    ends: tuple[Prediction, ...]
+    plan: Plan
+    gpu: GPU | None
+    memory: dict[str, float]
+
+    def saving(self, name: str) -> tuple[float, float, float]:
+        """(share of the step that a method saves against bf16, low, high)."""
+        found = []
+        for p in (self.prediction, *self.ends):
+            base, row = p["bf16"].ms, p[name]
+            found += [1 - ms / base for ms in (row.ms, row.low, row.high)]
+        return found[0], min(found), max(found)
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest compressed method whose ranks have one model and which fits, of those that are `ALIKE` the first in
+        the table; None: there is none."""
+        rows = [r for r in self.prediction.rows if not (r.method.dense or r.method.local) and self.fits(r.name)]
+        least = min((r.ms for r in rows), default=0.0)
+        return next((r for r in rows if r.ms <= (1 + ALIKE) * least), None)
+
+    @property
+    def far(self) -> Row | None:
+        """The fastest method with models of their own, where it is `FAR` times as fast as all others that send."""
+        rows = self.prediction.rows
+        local = min((r for r in rows if r.method.local and self.fits(r.name)), key=lambda r: r.ms, default=None)
+        others = [r.ms for r in rows if not r.method.local and r.name != "none"]
+        return local if local and others and local.ms * FAR < min(others) else None
+
+    def fits(self, name: str) -> bool:
+        return self.gpu is None or name not in self.memory or fits(self.memory[name], self.gpu)
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is advised to compress: a gain of `NEAR` over bf16 that the interval does not take back."""
+        p = self.prediction
+        if self.best is None or p["bf16"].step.ms <= (1 + NEAR) * p["none"].ms:
+            return False
+        return p.speedup(self.best.name, "bf16")[0] >= 1 + NEAR and self.saving(self.best.name)[1] > 0
+
+    def sentences(self, accuracy: str = "") -> list[str]:
+        """The answer. accuracy: what the best method costs there, in words, without a full stop."""
+        p, best = self.prediction, self.best
+        bf16, bound = p["bf16"], p["none"]
+        said = []
+        if self.gpu and not any(self.fits(r.name) for r in p.rows):
+            least = min(self.memory.values())
+            said.append(
+                f"It does not fit: {least:.3g} GB of {self.gpu.gb:g} GB on a {self.gpu.label}. Shard it (sharding=hsdp),"
+            )
+            said[-1] += " or take a smaller batch or checkpointing=true."
+        if self.plan.sharding == "fsdp":
+            share = 1 - bound.ms / bf16.ms
+            said.append(
+                "Do not compress: FSDP over all ranks has no replicas to compress between; "
+                f"{share:.0%} of its step is waiting."
+            )
+            if share > NEAR:
+                said[-1] += " sharding=hsdp keeps its collectives inside the nodes."
+            return said
+        if best is None or not self.pays:
+            said.append(self._not())
+        else:
+            value, low, high = self.saving(best.name)
+            speed = p.speedup(best.name, "bf16")[0]
+            text = f"Compress: {best.method.label} saves {value:.0%} of the step [{100 * low:.0f}, {100 * high:.0f}] "
+            text += f"against bf16, {speed:.2f}x as fast as bf16"
+            said.append(text + (f"; {accuracy}." if accuracy else "."))
+            said.append(self._needs(best.method))
+        if self.far:
+            gain = bf16.ms / self.far.ms
+            said.append(
+                f"{self.far.method.label} ({self.far.method.about}) would be {gain:.3g}x as fast as bf16, "
+                "with a model of its own on every rank."
+            )
+        return said
+
+    def _not(self) -> str:
+        p = self.prediction
+        bf16, bound, best = p["bf16"], p["none"], self.best
+        if bf16.step.ms <= (1 + NEAR) * bound.ms:
+            return f"Do not compress: bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)."
+        if best is None or best.ms > bf16.ms:
+            return f"Do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
+        value, low, high = self.saving(best.name)
+        return (
+            f"Do not compress: {best.method.label}, the fastest, saves {value:.0%} of bf16's step "
+            f"[{100 * low:.0f}, {100 * high:.0f}], no more than this prediction can tell."
+        )
+
+    def _needs(self, method: Method) -> str:
+        if method.name.startswith("powersgd"):
+            return "It needs PyTorch's PowerSGD hook."
+        optimizer = NEEDS.get(method.name.removesuffix("_hierarchical"), method.label)
+        if self.plan.sharding == "hsdp":
+            return f"It needs `{optimizer}` and `birder.attach(model, optimizer, mesh=mesh)`."
+        more = ", hierarchical=True" if method.hierarchical else ""
+        return f"It needs `{optimizer}` and `birder.attach(ddp, optimizer{more})`."
+
+    def rows(self, count: int = 6) -> list[Row]:
+        """The rows that are shown first: fp32, bf16, the fastest compressed ones, the bound, by time."""
+        p = self.prediction
+        fixed = [p[n] for n in ("fp32", "bf16", "none") if p.has(n)]
+        others = sorted((r for r in p.rows if r not in fixed and not r.method.local), key=lambda r: r.ms)
+        first = [r for r in (self.best, self.far) if r is not None]
+        others = first + [r for r in others if r not in first]
+        return sorted([*fixed, *others[: count - len(fixed)]], key=lambda r: -r.ms)
+
+    def table(self) -> list[str]:
+        """Lines of at most 80 columns."""
+        head = ("method", "ms/step", "saves", "interval", "NIC/step", "GB/rank")
+        body = []
+        for r in self.rows():
+            value, low, high = self.saving(r.name)
+            gb = self.memory.get(r.name)
+            body.append(
+                (
+                    r.method.label,
+                    f"{r.ms:.4g}",
+                    "" if r.name == "bf16" else f"{100 * value:.0f} %",
+                    "" if r.name == "bf16" else f"[{100 * low:.0f}, {100 * high:.0f}]",
+                    _size(r.step.nic_bytes),
+                    "" if gb is None else f"{gb:.1f}" + ("" if self.fits(r.name) else " !"),
+                )
+            )
+        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+        return [
+            "  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths))).rstrip()
+            for line in (head, *body)
+        ]
+
+    def plain(self) -> dict[str, Any]:
+        """For --json. Times in ms, memory in GB, shares from 0 to 1."""
+        p = self.prediction
+        return {
+            "pays": self.pays,
+            "best": self.best.name if self.best else None,
+            "sentences": self.sentences(),
+            "model": {"name": p.timeline.name, "parameters": p.timeline.elements, "compute_ms": p.timeline.step_ms},
+            "gpu": p.timeline.gpu,
+            "nodes": p.cluster.nodes,
+            "ranks_per_node": p.cluster.ranks_per_node,
+            "gbps": p.cluster.between.gbps,
+            "rows": [
+                {
+                    "method": r.name,
+                    "ms": r.ms,
+                    "low_ms": r.low,
+                    "high_ms": r.high,
+                    "saves": dict(zip(("value", "low", "high"), self.saving(r.name))),
+                    "nic_bytes": r.step.nic_bytes,
+                    "exposed_ms": r.step.exposed_ms,
+                    "memory_gb": self.memory.get(r.name),
+                }
+                for r in p.rows
+            ],
+        }
+
+
+def _size(nbytes: float) -> str:
+    from birder.predict.table import size
+
+    return size(nbytes) if nbytes else "0"
+
+
+def answer(
+    timeline: Timeline,
+    cluster: Cluster,
+    plan: Plan = DDP,
+    methods: Sequence[str] | None = None,
+    costs: Costs | None = None,
+    *,
+    gpu: GPU | None = None,
+    saved_bytes: float | None = None,
+    unsure: float = 0.0,
+    local_steps: int | None = None,
+) -> Answer:
+    """Whether it pays. unsure: of computing, relative. saved_bytes: activations of a micro-batch; None: memory is not told.
+
+    methods: beside fp32, bf16 and the bound, which are always there. Raises ValueError as `predict`.
+    """
+    names = _names(methods, cluster, plan, local_steps)
+    costs = costs or Costs.of_gpu(timeline.gpu)
+    made = [_predict(timeline.scaled(f), cluster, plan, names, costs, local_steps) for f in (1, 1 - unsure, 1 + unsure)]
+    memory = {}
+    if gpu is not None and saved_bytes is not None:
+        memory = {r.name: plan.memory_gb(timeline, cluster, r.method, saved_bytes) for r in made[0].rows}
+    return Answer(made[0], tuple(made[1:]) if unsure else (), plan, gpu, memory)
+
+
+def _names(methods: Sequence[str] | None, cluster: Cluster, plan: Plan, local_steps: int | None) -> list[str]:
+    found = find(methods, cluster.nodes, cluster.ranks_per_node)
+    if methods is None and local_steps:
+        found += find(["diloco"], cluster.nodes, cluster.ranks_per_node)
+    if methods and (refused := [m for m in found if not plan.takes(m)]):
+        why = "needs replicas" if plan.sharding == "fsdp" else "needs the whole model, or nodes as workers"
+        raise ValueError(f"{refused[0].name} {why}: not with sharding={plan.sharding}")
+    kept = [m.name for m in found if plan.takes(m)]
+    return [n for n in ("fp32", "bf16") if n not in kept] + [n for n in kept if n != "none"] + ["none"]
+
+
+def _predict(
+    timeline: Timeline, cluster: Cluster, plan: Plan, names: Sequence[str], costs: Costs, local_steps: int | None
+) -> Prediction:
+    """Of the plan: FSDP's own collectives are in its timeline, and what is left is between replicas."""
+    if plan.sharding == "fsdp":
+        rows = []
+        for name in names:
+            alone = Cluster(1, 1, cluster.between, cluster.inside)
+            width = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 0}.get(name)
+            if width is not None:
+                (row,) = predict(plan.timeline(timeline, cluster, width), alone, [name], costs).rows
+                sent = 0.0 if name == "none" else cluster.sharded(1.0).nbytes * timeline.elements
+                wide = 2 if timeline.precision in HALVES else 4
+                rows.append(replace(row, step=replace(row.step, nic_bytes=sent * (2 * wide + width))))
+        return Prediction(timeline, cluster, costs, tuple(rows))
+    between = replace(cluster, ring=False, inside=FREE) if plan.sharding == "hsdp" and cluster.nodes > 1 else cluster
+    made = predict(
+        plan.timeline(timeline, cluster),
+        between,
+        names,
+        costs,
+        Layout(gpu=timeline.gpu != "cpu"),
+        local_steps=local_steps,
+    )
+    return replace(made, cluster=cluster)

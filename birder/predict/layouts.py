@@ -1,0 +1,113 @@
+"""`Plan`: how a model is laid out over the ranks, what a step takes then, and whether it fits. Imports no torch.
+
+    ddp     every rank has the whole model; 1-bit methods flat, or with nodes as workers
+    hsdp    sharded over the g ranks of a node, replicated over nodes: FSDP gathers parameters and reduce-scatters the
+            gradient inside, between nodes go the shards: dense, or in 1 bit
+    fsdp    sharded over all ranks: no replica, nothing to compress
+
+With A micro-batches of an accumulation only the last one's gradients are sent:
+
+    (1) ready = (A-1) step + ready,  step = A step
+
+FSDP's collectives go on beside computing, the next layer's while this one computes. A phase takes the longer of the two:
+
+    (2) forward  = max(forward, gather)          gather: of d parameters in 16 bits (or the precision's 4 bytes)
+    (3) backward = max(backward, gather + scatter)
+
+over the links inside the node, or for fsdp over the NIC. What a rank keeps in memory, d parameters and s shards:
+
+    (4) (4 + 4 + state) d/s + 2 d [parameters in 16 bits; with shards those of two layers] + activations + `CONTEXT_GB`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from birder.predict.cluster import Cluster
+from birder.predict.gpus import GPU
+from birder.predict.methods import Method
+from birder.predict.timeline import Timeline
+
+CONTEXT_GB = 1.5
+"""CUDA, NCCL and what the allocator cannot use: assumed."""
+HALVES = ("bf16", "fp16", "amp")
+LAYERS_AT_ONCE = 2
+STATE = {"adamw": 8.0, "sgd": 4.0}
+"""Bytes per parameter that the user's own optimizer keeps."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """sharding, accumulation: as above. optimizer: the user's own, with dense methods."""
+
+    sharding: Literal["ddp", "hsdp", "fsdp"] = "ddp"
+    accumulation: int = 1
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
+
+    def shards(self, cluster: Cluster) -> int:
+        return {"ddp": 1, "hsdp": cluster.ranks_per_node, "fsdp": cluster.ranks}[self.sharding]
+
+    def timeline(self, t: Timeline, cluster: Cluster, width: int = 4) -> Timeline:
+        """A step's computing with its micro-batches, and FSDP's collectives where they take longer: (1), (2), (3).
+
+        width: bytes of an element of the gradient that FSDP scatters; 0: nothing is sent at all.
+        """
+        forward, backward = t.forward_ms, t.step_ms - t.forward_ms
+        gather, scatter = self._gathered(t, cluster, width) if width else (0.0, 0.0)
+        longer = max(forward, gather) / forward
+        slower = max(backward, gather + scatter) / backward if backward else 1.0
+        one = forward * longer + backward * slower
+        before = (self.accumulation - 1) * one
+
+        def moved(ms: float) -> float:
+            return before + forward * longer + max(0.0, ms - forward) * slower
+
+        return replace(
+            t,
+            forward_ms=before + forward * longer,
+            step_ms=before + one,
+            gradients=tuple(replace(g, ready_ms=moved(g.ready_ms)) for g in t.gradients),
+            update_ms=None if t.update_ms is None else t.update_ms / self.shards(cluster),
+        )
+
+    def _gathered(self, t: Timeline, cluster: Cluster, width: int) -> tuple[float, float]:
+        wide = 2 if t.precision in HALVES else 4
+        if self.sharding == "hsdp" or (self.sharding == "fsdp" and cluster.nodes == 1):
+            return cluster.inside_ms(wide * t.elements), cluster.inside_ms(width * t.elements)
+        if self.sharding == "fsdp":
+            return cluster.sharded(wide * t.elements).ms, cluster.sharded(width * t.elements).ms
+        return 0.0, 0.0
+
+    def takes(self, method: Method) -> bool:
+        """Whether a method can run so: FSDP needs replicas to compress between, and one model for all ranks."""
+        if self.sharding == "ddp":
+            return True
+        if self.sharding == "fsdp":
+            return method.dense
+        return method.dense or (method.hierarchical and not method.local)
+
+    def memory_gb(self, t: Timeline, cluster: Cluster, method: Method, saved_bytes: float) -> float:
+        """(4), in GB. saved_bytes: activations of one micro-batch."""
+        shards = self.shards(cluster)
+        own = STATE[self.optimizer] / shards if method.dense else self.state(method, cluster)
+        half = 2.0 if t.precision in HALVES else 0.0
+        whole = half * t.elements
+        if shards > 1:
+            whole = (half or 4.0) * LAYERS_AT_ONCE * max(g.numel for g in t.gradients)
+        return (8 * t.elements / shards + own * t.elements + whole + saved_bytes) / 1e9 + CONTEXT_GB
+
+    def state(self, method: Method, cluster: Cluster) -> float:
+        """Bytes of state per parameter of the model on one rank."""
+        shards = cluster.ranks_per_node if method.hierarchical else 1
+        workers = cluster.nodes if method.hierarchical else cluster.ranks
+        return method.state(workers, shards)
+
+
+def fits(gb: float, gpu: GPU) -> bool:
+    """Whether so much fits the GPU's memory."""
+    return gb <= gpu.gb
