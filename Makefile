@@ -58,9 +58,9 @@ bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and other
 gpu-check: $(READY)  ## everything that wants a GPU: correctness, kernels, hooks, timelines, accuracy (20 minutes at most)
 	@$(BIN)/python experiments/gpu_check.py $(ARGS)
 
-predict: $(READY)  ## will it pay? make predict MODEL=resnet50 BATCH=32 GPU=a100 NODES=8 RANKS=8 GBPS=10
+predict: $(READY)  ## will it pay? make predict MODEL=hf:gpt2-medium GPU=h100 BATCH=8 SEQ=1024 NODES=4 RANKS=8 GBPS=100
 	@$(BIN)/python experiments/predict.py $(if $(MODEL),'model=$(MODEL)') $(if $(BATCH),'batch=$(BATCH)') \
-	  $(if $(GPU),'gpu=$(GPU)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
+	  $(if $(GPU),'gpu=$(GPU)') $(if $(SEQ),'seq=$(SEQ)') $(if $(PRECISION),'precision=$(PRECISION)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
 
 tables: $(READY)  ## write tables, plots, docs/claims.md and docs/accuracy.md again, from the records: results/published, results/local
@@ -129,9 +129,11 @@ help:  ## show this text
 #= CLUSTER = how nodes are started: local, emulated, virtual, ssh, slurm (a file of conf/cluster)
 #= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
-#= MODEL = for make predict: a model with a timeline (resnet50, bert_base), or package.module:function
+#= MODEL = for make predict: hf:gpt2-medium, torchvision:resnet101, package.module:function, 'params:1.3B layers=24', resnet50
 #= BATCH = for make predict: samples per GPU
-#= GPU = for make predict: e.g. a100
+#= GPU = for make predict: e.g. a100, h100, rtx4090
+#= SEQ = for make predict: tokens of a sample
+#= PRECISION = for make predict: bf16, fp16, tf32 or fp32
 #= GBPS = for make predict: Gbit/s of a node's NIC
 #= ARGS = anything else for experiments/compare.py or replay.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
 #= GROUP = of make publish: the group of runs to move

@@ -21,6 +21,9 @@ Defaults are in conf/predict, all keys in docs/configuration.md.
     --crossover                         below which link rate each method pays
     --evaluate                          every replayed cell, and every comparison in turns, beside its prediction:
                                         results/published/tables/predict.md
+    --step-times                        timelines from architectures beside recorded ones and published throughputs (minutes):
+                                        results/published/tables/step_times.md
+    --examples                          the page of worked examples: docs/predict_examples.md
     --fit                               fits what --evaluate predicts with, from the records of replayed cells (minutes)
     --validate                          real training on emulated links beside its prediction: 1.5 hours, quiet machine;
                                         a part: --validate resnet50 nodes=2,4 gbps=2.5,10
@@ -31,11 +34,16 @@ Exit status: 0; 2 bad input; 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
@@ -56,6 +64,7 @@ SWEEPS: dict[str, tuple[float, ...]] = {
 }
 KINDS = ("hf", "torchvision", "params")
 """Models that are counted by their name; with another prefix it is a module's."""
+EXAMPLES = record.ROOT / "docs" / "predict_examples.md"
 STEPS = 10
 """That are recorded of a function where none are said."""
 INSIDE_REACHED = 230 / 300
@@ -247,6 +256,24 @@ def answer(q: Question, options: argparse.Namespace) -> None:
         raise UserError(str(error)) from None
 
 
+def examples(path: Path = EXAMPLES) -> Path:
+    """Writes the page of worked examples: every question of conf/predict/examples.yaml with its answer."""
+    from experiments.records.record import write_file
+
+    listed = yaml.safe_load((question.FOLDER / "examples.yaml").read_text(encoding="utf-8"))
+    parts = [listed["intro"].strip()]
+    for one in listed["examples"]:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            main(one["ask"])
+        typed = " ".join(shlex.quote(a) for a in one["ask"])
+        parts += [f"## {one['title']}", one["text"].strip()]
+        parts += [f"```bash\npython experiments/predict.py {typed}\n```", f"```text\n{said.getvalue().strip()}\n```"]
+        parts += [one["after"].strip()] if "after" in one else []
+    write_file(path, ("\n\n".join(parts) + "\n").encode(), "the page of examples")
+    return path
+
+
 def evaluate(results: str) -> None:
     """Writes results/published/tables/predict.md and the plot of the paper's speedups. Raises UserError."""
     from experiments.records.record import read_all, write_file
@@ -307,12 +334,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--crossover", action="store_true")
     parser.add_argument("--out", type=Path, help="file of a sweep's plot")
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--step-times", action="store_true")
+    parser.add_argument("--examples", action="store_true")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--results", default=str(record.PUBLISHED))
     options = parser.parse_args(arguments)
     if options.fit:
         fit(options.results)
+    elif options.examples:
+        print(examples())
+    elif options.step_times:
+        from experiments.report import step_times
+
+        print(step_times.write())
     elif options.evaluate:
         evaluate(options.results)
     elif options.validate:

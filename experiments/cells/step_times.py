@@ -6,6 +6,7 @@ trained: attention not fused where the source's is not (BERT of NVIDIA's example
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,12 +148,12 @@ class Recorded:
         return max(abs(found[g.name] - g.ready_ms / self.recorded.step_ms) for g in self.recorded.gradients)
 
 
-def recorded() -> list[Recorded]:
-    """Every timeline of results/timelines, and BERT-Large's profile, whose gradients come evenly, by an assumption."""
+def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
+    """Timelines of results/timelines beside those from the architecture; None: all."""
     from transformers import BertConfig
 
     found = []
-    for name in timelines.names():
+    for name in names or timelines.names():
         t = timelines.load(name)
         precision = {"amp": "fp16"}.get(t.precision, t.precision)
         if t.model == "resnet50":

@@ -82,7 +82,7 @@ function choose(id, values) {
 
 // Predicted
 
-function showPrediction() {
+function showPrediction(event) {
   const [m, n, g] = ["model", "nodes", "gbps"].map((id) => Number($(id).value));
   const ms = grid.ms[m][n][g], fp32 = ms[grid.fp32];
   const order = ms.map((_, i) => i).filter((i) => i !== grid.bound).sort((a, b) => ms[a] - ms[b]);
@@ -97,7 +97,7 @@ function showPrediction() {
     xaxis: {title: "link, Gbit/s of a node", type: "log", tickvals: grid.gbps}, yaxis: {title: "times as fast as fp32 DDP", type: "log", tickvals: [0.5, 1, 2, 5, 10, 20, 50, 100, 200]},
     shapes: [{type: "line", x0: grid.gbps[g], x1: grid.gbps[g], yref: "paper", y0: 0, y1: 1, line: {width: 1, dash: "dash", color: "#888888"}}]});
   showWins(m, n, g);
-  history.replaceState(null, "", "#" + m + "," + n + "," + g);
+  if (event) history.replaceState(null, "", "#" + m + "," + n + "," + g);
 }
 
 function showWins(m, n, g) {
@@ -258,7 +258,7 @@ function showReplays() {
 
 // The page
 
-function showAll() { showPrediction(); showAccuracy(); showLosses(); showReplays(); }
+function showAll() { showPay(); showPrediction(); showAccuracy(); showLosses(); showReplays(); }
 
 choose("model", grid.models);
 choose("nodes", grid.nodes);
@@ -279,6 +279,7 @@ $("task").addEventListener("input", () => { offerMethods(); showLosses(); });
 $("shown").addEventListener("input", showLosses);
 document.querySelectorAll("form").forEach((form) => form.addEventListener("submit", (event) => event.preventDefault()));
 showMeasured();
+startPay();
 showAll();
 [dark, narrow].forEach((query) => query.addEventListener("change", showAll));
 document.documentElement.dataset.ready = "yes";

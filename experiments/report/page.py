@@ -230,6 +230,7 @@ def html(content: dict[str, Any], library: str) -> str:
     }
     for mark, part in (
         *own.items(),
+        ("/*PAYJS*/", TEMPLATE.with_name("pay.js").read_text(encoding="utf-8")),
         ("/*DATA*/", text),
         ("/*PLOTLY*/", library),
     ):  # none is looked for in what was put in

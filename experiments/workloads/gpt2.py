@@ -20,6 +20,7 @@ END = "<|endoftext|>"
 PRESETS: dict[str, dict[str, Any]] = {
     "medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
     "small": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+    "mini": {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256},
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
 }
 
@@ -29,7 +30,7 @@ class GPT2(bert.Text):
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         medium | small | tiny, the shape where `model` is None.
+    preset:         medium | small | mini | tiny, the shape where `model` is None.
     data_path:      a text file or a folder of .txt files.
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
     dataset_config: its configuration.

@@ -193,7 +193,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
         (["model=tests.helpers.toy_module:nothing"], "no attribute 'nothing'"),
-        (["--validate", "moon"], "knows resnet50, bert_squad_base, not moon"),
+        (["--validate", "moon"], "knows resnet50, bert_squad_base, zero_one_gpt2, not moon"),
         (["--validate", "resnet50", "nodes=3"], "knows 2, 4, 8, not 3"),
         (["--validate", "bandwidth=3"], "knows nodes, gbps, results_dir and experiments, not bandwidth="),
         (["--evaluate", "--results", "nowhere"], "--fit makes it"),

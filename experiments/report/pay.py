@@ -1,0 +1,103 @@
+"""The page's first section: will it pay for a model, a GPU and a link that are freely chosen? A grid of answers, between
+which the page interpolates. No torch but for counting the models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from birder.predict import METHODS, Cluster, Link, gpus
+from birder.predict.answer import DDP, answer
+from birder.predict.table import NEAR
+from experiments.cells import architectures
+from experiments.cells.architectures import Asked
+
+SHOWN = ("fp32", "bf16", "powersgd4", "onebit_adam", "birder", "birder_hierarchical", "none")
+CURVES = ("bf16", "birder", "birder_hierarchical", "none")
+"""Curves that are drawn before any is chosen."""
+LATENCY_US = 20.0
+INSIDE_REACHED = 230 / 300
+"""Share of NVLink's or PCIe's rate that large collectives reach inside a node: 230 GB/s of 8 A100."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the page: what it is called, how it is asked for, and the batches of the grid."""
+
+    label: str
+    name: str
+    batches: tuple[int, ...]
+    seq: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The grid."""
+
+    models: tuple[Model, ...] = (
+        Model("GPT-2 124M, 1,024 tokens", "hf:gpt2", (4, 16, 64), 1024),
+        Model("GPT-2 medium 355M, 1,024 tokens", "hf:gpt2-medium", (2, 8, 32), 1024),
+        Model("Llama 3.2 1B, 2,048 tokens", "hf:llama-3.2-1b", (1, 4), 2048),
+        Model("BERT-Base, 384 tokens", "hf:bert-base", (4, 32), 384),
+        Model("ResNet-50", "torchvision:resnet50", (16, 64, 256)),
+    )
+    gpus: tuple[str, ...] = ("a100", "h100", "l40s", "rtx4090")
+    ranks: tuple[int, ...] = (1, 8)
+    nodes: tuple[int, ...] = (2, 8, 64)
+    gbps: tuple[float, ...] = (1, 5, 10, 25, 100, 400)
+
+
+def data(choice: Choice | None = None) -> dict[str, Any]:
+    """JSON's types. cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and
+    high of the method that is advised; best: its place, -1 where bf16 is. gb[model][batch]: of a rank, with bf16 DDP."""
+    choice = choice or Choice()
+    cells, gb = [], []
+    for model in choice.models:
+        works = [architectures.work(Asked(model.name, batch, "bf16", model.seq)) for batch in model.batches]
+        cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
+        a100 = [w.timeline(gpus.find("a100")) for w in works]
+        some = Cluster(2, 8, Link(10.0))
+        gb.append(
+            [round(DDP.memory_gb(t, some, METHODS["bf16"], w.saved_bytes), 1) for t, w in zip(a100, works, strict=True)]
+        )
+    return {
+        "models": [m.label for m in choice.models],
+        "names": [m.name.partition(":")[2] for m in choice.models],
+        "asks": [{"model": m.name, "seq": m.seq} for m in choice.models],
+        "batches": [list(m.batches) for m in choice.models],
+        "gpus": [gpus.find(g).label for g in choice.gpus],
+        "gpu_names": list(choice.gpus),
+        "gpu_gb": [gpus.find(g).gb for g in choice.gpus],
+        "ranks": list(choice.ranks),
+        "nodes": list(choice.nodes),
+        "gbps": list(choice.gbps),
+        "methods": [METHODS[m].label for m in SHOWN],
+        "curves": [SHOWN.index(m) for m in CURVES],
+        "dense": [i for i, m in enumerate(SHOWN) if METHODS[m].dense],
+        "bf16": SHOWN.index("bf16"),
+        "bound": SHOWN.index("none"),
+        "near": NEAR,
+        "unsure": gpus.UNSURE,
+        "gb": gb,
+        "cells": cells,
+    }
+
+
+def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
+    inside = Link(8 * INSIDE_REACHED * gpu.inside_gb_per_s, 5.0)
+    t = work.timeline(gpu)
+    return [
+        [
+            [_cell(t, Cluster(nodes, ranks, Link(rate, LATENCY_US), inside, borders=True)) for rate in choice.gbps]
+            for nodes in choice.nodes
+        ]
+        for ranks in choice.ranks
+    ]
+
+
+def _cell(t: Any, cluster: Cluster, methods: Sequence[str] = SHOWN) -> list[float]:
+    found = answer(t, cluster, methods=methods, unsure=gpus.UNSURE)
+    low, high = found.saving(found.best.name)[1:] if found.best else (0.0, 0.0)
+    ms = [float(f"{found.prediction[m].ms:.4g}") for m in methods]
+    return [*ms, round(low, 3), round(high, 3)]

@@ -1,0 +1,195 @@
+"""Answers: what is advised, layouts over ranks, links of all kinds, memory. Timelines are made up; no torch but for state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import birder
+from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, Timeline
+from birder.predict.answer import Answer, answer
+from birder.predict.gpus import GPUS, find
+from birder.predict.layouts import CONTEXT_GB, STATE, Plan
+from birder.predict.methods import every
+
+MILLION = 1_000_000
+
+
+def timeline(step_ms: float = 90.0, elements: int = 100 * MILLION, layers: int = 10) -> Timeline:
+    forward, each = step_ms / 3, elements // layers
+    gradients = tuple(
+        Gradient(f"layer {i}", (each,), forward + (step_ms - forward) * (layers - i) / layers) for i in range(layers)
+    )
+    inside = IntraNode.of(elements, 8)
+    return Timeline("made", "made", "a100", "bf16", 1, 8, forward, step_ms, gradients, inside, "a test", update_ms=2.0)
+
+
+def ask(gbps: float, plan: Plan | None = None, nodes: int = 4, latency_us: float = 20.0, **options: Any) -> Answer:
+    cluster = Cluster(nodes, 8, Link(gbps, latency_us), borders=True)
+    return answer(timeline(**options.pop("model", {})), cluster, plan or Plan(), **options)
+
+
+def test_a_slow_link_is_a_reason_to_compress_and_the_sentence_says_how() -> None:
+    found = ask(10)
+    assert found.pays
+    assert found.best is not None
+    first, second = found.sentences("accuracy is not told")[:2]
+    assert first.startswith("Compress: ")
+    assert first.endswith("; accuracy is not told.")
+    assert "birder.attach(ddp, optimizer" in second
+    assert ("hierarchical=True" in second) == found.best.method.hierarchical
+    value, low, high = found.saving(found.best.name)
+    assert low <= value == 1 - found.best.ms / found.prediction["bf16"].ms <= high
+
+
+def test_a_fast_link_is_none_by_the_same_five_percent() -> None:
+    found = ask(800)
+    assert not found.pays
+    assert found.sentences()[0].startswith("Do not compress: bf16 is within 5% of the bound")
+
+
+def test_what_is_unsure_of_computing_is_in_the_interval() -> None:
+    sure, unsure = ask(20), ask(20, unsure=0.3)
+    assert sure.best is not None
+    narrow, wide = sure.saving("birder"), unsure.saving("birder")
+    assert wide[0] == pytest.approx(narrow[0])
+    assert wide[1] < narrow[1] <= narrow[2] < wide[2]
+
+
+def test_six_rows_fit_eighty_columns() -> None:
+    lines = ask(10, gpu=find("a100"), saved_bytes=1e9).table()
+    assert len(lines) == 7
+    assert max(map(len, lines)) <= 80
+    assert any("no communication" in line for line in lines)
+
+
+def test_two_near_methods_are_the_simpler_one() -> None:
+    """One phase wins by less than 2 %: what is advised is the paper's method."""
+    found = ask(100)
+    p = found.prediction
+    assert p["birder_one_phase"].ms < p["birder"].ms < 1.02 * p["birder_one_phase"].ms
+    assert found.best is not None
+    assert found.best.name == "birder"
+
+
+# ---- layouts -------------------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_computes_more_for_the_same_messages() -> None:
+    one, four = ask(10), ask(10, Plan(accumulation=4))
+    assert four.prediction["none"].step.ms == pytest.approx(4 * one.prediction["none"].step.ms, rel=0.05)
+    assert four.prediction["fp32"].step.nic_bytes == one.prediction["fp32"].step.nic_bytes
+    assert four.saving("birder")[0] < one.saving("birder")[0]
+
+
+def test_hsdp_sends_shards_between_nodes_and_takes_what_it_can_run() -> None:
+    found = ask(10, Plan("hsdp"))
+    names = {r.name for r in found.prediction.rows}
+    assert {"fp32", "bf16", "birder_hierarchical", "none"} <= names
+    assert names.isdisjoint({"birder", "cser", "powersgd4", "local_sgd"})
+    elements = found.prediction.timeline.elements
+    assert found.prediction["birder_hierarchical"].step.nic_bytes == pytest.approx(2 * 3 / 4 * elements / 8)
+    assert found.prediction["bf16"].step.nic_bytes == pytest.approx(2 * 3 / 4 * 2 * elements)
+    assert "attach(model, optimizer, mesh=mesh)" in found.sentences()[1]
+
+
+def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
+    slow, fast = ask(10, Plan("fsdp")), ask(800, Plan("fsdp"))
+    for found in (slow, fast):
+        assert found.sentences()[0].startswith("Do not compress: FSDP over all ranks")
+        assert {r.name for r in found.prediction.rows} == {"fp32", "bf16", "fp16", "none"}
+    assert "sharding=hsdp" in slow.sentences()[0]
+    # Two gathers of 2 bytes, a scatter of 4, over 31/32 of the parameters.
+    assert slow.prediction["fp32"].step.nic_bytes == pytest.approx(31 / 32 * 8 * 100 * MILLION)
+    assert slow.prediction["bf16"].ms < slow.prediction["fp32"].ms
+
+
+def test_a_method_that_a_layout_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"birder needs the whole model, or nodes as workers: not with sharding=hsdp"):
+        ask(10, Plan("hsdp"), methods=["birder"])
+    with pytest.raises(ValueError, match=r"birder_hierarchical needs replicas: not with sharding=fsdp"):
+        ask(10, Plan("fsdp"), methods=["birder_hierarchical"])
+    with pytest.raises(ValueError, match="accumulation must be at least 1"):
+        Plan(accumulation=0)
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_waits_for_the_borders_of_nodes_alone() -> None:
+    def latency(nodes: int, ranks: int) -> float:
+        inside = Link(1e9, 5.0)
+        return Cluster(nodes, ranks, Link(1e9, 1000.0), inside, borders=True).all_reduce(8.0).ms
+
+    assert latency(2, 8) == pytest.approx(2 * 1.0 + 2 * 14 * 0.005, rel=1e-3)
+    assert latency(2, 1) == pytest.approx(2.0, rel=1e-3)
+    # A tree over 64 nodes, not 126 hops.
+    assert latency(64, 1) == pytest.approx(2 * 6 * 1.0, rel=1e-3)
+
+
+def test_between_two_sites_only_seldom_meetings_pay() -> None:
+    found = ask(0.2, nodes=2, latency_us=50_000.0, local_steps=500)
+    assert found.far is not None
+    assert found.far.method.local
+    assert "with a model of its own on every rank" in " ".join(found.sentences())
+    assert found.prediction["diloco"].ms < 0.2 * found.prediction["birder_hierarchical"].ms
+
+
+def test_local_steps_set_how_often_ranks_meet() -> None:
+    often, seldom = (every(METHODS["diloco"], n) for n in (10, 1000))
+    assert [r.share for r in often.rounds] == [0.9, 0.1]
+    assert "H = 1000" in seldom.about
+    assert every(METHODS["birder"], 10) is METHODS["birder"]
+    with pytest.raises(ValueError, match="local_steps must be at least 1"):
+        every(METHODS["diloco"], 0)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_parameters_gradients_state_and_activations() -> None:
+    t, cluster = timeline(), Cluster(4, 8, Link(10))
+    whole = Plan().memory_gb(t, cluster, METHODS["bf16"], 3e9)
+    assert whole == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"] + 2))
+    shared = Plan("hsdp").memory_gb(t, cluster, METHODS["bf16"], 3e9)
+    assert shared == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"]) / 8 + 2 * 2 * 0.01)
+
+
+def test_what_does_not_fit_is_said_first() -> None:
+    small, big = find("l4"), replace(find("l4"), gb=1000.0)
+    found = ask(10, gpu=small, saved_bytes=40e9)
+    assert found.sentences()[0].startswith("It does not fit: ")
+    assert found.best is None
+    assert "!" in "".join(found.table())
+    assert not ask(10, gpu=big, saved_bytes=40e9).sentences()[0].startswith("It does not fit")
+
+
+OPTIMIZERS = {
+    "birder": lambda p: birder.Birder(p, lr=0.1),
+    "onebit_adam": lambda p: birder.OneBitAdam(p, lr=0.1, warmup_steps=1),
+    "onebit_lamb": lambda p: birder.OneBitLAMB(p, lr=0.1, warmup_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_what_the_method_keeps(name: str) -> None:
+    """The method itself is asked, on one rank that is its own server."""
+    net = nn.Linear(256, 256, bias=False)
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(4, 256)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.state_bytes() == pytest.approx(METHODS[name].state(1, 1) * 256 * 256, rel=0.02)
+
+
+def test_json_holds_every_row() -> None:
+    found = ask(10, gpu=GPUS["a100-sxm-80gb"], saved_bytes=1e9, costs=Costs.of_gpu("a100"))
+    plain = found.plain()
+    assert {r["method"] for r in plain["rows"]} == {r.name for r in found.prediction.rows}
+    assert plain["pays"] is found.pays
+    assert all(r["low_ms"] <= r["ms"] <= r["high_ms"] for r in plain["rows"])

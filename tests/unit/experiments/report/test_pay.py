@@ -1,0 +1,81 @@
+"""The page's free choice: its grid is the predictor's, and in a browser what lies between follows the same rule."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birder.predict import Cluster, Link, gpus
+from birder.predict.answer import answer
+from experiments.cells import architectures
+from experiments.cells.architectures import Asked
+from experiments.records.record import PUBLISHED
+from experiments.report import page, pay
+from experiments.report.page import Grid
+from experiments.report.pay import Choice, Model
+
+SMALL = Choice((Model("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400))
+BROWSER = next((b for name in ("chromium", "chromium-browser", "google-chrome") if (b := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    return pay.data(SMALL)
+
+
+def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
+    work = architectures.work(Asked("torchvision:resnet18", 64, "bf16"))
+    gpu = gpus.find("rtx4090")
+    inside = Link(8 * pay.INSIDE_REACHED * gpu.inside_gb_per_s, 5.0)
+    found = answer(
+        work.timeline(gpu), Cluster(8, 8, Link(10, 20.0), inside, borders=True), methods=pay.SHOWN, unsure=gpus.UNSURE
+    )
+    cell = content["cells"][0][1][1][0][1][1]
+    assert cell[:-2] == [pytest.approx(found.prediction[m].ms, rel=1e-3) for m in pay.SHOWN]
+    assert found.best is not None
+    assert cell[-2:] == [pytest.approx(v, abs=1e-3) for v in found.saving(found.best.name)[1:]]
+    assert next(content["methods"][i] for i in content["curves"]) == "DDP bf16"
+    assert len(content["curves"]) == 4
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+@pytest.mark.parametrize(
+    ("hash_", "width"), [("model=resnet18&gpu=a100&batch=32&nodes=4&ranks=8&gbps=3", 400), ("", 1600)]
+)
+def test_a_browser_answers_between_the_points(content: dict[str, Any], tmp_path: Path, hash_: str, width: int) -> None:
+    from plotly.offline import get_plotlyjs
+
+    whole = page.data(PUBLISHED, [], Grid(models=(("resnet50_b32_tf32", "ResNet-50"),), nodes=(2,), gbps=(10,))) | {
+        "pay": content
+    }
+    path = tmp_path / "index.html"
+    told = (
+        "<script>const t = document.createElement('p'); t.id = 'told';"
+        " t.textContent = JSON.stringify({said: payLine(chosenPay())[1], ms: payAt(chosenPay(), chosenPay().gbps),"
+        " wide: document.documentElement.scrollWidth, view: innerWidth,"
+        " link: document.getElementById('paylink').getAttribute('href'),"
+        " shown: document.getElementById('paycurves').data.filter((x) => x.visible === true).length});"
+        " document.body.append(t);</script></body>"
+    )
+    path.write_text(page.html(whole, get_plotlyjs()).replace("</body>", told), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{hash_}"]
+    dom = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r'id="told">(.*?)</p>', dom, re.DOTALL)
+    assert found is not None
+    got = json.loads(found[1].replace("&amp;", "&"))
+    assert got["wide"] <= got["view"]
+    assert got["shown"] == 4
+    assert got["said"].split(":")[0] in ("Compress", "Do not compress")
+    if hash_:
+        assert got["link"] == f"#{hash_}"
+        table = content["cells"][0]
+        corners = [table[b][0][0][n][g] for b in (0, 1) for n in (0, 1) for g in (0, 1)]
+        for i in range(len(pay.SHOWN)):
+            assert min(c[i] for c in corners) <= got["ms"][i] <= max(c[i] for c in corners)
