@@ -1,6 +1,6 @@
 """Real training on emulated links beside its prediction: `python experiments/predict.py --validate`, on a quiet machine.
 
-For ResNet-50, a small BERT and a small GPT on 2, 4 and 8 emulated nodes and three link rates, `experiments/compare.py` trains some steps
+For ResNet-50, a small BERT and a small GPT on 2, 4 and 8 emulated nodes at three rates, `experiments/compare.py` trains steps
 of four methods on random data, in turns in one world. What is predicted for each comes from what the world knew before
 (experiments/cells/trained.py). Worlds that are recorded are not made again: an interrupted validation goes on where it
 stopped.
@@ -25,8 +25,8 @@ MODELS: dict[str, list[str]] = {
     "bert_squad_base": ["workload.preset=small", "workload.embedded_words=null", "cluster.dilation=10"],
     "zero_one_gpt2": ["workload.preset=mini", "workload.vocab_size=8000", "cluster.dilation=10"],
 }
-"""Experiments of conf/exp, and what they have besides. The links of the small BERT and GPT are what an A100 ten times as fast as this
-machine would have: there is no A100's time for it."""
+"""Experiments of conf/exp, and what they have besides. The small BERT and GPT have the links of an A100 ten times as fast as
+this machine: there is no A100's time for them."""
 NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
 TURNS = ["turns.rounds=12", "turns.steps=1"]
 RESULTS = Path(LOCAL) / trained.FOLDER
