@@ -48,8 +48,7 @@ import yaml
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
-from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, crossover, gpus, sweep
-from birder.predict import answer as answers
+from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
 from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import Plan
 from experiments.cells import timelines

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from birder.predict import gpus
-from birder.predict.answer import Answer
+from birder.predict.answers import Answer
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy_page, glance
 from experiments.report.paired import BETTER, PARITY, WORSE

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from birder.predict import METHODS, Cluster, Link, gpus
-from birder.predict.answer import DDP, answer
+from birder.predict.answers import DDP, answer
 from birder.predict.table import NEAR
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked

@@ -11,7 +11,7 @@ from torch import nn
 
 import birder
 from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, Timeline
-from birder.predict.answer import Answer, answer
+from birder.predict.answers import Answer, answer
 from birder.predict.gpus import GPUS, find
 from birder.predict.layouts import CONTEXT_GB, STATE, Plan
 from birder.predict.methods import every

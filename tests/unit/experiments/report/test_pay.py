@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from birder.predict import Cluster, Link, gpus
-from birder.predict.answer import answer
+from birder.predict.answers import answer
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED
