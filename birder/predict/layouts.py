@@ -102,7 +102,9 @@ class Plan:
         return (8 * t.elements / shards + own * t.elements + whole + saved_bytes) / 1e9 + CONTEXT_GB
 
     def state(self, method: Method, cluster: Cluster) -> float:
-        """Bytes of state per parameter of the model on one rank."""
+        """Bytes of state per parameter of the model on one rank. Under HSDP all of it is sharded, not the errors alone."""
+        if self.sharding == "hsdp":
+            return method.state(cluster.nodes, 1) / cluster.ranks_per_node
         shards = cluster.ranks_per_node if method.hierarchical else 1
         workers = cluster.nodes if method.hierarchical else cluster.ranks
         return method.state(workers, shards)

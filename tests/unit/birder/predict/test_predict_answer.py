@@ -155,6 +155,8 @@ def test_memory_is_parameters_gradients_state_and_activations() -> None:
     t, cluster = timeline(), Cluster(4, 8, Link(10))
     whole = Plan().memory_gb(t, cluster, METHODS["bf16"], 3e9)
     assert whole == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"] + 2))
+    own = Plan("hsdp").state(METHODS["onebit_adam_hierarchical"], cluster)
+    assert own == METHODS["onebit_adam"].state(4, 1) / 8  # the moments are sharded too
     shared = Plan("hsdp").memory_gb(t, cluster, METHODS["bf16"], 3e9)
     assert shared == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"]) / 8 + 2 * 2 * 0.01)
 
