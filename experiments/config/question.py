@@ -14,8 +14,8 @@ FOLDER = compose.CONF / "predict"
 
 def ask(overrides: Sequence[str]) -> dict[str, Any]:
     """The keys of `Question`, with `methods` as a list. Raises UserError for whatever is no key or out of its range."""
-    # Hydra would take methods=a,b for two runs, and layers=24 of a model for a key.
-    typed = [re.sub(r"""^((?:methods|model)=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
+    # Hydra would take methods=a,b for two runs, layers=24 of a model for a key, and gpu=4090 for a number.
+    typed = [re.sub(r"""^((?:methods|model|gpu)=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
     asked = compose.plain(typed, FOLDER)
     validate.check_section(Question, asked)
     if isinstance(asked["methods"], str):
