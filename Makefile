@@ -76,11 +76,20 @@ publish: $(READY)  ## move a group of runs of committed code to results/publishe
 	@$(BIN)/python experiments/claims.py
 	@$(BIN)/python -m experiments.report.accuracy_page
 
-test: $(READY)  ## run the tests
-	@$(BIN)/python -m pytest -q -m "not cluster and not campaign"
+# As many workers as cores, files and tests in random order (after a failure the seed is printed).
+pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
+
+test: $(READY)  ## run the tests that protect a change (6 minutes on 2 cores)
+	@$(pytest) -m "not slow and not gpu and not cluster and not campaign"
+
+test-all: $(READY)  ## run all tests but those of whole clusters
+	@$(pytest) -m "not cluster and not campaign"
 
 test-clusters: $(READY)  ## run the tests of whole clusters: emulated, ssh, SLURM, faults
-	@$(BIN)/python -m pytest -q -m cluster
+	@$(pytest) -m cluster
+
+mutants: $(READY)  ## put 24 faults into a copy of birder, one at a time: do the tests find them? (10 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations
 
 campaign: $(READY)  ## random faults on every optimizer, then resume; 30 minutes, goes on where it stopped (docs/reliability.md)
 	@$(BIN)/python -m pytest -q -s -m campaign
@@ -140,4 +149,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-clusters campaign soak check format setup clean help
+.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters mutants campaign soak check format setup clean help

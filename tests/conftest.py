@@ -1,14 +1,27 @@
-"""For all tests: Ctrl-C reaches the processes that they start, also where pytest itself runs in a shell's background."""
+"""For all tests: one thread each, a cache of kernels for each worker of pytest-xdist, and which tests stay on one worker."""
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from experiments.config.compose import WORKER
-from launch.base import Launcher
+WORKER_ID = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+CACHE = Path(__file__).resolve().parents[1] / ".pytest_cache"
+# Before torch and numba are imported. Workers that share two cores gain nothing by more threads. numba's files of compiled
+# kernels are not made for several writers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "numba" / WORKER_ID))
+
+from omegaconf import DictConfig  # noqa: E402
+
+from experiments.config import compose  # noqa: E402
+from launch.base import Launcher  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inherits it, and would hand it on
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,7 +29,55 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inh
 os.environ["WANDB_MODE"] = "disabled"  # what wandb=auto, the default, goes by; tests of W&B choose a mode themselves
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file that share something dear run on one worker, and so do all that start sandboxes.
+
+    Dear: a fixture of the module, or what a function of the file keeps (functools.cache).
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and isinstance(item, pytest.Function) and _shares(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How to have the same order again."""
+    seed = getattr(config.option, "randomly_seed", None)
+    if seed is not None and (terminalreporter.stats.get("failed") or terminalreporter.stats.get("error")):
+        terminalreporter.write_line(f"this order: --randomly-seed={seed}")
+
+
+def _shares(item: pytest.Function) -> bool:
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    of_module = any(d.scope == "module" and d.baseid == item.nodeid.partition("::")[0] for ds in fixtures for d in ds)
+    return of_module or _keeps(item.module)
+
+
+@functools.cache
+def _keeps(module: object) -> bool:
+    return any(hasattr(value, "cache_info") for value in vars(module).values())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once() -> Iterator[None]:
+    """Hydra composes each list of overrides of conf/ once; later calls get a copy."""
+    made: dict[tuple[str, ...], bytes] = {}
+    plain = compose._compose
+
+    def kept(overrides: Sequence[str], config_dir: Path) -> DictConfig:
+        if config_dir != compose.CONF:
+            return plain(overrides, config_dir)
+        key = tuple(overrides)
+        if key not in made:
+            made[key] = pickle.dumps(plain(overrides, config_dir))
+        return pickle.loads(made[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_compose", kept)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def launchers_start_ranks_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that a test makes by hand starts what one from the configuration starts."""
-    monkeypatch.setattr(Launcher, "worker", WORKER, raising=False)
+    monkeypatch.setattr(Launcher, "worker", compose.WORKER, raising=False)

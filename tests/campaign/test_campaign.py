@@ -49,6 +49,7 @@ def twenty() -> list[Trial]:
 
 
 @pytest.mark.cluster
+@pytest.mark.xdist_group("sandbox")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("trial", twenty(), ids=lambda t: f"{t.fault}, {t.moment}, {t.method}, {t.cluster}")
 def test_a_fault_at_random(trial: Trial, place: Place) -> None:

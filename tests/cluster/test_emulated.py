@@ -17,7 +17,7 @@ from launch.local import LocalLauncher
 from tests.helpers import emulated_run
 from tests.helpers.stub_run import make_spec
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox")]
 
 RUN = Path(emulated_run.__file__)
 Captured = pytest.CaptureFixture[str]

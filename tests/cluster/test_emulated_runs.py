@@ -21,7 +21,7 @@ from tests.cluster.test_network import interfaces, mounts, needs_sandbox
 from tests.helpers import emulated_run
 from tests.helpers.stub_run import make_spec
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox")]
 
 
 def start(what: str, folder: Path) -> subprocess.Popen[str]:

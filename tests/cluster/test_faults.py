@@ -37,7 +37,7 @@ SILENCE_S = 8.0
 LIMIT_S = 60.0
 """What the default settings promise."""
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox"), pytest.mark.timeout(900)]
 
 WHY_NOT = emulated.why_not()
 CLUSTER = "emulated" if WHY_NOT is None else "local"

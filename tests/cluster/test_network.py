@@ -22,6 +22,7 @@ from tests.helpers.emulated_run import RATE, skip_reason
 RUN = str(ROOT / "tests/helpers/emulated_run.py")
 OVER = 1.2
 """Above a set rate only as far as pauses of a loaded machine take it: what has gathered meanwhile is read at once."""
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sandbox")]  # no two sandboxes at once
 needs_sandbox = pytest.mark.skipif(skip_reason() is not None, reason=str(skip_reason()))
 
 

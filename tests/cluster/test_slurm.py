@@ -23,7 +23,7 @@ from tests.helpers import ROOT, slurm_site
 from tests.helpers.slurm_site import Site
 from tests.helpers.stub_run import make_spec
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm")]
 
 STUB = ROOT / "tests/helpers/slurm_stub.py"
 WAIT_S = 240

@@ -20,7 +20,7 @@ from launch.slurm.launcher import SlurmLauncher
 from tests.cluster.test_slurm import ROOT, until
 from tests.helpers.stub_run import make_spec
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm")]
 
 
 def launcher(**options: Any) -> SlurmLauncher:

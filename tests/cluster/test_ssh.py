@@ -22,7 +22,7 @@ from launch.base import ROOT
 from tests.helpers import ssh_site
 from tests.helpers.ssh_site import HOSTS, Site
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ssh")]
 
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
 

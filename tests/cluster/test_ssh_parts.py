@@ -19,7 +19,7 @@ from launch.ssh import connection
 from launch.ssh.launcher import SshLauncher
 from tests.cluster.test_ssh import wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ssh")]
 
 
 def test_lists_of_hosts(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from experiments.records.record import ResultRecord
 from experiments.report import replay_page, replay_verdicts, replayed, tables
 from launch.emulated import sandbox
 from tests.distributed.test_hooks import powersgd_bytes
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.records import blank
 
 BENCH = suite.load("bench")
@@ -222,7 +222,7 @@ def _hooks(rank: int, world: int, timeline: str) -> list[dict[str, Any]]:
 
 
 def test_hooks_are_timed_against_ddp_without_one(tmp_path: Path) -> None:
-    (rows,) = run_ranks(_hooks, 1, tiny(tmp_path), grouped=False)
+    (rows,) = fresh_world(_hooks, 1, tiny(tmp_path), grouped=False)
     assert [r["method"] for r in rows] == list(bench_hooks.METHODS)
     assert rows[0]["overhead_ms"] == 0
     assert all(r["step_ms"] > 0 for r in rows)
@@ -238,6 +238,7 @@ def measured(folder: Path, link: str, *methods: str) -> dict[str, ResultRecord]:
     return {r.config["bench"]["method"]: r for r in record.read_all(folder / "r")}
 
 
+@pytest.mark.slow
 def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     found = measured(tmp_path, "loopback", *METHODS)
@@ -262,6 +263,8 @@ def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pyt
             assert r.timing["split"]["encode_ms"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("sandbox")
 @pytest.mark.skipif(sandbox.probe()[0] is None, reason=f"no emulated network here: {sandbox.probe()[1]}")
 def test_two_emulated_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")

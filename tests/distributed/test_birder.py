@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from birder import Birder, attach
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
-STEPS = 50
+STEPS = 30
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def oracle_run(workers: int, per_worker: int, options: dict) -> torch.Tensor:
     return toy.flat(model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_flat_hook_equals_the_reference_bit_for_bit(world):
     options = {"lr": 0.01, "weight_decay": 0.1, "seed": 2**40 + 7}
     results = run_ranks(hook_run, world, options, {})
@@ -69,7 +70,7 @@ def test_flat_hook_equals_the_reference_bit_for_bit(world):
         assert r["bounded"]
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 2), (3, 1), (2, 4), (1, 3)])
+@pytest.mark.parametrize(("nodes", "local"), [slow(1, 2), (2, 2), slow(3, 1), slow(2, 4), (1, 3)])
 def test_hierarchical_hook_equals_the_reference_with_nodes_as_workers(nodes, local):
     options = {"lr": 0.01}
     results = run_ranks(hook_run, nodes * local, options, {"hierarchical": True}, ranks_per_node=local)

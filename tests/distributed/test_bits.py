@@ -14,7 +14,8 @@ from birder.comm import Topology
 from experiments.records import record
 from launch.spec import RunSpec
 from tests.distributed import test_turns
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
+from tests.helpers.tiers import slow
 
 METHODS = (["optimizer=sgdm", "comm.enabled=false"], ["optimizer=sgdm"], ["optimizer=birder"])
 
@@ -42,7 +43,7 @@ def _train(rank: int, world: int, spec: RunSpec) -> tuple[dict[str, list[float]]
 def test_a_profile_is_the_same_on_all_ranks_and_changes_no_training(tmp_path: Path) -> None:
     spec = test_turns.described(tmp_path, *METHODS)
     plain, _ = test_turns.in_turns(spec)
-    found = run_ranks(_train, 2, spec, grouped=False, ranks_per_node=1)
+    found = fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
     assert [losses for losses, _ in found] == plain
     assert all(all(alone) and alone for _, alone in found)
     (profile,) = {repr(r.turns["profile"]) for r in record.read_all(spec.config["results_dir"])}
@@ -65,7 +66,7 @@ def _send(rank: int, size: int) -> tuple[int, list[float]]:
     return attachment.counter.inter, (model.weight - before).flatten().tolist()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [slow(2), 3, slow(4)])
 def test_bits_are_those_of_two_phases_and_train_nothing(ranks: int) -> None:
     for sent, moved in run_ranks(_send, ranks):
         assert sent == 2 * (ranks - 1) * (64 * 96 // 8 // ranks)

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Pipeline
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 WIDTH = 1024  # a unit of 2^20 elements: 128 KiB of bits
 TRIFLE = 4096  # bytes: scales, scalars, the sums of a few tiles
@@ -72,7 +72,7 @@ CASES = [
 def test_every_step_finds_the_same_buffers(name: str, options: dict, how: dict) -> None:
     world, local = (4, 2) if how else (3, 1)
     elements = 64 * 64 + 64
-    for after in run_ranks(places, world, name, options, how, ranks_per_node=local):
+    for after in fresh_world(places, world, name, options, how, ranks_per_node=local):
         assert after[0] == after[1] == after[2] == after[3]
         sizes = {n.split()[1]: (dtype, numel) for n, (_, dtype, numel) in after[0].items()}
         shards, workers = (2, 2) if how else (1, 3)
@@ -88,11 +88,11 @@ def test_every_step_finds_the_same_buffers(name: str, options: dict, how: dict) 
 def test_a_step_after_the_first_allocates_nothing(name: str, options: dict, how: dict) -> None:
     pytest.importorskip("numba", reason="without numba the kernels run unfused, in torch")
     world, local = (4, 2) if how else (3, 1)
-    for made in run_ranks(allocations, world, name, options, how, ranks_per_node=local):
+    for made in fresh_world(allocations, world, name, options, how, ranks_per_node=local):
         assert made == []
 
 
 def test_an_allocation_would_be_seen() -> None:
     """The control: a dense optimizer's kernel-free arithmetic allocates, and the watch sees it."""
-    (made,) = run_ranks(allocations, 1, "LAMB", {}, {})
+    (made,) = fresh_world(allocations, 1, "LAMB", {}, {})
     assert made != []

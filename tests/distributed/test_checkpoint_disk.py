@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from birder import checkpoint
 from tests.distributed.test_checkpoint_damage import SOON_S, restore, write
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 
 def save_failing(rank: int, world: int, root: str, where: str, failing: int) -> tuple[str, str, float, list[str]]:
@@ -45,7 +45,7 @@ def save_failing(rank: int, world: int, root: str, where: str, failing: int) -> 
 
 @pytest.mark.parametrize(("where", "failing"), [("write_tree", 0), ("write_tree", 2), ("write_manifest", 0)])
 def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path, where: str, failing: int) -> None:
-    results = run_ranks(save_failing, 3, str(tmp_path), where, failing)
+    results = fresh_world(save_failing, 3, str(tmp_path), where, failing)
     cause = "CheckpointException: " if where == "write_tree" else "Input/output error"
     for kind, message, took, _ in results:
         assert kind == ("RuntimeError" if where == "write_tree" else "OSError")
@@ -86,7 +86,7 @@ def fill(rank: int, world: int, root: str, big_rank: int) -> tuple[str, str, flo
 @pytest.mark.parametrize(("world", "big_rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path, world: int, big_rank: int) -> None:
     where = f" (rank {big_rank})" if world > 1 else ""
-    results = [fill(0, 1, str(small_disk), 0)] if world == 1 else run_ranks(fill, world, str(small_disk), big_rank)
+    results = [fill(0, 1, str(small_disk), 0)] if world == 1 else fresh_world(fill, world, str(small_disk), big_rank)
     for kind, message, took, _, steps in results:
         assert (kind, message) == (
             "OSError",

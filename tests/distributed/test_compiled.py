@@ -18,6 +18,7 @@ import birder
 from birder import attach
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow_unless
 
 STEPS = 6
 METHODS: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def every_case(rank: int, world: int, name: str) -> dict[tuple[str, bool], np.nd
     return found | {(key, True): train(rank, name, CASES[key], True) for key in ACCUMULATED}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=slow_unless(lambda name: name == "Birder", METHODS))
 def ends(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], np.ndarray]]:
     return run_ranks(every_case, 2, request.param)
 

@@ -12,6 +12,7 @@ from birder import attach
 from tests.helpers import toy
 from tests.helpers.hsdp import PROBLEMS, ddp, even_loss, full, hsdp, make_even, make_mesh, shard, train
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 STEPS = 7
 SMALL = 0.001
@@ -41,7 +42,7 @@ def both(rank: int, world: int, shards: int, problem: str, methods: list, unit_m
     return found
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (4, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), slow(4, 2), slow(3, 2), slow(2, 3)])
 def test_birder_equals_hierarchical_ddp_bit_for_bit(replicas: int, shards: int) -> None:
     """On a model whose tensors divide by nothing, with empty shards, and rows without gradient."""
     results = run_ranks(both, replicas * shards, shards, "toy", BITWISE, SMALL, ranks_per_node=shards)
@@ -68,7 +69,7 @@ MEAN, WORST = 1e-7, 1e-5
 divides that by as little; hence the larger eps, and the larger limit for the worst of 100,000."""
 
 
-@pytest.mark.parametrize(("replicas", "methods"), [(2, CLOSE), (4, [m for m in CLOSE if m[0] == "OneBitAdam"])])
+@pytest.mark.parametrize(("replicas", "methods"), [(2, CLOSE), slow(4, [m for m in CLOSE if m[0] == "OneBitAdam"])])
 def test_other_methods_equal_ddp_up_to_rounding(replicas: int, methods: list) -> None:
     """1-bit Adam's scales are those of units: with one for each parameter, cut alike, they are the same numbers."""
     results = run_ranks(both, replicas * 2, 2, "even", methods, UNIT_EACH, ranks_per_node=2)
@@ -120,7 +121,7 @@ def counted(rank: int, world: int) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, slow(4)])
 def test_bytes_and_state_are_what_the_page_promises(replicas: int) -> None:
     d, s = sum(p.numel() for p in make_even().parameters()), 2
     for result in run_ranks(counted, s * replicas, ranks_per_node=s):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,6 +157,7 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert "saved by rank" in result["state"]
 
 
+@pytest.mark.slow
 def test_the_example_runs_on_two_replicas_of_two_shards() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [

@@ -17,7 +17,7 @@ from birder.comm.link import backend_for, new_group
 from birder.predict import measuring
 from experiments.training import link
 from tests.helpers import toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 
 def spelled(rank: int, world: int, spelling: str | None) -> tuple:
@@ -40,11 +40,11 @@ def spelled(rank: int, world: int, spelling: str | None) -> tuple:
 
 
 def test_the_back_end_is_that_of_the_tensors_device_however_it_is_spelled() -> None:
-    plain = run_ranks(spelled, 3, "gloo", grouped=False)
+    plain = fresh_world(spelled, 3, "gloo", grouped=False)
     assert plain[0][1] == "ThreadPipeline"
     compound = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo,cuda:gloo"
     for spelling in (None, compound):  # torch makes NCCL only where there is a GPU
-        for rank, (x, pipeline) in enumerate(run_ranks(spelled, 3, spelling, grouped=False)):
+        for rank, (x, pipeline) in enumerate(fresh_world(spelled, 3, spelling, grouped=False)):
             assert pipeline == "ThreadPipeline"
             assert (x == plain[rank][0]).all()
 
@@ -163,7 +163,7 @@ def two_groups(rank: int, world: int, hierarchical: bool) -> tuple:
 
 
 def test_two_disjoint_groups_do_not_wait_for_each_other() -> None:
-    results = run_ranks(two_groups, 4, False)
+    results = fresh_world(two_groups, 4, False)
     for x, intra, inter in results:
         assert (x == results[0][0]).all()  # the same data, the same draws: the same model
         assert intra > 0
@@ -189,6 +189,6 @@ def packed(rank: int, world: int, count: int) -> tuple:
 @pytest.mark.parametrize(("count", "nbytes", "calls"), [(8000, 2 * 2 * -(-1000 // 3), 2), (101, 2 * 13, 1)])
 def test_a_union_sends_one_bit_for_each_flag(count: int, nbytes: int, calls: int) -> None:
     """To each server and back; few of them to every peer in one collective."""
-    for union, sent, collectives in run_ranks(packed, 3, count):
+    for union, sent, collectives in fresh_world(packed, 3, count):
         assert (union == (torch.arange(count) % 5 < 3).numpy()).all()
         assert (sent, collectives) == (nbytes, calls)

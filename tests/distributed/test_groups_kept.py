@@ -19,7 +19,8 @@ from birder.comm import groups
 from birder.comm.counter import ByteCounter
 from birder.comm.link import Link
 from tests.helpers import toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
+from tests.helpers.tiers import slow
 
 
 def again(rank: int, world: int, times: int) -> dict[str, Any]:
@@ -46,9 +47,9 @@ def again(rank: int, world: int, times: int) -> dict[str, Any]:
     return {"ends": ends, "groups": len(groups), "threads": threads}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_an_attachment_takes_the_group_of_the_one_before(world: int) -> None:
-    told = run_ranks(again, world, 6, ranks_per_node=2)
+    told = fresh_world(again, world, 6, ranks_per_node=2)
     for mine in told:
         assert mine["groups"] == 1
         # The first has made the back end's; a group of its own would be three more each time. One may be about to end.
@@ -79,7 +80,7 @@ def apart(rank: int, world: int) -> list[int]:
 
 def test_a_group_is_used_again_only_where_every_rank_has_it() -> None:
     # The second is new; the third is the second again.
-    assert run_ranks(apart, 2) == [[0, 1, 1], [0, 1, 1]]
+    assert fresh_world(apart, 2) == [[0, 1, 1], [0, 1, 1]]
 
 
 def broken(rank: int, world: int) -> list[int]:
@@ -104,7 +105,7 @@ def broken(rank: int, world: int) -> list[int]:
 
 
 def test_no_group_is_used_again_in_which_something_failed() -> None:
-    assert run_ranks(broken, 2) == [[0, 1, 1], [0, 1, 1]]
+    assert fresh_world(broken, 2) == [[0, 1, 1], [0, 1, 1]]
 
 
 THREADS = 16

@@ -20,7 +20,7 @@ from experiments.training.torch_hooks import attach_hook, low_rank_numbers
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from tests.helpers import toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
 
 SHAPES = [(64, 32, 3, 3), (64,), (40, 64), (40,), (3, 40), (1,)]
 
@@ -201,7 +201,7 @@ def test_a_run_with_a_hook_has_a_record_like_any_other(tmp_path: Path) -> None:
         ]
     )
     spec = compose.make_spec(composed, command="test")
-    run_ranks(_train, 2, spec, grouped=False, ranks_per_node=1)
+    fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
     (path,) = (tmp_path / "results" / "records").glob("*.json")
     record = json.loads(path.read_text())
     assert record["status"] == "completed"

@@ -11,6 +11,7 @@ from experiments.records import labels
 from tests.distributed.test_birder import STEPS, oracle_run
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
 SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
@@ -39,7 +40,7 @@ def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
     results = run_ranks(hook_run, world, {"reduce": "one_phase"}, {})
     expected = oracle_run(world, 1, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
@@ -47,7 +48,7 @@ def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
     assert all((r["x"] == expected).all() for r in results)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2), (1, 3)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), slow(3, 2), slow(1, 3)])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
     how = {"hierarchical": True}
     results = run_ranks(hook_run, nodes * local, {"reduce": "one_phase"}, how, ranks_per_node=local)

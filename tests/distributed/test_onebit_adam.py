@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from birder import OneBitAdam, attach
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 WARMUP, STEPS, LR = 12, 60, 0.003
 
@@ -70,7 +71,7 @@ def oracle_run(world: int) -> tuple[reference.OneBitAdam, torch.Tensor]:
     return oracle, toy.flat(model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [slow(1), slow(2), 3, slow(4)])
 def test_hook_equals_the_reference(world):
     results = plain_run(world)
     oracle, x = oracle_run(world)

@@ -14,6 +14,7 @@ from birder import OneBitLAMB, attach
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_onebit_lamb import OneBitLAMB as Reference
+from tests.helpers.tiers import slow
 
 WARMUP, STEPS, LR, DECAY = 20, 64, 0.02, 0.01
 SMALL = {"unit_mb": 0.0008}  # several units in a model this small
@@ -93,7 +94,7 @@ def check(results: list[dict], oracle: Reference, x: torch.Tensor) -> None:
             assert (r[name] == torch.stack([mine[i] for i in order]).numpy()).all()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_hook_equals_the_reference_bit_for_bit(world: int) -> None:
     results = small_run(world)
     assert len(results[0]["units"]) > 1
@@ -123,7 +124,7 @@ def test_hierarchical_equals_the_reference_with_nodes_as_workers() -> None:
     assert results[0]["sent"][-1] == (bits + (8 + 4 * 2) * units, 4 * units)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, slow(4)])
 def test_bytes_and_collectives_are_those_of_the_formula(world: int) -> None:
     r = small_run(world)[0]
     padded, units = sum(r["padded"]), len(r["padded"])

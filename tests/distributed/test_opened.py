@@ -16,8 +16,9 @@ from experiments.report import arithmetic, speedup
 from experiments.timing import opened
 from launch.emulated import sandbox
 from tests.distributed.test_turns import described
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 from tests.helpers.records import run
+from tests.helpers.tiers import slow
 
 BUCKETS = [[750.0, 100.0], [250.0, 200.0]]
 RATE, PAYLOAD = 100.0, 4.08e6  # 4 MB at 100 Mbit/s: 320 ms, after 80 KB that pass at once
@@ -143,12 +144,12 @@ def _train(rank: int, world: int, spec: Any, memory: float) -> None:
     turns.train(spec)
 
 
-@pytest.mark.parametrize("memory", [0.8, 0.0])
+@pytest.mark.parametrize("memory", [0.8, slow(0.0)])
 def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(tmp_path: Path, memory: float) -> None:
     spec = described(tmp_path, *METHODS)
     spec.config["cluster"]["dilation"] = 1.0
     spec.config["turns"]["rounds"] = spec.config["turns"]["rounds_anew"] = 5
-    run_ranks(_train, 2, spec, memory, grouped=False, ranks_per_node=1)
+    fresh_world(_train, 2, spec, memory, grouped=False, ranks_per_node=1)
     records = {r.id.removeprefix("g-"): r for r in record.read_all(spec.config["results_dir"])}
     assert {r.status for r in records.values()} == {"completed"}
     for name, r in records.items():
@@ -171,6 +172,7 @@ def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(t
 
 
 @pytest.mark.cluster
+@pytest.mark.xdist_group("sandbox")
 @pytest.mark.skipif(sandbox.probe()[0] is None, reason="no network namespaces")
 def test_on_emulated_nodes_the_link_is_open_for_its_turns_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ from experiments.records import record
 from experiments.training.products import PRODUCTS, check_device, products_of
 from experiments.training.world import world
 from launch.errors import UserError
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 # Both ways add up the same exact products in fp32: results differ by an ulp of bf16 (2^-8) where two orders of a sum
 # round apart. Weights move little in three steps.
@@ -96,12 +96,13 @@ def train_with(rank: int, size: int, given: list[str]) -> set[torch.dtype]:
     return watched.seen
 
 
+@pytest.mark.slow
 def test_a_run_with_them_is_nearly_the_native_one(tmp_path: Path) -> None:
     losses = {}
     for how in ("native", "fp32"):
         results = tmp_path / how
         given = [*RUN, f"train.bf16_products={how}", f"results_dir={results}", f"output_dir={tmp_path}/outputs"]
-        (seen,) = run_ranks(train_with, 1, given, grouped=False)
+        (seen,) = fresh_world(train_with, 1, given, grouped=False)
         assert (torch.bfloat16 in seen) == (how == "native")
         (made,) = record.read_all(results)
         assert made.config["train"]["bf16_products"] == how

@@ -17,7 +17,7 @@ from experiments.config import compose
 from experiments.training import step_profile
 from experiments.training.step_profile import Kept
 from experiments.training.torch_hooks import attach_hook
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
 
 
 def test_work_without_its_waits_is_encode_and_then_decode() -> None:
@@ -152,7 +152,7 @@ def test_a_profiled_run_leaves_a_trace_and_a_picture(tmp_path: Path, options: li
         ]
     )
     spec = compose.make_spec(composed, command="test")
-    run_ranks(_train, 2, spec, grouped=False, ranks_per_node=1)
+    fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
     (trace,) = (spec.path / "profile").glob("step*.json")
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]

@@ -20,6 +20,7 @@ from experiments.cells.traffic import nic_bytes
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 NAMES = ["a.weight", "a.bias", "b.weight", "c.weight"]
 SIZES = [3 * 2**12, 2**12, 2**12, 2**13]
@@ -149,7 +150,7 @@ def _compressed(rank: int, world: int, optimizer: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [slow(2), 3])
 @pytest.mark.parametrize("optimizer", ["birder", "onebit_adam"])
 def test_bytes_are_those_of_eight_gpus_and_bits_those_of_one_worker_per_node(world: int, optimizer: str) -> None:
     for found in run_ranks(_compressed, world, optimizer, ranks_per_node=1):

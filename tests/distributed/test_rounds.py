@@ -13,7 +13,7 @@ from experiments.records import record
 from experiments.training.clock import StepClock
 from experiments.training.rounds import Rounds
 from launch.spec import RunSpec
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 
 def rounds_of(*sent: int) -> Rounds:
@@ -77,7 +77,7 @@ def test_a_record_says_in_which_share_of_the_steps_anything_was_sent(tmp_path: P
     options += ["train.timing_warmup=3", "train.eval_every=5", "wandb=disabled", "optimizer=local_sgd"]
     options += ["optimizer.reset_every=4", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
     spec = compose.make_spec(compose.compose(options), command="test")
-    run_ranks(_train, 2, spec, grouped=False, ranks_per_node=1)
+    fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
     (found,) = record.read_all(tmp_path / "results")
     assert found.rounds_per_step == 0.25  # 4, 8 and 12 of the steps 4 to 15
     assert found.timing["typical"] == "mean"

@@ -15,6 +15,7 @@ from birder import Birder, SigmaDeltaAdam, attach
 from tests.helpers import hsdp, reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_sigma_delta import SigmaDelta, shared_steps
+from tests.helpers.tiers import slow
 
 STEPS = 25
 """V is shared in the first 20, and in 22 and 24."""
@@ -96,12 +97,12 @@ def flat(world: int) -> list[dict[str, dict[str, Any]]]:
     return run_ranks(ranks, world, {})
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, slow(4)])
 def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
     compare(flat(world), world, 1)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2), (1, 3)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), slow(3, 2), slow(1, 3)])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
     compare(run_ranks(ranks, nodes * local, {"hierarchical": True}, ranks_per_node=local), nodes, local)
 

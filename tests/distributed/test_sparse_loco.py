@@ -13,6 +13,7 @@ from birder import SparseLoCo, attach
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_sparse_loco import SparseLoCo as Reference
+from tests.helpers.tiers import slow
 
 STEPS, LR = 14, 0.02
 BASE: dict[str, Any] = {"sync_every": 3, "top_k": 7, "chunk": 64, "weight_decay": 0.01}
@@ -73,7 +74,7 @@ def hook_run(rank: int, world: int, options: dict[str, Any], how: dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_equals_the_reference_bit_for_bit(world: int) -> None:
     oracle, models = reference_run(world, {})
     for rank, r in enumerate(run_ranks(hook_run, world, {}, {})):

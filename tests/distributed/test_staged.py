@@ -10,6 +10,7 @@ import birder
 from birder.comm import Topology, staged
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 METHODS = {
     "SGDM": {"lr": 0.1},
@@ -58,7 +59,7 @@ def trained(rank: int, world: int, stage: bool) -> list:
     return [*results, count]
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, slow(4)])
 def test_staged_messages_are_the_same_messages(world):
     plain, through_host = run_ranks(trained, world, False), run_ranks(trained, world, True)
     for a, b in zip(plain, through_host, strict=True):

@@ -13,7 +13,8 @@ from birder import checkpoint
 from experiments.config import compose, schedules
 from launch.errors import UserError
 from launch.spec import RunSpec
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
+from tests.helpers.tiers import slow, slow_unless
 
 STEPS, BREAK = 12, 8
 
@@ -89,18 +90,18 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_unless(lambda name: name == "onebit_adam", OPTIMIZERS))
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, optimizer):
     options = [f"optimizer={optimizer}", *OPTIMIZERS[optimizer]]
-    straight = run_ranks(train, 3, make_spec(tmp_path, "straight", *options), 0, grouped=False)
+    straight = fresh_world(train, 3, make_spec(tmp_path, "straight", *options), 0, grouped=False)
     assert len(straight) == 3
     broken = make_spec(tmp_path, "broken", *options)
     broken.save()
-    assert run_ranks(train, 3, broken, BREAK, grouped=False) == ["interrupted"] * 3
+    assert fresh_world(train, 3, broken, BREAK, grouped=False) == ["interrupted"] * 3
     found = checkpoint.latest(broken.path / "checkpoints")
     assert found is not None
     assert found[0] == 5
-    resumed = run_ranks(train, 3, make_spec(tmp_path, "broken", *options), 0, grouped=False)
+    resumed = fresh_world(train, 3, make_spec(tmp_path, "broken", *options), 0, grouped=False)
     assert resumed == straight
     records = [json.loads(p.read_text()) for p in (tmp_path / "results" / "records").glob("*.json")]
     assert len(records) == 2
@@ -118,12 +119,12 @@ def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     make_spec(tmp_path, "r").save()
-    run_ranks(_train_only, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
+    fresh_world(_train_only, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
     other = ["cluster.nodes=2", "train.max_steps=15"]
     with pytest.raises(UserError, match=r"train.max_steps was 12"):  # which was not asked for with resume_rule
         make_spec(tmp_path, "r", *other, "resume_rule=mean")
     smaller = make_spec(tmp_path, "r", *other, "resume_rule=mean", "resume_with=changed")
-    run_ranks(_train_only, 2, smaller, grouped=False, ranks_per_node=1)
+    fresh_world(_train_only, 2, smaller, grouped=False, ranks_per_node=1)
     record = record_of(tmp_path)
     assert [change[0] for change in record["config"]["resume_changed"]] == ["cluster.nodes", "train.max_steps"]
     rows = (tmp_path / "results" / record["curve"]).read_text().split()
@@ -134,14 +135,14 @@ def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
     """And one that is changed in a way that was asked for says so in its record."""
     spec = make_spec(tmp_path, "r", "optimizer=sgdm")
     spec.save()
-    run_ranks(_train_only, 3, spec, grouped=False)
+    fresh_world(_train_only, 3, spec, grouped=False)
     with pytest.raises(UserError, match=r"train.max_steps was 12, now it is 4: "):
         make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4")
     shorter = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4", "resume_with=changed")
     with pytest.raises(RuntimeError, match=r"UserError: this run ends at step 4, and .*step-00000012 is of step 12"):
-        run_ranks(_train_only, 3, shorter, grouped=False)
+        fresh_world(_train_only, 3, shorter, grouped=False)
     longer = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=15", "resume_with=changed")
-    run_ranks(_train_only, 3, longer, grouped=False)
+    fresh_world(_train_only, 3, longer, grouped=False)
     assert record_of(tmp_path)["config"]["resume_changed"] == [["train.max_steps", 12, 15]]
 
 
@@ -152,7 +153,7 @@ def record_of(folder: Path) -> dict:
 
 def test_the_record_counts_what_was_sent(tmp_path):
     spec = make_spec(tmp_path, "r", "optimizer=sgdm", "checkpoint.every=0", "train.accumulate=2")
-    run_ranks(_train_only, 3, spec, grouped=False, ranks_per_node=1)
+    fresh_world(_train_only, 3, spec, grouped=False, ranks_per_node=1)
     record = record_of(tmp_path)
     assert record["status"] == "completed"
     assert record["timing"]["steps"] == STEPS - 3
@@ -175,14 +176,14 @@ def _train_only(rank: int, world: int, spec: RunSpec) -> None:
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     spec = make_spec(tmp_path, "r", "optimizer=sgdm", "optimizer.lr=1e6", "checkpoint.every=0")
     with pytest.raises(RuntimeError, match=r"the loss is (nan|inf) at step \d+: lower optimizer.lr"):
-        run_ranks(_train_only, 1, spec, grouped=False)
+        fresh_world(_train_only, 1, spec, grouped=False)
     assert not (tmp_path / "results" / "records").exists()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_half_precision_trains(tmp_path, precision):
     spec = make_spec(tmp_path, "r", f"train.precision={precision}", "checkpoint.every=0", "optimizer=birder")
-    run_ranks(_train_only, 2, spec, grouped=False)
+    fresh_world(_train_only, 2, spec, grouped=False)
     assert record_of(tmp_path)["status"] == "completed"
 
 

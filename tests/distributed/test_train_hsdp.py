@@ -9,7 +9,7 @@ import pytest
 
 from launch.errors import UserError
 from tests.distributed.test_train import BREAK, make_spec, train
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 NODES, LOCAL = 2, 2
 WORLD = [f"cluster.nodes={NODES}", f"cluster.ranks_per_node={LOCAL}", "optimizer=birder", "seed=3"]
@@ -18,7 +18,7 @@ WORLD = [f"cluster.nodes={NODES}", f"cluster.ranks_per_node={LOCAL}", "optimizer
 def run(folder: Path, name: str, topology: str, stop: int = 0) -> list[str]:
     spec = make_spec(folder, name, *WORLD, f"comm.topology={topology}")
     spec.save()
-    return run_ranks(train, NODES * LOCAL, spec, stop, grouped=False, ranks_per_node=LOCAL)
+    return fresh_world(train, NODES * LOCAL, spec, stop, grouped=False, ranks_per_node=LOCAL)
 
 
 def records(folder: Path) -> dict[str, dict]:
@@ -47,4 +47,4 @@ def test_hsdp_with_fp16_or_in_a_method_on_whole_tensors_is_refused(tmp_path: Pat
         make_spec(tmp_path, "half", *WORLD, "comm.topology=hsdp", "train.precision=fp16")
     spec = make_spec(tmp_path, "cser", *WORLD, "comm.topology=hsdp", "optimizer=cser")
     with pytest.raises(RuntimeError, match=r"comm\.topology=hsdp: CSER works on whole parameters"):
-        run_ranks(train, NODES * LOCAL, spec, 0, grouped=False, ranks_per_node=LOCAL)
+        fresh_world(train, NODES * LOCAL, spec, 0, grouped=False, ranks_per_node=LOCAL)

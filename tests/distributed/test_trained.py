@@ -25,6 +25,7 @@ from launch.emulated.network import GOODPUT, burst_bytes
 from launch.failure import RunFailed
 from tests.helpers.ranks import run_ranks
 from tests.helpers.records import run
+from tests.helpers.tiers import slow
 from tests.unit.birder.predict.test_predict import MB, made
 
 QUARTER = MB // 4
@@ -208,7 +209,7 @@ def _profile(rank: int, size: int) -> Any:
     return [b.elements for b in buckets], found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_all_ranks_have_the_same_profile(ranks: int) -> None:
     everyone = run_ranks(_profile, ranks)
     assert all(found == everyone[0] for found in everyone)

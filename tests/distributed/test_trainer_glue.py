@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.test_integrations import example
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
 TRAIN, DEV, STEPS = 64, 17, 6
 WORDS = {0: ["dull", "bad", "boring"], 1: ["good", "bright", "charming"]}
 

@@ -14,7 +14,7 @@ from experiments.records import record
 from experiments.timing import plan
 from experiments.training import machine
 from launch.spec import RunSpec
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 
 METHODS = (
     ["optimizer=sgdm", "comm.enabled=false"],
@@ -59,7 +59,7 @@ def _train(rank: int, world: int, spec: RunSpec, alone: bool, memory: float) -> 
 
 
 def in_turns(spec: RunSpec, memory: float = 0.8) -> tuple[list[dict[str, list[float]]], dict[str, record.ResultRecord]]:
-    seen = run_ranks(_train, 2, spec, False, memory, grouped=False, ranks_per_node=1)
+    seen = fresh_world(_train, 2, spec, False, memory, grouped=False, ranks_per_node=1)
     records = record.read_all(spec.config["results_dir"])
     return seen, {r.id.removeprefix("g-"): r for r in records}
 
@@ -70,7 +70,7 @@ def test_each_method_trains_as_in_a_run_of_its_own(tmp_path: Path) -> None:
     seen, records = in_turns(spec)
     for variant in spec.config["variants"][1:]:
         own = RunSpec(**{**vars(plan.spec_of(spec, variant)), "run_dir": str(tmp_path / variant["name"])})
-        alone = run_ranks(_train, 2, own, True, 0.8, grouped=False, ranks_per_node=1)
+        alone = fresh_world(_train, 2, own, True, 0.8, grouped=False, ranks_per_node=1)
         for rank in range(2):
             ((name, losses),) = alone[rank].items()
             mine = seen[rank][name]
@@ -113,6 +113,7 @@ def test_records(tmp_path: Path) -> None:
     assert local.timing["typical"] == "mean"
 
 
+@pytest.mark.slow
 def test_where_memory_does_not_hold_all_each_method_is_made_in_its_turn(tmp_path: Path) -> None:
     methods = [m for m in METHODS if m[0] != "optimizer=local_sgd"]
     spec = described(tmp_path, *methods)
@@ -139,11 +140,12 @@ def test_a_method_that_cannot_be_made_or_loses_its_way_is_recorded_as_failed(tmp
     assert [line.partition(":")[0] for line in plan.failures(spec)] == ["Birder", "SGDM bf16"]
 
 
+@pytest.mark.slow
 def test_without_methods_the_bound_is_left(tmp_path: Path) -> None:
     config = described(tmp_path, ["optimizer=sgdm"]).config
     spec = plan.world(config, [], None, "calibration")
     spec.path.mkdir(parents=True)
-    run_ranks(_train, 2, spec, False, 0.8, grouped=False, ranks_per_node=1)
+    fresh_world(_train, 2, spec, False, 0.8, grouped=False, ranks_per_node=1)
     assert json.loads((spec.path / plan.BOUND_FILE).read_text())["step_ms"] > 0
     assert not (tmp_path / "results").exists()
 

@@ -19,6 +19,7 @@ from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 
 def resolved(*overrides: str) -> list[dict[str, Any]]:
@@ -144,7 +145,7 @@ def _probe(rank: int, world: int, per_node: int) -> float | None:
     return link.probe(per_node, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), slow(3, 1), slow(4, 2)])
 def test_the_rate_of_a_real_network_is_probed(ranks: int, per_node: int) -> None:
     found = run_ranks(_probe, ranks, per_node, ranks_per_node=per_node)
     assert len(set(found)) == 1

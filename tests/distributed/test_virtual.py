@@ -23,7 +23,8 @@ from experiments.report import speedup
 from launch.errors import UserError
 from launch.virtual import VirtualLauncher
 from tests.helpers import toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
+from tests.helpers.tiers import slow_unless
 from tests.unit.birder.comm import test_topology as topology_tests
 
 STEPS = 8
@@ -146,7 +147,7 @@ def both(world: int) -> tuple[list[dict[str, dict]], dict[str, dict]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", SHAPES)
+@pytest.mark.parametrize("world", slow_unless(lambda world: world < 8, SHAPES))
 def test_virtual_ranks_equal_real_ones_bit_for_bit(world: int, name: str) -> None:
     theirs, ours = both(world)
     found = ours[name]
@@ -231,8 +232,8 @@ def test_a_run_on_virtual_workers_is_the_run_on_real_ones(task: str, tmp_path: P
     given = task.replace("TEXT", str(tmp_path)).split()
     shape = ["cluster.nodes=2", "cluster.ranks_per_node=2"]
     specs = [spec(tmp_path, kind, *given, f"cluster={kind}", *shape) for kind in ("local", "virtual")]
-    run_ranks(run, 4, specs[0], ranks_per_node=2, grouped=False)
-    run_ranks(run, 1, specs[1], grouped=False)
+    fresh_world(run, 4, specs[0], ranks_per_node=2, grouped=False)
+    fresh_world(run, 1, specs[1], grouped=False)
     theirs, ours = (record.read_all(tmp_path / kind)[0] for kind in ("local", "virtual"))
     assert ours.metric["name"] == theirs.metric["name"]
     assert math.isclose(ours.metric["value"], theirs.metric["value"], rel_tol=EVALUATED)

@@ -15,6 +15,7 @@ from experiments.records import labels
 from tests.distributed.test_birder import oracle_run
 from tests.distributed.test_one_phase import hook_run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
 SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
@@ -31,7 +32,7 @@ def expected(workers: int, per_worker: int, options: dict, parts: list) -> torch
 
 
 @pytest.mark.parametrize("reduce", ["two_phase", "one_phase"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_flat_equals_the_reference_bit_for_bit(world: int, reduce: str) -> None:
     options = {**BOTH, "reduce": reduce}
     results = run_ranks(hook_run, world, options, {})
@@ -53,7 +54,7 @@ def test_hierarchical_equals_the_reference_with_nodes_as_workers(reduce: str) ->
     assert all((r["x"] == x).all() for r in results)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "local"), [slow(1, 1), slow(3, 1), (2, 2)])
 def test_without_bits_the_mean_of_u_is_applied(nodes: int, local: int) -> None:
     how = {"hierarchical": True} if local > 1 else {}
     options = {"bits": "none", "beta2": 0.999, "weight_decay": 0.1}
@@ -73,6 +74,7 @@ def test_u_on_every_rank_without_bits_is_the_mean_over_all_ranks() -> None:
     assert np.allclose(both[0]["x"], flat[0]["x"], rtol=0, atol=ROUNDING)  # added up in another order
 
 
+@pytest.mark.slow
 def test_u_on_every_rank_takes_both_options() -> None:
     how = {"hierarchical": True}
     results = run_ranks(hook_run, 4, {**BOTH, "intra": "u"}, how, ranks_per_node=2)

@@ -84,6 +84,7 @@ def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
     assert said == [289, 289]
 
 
+@pytest.mark.slow
 def test_the_example_file_ends_with_equal_parameters_on_both_ranks() -> None:
     done = torchrun(ROOT / "examples/ddp.py")
     assert done.returncode == 0, done.stderr

@@ -51,6 +51,7 @@ def environment(target: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.slow
 def test_the_readmes_script_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     (block,) = blocks("README.md", "python")
     (tmp_path / "script.py").write_text(block + '\nimport birder\nprint(f"from {birder.__file__}")\n')
@@ -95,6 +96,7 @@ def test_groups_name_what_extras_do_not() -> None:
     assert f"[{','.join(extras)}]" in line
 
 
+@pytest.mark.slow
 def test_the_other_package_in_the_same_folder_is_noticed(installed: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     (target / "birder-0.9.0.dist-info").mkdir(parents=True)

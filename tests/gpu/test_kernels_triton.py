@@ -34,15 +34,18 @@ def run(*command: str, cache: Path, interpret: bool = False) -> None:
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/helpers/triton_cases.py")
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_equal_the_reference(tmp_path):
     run(*PYTEST, cache=tmp_path, interpret=True)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
     run("tests/helpers/triton_compile.py", cache=tmp_path)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU at hand")
+@pytest.mark.gpu
 def test_kernels_on_the_gpu_equal_the_reference(tmp_path):
     run(*PYTEST, cache=tmp_path)
 

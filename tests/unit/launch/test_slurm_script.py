@@ -106,19 +106,38 @@ def test_the_reader_knows_sbatchs_rules() -> None:
     assert arguments_of(r""" --a='x\'y' --b=\#z "c d" e#f""") == ["--a=x'y", "--b=#z", "c d", "e"]
 
 
+def script_of(folder: Path, key: str, value: str) -> str:
+    made = launcher(sbatch={key: value}) if key == "comment" else launcher(**{key: value})
+    return made.script(make_spec(folder))
+
+
+def typed(key: str, value: str) -> str:
+    return value + "4" if key == "gpus_per_node" else value  # it ends in the number of GPUs
+
+
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("key", [*TEXTS, "comment"])
 def test_every_option_arrives_as_it_was_typed(tmp_path: Path, key: str, value: str) -> None:
-    if key == "gpus_per_node":
-        value += "4"  # it ends in the number of GPUs
-    made = launcher(sbatch={key: value}) if key == "comment" else launcher(**{key: value})
-    script = made.script(make_spec(tmp_path))
-    options = read(script)
+    value = typed(key, value)
+    options = read(script_of(tmp_path, key, value))
     assert f"--{key.replace('_', '-')}={value}" in options
     plain = read(launcher(gpus_per_node=4, sbatch={"comment": "x"}).script(make_spec(tmp_path)))
     assert len(options) - len(plain) in (-1, 0)
     assert [o for o in options if o.startswith("--nodes")] == ["--nodes=2"]
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_bash_can_read_every_script(tmp_path: Path) -> None:
+    """One bash for all of them: it reads each as the body of a function, which it never calls."""
+    every = [(key, value) for key in (*TEXTS, "comment") for value in HOSTILE]
+    for number, (key, value) in enumerate(every):
+        (tmp_path / f"{number}").write_text(script_of(tmp_path, key, typed(key, value)))
+    (tmp_path / "wrong").write_text("echo 'unmatched")
+    read_all = 'for f; do (eval "script() { $(<"$f")\n}") 2>/dev/null || echo "$f"; done'
+    files = [str(tmp_path / f"{number}") for number in range(len(every))]
+    done = subprocess.run(
+        ["bash", "-c", read_all, "bash", *files, str(tmp_path / "wrong")], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [str(tmp_path / "wrong")]
 
 
 @pytest.mark.parametrize("value", LINES)

@@ -13,6 +13,7 @@ from experiments.config import compose, rules
 from experiments.report import headline
 from launch.errors import UserError
 from launch.spec import RunSpec
+from tests.helpers.tiers import slow_unless
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 OPTIMIZERS = sorted(p.stem for p in (compose.CONF / "optimizer").glob("*.yaml"))
@@ -32,7 +33,7 @@ def test_every_experiment(exp: str, scale: str) -> None:
         assert config["train"][key] == config["scales"][scale][key]
 
 
-@pytest.mark.parametrize("exp", EXPERIMENTS)
+@pytest.mark.parametrize("exp", slow_unless({"resnet50", "cser_cifar100", "hsdp_gpt2"}.__contains__, EXPERIMENTS))
 def test_variants_of_every_experiment(exp: str) -> None:
     for variant in compare.variants(compose.compose([f"+exp={exp}", "scale=quick"]), None):
         assert compose.resolve(variant)["exp"] == exp

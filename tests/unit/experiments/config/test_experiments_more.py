@@ -10,6 +10,7 @@ import pytest
 
 from experiments.config import compose, schedules
 from launch.errors import UserError
+from tests.helpers.tiers import slow
 
 FAMILIES = {
     "cser_": ["SGDM", "EFSGD", "QSparseLocalSGD", "CSER"],
@@ -30,7 +31,7 @@ def chosen(exp: str, cls: str) -> dict[str, Any]:
     return next(v for v in variants(exp, "paper") if v["optimizer"]["_target_"] == f"birder.{cls}")
 
 
-@pytest.mark.parametrize("scale", ["quick", "paper"])
+@pytest.mark.parametrize("scale", [slow("quick"), "paper"])
 @pytest.mark.parametrize("exp", EXPERIMENTS)
 def test_variants_are_the_bound_the_baseline_and_the_papers_methods(exp: str, scale: str) -> None:
     made = variants(exp, scale)

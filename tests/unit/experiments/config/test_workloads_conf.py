@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from experiments.config import compose, hparams
 from launch.errors import UserError
+from tests.helpers.tiers import slow_unless
 
 CONF = compose.CONF
 EXPERIMENTS = sorted(p.stem for p in (CONF / "exp").glob("*.yaml"))
@@ -32,7 +33,9 @@ def test_experiment_opens_with_facts(exp: str) -> None:
     assert exp in OF_THE_PAPER or "Not an experiment of the paper" in head
 
 
-@pytest.mark.parametrize("exp", sorted(set(EXPERIMENTS) - OF_OTHERS - OF_ALL_METHODS))
+@pytest.mark.parametrize(
+    "exp", slow_unless({"resnet50", "hsdp_gpt2"}.__contains__, sorted(set(EXPERIMENTS) - OF_OTHERS - OF_ALL_METHODS))
+)
 def test_every_variant_of_an_experiment_is_a_valid_run(exp: str) -> None:
     """At quick scale and without data everything runs; the first row is the bound, the others the four methods.
 

@@ -95,12 +95,14 @@ def legends(made: Figure) -> Iterator[Any]:
     yield from (legend for axes in made.axes if (legend := axes.get_legend()) is not None)
 
 
+@pytest.mark.slow
 def test_every_kind_of_picture_is_looked_at(pictures: dict[str, Figure]) -> None:
     kinds = ("_step_time.png", "_curve.png", "_bytes.png")
     assert all(any(name.endswith(kind) for name in pictures) for kind in kinds)
     assert {"paper", "bench", "crossover", "glance", "nodes", "gbps"} <= set(pictures)
 
 
+@pytest.mark.slow
 def test_texts_overlap_nothing_and_are_whole(pictures: dict[str, Figure]) -> None:
     wrong = []
     for name, made in pictures.items():
@@ -112,12 +114,14 @@ def test_texts_overlap_nothing_and_are_whole(pictures: dict[str, Figure]) -> Non
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_legends_cover_no_panel(pictures: dict[str, Figure]) -> None:
     for name, made in pictures.items():
         for legend in legends(made):
             assert not [axes for axes in made.axes if overlap(box(legend), axes.bbox)], name
 
 
+@pytest.mark.slow
 def test_a_panel_has_at_most_six_series_and_each_a_look_of_its_own(pictures: dict[str, Figure]) -> None:
     for name, made in pictures.items():
         for legend in legends(made):
@@ -129,6 +133,7 @@ def test_a_panel_has_at_most_six_series_and_each_a_look_of_its_own(pictures: dic
             assert len(set(looks)) == len(looks), name
 
 
+@pytest.mark.slow
 def test_titles_say_something_and_the_setting_stands_below(pictures: dict[str, Figure]) -> None:
     for name, made in pictures.items():
         title = made.get_suptitle()
@@ -142,6 +147,7 @@ def test_titles_say_something_and_the_setting_stands_below(pictures: dict[str, F
         )
 
 
+@pytest.mark.slow
 def test_axes_have_units(pictures: dict[str, Figure]) -> None:
     for name, made in pictures.items():
         for axes in made.findobj(Axes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from experiments.config import compose
 from experiments.training.loop import train
 from tests.helpers.ranks import free_port
+from tests.helpers.tiers import slow_unless
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 STEPS = 2
@@ -32,6 +34,16 @@ SMALLEST = {
 
 # The same for optimizers: what comes rarely comes in the second step.
 SOONEST = {"warmup_steps": 1, "reset_every": 2, "sync_every": 2, "local_doubling": 1}
+
+
+def one_of_each_workload() -> set[str]:
+    """The first experiment of each workload."""
+    found: dict[str, str] = {}
+    for exp in EXPERIMENTS:
+        text = (compose.CONF / "exp" / f"{exp}.yaml").read_text()
+        (workload,) = re.findall(r"^ +- override /workload: (\w+)", text, re.MULTILINE)
+        found.setdefault(workload, exp)
+    return set(found.values())
 
 
 def runs(exp: str, folder: Path) -> list[compose.Composed]:
@@ -74,7 +86,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@pytest.mark.parametrize("exp", EXPERIMENTS)
+@pytest.mark.parametrize("exp", slow_unless(one_of_each_workload().__contains__, EXPERIMENTS))
 def test_experiment_runs(exp: str, alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = runs(exp, tmp_path)
     for composed in made:
