@@ -30,6 +30,8 @@ ALIKE = 0.02
 """Steps that differ by less, relative, are as good as equal."""
 FAR = 1.5
 """A method whose ranks have models of their own is mentioned where it is so many times as fast as what is advised."""
+LIKE_DILOCO = 1.1
+"""DiLoCo is the one that is mentioned where it takes at most so many times the fastest one's step."""
 FREE = Link(1e9)
 DDP = Plan()
 
@@ -64,7 +66,9 @@ class Answer:
     def far(self) -> Row | None:
         """The fastest method with models of their own, where it is `FAR` times as fast as all others that send."""
         rows = self.prediction.rows
-        local = min((r for r in rows if r.method.local and self.fits(r.name)), key=lambda r: r.ms, default=None)
+        found = sorted((r for r in rows if r.method.local and self.fits(r.name)), key=lambda r: r.ms)
+        near = [r for r in found if r.ms <= LIKE_DILOCO * found[0].ms and r.name == "diloco"]
+        local = next(iter([*near, *found]), None)
         others = [r.ms for r in rows if not r.method.local and r.name != "none"]
         return local if local and others and local.ms * FAR < min(others) else None
 
@@ -157,7 +161,7 @@ class Answer:
             body.append(
                 (
                     r.method.label,
-                    f"{r.ms:.4g}",
+                    _ms(r.ms),
                     "" if r.name == "bf16" else f"{100 * value:.0f} %",
                     "" if r.name == "bf16" else f"[{100 * low:.0f}, {100 * high:.0f}]",
                     _size(r.step.nic_bytes),
@@ -196,6 +200,10 @@ class Answer:
                 for r in p.rows
             ],
         }
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
 
 
 def _size(nbytes: float) -> str:

@@ -51,12 +51,12 @@ function showPay() {
   $("paywhere").textContent = where + "." + full + (outside.length ? " Taken as the nearest that is known: " + outside.join(", ") + "." : "");
   const order = pay.methods.map((_, i) => i).sort((a, b) => ms[b] - ms[a]);
   fill($("paytable"), "", ["method", "ms a step", "saves against bf16"], order.map((i) => [pay.methods[i], number(ms[i]),
-    i === pay.bf16 ? DASH : Math.round(100 * (1 - ms[i] / ms[pay.bf16])) + " %"]), order.indexOf(best));
+    i === pay.bf16 ? DASH : String(Math.round(100 * (1 - ms[i] / ms[pay.bf16]))).replace("-", "\u2212") + " %"]), order.indexOf(best));
   const xs = [...Array(41).keys()].map((k) => pay.gbps[0] * Math.pow(pay.gbps[pay.gbps.length - 1] / pay.gbps[0], k / 40)), ys = xs.map((x) => payAt(c, x));
   const traces = pay.methods.map((name, i) => ({name, x: xs, y: ys.map((v) => v[i]), mode: "lines", visible: pay.curves.includes(i) ? true : "legendonly",
     line: {color: colour(i), width: 2, dash: i === pay.bound ? "dot" : "solid"}, hovertemplate: name + ", %{x:.3g} Gbit/s: %{y:.4g} ms<extra></extra>"}));
   draw("paycurves", "A step by link rate: " + pay.names[c.model] + ", " + c.nodes + " nodes", traces, {
-    xaxis: {title: "link, Gbit/s of a node", type: "log", tickvals: narrow.matches ? [1, 10, 100] : [1, 2, 5, 10, 25, 50, 100, 200, 400]}, yaxis: {title: "ms a step", type: "log"},
+    xaxis: {title: "link, Gbit/s of a node", type: "log", tickvals: narrow.matches ? [1, 10, 100] : [1, 2, 5, 10, 25, 50, 100, 200, 400]}, yaxis: {title: "ms a step", type: "log", dtick: "D2"},
     shapes: [{type: "line", x0: c.gbps, x1: c.gbps, yref: "paper", y0: 0, y1: 1, line: {width: 1, dash: "dash", color: "#888888"}}]});
   const ask = pay.asks[c.model];
   $("paycommand").textContent = "make predict MODEL=" + ask.model + (ask.seq ? " SEQ=" + ask.seq : "") + " GPU=" + pay.gpu_names[c.gpu] + " BATCH=" + c.batch +
