@@ -68,22 +68,37 @@ __all__ = [
 @functools.cache
 def _cpu() -> ModuleType:
     try:
-        from birder.kernels import cpu
-    except ImportError:
-        warnings.warn("numba is not installed: 1-bit kernels run unfused in torch, about 10x slower", stacklevel=3)
+        import numba  # noqa: F401
+    except Exception as error:  # not there; or it, or its LLVM, does not load
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "numba"
+        why = "numba is not installed" if missing else f"numba does not load ({_reason(error)})"
+        warnings.warn(f"{why}: 1-bit kernels run unfused in torch, about 10x slower", stacklevel=3)
         return reference
+    from birder.kernels import cpu
+
     return cpu
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 @functools.cache
 def _cuda() -> ModuleType:
+    there = torch.cuda.is_available()
+    if there:
+        torch.zeros(8, device="cuda")
+        torch.cuda.synchronize()  # raises what is wrong with the GPU itself, of which Triton is no cause
     try:
         from birder.kernels import cuda
 
         cuda.pack_signs(torch.zeros(8, device="cuda"))  # Triton builds its launcher at the first use, with a C compiler
     except Exception as error:  # not installed, no compiler, a GPU that it does not know: the reference serves them all
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        warnings.warn(f"no Triton, 1-bit kernels run unfused in torch, several times slower: {reason}", stacklevel=3)
+        if there:
+            torch.cuda.synchronize()  # raises where the GPU has failed meanwhile
+        warnings.warn(
+            f"no Triton, 1-bit kernels run unfused in torch, several times slower: {_reason(error)}", stacklevel=3
+        )
         return reference
     return cuda
 

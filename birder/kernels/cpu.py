@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from birder.kernels import reference
@@ -27,6 +26,7 @@ from birder.kernels.cpu_feedback import (
     write_signs,
 )
 from birder.kernels.cpu_sigma import modulate, modulate_adam, serve_sigma
+from birder.kernels.jit import njit
 from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
 from birder.kernels.reference import binarize, chosen_blocks, random_mask  # rarely needed on CPU
 from birder.kernels.reference_many import take  # one pass for each gradient as it is

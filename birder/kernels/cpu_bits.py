@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from birder.kernels.jit import njit
 from birder.kernels.philox import LANES, MUL_0, MUL_1, ROUNDS, WEYL_0, WEYL_1
 
 _M0, _M1 = np.uint64(MUL_0), np.uint64(MUL_1)

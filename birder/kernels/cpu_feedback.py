@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from birder.kernels import reference_feedback
 from birder.kernels.cpu_bits import TILE, expand, pack
+from birder.kernels.jit import njit
 from birder.kernels.message import new_messages, scales_of
 from birder.kernels.philox import LANES
 from birder.kernels.reference_feedback import BLOCK, partial_sums

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from birder.kernels.cpu_bits import TILE, count_ones, pack
+from birder.kernels.jit import njit
 from birder.kernels.philox import LANES
 from birder.kernels.reference_sigma import UNITS
 

@@ -2,7 +2,7 @@
 
 ${scaled:key}    the value of `key` in `scales.<scale.name>` of the workload's file
 ${lr_rule:0.1}   0.1 * batch / 256, the batch being that of one GPU or of all, as `train.lr_batch` says
-${auto_scale:}   "paper" where there are a GPU and data at `data.path`, else "quick"
+${auto_scale:}   "paper" where the ranks have GPUs and there are data at `data.path`, else "quick"
 """
 
 from __future__ import annotations
@@ -45,10 +45,21 @@ def _lr_rule(base: float, *, _root_: DictConfig) -> float:
 
 
 def _auto_scale(*, _root_: DictConfig) -> str:
+    path = _root_.data.path
+    return "paper" if path is not None and Path(path).exists() and _has_gpus(_root_.cluster) else "quick"
+
+
+def _has_gpus(cluster: DictConfig) -> bool:
+    """Whether the ranks will find GPUs: on this machine, or on SLURM's nodes, which this machine may be none of."""
     from launch.environment import visible_gpus
 
-    path = _root_.data.path
-    return "paper" if path is not None and Path(path).exists() and visible_gpus() else "quick"
+    if cluster.get("name") != "slurm":
+        return bool(visible_gpus())
+    from launch.slurm import job
+
+    if cluster.get("backend") != "auto":
+        return bool(cluster.get("backend") == "nccl")
+    return cluster.get("gpus_per_node") is not None or bool(job.gpus(cluster.get("partition")))
 
 
 def register() -> None:

@@ -66,7 +66,9 @@ class Slurm(Cluster):
     account: Text | None = doc("as sbatch knows it; null: the site's default")
     time: Count | Text | None = doc('"HH:MM:SS" or minutes; null: the site\'s default')
     constraint: Text | None = doc("as sbatch knows it; null: none")
-    gpus_per_node: Count | Text | None = doc("as sbatch knows it: 8, a100:8; null: with nccl one for each rank")
+    gpus_per_node: Count | Text | None = doc(
+        "as sbatch knows it: 8, a100:8; null: one for each rank, where nodes have them"
+    )
     cpus_per_node: Count | None = doc("cores for the ranks of a node; null: one for each rank")
     sbatch: dict[str, Scalar] | None = doc("any other option of sbatch: {mem: 0, exclusive: null}")
     interface: Text | None = doc("network interface of gloo and NCCL; null: the one that routes to the first node")

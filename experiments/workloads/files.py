@@ -66,9 +66,9 @@ def text_files(path: str | Path) -> list[Path]:
 
 
 def read_text(file: Path) -> str:
-    """Text of `file`. Raises UserError when it is not UTF-8."""
+    """Text of `file`, without a byte-order mark at its head. Raises UserError when it is not UTF-8."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"data.path: {file} is not UTF-8 text (byte {error.start})") from error
 

@@ -77,7 +77,7 @@ def find_file(root: str, task: Task, split: str) -> Path:
 
 def read_tsv(file: Path, task: Task) -> list[Example]:
     """Examples of a file. Rows that cannot be read are dropped; raises UserError when they are more than 1 %."""
-    rows = [line.split("\t") for line in read_text(file).removeprefix("\ufeff").split("\n") if line.strip()]
+    rows = [line.split("\t") for line in read_text(file).split("\n") if line.strip()]
     names = [name.strip() for name in rows.pop(0)] if task.header and rows else [str(i) for i in range(4)]
     wanted = (*task.texts, task.label)
     if absent := [name for name in wanted if name not in names]:

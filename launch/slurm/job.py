@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -81,6 +82,21 @@ def ask(command: Sequence[str], timeout_s: float = 120) -> str:
     if done.returncode:
         raise NoController(_said(done.stderr) or f"{command[0]} ended with status {done.returncode}")
     return done.stdout
+
+
+@functools.cache
+def gpus(partition: str | None) -> int | None:
+    """The fewest GPUs of a node in the partition (None: the default one), as SLURM lists them; None where nobody answers."""
+    chosen = partition or os.environ.get("SBATCH_PARTITION")
+    try:
+        said = ask(["sinfo", "--noheader", "--format=%P|%G", *([f"--partition={chosen}"] if chosen else [])], 30)
+    except NoController:
+        return None
+    lines = [line.partition("|") for line in said.split("\n") if "|" in line]
+    mine = [listed for name, _, listed in lines if chosen or name.strip().endswith("*")]
+    # "gpu:a100:4(S:0-1),gpu:2,nvme:1" has 6; "(null)" none.
+    counts = [sum(map(int, re.findall(r"(?:^|,)gpu:(?:[^:,()]+:)?(\d+)", listed))) for listed in mine]
+    return min(counts, default=None)
 
 
 def environment() -> dict[str, str]:

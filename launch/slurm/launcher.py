@@ -70,7 +70,8 @@ class SlurmLauncher(Launcher):
     """N nodes of one SLURM job.
 
     partition, account, time, constraint: as sbatch knows them; null: the site's defaults. A time is "HH:MM:SS".
-    gpus_per_node: as sbatch knows it (4, "a100:4"); null: as many as ranks where backend is nccl, else none.
+    gpus_per_node: as sbatch knows it (4, "a100:4"). null: as many as ranks where backend is nccl, or where it is auto and the
+                   partition's nodes have so many or the scale is the paper's; else none.
     cpus_per_node: cores for the ranks of a node; null: one for each rank.
     sbatch:        any other option of sbatch, {key: value} for --key=value; {key: null} for --key.
     interface:     network interface of gloo and NCCL on every node; null: the one that routes to the first node.
@@ -98,6 +99,7 @@ class SlurmLauncher(Launcher):
         self.interface = interface
         self.wait = wait
         self.poll_s = poll_s
+        self._ask_for_gpus = gpus_per_node is None and self.backend == "auto"
         if gpus_per_node is None and self.backend == "nccl":
             gpus_per_node = self.ranks_per_node
         number = re.search(r"(\d+)$", str(gpus_per_node or 0))
@@ -123,6 +125,26 @@ class SlurmLauncher(Launcher):
         self.options |= dict(sbatch or {})
         for key, value in self.options.items():
             directive(key, value)
+
+    def _gpus(self, spec: RunSpec) -> dict[str, int]:
+        """The GPUs that the job asks for where nobody has said how many. Raises UserError where they cannot be enough.
+
+        The nodes decide, not the machine that the job is submitted from.
+        """
+        if not self._ask_for_gpus:
+            return {}
+        paper = (spec.config.get("scale") or {}).get("name") == "paper"
+        found, where = (
+            slurm_job.gpus(self.partition),
+            f"partition {self.partition}" if self.partition else "the partition",
+        )
+        if paper and found is not None and found < self.ranks_per_node:
+            raise UserError(
+                f"scale=paper needs {self.ranks_per_node} GPUs on a node, and SLURM lists {found} in {where}: set "
+                "cluster.partition or cluster.ranks_per_node, or cluster.backend=gloo for CPUs"
+            )
+        wanted = paper if found is None else found >= self.ranks_per_node
+        return {"gpus-per-node": self.ranks_per_node} if wanted else {}
 
     def check(self, spec: RunSpec) -> None:
         self.script(spec)  # a path that cannot stand in it is found before anything is written
@@ -175,6 +197,7 @@ class SlurmLauncher(Launcher):
             "chdir": Path.cwd(),
             "output": f"{logs}/output.log",
             "error": f"{logs}/slurm.log",
+            **self._gpus(spec),
             **self.options,
         }
         lines = ["#!/bin/bash", f"# {spec.id}: {' '.join(spec.command.split())}"]
