@@ -103,6 +103,12 @@ check: $(READY)  ## lint, format and type checks
 	@$(BIN)/python -m mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
 
+test-torch:  ## tests that rest on private parts of torch, with another version: make test-torch TORCH=2.11.0
+	@$(if $(TORCH),,echo "error: which version of torch? make test-torch TORCH=2.11.0" >&2; exit 2)
+	@$(PYTHON) -m venv --upgrade-deps .venv-torch-$(TORCH)
+	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)' -e ".[cpu]" --group dev
+	@.venv-torch-$(TORCH)/bin/python -m pytest -q tests/unit/birder tests/gpu tests/distributed
+
 format: $(READY)  ## format the code
 	@$(BIN)/python -m ruff check --fix .
 	@$(BIN)/python -m ruff format .
@@ -146,7 +152,8 @@ help:  ## show this text
 #= GBPS = for make predict: Gbit/s of a node's NIC
 #= ARGS = anything else for experiments/compare.py or replay.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
 #= GROUP = of make publish: the group of runs to move
+#= TORCH = of make test-torch: a version of torch
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters mutants campaign soak check format setup clean help
+.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-torch mutants campaign soak check format setup clean help

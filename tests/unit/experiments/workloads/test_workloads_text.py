@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from experiments.workloads.base import Shard
+from experiments.workloads.corpus import read_lines
 from experiments.workloads.ordering import generator
 from experiments.workloads.ptb import PennTreebank
+from experiments.workloads.squad_data import read_json
 from experiments.workloads.wikipedia import IGNORED, Wikipedia
 from launch.errors import UserError
 from tests.helpers.workload_data import text_file, text_folder
@@ -221,3 +224,23 @@ def test_wikipedia_bad_input(tmp_path: Path) -> None:
     for options in ({"mask_prob": 0.0}, {"seq_len": 4}, {"valid_fraction": 1.0}, {"documents": 0}, {"vocab_size": 5}):
         with pytest.raises(UserError):
             Wikipedia(**options)  # type: ignore[arg-type]
+
+
+def test_a_byte_order_mark_is_no_word(tmp_path: Path) -> None:
+    """As some editors put it at the head of a text."""
+    mark = b"\xef\xbb\xbf"
+    for part in ("train", "valid"):
+        (tmp_path / f"{part}.txt").write_bytes(mark + b"a b a\n" * 20)
+    workload = PennTreebank(str(tmp_path), preset="tiny", bptt=1, eval_columns=2)
+    workload.prepare(Shard())
+    assert workload.vocab_size == 4  # a, b, <eos>, <unk>
+    assert read_lines(str(tmp_path / "train.txt"), "none", None, None) == ["a b a"] * 20
+
+
+def test_a_byte_order_mark_in_other_data(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    question = {"id": "1", "question": "a?", "answers": [{"text": "a", "answer_start": 0}]}
+    article = {"title": "t", "paragraphs": [{"context": "a b", "qas": [question]}]}
+    squad = tmp_path / "train-v1.1.json"
+    squad.write_bytes(mark + json.dumps({"data": [article]}).encode())
+    assert len(read_json(squad)) == 1
