@@ -144,6 +144,7 @@ def test_the_rate_is_chosen_on_held_out_images_and_nothing_runs_twice(
     assert len({r.turns["world"] for r in latest.values()}) == 1
 
 
+@pytest.mark.slow
 def test_a_diverged_run_counts_and_another_failure_is_tried_again(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +202,7 @@ def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -
     assert runs.started == []
 
 
+@pytest.mark.slow
 def test_the_table_of_a_few_methods(runs: Runs) -> None:
     assert all_methods.main(arguments(runs, "--methods", "sgdm,onebit_adam", "--seeds", "0,2")) == 0
     page = (runs.results / "tables" / "methods.md").read_text()
@@ -228,6 +230,7 @@ def test_the_table_of_a_few_methods(runs: Runs) -> None:
     assert first == {p: p.read_bytes() for p in (runs.results / "tables").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_method_without_a_good_rate_is_a_row_that_failed(runs: Runs) -> None:
     assert all_methods.main(arguments(runs, "--methods", "sgdm_nesterov")) == 0
     runs.lost = dict.fromkeys(GOOD, "rank 0 on node 0: RuntimeError: the loss is inf at step 9: lower optimizer.lr")
