@@ -52,7 +52,7 @@ methods: $(READY)  ## every method on Fashion-MNIST, tuned, 3 seeds: make method
 paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (17 minutes)
 	@$(BIN)/python experiments/replay.py suite=paper $(ARGS)
 
-bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (12 minutes)
+bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (22 minutes)
 	@$(BIN)/python experiments/replay.py suite=bench $(ARGS)
 
 gpu-check: $(READY)  ## everything that wants a GPU: correctness, kernels, hooks, timelines, accuracy (20 minutes at most)
@@ -63,18 +63,14 @@ predict: $(READY)  ## will it pay? make predict MODEL=hf:gpt2-medium GPU=h100 BA
 	  $(if $(GPU),'gpu=$(GPU)') $(if $(SEQ),'seq=$(SEQ)') $(if $(PRECISION),'precision=$(PRECISION)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
 
-tables: $(READY)  ## write tables, plots, docs/claims.md and docs/accuracy.md again, from the records: results/published, results/local
+tables: $(READY)  ## write tables, plots and the figures of README and docs again, from the records: results/published, results/local
 	@$(BIN)/python experiments/tables.py
-	@$(BIN)/python experiments/claims.py
-	@$(BIN)/python -m experiments.report.accuracy_page
 
 page: $(READY)  ## one page to look at, for any browser, without a network: results/published/index.html
 	@$(BIN)/python experiments/page.py
 
 publish: $(READY)  ## move a group of runs of committed code to results/published: make publish GROUP=NAME (or EXP=NAME)
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
-	@$(BIN)/python experiments/claims.py
-	@$(BIN)/python -m experiments.report.accuracy_page
 
 # As many workers as cores, files and tests in random order (after a failure the seed is printed).
 pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup

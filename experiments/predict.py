@@ -25,7 +25,7 @@ Defaults are in conf/predict, all keys in docs/configuration.md.
                                         results/published/tables/step_times.md
     --examples                          the page of worked examples: docs/predict_examples.md
     --fit                               fits what --evaluate predicts with, from the records of replayed cells (minutes)
-    --validate                          real training on emulated links beside its prediction: 1.5 hours, quiet machine;
+    --validate                          real training on emulated links beside its prediction: 1.8 hours, quiet machine;
                                         a part: --validate resnet50 nodes=2,4 gbps=2.5,10
 
 Exit status: 0; 2 bad input; 130 Ctrl-C.

@@ -19,6 +19,7 @@ if not __package__:  # run as a script
 from rich.console import Console
 
 from experiments.records.record import LOCAL, PUBLISHED
+from experiments.report import documents
 from experiments.report import resize as report
 from experiments.report.table import WIDTH
 from experiments.runs import command, resize
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seeds < 1:
         raise UserError("--seeds is a number of 1 or more")
     lines = resize.study(options.seeds)
-    report.write(lines, PUBLISHED if options.publish else Path(LOCAL), publish=options.publish)
+    report.write(lines, PUBLISHED if options.publish else Path(LOCAL))
+    if options.publish:
+        documents.write()
     report.table(lines).show(Console(width=WIDTH))
     return 0
 

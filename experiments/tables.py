@@ -1,7 +1,8 @@
-"""Tables and plots from records alone: `python experiments/tables.py [--results DIR] [--exp E] [--group G] [--check]`.
+"""Tables, plots and pages from records alone: `python experiments/tables.py [--results DIR] [--exp E] [--group G] [--check]`.
 
 Brings the tables and plots of the published records (results/published) and of one's own (results/local) up to date, or
-those of DIR. Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
+those of DIR, and with the published ones the figures of README and docs (experiments/report/documents.py).
+Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if not __package__:  # run as a script
 from experiments.cells import suite as suites
 from experiments.cells.suite import Suite
 from experiments.records.record import LOCAL, PUBLISHED, read_all
-from experiments.report import replay_page, tables
+from experiments.report import documents, replay_page, tables
 from experiments.runs import command
 
 
@@ -32,6 +33,8 @@ def write(results: Path, exp: str | None = None) -> list[Path]:
     written = tables.write(results, exp)
     for suite in measured_suites(results) if exp is None else ():
         written += replay_page.write(suite, results)
+    if exp is None and results.resolve() == PUBLISHED.resolve():
+        written += documents.write(results)
     return sorted(written)
 
 
@@ -42,6 +45,8 @@ def check(results: Path, exp: str | None = None) -> list[str]:
         made = replay_page.render(suite, results)
         mark = replay_page.mark(suite)
         wrong += [str(path.relative_to(results)) for path, new in made.items() if not tables.same(path, new, mark)]
+    if exp is None and results.resolve() == PUBLISHED.resolve():
+        wrong += documents.check(results)
     return wrong
 
 

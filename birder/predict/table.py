@@ -75,9 +75,14 @@ class Prediction:
         return base.ms / own.ms, base.low / own.high, base.high / own.low
 
     @property
+    def winner(self) -> str | None:
+        """The method to run: one that pays, or "bf16"; None where that is not decided. Wants rows of bf16 and of none."""
+        return decide(self)[0]
+
+    @property
     def sentence(self) -> str:
         """Which method, how much it wins; or that nothing should be changed."""
-        return advice(self)
+        return decide(self)[1]
 
     def __str__(self) -> str:
         return render(self)
@@ -136,30 +141,32 @@ def _interval(
     return low - unsure, high + unsure
 
 
-def advice(p: Prediction) -> str:
-    """One sentence. Methods whose models differ between ranks are not advised: their accuracy is not in the table."""
+def decide(p: Prediction) -> tuple[str | None, str]:
+    """(`Prediction.winner`, one sentence). The one rule for the command line, the page and its pictures.
+
+    Methods whose models differ between ranks are not advised: their accuracy is not in the table.
+    """
     if not (p.has("bf16") and p.has("none")):
         best = min((r for r in p.rows if r.name != "none"), key=lambda r: r.ms, default=None)
-        return (
-            "nothing was predicted."
-            if best is None
-            else f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
-        )
+        if best is None:
+            return None, "nothing was predicted."
+        return best.name, f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
     bf16, bound = p["bf16"], p["none"]
     if bf16.step.ms <= (1 + NEAR) * bound.ms:  # what was not simulated is no reason to compress
-        return (
-            f"do not compress: bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)."
-        )
+        near = f"bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
+        return "bf16", f"do not compress: {near}."
     best = min((r for r in p.rows if not (r.method.dense or r.method.local)), key=lambda r: r.ms, default=None)
     if best is None or best.ms > bf16.ms:
-        return f"do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
+        return "bf16", f"do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
     ratio, low, high = p.speedup(best.name, "bf16")
     wins = f"{best.method.label} is {ratio:.2f}x as fast as bf16 ({low:.2f} to {high:.2f})"
     if p.has("fp32"):
         wins += f" and {p.speedup(best.name)[0]:.2f}x as fast as fp32"
-    if ratio < 1 + NEAR or low <= 1:
-        return f"it hardly pays: {wins}, which is within what the prediction can tell."
-    return f"{wins}: {best.ms:.4g} ms a step, the bound is {bound.ms:.4g}."
+    if ratio < 1 + NEAR:
+        return "bf16", f"do not compress: {wins}, less than {NEAR:.0%} more."
+    if low <= 1:
+        return None, f"not decided: {wins}, which is within what the prediction can tell."
+    return best.name, f"{wins}: {best.ms:.4g} ms a step, the bound is {bound.ms:.4g}."
 
 
 HEAD = (

@@ -26,6 +26,8 @@ WHOLE = Layout(1e6, 1e6, 1e6)
 XL = {"hidden": 2560, "layers": 34, "words": 30522}
 PEAK_TFLOPS = 312.0
 """Of an A100 in bf16 or fp16, from its maker's data sheet."""
+V100_TFLOPS = {False: 15.7, True: 125.0}
+"""Of a V100-SXM2 in fp32 and, its tensor cores, in fp16, from its maker's data sheet."""
 SHAPES = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -87,6 +89,25 @@ def slowest(factor: float, speedup: Callable[[float], float], low: float = 0.01,
         middle = math.sqrt(low * high)
         low, high = (middle, high) if speedup(middle) >= factor else (low, middle)
     return low
+
+
+def least_ms(data: str, images: int, tflops: float) -> float:
+    """Forward and backward of CSER's model for `data`, of so many images, at the peak of a GPU: nothing is faster.
+
+    Multiplications and additions alone, counted by torch without computing anything.
+    """
+    import torch
+    import torchvision
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from experiments.workloads import cifar_models
+
+    small = data == "CIFAR-100"
+    side = 32 if small else 224
+    with torch.device("meta"), FlopCounterMode(display=False) as counted:
+        model = cifar_models.build("wrn_40_8", 3, 100) if small else torchvision.models.resnet50()
+        model(torch.empty(images, 3, side, side)).sum().backward()
+    return float(counted.get_total_flops()) / (tflops * 1e12) * 1e3
 
 
 def cser_needs(shapes: SHAPES, factor: float, ratios: Sequence[tuple[int, int, int]], half: bool) -> list[float | None]:

@@ -127,7 +127,7 @@ class Suite(Data):
 
     gpus_per_node: what one process stands for. any_link: cells that send nothing are measured once, whatever the link.
     rounds:        timed steps of every cell; cells of one model and rate take turns, a step of each in every round.
-                   Intervals want four at least (experiments/timing/intervals.py).
+                   Intervals want four at least (experiments/report/metrics.py).
     """
 
     name: str

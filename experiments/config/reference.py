@@ -1,4 +1,4 @@
-"""The table of all keys, written from the schema into docs/configuration.md: `python -m experiments.config.reference`."""
+"""The table of all keys, from the schema; docs/configuration.md holds it (`make tables`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS, Cluster
 from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
 from experiments.config.schema_predict import Question
-from experiments.records.record import ROOT
 
-PAGE = ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 FREE = ("workload", "optimizer", "cluster", "scales")
 """Sections whose keys the table does not list under their own name."""
 
@@ -31,13 +28,6 @@ def tables() -> str:
         parts += [f"`{target}`:\n", _table(_own(chosen, Optimizer, "optimizer."))]
     parts += ["### Predictions: `experiments/predict.py`\n", _table(_every(Question))]
     return "\n".join(parts)
-
-
-def page(text: str) -> str:
-    """`text`, a version of the page, with the tables of now."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{tables()}\n{END}{tail}"
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -61,7 +51,3 @@ def _table(rows: Iterator[tuple[str, str, str]] | list[tuple[str, str, str]]) ->
     lines = ["| key | value | meaning |", "|---|---|---|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -43,8 +43,7 @@ class ResultRecord:
     timing:               {steps, median_ms, mean_ms, p10_ms, p90_ms, typical, samples_per_s, split: {..._ms}}; samples
                           over all ranks. typical: "mean" where steps differ in what they send, else "median": which of the
                           two samples_per_s and the tables go by. Older records have neither it nor mean_ms: the median.
-                          Of turns also update_ms, the parameters' update, and ratios: {fp32, bf16, none: [value, low, high]},
-                          times as fast as the fastest of that wire, with a 95 % interval.
+                          Of turns also update_ms, the parameters' update.
     bytes_per_step:       {payload_intra, payload_inter, nic_tx, nic_rx}: bytes sent (rx: received) per node and step.
     collectives_per_step: number of collectives that one rank starts per step.
     rounds_per_step:      share of the steps in which anything is sent; None in records older than the field.

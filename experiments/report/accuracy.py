@@ -13,7 +13,7 @@ from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd
-from experiments.report.paired import Difference, Parity, difference
+from experiments.report.paired import WORSE, Difference, Parity, difference
 from experiments.report.table import Column, Note, Table
 
 # Shown in columns or headings of their own, or of no consequence for what is reached.
@@ -83,6 +83,11 @@ class AccuracyTable:
         return bool(self.metric.get("higher_is_better", True))
 
     @property
+    def sign(self) -> int:
+        """1 where more is better, else -1."""
+        return 1 if self.higher_is_better else -1
+
+    @property
     def tuned(self) -> bool:
         """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
         return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
@@ -114,9 +119,8 @@ class AccuracyTable:
     @cached_property
     def strongest(self) -> Cell | None:
         """Of the methods whose gradients are all-reduced in fp32 (`full_precision`) the one with the best mean metric."""
-        sign = 1 if self.higher_is_better else -1
         dense = [c for c in self.chosen if c.valid and full_precision(c.valid[0])]
-        return max(dense, key=lambda c: sign * (c.mean or 0.0), default=None)
+        return max(dense, key=lambda c: self.sign * (c.mean or 0.0), default=None)
 
     def compared(self, cell: Cell) -> Difference | None:
         """The paired difference of a method's best learning rate to the baseline; None for all other rows."""
@@ -133,7 +137,9 @@ class AccuracyTable:
     def verdict(self, cell: Cell) -> str:
         """What `compared` decides; empty where it is None."""
         found = self.compared(cell)
-        return "" if found is None or self.parity is None else found.verdict(self.parity.margin, self.higher_is_better)
+        if found is None or self.parity is None or self.baseline is None:
+            return ""
+        return counted(found.verdict(self.parity.margin, self.higher_is_better), cell, self.baseline)
 
     def rate(self, cell: Cell) -> str:
         """A method's learning rate, marked where nothing was tried beyond it."""
@@ -162,7 +168,7 @@ class AccuracyTable:
         With a held-out part it is the one whose run with the method's first seed is best there. It stays the choice
         whatever became of its other seeds.
         """
-        sign = 1 if self.higher_is_better else -1
+        sign = self.sign
         mine = [c for c in self.cells if c.label == label]
         if self.tuned:
             first = min((r.seed for c in mine for r in c.records), default=0)
@@ -170,6 +176,13 @@ class AccuracyTable:
             return max(scored, default=(0.0, 0, None))[2]
         sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
         return max(sound, key=lambda c: sign * (c.mean or 0.0), default=None)
+
+
+def counted(verdict: str, cell: Cell, base: Cell) -> str:
+    """The verdict of seeds that ended well, counted with those that did not: a method that diverges at its chosen rate where
+    the baseline does not is the worse one."""
+    lost, theirs = (len(c.records) - len(c.valid) for c in (cell, base))
+    return WORSE if lost > theirs else verdict
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:

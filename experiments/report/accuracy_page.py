@@ -1,33 +1,22 @@
-"""What was found about accuracy, written from the published records into docs/accuracy.md, with its picture:
-`python -m experiments.report.accuracy_page`.
+"""The tables of docs/accuracy.md: what was found about accuracy. No torch.
 
 Of every setting that was run on virtual workers: the best learning rate of each method beside the baseline's, seed by
-seed. Where the same experiment was run with several numbers of workers, these are columns. No torch.
+seed. Where the same experiment was run with several numbers of workers, these are columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from experiments.records import labels
-from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all, write_file
-from experiments.report import accuracy, glance
+from experiments.records.record import ResultRecord
+from experiments.report import accuracy
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.formats import DASH, mean_sd
 from experiments.report.paired import difference
 from experiments.report.table import Column, Note, Table
-from experiments.report.tables import same as same_file
 
-PAGE = ROOT / "docs" / "accuracy.md"
 TABLES = "../results/published/tables"
-PICTURE = "plots/accuracy.png"
-"""Below the folder of results."""
-
-
-def mark(exp: str, end: bool = False) -> str:
-    """The line before or after the part of the page that is made from the records of `exp`."""
-    return f"<!-- {exp}: {'end' if end else 'made from the records'} -->\n"
 
 
 def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTable]]]:
@@ -146,26 +135,7 @@ def _first(table: AccuracyTable) -> ResultRecord:
     return table.cells[0].records[0]
 
 
-def page(text: str, records: Sequence[ResultRecord]) -> str:
-    """`text`, a version of the page, with the tables of `records` between its marks: those that have an interval."""
-    for exp, found in studies(records).items():
-        every = [tables for tables in found if any(len(c.by_seed) > 1 for table in tables for c in table.chosen)]
-        head, begin, rest = text.partition(mark(exp))
-        _, end, tail = rest.partition(mark(exp, end=True))
-        if begin and end:
-            text = head + begin + "\n" + "\n".join(section(tables).markdown() for tables in every) + "\n" + end + tail
-    return text
-
-
-def main(path: Path = PAGE, published: Path = PUBLISHED) -> None:
-    """Writes the page and its picture again."""
-    records = read_all(published)
-    made = page(path.read_text(encoding="utf-8"), records)
-    write_file(path, made.encode(), "page")
-    drawn = glance.picture(studies(records))
-    if drawn is not None and not same_file(published / PICTURE, drawn, glance.MARK):
-        write_file(published / PICTURE, drawn, "plot")
-
-
-if __name__ == "__main__":
-    main()
+def tables(found: Sequence[Sequence[AccuracyTable]]) -> str:
+    """All studies of an experiment that have an interval, one table below the other."""
+    every = [group for group in found if any(len(c.by_seed) > 1 for table in group for c in table.chosen)]
+    return "\n".join(section(group).markdown() for group in every)

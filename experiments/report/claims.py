@@ -1,7 +1,7 @@
 """The papers' headline claims beside what this project has run, computed or predicted of them. No torch.
 
 Each `Claim` is one row of docs/claims.md. Numbers come from published records, from results/paper, or from the predictor; a
-verdict is decided by them, not written down. experiments/claims.py makes the page.
+verdict is decided by them, not written down. docs/claims.md holds the table (documents.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from experiments.report.formats import times
 from experiments.report.table import Column, Table
 
 Kind = Literal["trained", "replayed", "predicted", "computed", "nothing"]
-VERDICTS = ("confirmed", "not reached", "cannot be tried here")
+VERDICTS = ("confirmed", "exceeded", "not reached", "not decided", "cannot be tried here")
+NEAR = 0.15
+"""A factor is met by what is as close as this to it."""
+CLOSE = 0.01
+"""Margin of an accuracy, as a share of the baseline's, where the experiment states none."""
 COLUMNS = ("claim", "source", "what was run", "result", "verdict")
 TABLES = "../results/published/tables"
 """As seen from the page."""
@@ -42,18 +46,9 @@ class Claim:
         return self.text, self.source, run, self.result, self.verdict
 
 
-def page(claims: Sequence[Claim], notes: Sequence[str]) -> str:
-    """docs/claims.md."""
-    head = [
-        "<!-- Made by python experiments/claims.py from the published records; do not edit. -->",
-        "# The papers' claims, and what became of them here",
-        "",
-        *notes,
-        "",
-        "",
-    ]
-    table = Table(tuple(Column(name, "left") for name in COLUMNS), tuple(c.cells for c in claims))
-    return "\n".join(head) + table.grid()
+def grid(claims: Sequence[Claim]) -> str:
+    """The table of docs/claims.md."""
+    return Table(tuple(Column(name, "left") for name in COLUMNS), tuple(c.cells for c in claims)).grid()
 
 
 def paper(quantity: str, source: str) -> tuple[float, str]:
@@ -62,6 +57,20 @@ def paper(quantity: str, source: str) -> tuple[float, str]:
         if entry["quantity"].startswith(quantity) and entry["source"].startswith(source):
             return float(entry["value"]), f"{entry['source']}; {entry['status']}"
     raise KeyError(f"results/paper has no {quantity!r} of {source!r}")
+
+
+def met(factor: float, found: Sequence[tuple[float, str]], why: str = "") -> str:
+    """The verdict on "up to `factor`": under which assumptions it is met, exceeded, and not reached. why: of the last.
+
+    Met is within `NEAR`: a paper that says "up to 2.5" and a prediction of 12.8 disagree.
+    """
+    close = sorted(f for f in found if abs(f[0] / factor - 1) <= NEAR)
+    above = sorted(f for f in found if f not in close and f[0] > factor)
+    below = sorted(f for f in found if f not in close and f[0] < factor)
+    said = [f"confirmed within {100 * NEAR:g} % under {listed(close)}"] * bool(close)
+    said += [f"exceeded under {listed(above)}: these assumptions disagree with the claim"] * bool(above)
+    said += [f"not reached under {listed(below)}{why}"] * bool(below)
+    return "; ".join(said)
 
 
 def listed(found: Sequence[tuple[float, str]]) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.cells import suite
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy, replayed, speedup
-from experiments.report.accuracy import AccuracyTable
-from experiments.report.claims import TABLES, Claim, joined, listed, paper
-from experiments.report.formats import fraction, mean_sd, times
+from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.claims import CLOSE, TABLES, Claim, met, paper
+from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, times
+from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, difference
 from experiments.report.replayed import Results
 from experiments.report.speedup import SpeedupTable
-
-CLOSE = 0.01
-"""A metric within this share of the baseline's counts as the same."""
 
 
 def birder_replayed(records: Sequence[ResultRecord]) -> list[Claim]:
@@ -39,9 +37,7 @@ def _replayed(results: Results, architecture: str, name: str) -> Claim | None:
     if not found:
         return None
     found.sort()
-    below, above = [f for f in found if f[0] < factor], [f for f in found if f[0] >= factor]
-    hidden = f"not reached under {listed(below)}, where computing hides the link"
-    verdict = "; ".join([f"confirmed under {listed(above)}"] * bool(above) + [hidden] * bool(below))
+    verdict = met(factor, found, ", where computing hides the link")
     return Claim(
         f"Birder is up to {factor:g} times as fast as full precision, {name}, 64 A100, 10 Gbit/s",
         source,
@@ -77,15 +73,15 @@ def birder_trained(records: Sequence[ResultRecord]) -> Claim | None:
     if not found:
         return None
     shown = ", ".join(f"{text.strip()} with {nodes} nodes" for nodes, _, text in found)
-    enough = [str(nodes) for nodes, ratio, _ in found if ratio >= factor]
-    verdict = f"confirmed with {', '.join(enough)} nodes of one rank" if enough else "not reached"
+    verdict = met(factor, [(ratio, f"{nodes} nodes") for nodes, ratio, _ in found])
     return Claim(
         f"Birder is up to {factor:g} times as fast as full precision, ResNet-50",
         source,
         "trained",
-        f"[ResNet-50, synthetic 64x64 images, 4 a rank]({TABLES}/resnet50.md), emulated nodes, time dilated to 10 Gbit/s",
+        f"[ResNet-50, synthetic 64x64 images, 4 a rank]({TABLES}/resnet50.md), emulated nodes of one rank, time dilated to "
+        "10 Gbit/s",
         shown,
-        f"{verdict} on emulated links; nodes of 8 GPUs are the replayed rows",
+        f"{verdict}; nodes of 8 GPUs are the replayed rows",
     )
 
 
@@ -93,83 +89,92 @@ def birder_trained(records: Sequence[ResultRecord]) -> Claim | None:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Best learning rate of a method on a task. higher: whether more is better."""
+class Outcome:
+    """A method beside the best of the dense ones that a claim names, on one task. verdict: one of paired.py's."""
 
-    method: str
-    mean: float
-    sd: float | None
-    seeds: int
-    higher: bool
-
-    @property
-    def shown(self) -> str:
-        return mean_sd(self.mean, self.sd)
-
-    def as_good_as(self, other: Score) -> bool:
-        gap = (other.mean - self.mean) * (1 if self.higher else -1)
-        return gap <= CLOSE * abs(other.mean)
+    task: str
+    where: str
+    verdict: str
+    text: str
 
 
-def score(table: AccuracyTable, method: str) -> Score | None:
-    """The best rate of a method in a table, of its best variant; learning rates that failed are no candidates."""
-    best = next((c for c in table.one_of_each if c.valid and c.records[0].method == method), None)
-    if best is None:
+def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Sequence[str]) -> list[Outcome]:
+    """On every task that both were run on with several seeds, what was lost first."""
+    found: list[tuple[AccuracyTable, Outcome]] = []
+    for table in accuracy.build(list(records)):
+        theirs = [c for c in table.one_of_each if c.valid and c.records[0].method in bases]
+        base = max(theirs, key=lambda c: table.sign * (c.mean or 0.0), default=None)
+        mine = [c for c in table.one_of_each if c.records[0].method in methods]
+        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
+    names = _names([table for table, _ in found])
+    said = [replace(o, task=name + o.task) for name, (_, o) in zip(names, found, strict=True)]
+    return sorted(said, key=lambda o: ORDER.index(o.verdict))
+
+
+def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
+    """None for a single seed that both have: it decides nothing."""
+    relative = table.parity is None or table.parity.relative
+    margin = CLOSE if table.parity is None else table.parity.margin
+    gap = difference(cell.by_seed, base.by_seed, relative)
+    if gap is None or gap.n < 2:
         return None
-    mean, sd = best.summary(None)
-    return Score(method, mean or 0.0, sd, len(best.valid), table.higher_is_better)
+    unit = "" if relative else metric_unit(str(table.metric["name"]))
+    text = f"{gap.text(relative)}{unit}, {mean_sd(*cell.summary(None))} against {mean_sd(*base.summary(None))} ({base.label})"
+    lost = len(cell.records) - len(cell.valid)
+    text += f", {lost} of {len(cell.records)} seeds failed" if lost else ""
+    others = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
+    if others:
+        worst = min(others, key=lambda c: table.sign * (c.mean or 0.0))
+        apart = difference(worst.by_seed, base.by_seed, relative)
+        text += (
+            f"; the best of {len(others) + 1} variants, the worst has {apart.text(relative) if apart else DASH}{unit}"
+        )
+    short = "" if cell.records[0].method in ("Birder", "0/1 Adam", "CSER", "SLAMB") else f" ({cell.records[0].method})"
+    verdict = accuracy.counted(gap.verdict(margin, table.higher_is_better), cell, base)
+    exp = cell.records[0].exp
+    return Outcome(short, f"[{exp}]({TABLES}/{exp}.md)", verdict, text)
 
 
-def scores(
-    records: Sequence[ResultRecord], exp: str, words: str, method: str, bases: Sequence[str]
-) -> tuple[Score, list[Score]] | None:
-    """The method and those of `bases` that were run in the same setting: that with most seeds of the method.
-
-    words: part of the table's title.
-    """
-    found: list[tuple[Score, list[Score]]] = []
-    for table in accuracy.build([r for r in records if r.exp == exp]):
-        ours = score(table, method)
-        dense = [s for base in bases if (s := score(table, base)) is not None]
-        if words in table.title and ours is not None and dense:
-            found.append((ours, dense))
-    return max(found, key=lambda pair: pair[0].seeds, default=None)
+ORDER = (WORSE, OPEN, PARITY, BETTER)
+"""Of verdicts: what was lost stands first."""
 
 
-TASKS = (
-    ("Fashion-MNIST", "methods", "", f"[all methods, tuned]({TABLES}/methods.md)"),
-    ("SQuAD 1.1 F1", "bert_squad", "5000", f"[6-layer MiniLM, 5,000 questions]({TABLES}/bert_squad.md)"),
-    ("Penn Treebank perplexity", "ptb", "4 epochs", f"[two LSTM layers, 4 epochs]({TABLES}/ptb.md)"),
-    ("images of 100 classes, top-1", "cifar100", "20 epochs", f"[ResNet-20, 20 epochs]({TABLES}/cifar100.md)"),
-)
+TASKS = {
+    "scikit-learn digits": "digits",
+    "image folder tinyimagenet32_c100": "images of 100 classes",
+    "text of wikitext-2": "language model",
+}
+"""What data are called, where not by their own names."""
+
+
+def _names(tables: Sequence[AccuracyTable]) -> list[str]:
+    """What tasks are called: data, length and workers; only where several are alike their batch, then the schedule."""
+    firsts = [(table.slug, table.cells[0].records[0]) for table in tables]
+    names = {}
+    for slug, r in firsts:
+        data = str(r.data["name"]).partition(" (")[0]
+        names[slug] = f"{TASKS.get(data, data)}, {accuracy.length_of(r)}, {r.nodes * r.ranks_per_node} workers"
+    for more in (lambda r: f"batch {accuracy.batch_of(r)}", accuracy.schedule_of):
+        alike = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
+        names |= {slug: f"{names[slug]}, {more(r)}" for slug, r in dict(firsts).items() if slug in alike}
+    return [names[slug] for slug, _ in firsts]
 
 
 def same_accuracy(
-    records: Sequence[ResultRecord], text: str, source: str, method: str, bases: Sequence[str], tasks: Sequence[int]
+    records: Sequence[ResultRecord], text: str, source: str, methods: Sequence[str], bases: Sequence[str]
 ) -> Claim | None:
-    """A method against the best of the dense ones named, on the tasks of these numbers."""
-    said: list[str] = []
-    equal: list[str] = []
-    worse: list[str] = []
-    runs: list[str] = []
-    for name, exp, words, where in (TASKS[i] for i in tasks):
-        found = scores(records, exp, words, method, bases)
-        if found is None:
-            continue
-        ours, dense = found
-        best = max(dense, key=lambda s: s.mean * (1 if s.higher else -1))
-        said.append(f"{name}: {ours.shown} against {best.shown} ({best.method}), n = {ours.seeds}")
-        if ours.as_good_as(best):
-            equal.append(name)
-        else:
-            worse.append(f"{name} ({ours.shown} against {best.shown} after as many steps)")
-        runs.append(where)
-    if not said:
+    """A method against the best of the dense ones named, over all tasks that were run."""
+    found = outcomes(records, methods, bases)
+    if not found:
         return None
-    verdict = [f"confirmed within {100 * CLOSE:g} % on {joined(equal)}"] * bool(equal)
-    verdict += [f"not reached on {joined(worse)}"] * bool(worse)
+    by = {verdict: [o.task for o in found if o.verdict == verdict] for verdict in ORDER}
+    verdict = [f"not reached on {'; '.join(by[WORSE])}"] * bool(by[WORSE])
+    verdict += [f"not decided on {'; '.join(by[OPEN])}"] * bool(by[OPEN])
+    verdict += [f"confirmed on {'; '.join([*by[PARITY], *by[BETTER]])}"] * bool(by[PARITY] or by[BETTER])
     verdict.append("the paper's own tasks need GPUs")
-    return Claim(text, source, "trained", "; ".join(runs), "; ".join(said), "; ".join(verdict))
+    shown = "<br>".join(f"{o.verdict}: {o.task}: {o.text}" for o in found)
+    run = "each with the best rate tried: " + ", ".join(dict.fromkeys(o.where for o in found))
+    return Claim(text, source, "trained", run, shown, ".<br>".join(verdict))
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from birder.predict import Cluster, Link, Prediction, Timeline, sweep
-from birder.predict.table import NEAR
+from birder.predict.table import NEAR as NEAR
+from experiments.report.metrics import OPEN
 
 METHODS = ("fp32", "bf16", "powersgd4", "onebit_adam", "birder", "birder_hierarchical", "none")
 GBPS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
@@ -18,24 +19,18 @@ def over_rates(timeline: Timeline, nodes: int, gbps: Sequence[float] = GBPS) -> 
     return sweep(timeline, Cluster(nodes, RANKS_PER_NODE, Link(gbps[0], LATENCY_US)), "gbps", gbps, METHODS)
 
 
-def winner(p: Prediction) -> str:
-    """The fastest method that sends; bf16 where the fastest gains less than `NEAR` over it: nothing is worth a change."""
-    best = min((row for row in p.rows if row.name != "none"), key=lambda row: row.ms).name
-    return "bf16" if p.speedup(best, "bf16")[0] < 1 + NEAR else best
-
-
 def ranges(found: Sequence[Prediction]) -> list[tuple[str, float]]:
-    """(method, the last rate of the sweep at which it wins, Gbit/s), in the order of the sweep."""
+    """(method or `OPEN`, the last rate of the sweep at which it wins, Gbit/s), in the order of the sweep."""
     said: list[tuple[str, float]] = []
     for p in found:
-        name, rate = winner(p), p.cluster.between.gbps
+        name, rate = p.winner or OPEN, p.cluster.between.gbps
         said = [*(said[:-1] if said and said[-1][0] == name else said), (name, rate)]
     return said
 
 
 def sentence(found: Sequence[Prediction]) -> str:
     """Birder, hierarchical wins up to 100 Gbit/s, then DDP bf16."""
-    labels = {row.name: row.method.label for row in found[0].rows}
+    labels = {OPEN: OPEN, **{row.name: row.method.label for row in found[0].rows}}
     every = ranges(found)
     parts = [f"{labels[name]} up to {rate:g} Gbit/s" for name, rate in every[:-1]]
     last = labels[every[-1][0]]

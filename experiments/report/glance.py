@@ -14,7 +14,6 @@ from experiments.report.accuracy import AccuracyTable, length_of
 from experiments.report.formats import metric_axis, metric_unit
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Difference
 
-MARK = "Made by experiments/report/glance.py"
 TINTS = {PARITY: "#228833", BETTER: "#4477aa", WORSE: "#ee6677", OPEN: "#888888"}
 FAR = 3.0
 """Differences beyond so many times the median one are named at the edge: on the axis they would hide all others."""
@@ -128,7 +127,7 @@ def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:
             "Of a method's variants, such as values of eps, the best."
         )
         figure.head(made, point(found), setting)
-        return figure.png(made, [[panel] for panel in found], MARK)
+        return figure.png(made, [[panel] for panel in found])
 
 
 def _order(label: str) -> tuple[int, str]:

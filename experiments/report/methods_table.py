@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, arithmetic, evidence, sentences, speedup, turns
+from experiments.report import accuracy, arithmetic, captions, evidence, metrics, sentences, speedup
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
@@ -90,9 +90,9 @@ class MethodsTable:
         """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
         dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.seconds]
         base, mine = min(dense, key=lambda t: t.seconds or 0.0, default=None), line.timed
-        if base is None or mine is None or not base.seconds or not mine.seconds:
+        if base is None or mine is None:
             return DASH
-        return turns.faster(base.seconds / mine.seconds, turns.ratio(base.record, mine.record), mine is base)
+        return captions.faster(metrics.speedup(base.record, mine.record), mine is base)
 
 
 def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
@@ -165,7 +165,7 @@ def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
     intro = INTRO.format(chosen=chosen, metric=table.metric, edge=accuracy.EDGE)
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
     notes = [Note(intro), Note(clock_note(table), "caution")]
-    notes += [Note(said, "caution" if cautious else "plain") for said, cautious in turns.notes(table.timed)]
+    notes += [Note(said, "caution" if cautious else "plain") for said, cautious in captions.notes(table.timed)]
     if checked := arithmetic.of_runs(table.timed):
         notes.append(Note(arithmetic.listed(checked)))
     return Table.of(

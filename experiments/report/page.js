@@ -88,8 +88,8 @@ function showPrediction(event) {
   const order = ms.map((_, i) => i).filter((i) => i !== grid.bound).sort((a, b) => ms[a] - ms[b]);
   const rows = [...order, grid.bound].map((i) => [grid.methods[i], number(ms[i]), times(fp32 / ms[i]), times(ms[grid.bf16] / ms[i])]);
   fill($("predicted"), "", ["method", "ms a step", "vs fp32", "vs bf16"], rows, 0);
-  $("answer").textContent = grid.methods[order[0]] + " is the fastest: " + number(ms[order[0]]) + " ms a step, " + times(fp32 / ms[order[0]]) +
-    " as fast as fp32 DDP; without communication it would be " + number(ms[grid.bound]) + " ms.";
+  const answer = grid.answers[m][n][g];
+  $("answer").textContent = answer[0].toUpperCase() + answer.slice(1);
   const shown = grid.methods.map((_, i) => i).filter((i) => i !== grid.fp32);
   const traces = shown.map((i, k) => ({name: grid.methods[i], x: grid.gbps, y: grid.gbps.map((_, r) => grid.ms[m][n][r][grid.fp32] / grid.ms[m][n][r][i]),
     mode: "lines+markers", marker: {symbol: symbols[k], size: 7}, line: {color: colour(k), width: 2, dash: i === grid.bound ? "dot" : "solid"}}));
@@ -104,7 +104,7 @@ function showWins(m, n, g) {
   const short = (i) => grid.methods[i].replace("DDP ", "").replace(", hierarchical", " hier.").replace(/ rank \d+/, "");
   const rows = grid.nodes.map((count, row) => [String(count), ...grid.gbps.map((_, column) => {
     const i = grid.wins[m][row][column], ms = grid.ms[m][row][column];
-    return short(i) + " " + (ms[grid.fp32] / ms[i]).toFixed(1) + "x";
+    return i === null ? "not decided" : short(i) + " " + (ms[grid.fp32] / ms[i]).toFixed(1) + "x";
   })]);
   const caption = "What wins, and how many times as fast as fp32 DDP it is: " + grid.models[m] + ", by nodes and Gbit/s";
   fill($("wins"), caption, ["nodes", ...grid.gbps.map(String)], rows, n, g + 1);

@@ -196,15 +196,19 @@ def _kind(method: Method) -> str:
 def predicted(grid: Grid) -> dict[str, Any]:
     """ms of a step for each model, number of nodes, rate and method: ms[model][nodes][rate][method], by place.
 
-    wins: the place of the method that wins, for each model, number of nodes and rate (`crossover.winner`).
+    wins: the place of the method that wins, for each model, number of nodes and rate, or null: not decided; answers: in one
+    sentence, that of the command line (`Prediction.winner`, `.sentence`).
     """
     names = crossover.METHODS
-    ms, wins = [], []
+    ms: list[Any] = []
+    wins: list[Any] = []
+    answers: list[Any] = []
     for name, _ in grid.models:
         t = timelines.load(name)
         sweeps = [crossover.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes]
         ms.append([[[round(p[m].ms, 3) for m in names] for p in made] for made in sweeps])
-        wins.append([[names.index(crossover.winner(p)) for p in made] for made in sweeps])
+        wins.append([[None if p.winner is None else names.index(p.winner) for p in made] for made in sweeps])
+        answers.append([[p.sentence for p in made] for made in sweeps])
     return {
         "models": [label for _, label in grid.models],
         "nodes": list(grid.nodes),
@@ -217,6 +221,7 @@ def predicted(grid: Grid) -> dict[str, Any]:
         "near": crossover.NEAR,
         "ms": ms,
         "wins": wins,
+        "answers": answers,
     }
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from experiments.records.labels import is_compressed
-from experiments.report import curves, figure, sentences
+from experiments.report import captions, curves, figure, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.against_bytes import Against, Point
 from experiments.report.curves import Curve, Curves
-from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number, times
+from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number
 from experiments.report.speedup import SpeedupTable
 
 EVALUATIONS = 3
@@ -48,26 +47,8 @@ def step_times(table: SpeedupTable) -> bytes | None:
         mean = "; the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
         axes.set_xlabel(f"step time, ms: median, p10 to p90{mean}")
         setting = f"{sentences.title(rows[0].record)}. {sentences.honesty(table.records)}."
-        figure.head(picture, fastest(table), setting)
+        figure.head(picture, captions.fastest(table), setting)
         return figure.png(picture, [[row.label, row.record.timing] for row in rows])
-
-
-def fastest(table: SpeedupTable) -> str:
-    """What a table of step times shows, in one sentence."""
-    timed = sorted((row for row in table.rows if row.seconds), key=lambda row: row.seconds or 0.0)
-    mine = next((row for row in timed if is_compressed(row.record.wire)), None)
-    base, half, bound = (table.baseline(wire) for wire in ("fp32", "bf16", "none"))
-    if mine is None or base is None:
-        best = next((row for row in timed if row is not bound), timed[0])
-        return f"{best.label} is the fastest: {number(1000 * (best.seconds or 0.0))} ms a step"
-    if (table.speedup(mine, "fp32") or 0.0) < 1:
-        said = (
-            f"Do not compress here: the fastest, {mine.label}, is {times(table.speedup(mine, 'fp32'))} as fast as fp32"
-        )
-    else:
-        said = f"{mine.label} is the fastest compressed method: {times(table.speedup(mine, 'fp32'))} as fast as fp32"
-        said += f", {times(table.speedup(mine, 'bf16'))} as fast as bf16" if half is not None else ""
-    return said + (f"; the bound is {times(table.speedup(bound, 'fp32'))}" if bound is not None else "")
 
 
 def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:

@@ -18,6 +18,7 @@ from experiments.cells import timelines
 from experiments.records.record import write_file
 from experiments.report import figure
 from experiments.report.formats import number
+from experiments.report.metrics import OPEN
 from experiments.report.table import Table
 
 MARK = "Made by experiments/predict.py"
@@ -91,15 +92,17 @@ def tints(names: Sequence[str]) -> list[str]:
 
 
 def ends(found: Sequence[Prediction], over: str) -> str:
-    """Which method is the fastest at either end of a sweep, and by how much."""
+    """Which method wins at either end of a sweep, and by how much (`Prediction.winner`)."""
     said = []
     for p in (found[0], found[-1]):
-        best = min((row for row in p.rows if row.name != "none"), key=lambda row: row.ms)
+        best = None if p.winner is None else p[p.winner]
         value = _value(p, over)
         where = f"{value:g} node{'s' * (value != 1)}" if over == "nodes" else f"{value:g} Gbit/s"
-        gain = f", {p.speedup(best.name)[0]:.2f}x as fast as fp32 DDP" if p.has("fp32") and best.name != "fp32" else ""
-        nothing = p.cluster.nodes == 1
-        said.append(f"{where}: nothing to win" if nothing else f"{where}: {best.method.label} is the fastest{gain}")
+        if p.cluster.nodes == 1:
+            said.append(f"{where}: nothing to win")
+            continue
+        gain = f", {p.speedup(best.name)[0]:.2f}x as fast as fp32 DDP" if best is not None and p.has("fp32") else ""
+        said.append(f"{where}: {OPEN if best is None else best.method.label}{gain}")
     return "; ".join(said)
 
 

@@ -125,6 +125,11 @@ def _whole(results: Results, model: str, method: str) -> ResultRecord | None:
     return next((r for r in found if r and r.config[results.suite.name]["fraction"] == 1), None)
 
 
+def state(results: Results, model: str, method: str) -> str:
+    """What a method keeps, as a multiple of Adam's state."""
+    return _state(_whole(results, model, method), results.suite.name)
+
+
 def _state(r: ResultRecord | None, section: str) -> str:
     if r is None or r.state_bytes_per_rank is None:
         return DASH

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.cells.suite import Place
-from experiments.report import published
-from experiments.report.formats import number, percent
+from experiments.report import captions, published
+from experiments.report.formats import percent
+from experiments.report.metrics import FASTER, OPEN, SLOWER
 from experiments.report.replayed import Results
 
 NEAR = 0.15
 """An assumption reproduces a published factor when its best speedup is this close to it."""
-TIE = 0.03
-"""Step times without rounds that differ by less count as equal; those of rounds, when the interval of their ratio holds 1."""
 
 
 def headline(results: Results, model: str) -> tuple[str, float | None]:
@@ -66,30 +65,19 @@ def fastest(results: Results) -> list[str]:
 def _fastest(results: Results, place: Place) -> Iterator[str]:
     suite, ours = results.suite, results.suite.report.ours
     where = f"{place.model}, {suite.links[place.link].title}, {place.nodes} nodes"
-    ranking, own = results.fastest(place), results.ms(place, ours)
+    ranking, own, bound = results.fastest(place), results.ms(place, ours), results.ms(place, "none")
     if own is not None and len(ranking) > 1:
-        bound = results.ms(place, "none")
-        took = f"{number(own)} ms"
-        if bound:
-            apart = own / bound - 1
-            took += f", {abs(100 * apart):.0f} % {'above' if apart >= 0 else 'below'} the bound without communication"
+        apart = own / bound - 1 if bound else 0.0
+        side = f"{abs(100 * apart):.0f} % {'above' if apart >= 0 else 'below'} the bound without communication"
         ms, name = next((ms, name) for ms, name in ranking if name != ours)
-        label, ratio = suite.methods[name].label, results.ratio(place, ours, name)
-        like = f"is as fast as the fastest compressed method ({took})"
-        if ratio is not None and ratio.tie:
-            verdict = f"{like}, not to be told from {label}, {number(ms)} ms"
-        elif own <= ms:
-            verdict = f"is the fastest compressed method ({took}); the next is {label}, {number(ms)} ms"
-        elif ratio is None and own < ms * (1 + TIE):
-            verdict = f"{like}, within {TIE:.0%} of {label}, {number(ms)} ms"
-        else:
-            verdict = f"is not the fastest compressed method ({took}): {label} takes {number(ms)} ms"
-        yield f"{where}: {suite.methods[ours].label.partition(' (')[0]} {verdict}."
-    dense = results.ms(place, "fp32")
-    if suite.links[place.link].goodput_mbit is None and dense is not None and ranking:
-        slow, name = ranking[0]
-        label, ratio = suite.methods[name].label, results.ratio(place, "fp32", name)
-        advice = "do not compress: " if slow > dense and not (ratio is not None and ratio.tie) else ""
-        between = "" if ratio is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-        longer = f"takes {slow / dense:.2f}{between} times as long as fp32 DDP"
-        yield f"{where}: {advice}{label}, the fastest compressed method, {longer}."
+        label, rival = suite.methods[ours].label.partition(" (")[0], suite.methods[name].label
+        found = results.compared(place, ours, name)
+        yield f"{where}: {captions.beside(label, own, rival, ms, found, side if bound else '')}"
+    if suite.links[place.link].goodput_mbit is None and ranking:
+        name = ranking[0][1]
+        if (found := results.compared(place, "fp32", name)) is not None:
+            at = found.interval
+            between = "" if at is None else f" [{at.low:.2f}, {at.high:.2f}]"
+            longer = f"takes {found.value:.2f}{between} times as long as fp32 DDP"
+            advice = {FASTER: "do not compress: ", OPEN: "not decided whether to compress: ", SLOWER: ""}[found.verdict]
+            yield f"{where}: {advice}{suite.methods[name].label}, the fastest compressed method, {longer}."

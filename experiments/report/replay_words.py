@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from experiments.report import turns
+from experiments.report import captions
 from experiments.report.formats import number
+from experiments.report.metrics import LEAST_ROUNDS
 from experiments.report.replayed import Results
-from experiments.timing.intervals import LEAST_ROUNDS
 from experiments.training import machine
 
 
@@ -54,8 +54,8 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     told = f"Methods took turns, {_between(counts)} rounds of one step in shuffled order. "
     if max(counts) >= LEAST_ROUNDS:
         told += (
-            "[low, high] is a speedup's 95 % interval, a bootstrap over rounds, paired, and of so few rounds not much less "
-            f"than their range;{turns.TIE} marks a tie, an interval that holds 1. Measured at different times there is none."
+            f"[low, high] is a speedup's 95 % interval, paired by rounds, Student's t;{captions.TIE} marks a tie, one that "
+            "holds 1. Measured at different times there is none."
         )
     else:
         told += f"Fewer than {LEAST_ROUNDS} give no interval."
@@ -67,7 +67,7 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     if busy:
         worst = max(busy, key=lambda about: about["busy"]["others"] + about["busy"]["steal"])
         where = f"In {len(busy)} of {len(worlds)} comparisons other programs were at work; at worst: "
-        said.append((where + str(turns.caution(worst)), True))
+        said.append((where + str(captions.caution(worst)), True))
     return said
 
 

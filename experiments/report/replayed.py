@@ -8,9 +8,8 @@ from pathlib import Path
 
 from experiments.cells.suite import Cell, Place, Setting, Suite
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import prediction, turns
-from experiments.timing import intervals
-from experiments.timing.intervals import Ratio
+from experiments.report import captions, metrics, prediction
+from experiments.report.metrics import Interval, Speedup
 from launch.errors import UserError
 
 
@@ -33,24 +32,28 @@ class Results:
         r = self.records[cell]
         return float({**r.timing, **r.timing["split"]}[key]) / float(r.link["dilation"])
 
-    def speedup(self, place: Place, method: str, base: str = "fp32") -> float | None:
-        """t_base / t_method."""
-        ours, theirs = (self.ms(place, m) for m in (method, base))
-        return theirs / ours if ours and theirs else None
-
-    def ratio(self, place: Place, method: str, base: str = "fp32") -> Ratio | None:
-        """`speedup` with its interval; None unless both took turns in the same rounds."""
+    def compared(self, place: Place, method: str, base: str = "fp32") -> Speedup | None:
+        """Of a method over another one, on the cluster's clock; None where one was not measured."""
         cells = [self.suite.cell(place, m) for m in (base, method)]
         found = [self.records[c] for c in cells if c in self.records]
-        if len(found) < 2 or found[0].turns.get("world") != found[1].turns.get("world"):
+        if len(found) < 2:
             return None
-        theirs, mine = (turns.rounds(r, float(r.link["dilation"])) for r in found)
-        return None if theirs is None or mine is None else intervals.ratio(theirs, mine)
+        theirs, mine = found
+        return metrics.speedup(theirs, mine, (float(theirs.link["dilation"]), float(mine.link["dilation"])))
+
+    def speedup(self, place: Place, method: str, base: str = "fp32") -> float | None:
+        """The value of `compared`."""
+        found = self.compared(place, method, base)
+        return None if found is None else found.value
+
+    def ratio(self, place: Place, method: str, base: str = "fp32") -> Interval | None:
+        """The interval of `compared`; None unless both took turns in the same rounds."""
+        found = self.compared(place, method, base)
+        return None if found is None else found.interval
 
     def versus(self, place: Place, method: str, base: str = "fp32", share: bool = False) -> str:
-        """`speedup` as text, with its interval where there is one. share: as a percentage."""
-        text = turns.share if share else turns.faster
-        return text(self.speedup(place, method, base), self.ratio(place, method, base), method == base)
+        """`compared` as text. share: as a percentage."""
+        return (captions.share if share else captions.faster)(self.compared(place, method, base), method == base)
 
     def best_place(self, setting: Setting, method: str, base: str = "fp32") -> Place | None:
         """Where, over the numbers of nodes above one, the speedup is largest."""

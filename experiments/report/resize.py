@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.records.record import ROOT, write_file
+from experiments.records.record import write_file
 from experiments.report import paired
 from experiments.report.formats import DASH
 from experiments.report.table import Table
@@ -25,8 +24,7 @@ CHANGE, STEPS = 100, 160
 """After which step the number changes, and after which the run ends."""
 SOON, LATER = slice(0, 20), slice(-20, None)
 """Of the steps after the change."""
-FILE, PAGE = "resize.jsonl", ROOT / "docs/elastic.md"
-BEGIN, END = "<!-- resize: written by experiments/resize.py --publish -->", "<!-- end of resize -->"
+FILE = "resize.jsonl"
 
 
 def table(lines: Iterable[dict[str, Any]]) -> Table:
@@ -58,20 +56,11 @@ def share(values: dict[int, float], base: dict[int, float]) -> str:
     return found.text(relative=True) if found else DASH
 
 
-def page(old: str, lines: Sequence[dict[str, Any]]) -> str:
-    """The page with the table of `lines` in place of the one it has."""
-    pattern = re.escape(BEGIN) + ".*" + re.escape(END)
-    new = table(lines).grid() if lines else "Not measured yet.\n"
-    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{new}\n{END}", old, flags=re.DOTALL)
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that `write` made; none where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def write(lines: Sequence[dict[str, Any]], folder: Path, *, publish: bool) -> None:
-    """Writes the losses into a results folder; publish: and their table into the page."""
+def write(lines: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Writes the losses into a results folder; docs/elastic.md has their table (documents.py)."""
     write_file(folder / FILE, "".join(json.dumps(line) + "\n" for line in lines).encode(), "losses")
-    if publish:
-        write_file(PAGE, page(PAGE.read_text(), lines).encode(), "page")

@@ -1,16 +1,11 @@
-"""What is said beside a speedup table: what was run, on what, what the numbers are not, and what they show. No torch."""
+"""What is said beside a speedup table: what was run, on what, what the numbers are not. No torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
-from experiments.report import turns
-from experiments.report.formats import number, times
-
-if TYPE_CHECKING:
-    from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.formats import number
 
 EMULATED = {"loopback", "emulated", "netns", "veth"}
 """Kinds of link that connect nodes emulated on one machine."""
@@ -80,54 +75,5 @@ def _dilated(link: dict[str, Any]) -> str:
     return text
 
 
-def conclusion(table: SpeedupTable) -> str | None:
-    """Whether compression pays in this table, in one or two sentences; None without an fp32 row or a compressed one."""
-    base = table.baseline("fp32")
-    compressed = [row for row in table.rows if is_compressed(row.record.wire) and row.seconds]
-    if base is None or not compressed:
-        return None
-    compressed.sort(key=lambda row: row.seconds or 0.0)
-    bound = table.baseline("none")
-    limit = f"the bound, without communication, is {times(table.speedup(bound, 'fp32'))}" if bound else None
-    faster = [row for row in compressed if (table.speedup(row, "fp32") or 0) > 1]
-    if not faster:
-        best = compressed[0]
-        text = f"On this link, do not compress: the fastest compressed method, {best.label}, reaches "
-        text += f"{times(table.speedup(best, 'fp32'))} of the speed of fp32 DDP"
-        return f"{text}; {limit}." if limit else f"{text}."
-    each = [f"{row.label} {times(table.speedup(row, 'fp32'))}{_doubt(table, row, base)}" for row in faster]
-    text = f"Faster than fp32 DDP: {', '.join(each)}"
-    text = f"{text}; {limit}." if limit else f"{text}."
-    half = table.baseline("bf16")
-    if half is not None:
-        ratio = times(table.speedup(faster[0], "bf16"))
-        verdict = "beats" if (table.speedup(faster[0], "bf16") or 0) > 1 else "does not beat"
-        if (found := table.ratio(faster[0], "bf16")) is not None and found.tie:
-            verdict = "ties with"
-        text += f" The fastest, {faster[0].label}, {verdict} bf16 DDP ({ratio})."
-    return text + _tied(faster)
-
-
-def _tied(rows: list[Row]) -> str:
-    """Which of the rows, the fastest first, cannot be told from the fastest; empty where there is none or no interval."""
-    found = [(row, turns.ratio(row.record, rows[0].record)) for row in rows[1:]]
-    same = [row.label for row, ratio in found if ratio is not None and ratio.tie]
-    return f" Not to be told from {rows[0].label}: {', '.join(same)}." if same else ""
-
-
-def _doubt(table: SpeedupTable, row: Row, base: Row) -> str:
-    """Whether a speedup over `base` may be none: its interval says, or without one the spread of the steps."""
-    if (ratio := table.ratio(row, base.record.wire)) is not None:
-        return " (a tie)" if ratio.tie else ""
-    return " (within the spread)" if _overlap(row, base) else ""
-
-
 def _count(n: int, what: str) -> str:
     return f"{n} {what}" + ("" if n == 1 else "s")
-
-
-def _overlap(row: Row, base: Row) -> bool:
-    if row.uneven:  # its spread is that of different kinds of step
-        return False
-    high, low = row.record.timing.get("p90_ms"), base.record.timing.get("p10_ms")
-    return high is not None and low is not None and high >= low

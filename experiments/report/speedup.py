@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from experiments.records.labels import is_virtual
 from experiments.records.record import ResultRecord
-from experiments.report import arithmetic, sentences, trained, turns
+from experiments.report import arithmetic, captions, metrics, sentences, trained
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, fraction, number, size, times
+from experiments.report.metrics import Interval, Speedup
 from experiments.report.table import Column, Note, Table
-from experiments.timing.intervals import Ratio
 
 # Hyper-parameters that do not change what a step costs.
 COSTLESS = (
@@ -51,13 +51,13 @@ class Row:
     @property
     def seconds(self) -> float | None:
         """Step time, the median or the mean (`uneven`); None for a failed run."""
-        ms = self.record.timing.get("mean_ms" if self.uneven else "median_ms")
-        return ms / 1000 if ms and self.record.status == "completed" else None
+        ms = metrics.step_ms(self.record)
+        return None if ms is None else ms / 1000
 
     @property
     def uneven(self) -> bool:
         """Whether the method's steps differ in what they send, so that the mean step time is the one that counts."""
-        return bool(self.record.timing.get("typical") == "mean")
+        return metrics.uneven(self.record)
 
     @property
     def payload(self) -> float | None:
@@ -92,19 +92,26 @@ class SpeedupTable:
         timed = [row for row in self.rows if row.record.wire == wire and row.seconds is not None]
         return min(timed, key=lambda row: row.seconds or 0.0, default=None)
 
-    def speedup(self, row: Row, wire: str) -> float | None:
-        """t_baseline / t_row, None when either is missing."""
+    def compared(self, row: Row, wire: str) -> Speedup | None:
+        """Of `row` over the baseline of `wire`; None when either is missing. A row of several runs has no interval."""
         base = self.baseline(wire)
-        return base.seconds / row.seconds if base and base.seconds and row.seconds else None
+        found = None if base is None else metrics.speedup(base.record, row.record)
+        alone = base is not None and base.runs == row.runs == 1
+        return found if found is None or alone else replace(found, interval=None)
 
-    def ratio(self, row: Row, wire: str) -> Ratio | None:
-        """`speedup` with its interval; None where one of them has no rounds, or is one of several runs."""
-        base = self.baseline(wire)
-        return turns.ratio(base.record, row.record) if base and base.runs == row.runs == 1 else None
+    def speedup(self, row: Row, wire: str) -> float | None:
+        """The value of `compared`."""
+        found = self.compared(row, wire)
+        return None if found is None else found.value
+
+    def ratio(self, row: Row, wire: str) -> Interval | None:
+        """The interval of `compared`."""
+        found = self.compared(row, wire)
+        return None if found is None else found.interval
 
     def versus(self, row: Row, wire: str) -> str:
-        """`speedup` as text, with its interval where there is one."""
-        return turns.faster(self.speedup(row, wire), self.ratio(row, wire), row is self.baseline(wire))
+        """`compared` as text."""
+        return captions.faster(self.compared(row, wire), row is self.baseline(wire))
 
     @property
     def skips(self) -> bool:
@@ -194,7 +201,7 @@ def measured(name: str, value: Callable[[Row], str], *, short: str = "", termina
 
 
 def _of_bound(table: SpeedupTable, row: Row) -> str:
-    return turns.share(table.of_bound(row), table.ratio(row, "none"), row is table.baseline("none"))
+    return captions.share(table.compared(row, "none"), row is table.baseline("none"))
 
 
 def _split(key: str) -> Column:
@@ -212,7 +219,7 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
     notes = [Note(f"{said}.", "caution")] if said else []
     notes.append(Note(f"{sentences.hardware(r)}. Group `{table.group}`."))
     footnotes = failures(table)
-    for sentence, cautious in turns.notes([row.record for row in table.rows]):
+    for sentence, cautious in captions.notes([row.record for row in table.rows]):
         if cautious:
             notes.append(Note(sentence, "caution"))
         else:
@@ -227,7 +234,7 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
         footnotes.append(Note(arithmetic.listed(checked)))
     if predicted := trained.sentence([row.record for row in table.rows]):
         footnotes.append(Note(predicted))
-    if summary := sentences.conclusion(table):
+    if summary := captions.compression(table):
         footnotes.append(Note(summary, "strong"))
     shown = [*columns(table), *([published_column(beside)] if beside else [])]
     return Table.of(shown, table.rows, title=sentences.title(r), notes=tuple(notes), footnotes=tuple(footnotes))

@@ -13,7 +13,18 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, place, read_all, write_file
-from experiments.report import accuracy, against_bytes, evidence, figure, methods_table, plots, published, speedup
+from experiments.report import (
+    accuracy,
+    accuracy_page,
+    against_bytes,
+    evidence,
+    figure,
+    glance,
+    methods_table,
+    plots,
+    published,
+    speedup,
+)
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Table
 from launch.errors import UserError
@@ -42,6 +53,8 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
             files[f"plots/{scored.slug}_curve.png"] = png
         section = accuracy.markdown(scored, plot=png is not None)
         scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
+    if (drawn := glance.picture(accuracy_page.studies(records))) is not None:
+        files["plots/accuracy.png"] = drawn
     for exp in sorted(timed | set(scores)):
         text = [f"<!-- {figure.MARK} from the records; do not edit. -->", f"# {exp}", ""]
         if exp == methods_table.EXP:

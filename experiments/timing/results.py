@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.records import labels, record
-from experiments.timing import intervals
 from experiments.timing.entries import Entry, Variant
 from experiments.timing.plan import spec_of
 from experiments.training import clock, traffic
@@ -16,9 +15,6 @@ from experiments.workloads.base import all_sum
 
 if TYPE_CHECKING:
     from experiments.timing.turns import _World
-
-BASELINES = ("fp32", "bf16", "none")
-"""Wires whose fastest method ratios are taken against; "none" is the bound."""
 
 
 def write(world: _World, about: dict[str, Any], dilation: float | None, probed: dict[str, Any] | None) -> None:
@@ -34,7 +30,7 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
         made.append((variant, variant.described, {} if variant.failed else _measured(world, variant)))
     if not world.main:
         return
-    for (entry, described, fields), against in zip(made, _ratios(made), strict=True):
+    for entry, described, fields in made:
         described = copy.deepcopy(described)
         if dilation is not None and "dilation" in described["config"]["cluster"]:
             described["config"]["cluster"]["dilation"] = dilation
@@ -49,7 +45,6 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
             if entry.open:
                 turns["open_ms"] = [round(1000 * s, 4) for s in entry.open]
                 turns |= world.exchange.told(labels.wire(described["config"]))
-            fields["timing"]["ratios"] = against
             made_record = record.from_spec(spec, turns=turns, **fields, **known)
         path = record.write(made_record, described["config"]["results_dir"])
         timing = fields.get("timing")
@@ -83,26 +78,3 @@ def _measured(world: _World, entry: Entry) -> dict[str, Any]:
         "rounds_per_step": round((told.per_step if told else None) or 0.0, 4),
         "state_bytes_per_rank": round(state),
     }
-
-
-def _ratios(made: list[tuple[Entry, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """How many times as fast each method is as the fastest of each baseline: {fp32: [value, low, high], ...}; failed: {}."""
-    rounds = [
-        None
-        if entry.failed is not None
-        else intervals.Rounds(
-            tuple(round(1000 * s, 4) for s in entry.per_step()),
-            tuple(entry.steps),
-            fields["timing"]["typical"] == "mean",
-        )
-        for entry, _, fields in made
-    ]
-    found: list[dict[str, Any]] = [{} for _ in made]
-    for wire in BASELINES:
-        having = [r for (_, d, _), r in zip(made, rounds, strict=True) if r and labels.wire(d["config"]) == wire]
-        base = min(having, key=lambda r: r.typical, default=None)
-        for mine, ratios in zip(rounds, found, strict=True):
-            ratio = None if base is None or mine is None else intervals.ratio(base, mine)
-            if ratio is not None:
-                ratios[wire] = [round(v, 4) for v in (ratio.value, ratio.low, ratio.high)]
-    return found

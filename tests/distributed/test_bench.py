@@ -156,11 +156,10 @@ def test_verdicts_say_who_is_fastest_how_far_the_bound_is_and_when_not_to_compre
     assert "4 nodes: Birder one-phase is the fastest compressed method (40.0 ms, 14 % above the bound" in said
     assert "the next is PowerSGD rank 1, 41.0 ms" in said
     (said,) = verdicts(grid("emulated", 4, {**MS, "powersgd1": 39.5}))
-    assert "is as fast as the fastest compressed method" in said
-    assert "within 3% of PowerSGD rank 1, 39.5 ms" in said
+    assert "is not decided against PowerSGD rank 1, 39.5 ms" in said
     (said,) = verdicts(grid("emulated", 4, {**MS, "birder": 30.0}))
     assert "is not the fastest compressed method" in said
-    assert "Birder two-phase takes 30.0 ms" in said
+    assert "that is Birder two-phase, 30.0 ms" in said
     slow = {name: ms if name in ("fp32", "none") else 3 * ms for name, ms in MS.items()}
     _, said = verdicts(grid("loopback", 2, slow))
     assert "2 nodes: do not compress: Birder one-phase" in said

@@ -207,4 +207,4 @@ def test_three_lines_under_torchrun() -> None:
         expected, low, _, high, found, difference = row.split()[1:]
         assert float(low) <= float(expected) <= float(high)
         assert float(difference.rstrip("%")) == pytest.approx(100 * (float(expected) / float(found) - 1), abs=0.2)
-    assert re.search(r"^(do not compress|it hardly pays|.* is [\d.]+x as fast as bf16)", done.stdout, re.M)
+    assert re.search(r"^(do not compress|not decided|.* is [\d.]+x as fast as bf16)", done.stdout, re.M)

@@ -65,12 +65,9 @@ def test_the_table_shows_shares_of_the_unchanged_runs_loss() -> None:
     assert row == ("Birder, 4 → 2", "1.000", *["+0.50 [-5.85, 6.85] %", "+10.00 [10.00, 10.00] %"] * 2)
 
 
-def test_the_page_holds_the_table_of_the_published_losses() -> None:
+def test_published_losses_have_a_value_for_each_step_after_the_change() -> None:
     lines = report.read(PUBLISHED / report.FILE)
     assert {len(item["losses"]) for item in lines} <= {report.STEPS - report.CHANGE}
-    shown = report.PAGE.read_text()
-    assert report.BEGIN in shown
-    assert report.page(shown, lines) == shown
 
 
 def test_a_bad_number_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -120,7 +120,7 @@ def test_speedups_have_intervals_that_the_machines_pace_does_not_widen() -> None
     assert found is not None
     assert found.low <= found.value <= found.high
     assert found.value == pytest.approx(results.speedup(AT, "birder_hierarchical"), rel=1e-6)
-    assert 2.4 < found.low < found.high < 2.6  # the pace alone differs by 40 %
+    assert 2.4 < found.low < found.high < 2.65  # four rounds that wobble by 2 %; the pace alone differs by 40 %
     page = replay_page.markdown(results)
     row = next(line for line in page.splitlines() if line.startswith("| Birder, hierarchical | —"))
     assert f"| {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}] |" in row
@@ -145,8 +145,7 @@ def test_ties_are_marked_and_verdicts_go_by_intervals() -> None:
     assert found.tie
     assert results.versus(AT, "birder_hierarchical", "birder").endswith("] =")
     (said,) = replay_verdicts.fastest(results)
-    assert "is as fast as the fastest compressed method" in said
-    assert "not to be told from Birder, flat, 42.3 ms" in said
+    assert "is not decided against Birder, flat, 42.3 ms" in said
     # 2 % apart are told apart where rounds say so; without rounds they are not.
     (said,) = replay_verdicts.fastest(replayed.collect(PAPER, grid({**MS, "birder": 38.0})))
     assert "is not the fastest compressed method" in said

@@ -11,6 +11,7 @@ import pytest
 
 from experiments.config import compose
 from experiments.records import record
+from experiments.report import metrics
 from experiments.timing import plan
 from experiments.training import machine
 from launch.spec import RunSpec
@@ -93,15 +94,16 @@ def test_records(tmp_path: Path) -> None:
         assert r.turns["bound_ms"]["before"] > 0
         assert set(r.turns["busy"]) == {"others", "steal", "load", "cores"}
         assert r.timing["steps"] == sum(r.turns["steps"])
-        assert set(r.timing["ratios"]) == {"fp32", "bf16", "none"}
-        for value, low, high in r.timing["ratios"].values():
-            assert low <= value <= high
+        for name in ("sgdm-fp32", "sgdm-bf16", "sgdm-none"):
+            found = metrics.interval(records[name], r)
+            assert found is not None
+            assert found.low <= found.value <= found.high
         assert r.metric == {}
     bound = records["sgdm-none"]
     assert bound.wire == "none"
     assert (bound.timing["update_ms"], bound.timing["split"], bound.state_bytes_per_rank) == (0.0, {}, 0)
     assert bound.bytes_per_step["payload_inter"] == 0
-    assert bound.timing["ratios"]["none"] == [1.0, 1.0, 1.0]
+    assert metrics.interval(bound, bound) == metrics.Interval(1.0, 1.0, 1.0)
     for name, r in records.items():
         if r is not bound:
             assert r.timing["update_ms"] > 0

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import birder
-from experiments.config import compose, reference, validate
+from experiments.config import compose, validate
 from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS
 from experiments.config.schema_optimizer import OPTIMIZERS
@@ -26,12 +26,6 @@ class Mine(birder.SGDM):
     def __init__(self, params: Any, lr: float = 0.1, sharpness: float = 1.0, **options: Any) -> None:
         super().__init__(params, lr, **options)
         self.sharpness = sharpness
-
-
-def test_page_is_that_of_the_schema() -> None:
-    """Written by `python -m experiments.config.reference`."""
-    text = reference.PAGE.read_text(encoding="utf-8")
-    assert reference.page(text) == text
 
 
 @pytest.mark.parametrize(

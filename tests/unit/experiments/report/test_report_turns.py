@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.records.record import ResultRecord
-from experiments.report import plots, sentences, speedup, turns
+from experiments.report import captions, metrics, plots, speedup
 from tests.helpers.records import cells, full_group, run
 
 PACE = (1.0, 1.1, 0.9, 1.3, 1.0, 0.95, 1.05, 1.2, 1.0, 0.9)
@@ -60,13 +60,13 @@ def test_speedups_have_intervals_and_ties_are_marked() -> None:
     assert shown[7] == "12.3"
     assert "| update, ms |" in text
     assert cells(text, "SGDM fp32")[4] == "1.00x"  # with itself
-    assert "Not to be told from" in str(sentences.conclusion(table))
+    assert "Not decided against Birder: 1-bit Adam" in str(captions.compression(table))
     assert "10 rounds in shuffled order" in text
     assert "busy" not in text
     close = [timed("SGDM fp32", 1000.0), timed("Birder", 999.0, 3)]
     (table,) = speedup.build(close)
     assert cells(speedup.markdown(table), "Birder")[4].endswith("] =")
-    assert "(a tie)" in str(sentences.conclusion(table)) or "do not compress" in str(sentences.conclusion(table))
+    assert str(captions.compression(table)).startswith("Whether to compress on this link is not decided")
 
 
 def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> None:
@@ -75,8 +75,8 @@ def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> Non
     assert "**The machine was busy: other programs took 24 % of its 2 cores' time during the rounds" in text
     text = speedup.markdown(speedup.build(group(drift=-0.13, repeated=True))[0])
     assert "the bound took -13% of the time" in text
-    assert "repeated once" in str(turns.caution({**ABOUT, "repeated": True}))
-    assert turns.caution(ABOUT) is None
+    assert "repeated once" in str(captions.caution({**ABOUT, "repeated": True}))
+    assert captions.caution(ABOUT) is None
     assert "made anew in every turn" in speedup.markdown(speedup.build(group(held="one"))[0])
 
 
@@ -88,8 +88,8 @@ def test_records_without_rounds_have_no_intervals() -> None:
     assert "update, ms" not in text
     assert "interval" not in text
     # Of different worlds, or one of them a run of its own: no pairs.
-    assert turns.ratio(old[0], timed("Birder", 800.0)) is None
-    assert turns.ratio(timed("SGDM fp32", 3000.0), timed("Birder", 800.0, world="another")) is None
+    assert metrics.interval(old[0], timed("Birder", 800.0)) is None
+    assert metrics.interval(timed("SGDM fp32", 3000.0), timed("Birder", 800.0, world="another")) is None
 
 
 def test_plots_name_the_interval() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.records import record
-from experiments.report import sentences, speedup
+from experiments.report import captions, sentences, speedup
 from tests.helpers.records import cells, full_group, run
 
 
@@ -43,7 +43,7 @@ def test_a_number_that_no_record_holds_is_a_dash() -> None:
     row = cells(speedup.markdown(table), "Birder")
     assert row[4:7] == ["—", "—", "—"]
     assert row[8:12] == ["—", "—", "—", "—"]
-    assert sentences.conclusion(table) is None
+    assert captions.compression(table) is None
 
 
 def test_it_says_when_compression_does_not_pay() -> None:
@@ -54,15 +54,15 @@ def test_it_says_when_compression_does_not_pay() -> None:
         run("no communication", 850.0),
     ]
     (table,) = speedup.build(records)
-    said = sentences.conclusion(table) or ""
+    said = captions.compression(table) or ""
     assert said.startswith("On this link, do not compress: the fastest compressed method, Birder, reaches 0.90x")
     assert "1.06x" in said
 
 
-def test_a_speedup_within_the_spread_or_below_bf16_is_said_to_be() -> None:
+def test_a_speedup_within_the_spread_is_not_decided_and_one_below_bf16_is_said_to_be() -> None:
     records = [run("SGDM fp32", 1000.0), run("SGDM bf16", 600.0), run("Birder", 990.0)]
-    said = sentences.conclusion(speedup.build(records)[0]) or ""
-    assert "Birder 1.01x (within the spread)" in said
+    said = captions.compression(speedup.build(records)[0]) or ""
+    assert said.startswith("Whether to compress on this link is not decided: Birder 1.01x")
     assert "does not beat bf16 DDP (0.61x)" in said
 
 
@@ -115,13 +115,13 @@ def test_methods_that_skip_steps_go_by_the_mean_and_show_their_rounds() -> None:
     assert cells(text, row.label)[10:12] == ["—", "0.125"]
     assert cells(text, "SGDM fp32")[11] == "1.00"
     assert speedup.UNEVEN_NOTE in text
-    assert "(within the spread)" not in str(sentences.conclusion(table))
+    assert f"not decided: {row.label} 3.00x" in str(captions.compression(table))  # its spread is that of kinds of steps
     assert "rounds per step" not in speedup.markdown(speedup.build(records)[0])
 
 
 def test_batches_are_never_compared_with_each_other() -> None:
     records = [run("SGDM fp32", 900.0), run("Birder", 100.0, config={"train.batch_per_rank": 1})]
-    assert [sentences.conclusion(t) for t in speedup.build(records)] == [None, None]
+    assert [captions.compression(t) for t in speedup.build(records)] == [None, None]
 
 
 def test_seeds_share_a_row_and_variants_do_not() -> None:

@@ -1,0 +1,87 @@
+"""Documents with figures from records: jinja2 templates (experiments/report/pages), one vocabulary (facts.py). No torch.
+
+`pages/README.md.j2` makes README.md of the repository, `pages/docs/results.md.j2` docs/results.md, and so on. In any other
+page of docs/ a part that is made stands between two comments and is renewed with the templates:
+
+    <!-- {{ spread("spread", 4) }} -->
+    ...
+    <!-- end -->
+
+No figure is typed by hand: tests/docs/test_documents.py refuses digits in a template's text that its allow-list does not name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+
+from experiments.records.record import PUBLISHED, ROOT, write_file
+from experiments.report.facts import Facts
+from launch.errors import UserError
+
+TEMPLATES = Path(__file__).with_name("pages")
+MADE = "<!-- Made by python experiments/tables.py from experiments/report/pages/{}; do not edit. -->\n"
+PART = re.compile(r"^<!-- (\{\{.*?\}\}) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
+
+
+def environment(facts: Facts) -> Environment:
+    """What templates can say: the methods of `Facts`, and `formats` as filters."""
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.globals.update(facts.words())
+    made.filters.update(facts.filters())
+    return made
+
+
+def render(results: Path = PUBLISHED, root: Path = ROOT) -> dict[Path, str]:
+    """Every document, whole, by its path. Raises UserError where a template asks for what no record holds."""
+    with_facts = environment(Facts(results))
+    found: dict[Path, str] = {}
+    for template in sorted(TEMPLATES.rglob("*.j2")):
+        name = template.relative_to(TEMPLATES).as_posix()
+        found[root / name.removesuffix(".j2")] = MADE.format(name) + _made(
+            with_facts, name, template.read_text("utf-8")
+        )
+    for page in sorted((root / "docs").rglob("*.md")):
+        if page not in found and PART.search(old := page.read_text("utf-8")):
+            found[page] = _renewed(with_facts, page.name, old)
+    return found
+
+
+def _renewed(environment: Environment, name: str, old: str) -> str:
+    """A page with its parts made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n\n{_made(environment, name, match[1]).strip()}\n\n<!-- end -->"
+
+    return PART.sub(part, old)
+
+
+def _made(environment: Environment, name: str, source: str) -> str:
+    try:
+        return environment.from_string(source).render()
+    except (TemplateError, LookupError, ValueError) as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def write(results: Path = PUBLISHED, root: Path = ROOT) -> list[Path]:
+    """Brings every document up to date. Returns their paths."""
+    made = render(results, root)
+    for path, text in made.items():
+        write_file(path, text.encode(), "page")
+    return list(made)
+
+
+def check(results: Path = PUBLISHED, root: Path = ROOT) -> list[str]:
+    """Names of the documents on disk that differ from what records and templates say."""
+    made = render(results, root)
+    wrong = [p for p, text in made.items() if not p.is_file() or p.read_text("utf-8") != text]
+    return [p.relative_to(root).as_posix() for p in wrong]
