@@ -48,10 +48,10 @@ def _replayed(results: Results, architecture: str, name: str) -> Claim | None:
     )
 
 
-def newest(records: Sequence[ResultRecord], exp: str) -> list[SpeedupTable]:
-    """The latest table on emulated links for each shape of the cluster, the fewest nodes first."""
+def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
+    """The latest table for each shape of a cluster, emulated links unless told, the fewest nodes first."""
     found: dict[tuple[int, int], SpeedupTable] = {}
-    for table in speedup.build([r for r in records if r.exp == exp and r.cluster == "emulated"]):
+    for table in speedup.build([r for r in records if r.exp == exp and r.cluster == cluster]):
         shape = table.records[0].nodes, table.records[0].ranks_per_node
         if shape not in found or _time(found[shape]) < _time(table):
             found[shape] = table
@@ -106,6 +106,10 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
         base = max(theirs, key=lambda c: table.sign * (c.mean or 0.0), default=None)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
         found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
+        tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
+        if base and not mine and tried:  # no rate of it has kept all of its seeds
+            said = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
+            found.append((table, Outcome("", _where(tried[0]), WORSE, said)))
     names = _names([table for table, _ in found])
     said = [replace(o, task=name + o.task) for name, (_, o) in zip(names, found, strict=True)]
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
@@ -131,8 +135,12 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
         )
     short = "" if cell.records[0].method in ("Birder", "0/1 Adam", "CSER", "SLAMB") else f" ({cell.records[0].method})"
     verdict = accuracy.counted(gap.verdict(margin, table.higher_is_better), cell, base)
+    return Outcome(short, _where(cell), verdict, text)
+
+
+def _where(cell: Cell) -> str:
     exp = cell.records[0].exp
-    return Outcome(short, f"[{exp}]({TABLES}/{exp}.md)", verdict, text)
+    return f"[{exp}]({TABLES}/{exp}.md)"
 
 
 ORDER = (WORSE, OPEN, PARITY, BETTER)

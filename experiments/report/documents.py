@@ -7,7 +7,7 @@ page of docs/ a part that is made stands between two comments and is renewed wit
     ...
     <!-- end -->
 
-No figure is typed by hand: tests/docs/test_documents.py refuses digits in a template's text that its allow-list does not name.
+No figure is typed by hand: tests/docs/test_documents.py refuses what its short list of names and settings does not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PART = re.compile(r"^<!-- (\{\{.*?\}\}) -->\n.*?^<!-- end -->$", re.DOTALL | re.
 
 
 def environment(facts: Facts) -> Environment:
-    """What templates can say: the methods of `Facts`, and `formats` as filters."""
+    """What templates can say: `Facts.words`."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -37,7 +37,6 @@ def environment(facts: Facts) -> Environment:
         keep_trailing_newline=True,
     )
     made.globals.update(facts.words())
-    made.filters.update(facts.filters())
     return made
 
 

@@ -70,12 +70,12 @@ class Difference:
             return WORSE if higher_is_better else BETTER
         return OPEN
 
-    def text(self, relative: bool) -> str:
+    def text(self, relative: bool, digits: int = 2) -> str:
         """ "+0.31 [-0.12, 0.74]", in per cent where differences are relative."""
         scale, unit = (100, " %") if relative else (1, "")
-        shown = f"{scale * self.value:+.2f}"
+        shown = f"{scale * self.value:+.{digits}f}"
         if self.low is not None and self.high is not None:
-            shown += f" [{scale * self.low:.2f}, {scale * self.high:.2f}]"
+            shown += f" [{scale * self.low:.{digits}f}, {scale * self.high:.{digits}f}]"
         return shown + unit
 
 

@@ -76,7 +76,7 @@ def _times(results: Results, section: Section) -> Iterator[Block]:
             yield "\n".join(_timeline(suite, model, rate) for rate in suite.rates)
         for setting in (s for s in results.settings() if s[0] == model):
             title = ", ".join(filter(None, [suite.rates.get(setting[1] or ""), suite.links[setting[2]].title]))
-            yield _grid(results, suite.across(setting), title)
+            yield grid(results, suite.across(setting), title)
 
 
 def _timeline(suite: Suite, model: str, rate: str) -> str:
@@ -86,7 +86,8 @@ def _timeline(suite: Suite, model: str, rate: str) -> str:
     return f"- {suite.rates[rate]}: {took}. {rest}."
 
 
-def _grid(results: Results, places: list[Place], title: str) -> Table:
+def grid(results: Results, places: list[Place], title: str) -> Table:
+    """Step times and speedups of every method over `places`."""
     suite, gpus, ratios = results.suite, results.suite.gpus_per_node, results.suite.report.ratios
     places = [p for p in places if p.nodes in suite.report.node_columns or p in results.places()]
     apart = [p for p in places if p.nodes > 1]
@@ -123,11 +124,6 @@ def _whole(results: Results, model: str, method: str) -> ResultRecord | None:
     """The record of a cell with the whole model."""
     found = (results.records.get(results.suite.cell(p, method)) for p in results.suite.places([model]))
     return next((r for r in found if r and r.config[results.suite.name]["fraction"] == 1), None)
-
-
-def state(results: Results, model: str, method: str) -> str:
-    """What a method keeps, as a multiple of Adam's state."""
-    return _state(_whole(results, model, method), results.suite.name)
 
 
 def _state(r: ResultRecord | None, section: str) -> str:

@@ -87,6 +87,10 @@ class SpeedupTable:
             rows.append(Row(label, same[(len(same) - 1) // 2], len(same)))
         return rows
 
+    def row(self, label: str) -> Row:
+        """Raises KeyError for a label that no row has."""
+        return {row.label: row for row in self.rows}[label]
+
     def baseline(self, wire: str) -> Row | None:
         """The fastest completed run whose collectives carry `wire` ("none": the bound)."""
         timed = [row for row in self.rows if row.record.wire == wire and row.seconds is not None]

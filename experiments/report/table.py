@@ -15,8 +15,8 @@ Cells and notes are inline Markdown: **bold**, `code`, [text](target). A termina
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
@@ -88,6 +88,15 @@ class Table:
         ruler = [":--" if c.align == "left" else "--:" for c in self.columns]
         lines = [[c.name for c in self.columns], ruler, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+    def picked(self, columns: Mapping[str, str]) -> str:
+        """`grid` of these columns alone, under other headings: {name: heading}. Raises KeyError for an unknown name."""
+        places = {c.name: place for place, c in enumerate(self.columns)}
+        kept = [places[name] for name in columns]
+        head = [
+            replace(self.columns[place], name=heading) for place, heading in zip(kept, columns.values(), strict=True)
+        ]
+        return Table(tuple(head), tuple(tuple(row[place] for place in kept) for row in self.rows)).grid().rstrip()
 
     def markdown(self, level: int = 3) -> str:
         """A section of a page: heading, notes, grid, footnotes, with an empty line after each."""

@@ -102,10 +102,10 @@ def test_a_claim_is_judged_over_all_tasks_what_was_lost_first() -> None:
         row = measured.same_accuracy(records, "x", "y", ("Birder",), ("SGDM fp32",))
         assert row is not None
         lost, kept = row.result.split("<br>")
-        assert lost.startswith("worse: digits, 1 epoch, 8 workers: -33")
-        assert kept.startswith("parity: digits, 1 epoch, 2 workers: +0.00")
-        assert row.verdict.startswith("not reached on digits, 1 epoch, 8 workers")
-        assert "confirmed on digits, 1 epoch, 2 workers" in row.verdict
+        assert lost.startswith("worse: digits, 12 steps, 8 workers: -33")
+        assert kept.startswith("parity: digits, 12 steps, 2 workers: +0.00")
+        assert row.verdict.startswith("not reached on digits, 12 steps, 8 workers")
+        assert "confirmed on digits, 12 steps, 2 workers" in row.verdict
 
 
 def test_published_rows_hide_no_task(rows: list[Claim]) -> None:
