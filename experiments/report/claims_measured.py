@@ -108,8 +108,8 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
         found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
         if base and not mine and tried:  # no rate of it has kept all of its seeds
-            said = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
-            found.append((table, Outcome("", _where(tried[0]), WORSE, said)))
+            told = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
+            found.append((table, Outcome("", _where(tried[0]), WORSE, told)))
     names = _names([table for table, _ in found])
     said = [replace(o, task=name + o.task) for name, (_, o) in zip(names, found, strict=True)]
     return sorted(said, key=lambda o: ORDER.index(o.verdict))

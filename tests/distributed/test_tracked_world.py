@@ -10,6 +10,7 @@ import pytest
 from experiments import compare
 from experiments.records import record
 from experiments.records.record import ROOT
+from experiments.report import metrics
 from tests.helpers import wandb_file
 from tests.helpers.wandb_file import columns, shown_table
 
@@ -41,7 +42,10 @@ def test_make_leaves_one_run_whose_table_is_the_printed_one(tmp_path: Path, caps
         assert rows[r.id]["step_ms"] == pytest.approx(r.timing["median_ms"])
         assert rows[r.id]["payload_inter_bytes"] == r.bytes_per_step["payload_inter"]
         assert [row[2] for row in rounds["data"] if row[-1] == r.id] == r.turns["ms"]
-        assert rows[r.id]["vs_fp32"] == pytest.approx(r.timing["ratios"]["fp32"][0], abs=1e-3)
+        (base,) = [b for b in record.read_all(tmp_path / "results") if b.wire == "fp32"]
+        found = metrics.speedup(base, r)
+        assert found is not None
+        assert rows[r.id]["vs_fp32"] == pytest.approx(found.value, abs=1e-3)
     assert wandb.config["train"]["max_steps"] == 30
     assert [v["wire"] for v in wandb.config["variants"]] == ["none", "fp32", "bf16"]
     assert wandb.images()
