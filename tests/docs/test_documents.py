@@ -23,7 +23,6 @@ NAMES = (
 """What holds a digit and is no figure: names, versions, years of papers."""
 STATED = {
     "README.md": (
-        "15 to 35 minutes on 2 cores",  # make test: no record
         "more than 5 GB",  # the environment
         "20 minutes",  # gpu-check stops itself then
     ),
