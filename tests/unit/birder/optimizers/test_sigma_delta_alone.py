@@ -65,6 +65,28 @@ def test_a_coordinate_moves_from_the_step_of_its_first_gradient(options: dict[st
         assert ((p - before).abs()[1 : step + 1] == 1).all()  # exactly lr
 
 
+@pytest.mark.parametrize("options", [{}, {"reduce": "one_phase"}, {"errors": "int8"}])
+def test_a_parameter_without_gradient_stays_with_all_of_its_state(options: dict[str, Any]) -> None:
+    p, q = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
+    optimizer = SigmaDeltaAdam([p, q], lr=0.1, weight_decay=0.1, **options)
+    for step in range(1, 7):
+        p.grad = torch.ones(64)
+        q.grad = torch.ones(64) if step < 3 else None
+        before = q.detach().clone(), [t.clone() for t in states(optimizer, q)] if step > 1 else [], p.detach().clone()
+        optimizer.step()
+        if step >= 3:
+            assert torch.equal(q, before[0])
+            assert all(torch.equal(a, b) for a, b in zip(states(optimizer, q), before[1], strict=True))
+        assert (p != before[2]).all()
+
+
+def states(optimizer: SigmaDeltaAdam, p: torch.Tensor) -> list[torch.Tensor]:
+    """What is kept of one parameter."""
+    (unit,) = optimizer.units
+    i = next(i for i, whole in enumerate(unit.wholes) if whole is p)
+    return [unit.view(tensor, i) for tensor in unit.state.values()]
+
+
 def test_what_is_not_finite_counts_as_0() -> None:
     clean, spoilt = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
     first, second = SigmaDeltaAdam([clean], lr=0.1), SigmaDeltaAdam([spoilt], lr=0.1)
