@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from birder.predict import DEFAULT, METHODS
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
 from experiments.cells import fit, predicted, published, suite
@@ -270,3 +273,24 @@ def test_the_page_of_a_suite_shows_every_cells_prediction(name: str) -> None:
 def test_a_folder_without_a_fit_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--fit makes it"):
         prediction.load(tmp_path)
+
+
+def test_all_and_json_hold_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["model=torchvision:resnet18", "batch=8", "gpu=4090", "cluster.nodes=2"]
+    assert entry.main([*asked, "--all"]) == 0
+    whole = capsys.readouterr().out
+    assert entry.main([*asked, "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    assert len(held["rows"]) == len(DEFAULT)
+    assert all(METHODS[row["method"]].label in whole for row in held["rows"])
+    assert held["gpu"] == "rtx-4090"
+    assert held["sentences"][0].split(":")[0] in ("Compress", "Do not compress")
+
+
+def test_an_example_of_the_docs_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one: the table and what was assumed. The sentence counts studies, of which there may be more since."""
+    listed = yaml.safe_load((ROOT / "conf" / "predict" / "examples.yaml").read_text(encoding="utf-8"))
+    (asked,) = (one["ask"] for one in listed["examples"] if one["title"].startswith("ResNet-50"))
+    assert entry.main(asked) == 0
+    out = capsys.readouterr().out.strip()
+    assert out[out.index("\nmethod") :] in entry.EXAMPLES.read_text(encoding="utf-8")
