@@ -102,7 +102,7 @@ class AdamW(DenseAdam):
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]  # torch takes a tensor as well
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         adam_moments(m, v, grads, beta1, beta2)
         denominator = torch._foreach_sqrt(v)
@@ -153,5 +153,6 @@ class BertAdam(DenseAdam):
         adam_moments(m, v, grads, *group["betas"])
         denominator = torch._foreach_sqrt(v)
         torch._foreach_add_(denominator, group["eps"])
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(params, m, denominator, -group["lr"])
+        lr = float(group["lr"])
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_addcdiv_(params, m, denominator, -lr)

@@ -180,6 +180,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         self._check_options()
         self._check_fingerprint()
         self._check_untouched()
+        self._check_weights()
         self.check_step(self.steps + 1)
         return True
 

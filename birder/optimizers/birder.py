@@ -115,6 +115,9 @@ class Birder(SeenMap, BucketOptimizer):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED
 
+    def reads_parameters(self, step: int) -> bool:
+        return not self.decoupled and any(group["weight_decay"] for group in self.param_groups)
+
     def init_unit(self, unit: Unit) -> None:
         comm = self.comm
         kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)

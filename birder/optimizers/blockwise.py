@@ -82,6 +82,10 @@ class BlockwiseSGD(BucketOptimizer):
         """Whether weight decay enters m, but not g."""
         return self.variant == "released"
 
+    def reads_parameters(self, step: int) -> bool:
+        early = self.decay_in_gradient() or self.decay_in_momentum()
+        return early and any(group["weight_decay"] for group in self.param_groups)
+
     def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
         if self.decay_in_gradient() and group["weight_decay"]:
             torch._foreach_add_(slots, torch._foreach_mul(params, group["weight_decay"]))

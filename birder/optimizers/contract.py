@@ -12,7 +12,7 @@ from torch import Tensor
 from birder.comm import Communicator, Pipeline, SingleProcess
 from birder.optimizers.checks import require, require_number
 from birder.optimizers.layout import ALIGN, Unit
-from birder.optimizers.watch import GradientWatch
+from birder.optimizers.watch import GradientWatch, Marks
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types that a dense all-reduce can carry."""
@@ -95,6 +95,8 @@ class Method(torch.optim.Optimizer):
         self._sharded = False
         self._where: dict[Tensor, tuple[Unit, int]] = {}
         self._watch = GradientWatch()
+        self._weights: Marks | None = None
+        """What tells the parameters that messages were made of from others (`marks` in watch.py)."""
         self._names: dict[Tensor, str] = {}
         self._reduced: set[Tensor] = set()
         """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""
@@ -120,6 +122,10 @@ class Method(torch.optim.Optimizer):
     def plan(self, step: int) -> Plan:
         """What step number `step` (from 1) communicates. Depends on `step` alone, or ranks would wait for each other."""
         return Plan.DENSE
+
+    def reads_parameters(self, step: int) -> bool:
+        """Whether `adjust_gradients` or `exchange` reads parameters: they must not change before `update` then."""
+        return False
 
     def init_unit(self, unit: Unit) -> None:
         """Fills `unit.state` and `unit.buffers`. All ranks make the same keys; shapes may depend on `self.comm`."""

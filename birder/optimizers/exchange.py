@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.optimizers.checks import check_gradient
+from birder.optimizers.checks import check_gradient, check_parameter
 from birder.optimizers.contract import Method, Plan
 from birder.optimizers.layout import Unit, gradient
 from birder.optimizers.relayout import parts
 from birder.optimizers.shards import refresh
+from birder.optimizers.watch import Marks, differ, marks
 
 TWICE = (
     "backward ran twice before step(), but with this method messages are taken during backward: to accumulate, run all "
@@ -34,6 +35,8 @@ class GradientExchange(Method):
         if not self._feeding:
             self.note_options()
             self._open_units()
+            if self.reads_parameters(self.steps + 1):
+                self._weights = self._weight_marks()
         arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
             if p in self._where:
@@ -96,6 +99,23 @@ class GradientExchange(Method):
             raise RuntimeError(
                 f"{', '.join(sorted(changed))} changed between backward and step(), but {type(self).__name__} uses it during "
                 "backward: change it before backward or after step(), or use attach(..., overlap=False)"
+            )
+
+    def _weight_marks(self) -> Marks:
+        return marks([p for unit in self.units for p in unit.params])
+
+    def _check_weights(self) -> None:
+        """Raises ValueError for a model that was converted, RuntimeError where a message was made of other parameters."""
+        before, self._weights = self._weights, None
+        changed = self._feeding and before is not None and differ(before, self._weight_marks())
+        if changed or any(p.dtype is not torch.float32 for p in self._where):
+            self.pipeline.wait()
+        for p in self._where:
+            check_parameter(p)
+        if changed:
+            raise RuntimeError(
+                f"parameters were changed between backward and step(), but {type(self).__name__} reads them during "
+                "backward: change them before backward or after step(), or use attach(..., overlap=False)"
             )
 
     def note_gradients(self) -> None:

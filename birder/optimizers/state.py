@@ -21,6 +21,7 @@ NOT_COPIED = {
     *(
         "_where",
         "_watch",
+        "_weights",
         "_names",
         "_reduced",
         "_read",
@@ -301,7 +302,7 @@ class MethodState(Method):
             self.comm, self.pipeline = SingleProcess(), Pipeline()
             self.units, self._where, self._watch, self._names, self._reduced = [], {}, GradientWatch(), {}, set()
             self._bound = self._feeding = self._sharded = False
-            self._read = None
+            self._read = self._weights = None
         super().__setstate__(state)
         if "state" in vars(self):  # torch puts a loaded one behind the property
             self._no_state = NoState(vars(self).pop("state"))

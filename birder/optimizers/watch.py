@@ -87,10 +87,25 @@ class GradientWatch:
         return marks
 
 
+Marks = tuple[list[int], Tensor | None]
+
+
+def marks(params: Iterable[Tensor]) -> Marks:
+    """What tells the values of these parameters from others: versions, and on the CPU sums over their bits as well."""
+    several = [p.detach() for p in params]
+    host = [_bits(p) for p in several if not p.is_cuda and p.numel()]
+    return [p._version for p in several], torch.cat(host) if host else None
+
+
+def differ(a: Marks, b: Marks) -> bool:
+    """Whether these are the marks of other values."""
+    return a[0] != b[0] or (a[1] is not None and b[1] is not None and not torch.equal(a[1], b[1]))
+
+
 def _memory(g: Tensor) -> Tensor:
     """The elements of a gradient in one dimension, in the order of memory: no copy, unless they have gaps."""
     order = sorted(range(g.dim()), key=g.stride, reverse=True)
-    return g.permute(order).reshape(-1)
+    return g.permute(order).reshape(-1).contiguous()  # elements with even gaps would be a view of stride 2
 
 
 def _bits(g: Tensor) -> Tensor:
