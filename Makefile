@@ -76,16 +76,19 @@ publish: $(READY)  ## move a group of runs of committed code to results/publishe
 pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
 
 test: $(READY)  ## run the tests that protect a change (6 minutes on 2 cores)
-	@$(pytest) -m "not slow and not gpu and not cluster and not campaign"
+	@$(pytest) -m "not slow and not gpu and not cluster and not campaign and not habits"
 
 test-all: $(READY)  ## run all tests but those of whole clusters
-	@$(pytest) -m "not cluster and not campaign"
+	@$(pytest) -m "not cluster and not campaign and not habits"
 
 test-clusters: $(READY)  ## run the tests of whole clusters: emulated, ssh, SLURM, faults
 	@$(pytest) -m cluster
 
 mutants: $(READY)  ## put 24 faults into a copy of birder, one at a time: do the tests find them? (10 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations
+
+test-habits: $(READY)  ## the whole table of habits: what ordinary scripts do, with every method (docs/frameworks.md)
+	@$(pytest) -m habits
 
 campaign: $(READY)  ## random faults on every optimizer, then resume; 30 minutes, goes on where it stopped (docs/reliability.md)
 	@$(BIN)/python -m pytest -q -s -m campaign
@@ -152,4 +155,4 @@ help:  ## show this text
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-torch mutants campaign soak check format setup clean help
+.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-habits test-torch mutants campaign soak check format setup clean help

@@ -5,7 +5,6 @@ On 2 ranks, where a dense sum does not depend on where in a bucket an element li
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -85,15 +84,9 @@ def every_case(rank: int, world: int, name: str) -> dict[tuple[str, bool], np.nd
     return found | {(key, True): train(rank, name, CASES[key], True) for key in ACCUMULATED}
 
 
-@functools.cache
-def trained(name: str) -> list[dict[tuple[str, bool], np.ndarray]]:
-    return run_ranks(every_case, 2, name)
-
-
-@pytest.fixture(params=slow_unless(lambda name: name == "Birder", METHODS))
+@pytest.fixture(scope="module", params=slow_unless(lambda name: name == "Birder", METHODS))
 def ends(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], np.ndarray]]:
-    """Trained once for each method, whatever the order of the tests."""
-    return trained(request.param)
+    return run_ranks(every_case, 2, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,440 @@
+"""Parameters that are frozen, unused or unfrozen: with no gradient on any rank they stay."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from birder.wrappers import unwrap_optimizer
+from tests.distributed.habits.base import (
+    CHANGED,
+    DDP_ONLY,
+    EVERYWHERE,
+    FIRST,
+    SECOND,
+    Plain,
+    elementwise,
+    habit,
+    others,
+)
+from tests.distributed.habits.script import Gradients, Script, Stop, drawn
+
+
+class Absent(Script):
+    """FIRST has no gradient on any rank in steps 4 to `until`."""
+
+    ways = EVERYWHERE
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    until: ClassVar[int] = 9
+    names = others(*FIRST)
+    twin = elementwise(Plain)
+
+    def absent(self, t: int) -> bool:
+        return 4 <= t <= self.until
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        return FIRST if self.absent(t) else ()
+
+
+@habit
+class FreezeMidway(Absent):
+    """requires_grad_(False) after some steps, gradients set to None"""
+
+    def step(self) -> None:
+        if self.t == 4:
+            for p in self.of("first"):
+                p.requires_grad_(False)
+                p.grad = None
+        super().step()
+
+
+@habit
+class FreezeMidwayDecay(FreezeMidway):
+    """the same with weight decay"""
+
+    def applies(self) -> bool:
+        return "weight_decay" in self.method.options or self.method.cls in ("SGDM", "torch.AdamW")
+
+    twin = None
+
+    def make_optimizer(self, params: Any, **options: Any) -> Any:
+        return self.method.make(params, weight_decay=0.1)
+
+
+@habit
+class FreezeStaleGradient(Absent):
+    """requires_grad_(False) after some steps; zero_grad(set_to_none=True) does the rest"""
+
+    def step(self) -> None:
+        self.opt.zero_grad(set_to_none=True)
+        if self.t == 4:
+            self.model.first.requires_grad_(False)
+        self.backward()
+        self.update()
+
+
+@habit
+class FreezeAndUnfreeze(Absent):
+    """frozen in steps 4 to 6, trained again afterwards"""
+
+    until = 6
+
+    def step(self) -> None:
+        if self.t in (4, 7):
+            for p in self.of("first"):
+                p.requires_grad_(self.t == 7)
+                p.grad = None
+        super().step()
+
+    def finish(self) -> None:
+        if np.array_equal(self.trace[7]["first.weight"], self.trace[6]["first.weight"]):
+            raise Stop("unfrozen parameters do not move")
+
+
+@habit
+class FreezeAndUnfreezeMoments(Absent):
+    """after three steps without a gradient the moments are what they were: SGD goes on as if these steps had not been"""
+
+    until = 6
+    twin = staticmethod(lambda m, w: None)
+    ways = ("DDP", "DDP, overlap=False", "hierarchical", "one process", "FSDP2")
+
+    def applies(self) -> bool:
+        return not self.method.torch
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        g = drawn(rank, t)
+        return {n: v for n, v in g.items() if n not in FIRST} if self.absent(t) else g
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the optimizer keeps for FIRST."""
+        found = {}
+        method = unwrap_optimizer(self.opt)
+        method.pipeline.wait()
+        params = self.of("first")
+        for unit in method.units:
+            whole_state = {k: s for k, s in unit.state.items() if s.numel() == unit.padded}
+            for i, p in enumerate(unit.wholes):
+                if any(p is q for q in params):
+                    for k, s in whole_state.items():
+                        if k not in ("tau", "chunk", "last", "common"):
+                            found[f"{k} of {tuple(p.shape)}"] = unit.view(s, i).clone()
+        return found
+
+    def step(self) -> None:
+        if self.absent(self.t):
+            before = self.kept()
+            super().step()
+            for k, after in self.kept().items():
+                if k in before and not torch.equal(after, before[k]):
+                    by = float((after.float() - before[k].float()).abs().max())
+                    raise Stop(f"step {self.t}: {k} changes by {by:.3g} without a gradient")
+        else:
+            super().step()
+
+
+@habit
+class FreezeByNone(Absent):
+    """p.grad = None between backward and step ("cancel gradients of the last layer")"""
+
+    since = 4
+    says = CHANGED
+
+    def between(self) -> None:
+        if self.absent(self.t):
+            for p in self.of("first"):
+                p.grad = None
+
+
+@habit
+class FreezeByLr(Script):
+    """the group's lr is 0 for some steps"""
+
+    twin = None
+    ways = EVERYWHERE
+
+    def make_optimizer(self, params: Any, **options: Any) -> Any:
+        named = dict(self.model.named_parameters())
+        return self.method.make(
+            [{"params": [p for n, p in named.items() if n not in FIRST]}, {"params": [named[n] for n in FIRST]}]
+        )
+
+    def step(self) -> None:
+        if self.t == 4:
+            self.opt.param_groups[1]["lr"] = 0.0
+        super().step()
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        # A sync brings ranks' models together, whatever lr is by then.
+        return FIRST if t >= 4 and not self.method.local else ()
+
+
+@habit
+class Unused(Absent):
+    """a branch is not used by any rank in some steps, with find_unused_parameters=True"""
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        g = drawn(rank, t)
+        return {n: v for n, v in g.items() if n not in FIRST} if self.absent(t) else g
+
+
+@habit
+class UnusedFromTheStart(Unused):
+    """a branch is not used until step 4"""
+
+    since = 4
+    says = r"warm-up"
+
+    def absent(self, t: int) -> bool:
+        return t < 4
+
+    def finish(self) -> None:
+        if np.array_equal(self.trace[-1]["first.weight"], self.trace[3]["first.weight"]) and self.method.elementwise:
+            raise Stop("a branch that is used later on does not move")
+
+
+@habit
+class UnusedEveryOtherStep(Unused):
+    """two heads in turns"""
+
+    names = others(*FIRST, *SECOND)
+
+    def absent(self, t: int) -> bool:
+        return t % 2 == 0
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        gone = FIRST if t % 2 == 0 else SECOND
+        return {n: v for n, v in drawn(rank, t).items() if n not in gone}
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        if self.method.local:
+            return ()  # ranks' models meet in a sync, after local steps with a gradient
+        return FIRST if t % 2 == 0 else SECOND
+
+
+@habit
+class UnusedByOneRank(Script):
+    """a branch is used by some ranks only"""
+
+    ways = DDP_ONLY
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    twin = staticmethod(lambda m, w: ZerosOnOneRank)
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        g = drawn(rank, t)
+        return {n: v for n, v in g.items() if n not in FIRST} if rank == t % self.way.ranks else g
+
+
+class ZerosOnOneRank(Script):
+    def gradients(self, t: int, rank: int) -> Gradients:
+        g = drawn(rank, t)
+        if rank == t % self.way.ranks:
+            for n in FIRST:
+                g[n].zero_()
+        return g
+
+
+@habit
+class UnusedAndZeroed(Script):
+    """zero_grad(set_to_none=False): an unused branch has a gradient of 0, by which torch moves it"""
+
+    ways = DDP_ONLY
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    twin = staticmethod(lambda m, w: ZerosEverywhere)
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        return {n: v for n, v in drawn(rank, t).items() if n not in FIRST or t < 4}
+
+    def step(self) -> None:
+        self.opt.zero_grad(set_to_none=False)
+        self.backward()
+        self.update()
+
+
+class ZerosEverywhere(Script):
+    def gradients(self, t: int, rank: int) -> Gradients:
+        g = drawn(rank, t)
+        if t >= 4:
+            for n in FIRST:
+                g[n].zero_()
+        return g
+
+
+class FrozenAtFirst(Script):
+    """FIRST has requires_grad=False until step 4."""
+
+    accelerate = False
+
+    ways = EVERYWHERE
+    since = 4
+    says = r"requires_grad|frozen|unfroze|attach|warm-up"
+    names = others(*FIRST)
+    twin = None
+    apart = "dense"  # under DDP it trains what DDP does not know on every rank by itself
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.first.requires_grad_(False)
+        return model
+
+    def unfreeze(self) -> None:
+        self.model.first.requires_grad_(True)
+
+    def step(self) -> None:
+        if self.t == 4:
+            self.unfreeze()
+        super().step()
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        return FIRST if t < 4 else ()
+
+    def finish(self) -> None:
+        for n in FIRST:
+            if np.array_equal(self.trace[-1][n], self.trace[3][n]):
+                raise Stop(f"{n} was unfrozen and is not trained, and nothing is said")
+
+
+@habit
+class UnfreezeMidway(FrozenAtFirst):
+    """frozen when DDP and attach are made, requires_grad_(True) after some steps"""
+
+    ways = ("DDP", "DDP, overlap=False", "hierarchical", "hierarchical, overlap=False", "one process", "FSDP2")
+
+
+@habit
+class UnfreezeAndWrapAgain(FrozenAtFirst):
+    """the same, with a new DistributedDataParallel and attach; the old attachment is closed"""
+
+    ways = ("DDP", "DDP, overlap=False", "hierarchical", "hierarchical, overlap=False")
+    apart = ""
+    says = r"warm-up"
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.ddp = self.wrap(self.model)
+        if not self.method.torch:
+            self.attachment.close()
+            self.attach(self.ddp, self.opt)
+
+
+@habit
+class UnfreezeByNewOptimizer(FrozenAtFirst):
+    """the same, with a new optimizer as well"""
+
+    ways = ("DDP", "hierarchical")
+    apart = ""
+    says = r"warm-up"
+    twin = None
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.ddp = self.wrap(self.model)
+        if not self.method.torch:
+            self.attachment.close()
+        self.opt = self.make_optimizer(self.trained())
+        self.attach(self.ddp, self.opt)
+
+
+@habit
+class WrapAgain(Script):
+    """a new DistributedDataParallel and attach in the middle of the run (each epoch), nothing else changed"""
+
+    accelerate = False
+
+    ways = DDP_ONLY
+    twin = Plain
+
+    def step(self) -> None:
+        if self.t == 5:
+            if not self.method.torch:
+                self.attachment.close()
+            self.ddp = self.wrap(self.model)
+            self.attach(self.ddp, self.opt)
+        super().step()
+
+    def applies(self) -> bool:
+        return not self.method.local  # DDP gives all ranks the model of rank 0
+
+
+@habit
+class UnusedViews(Unused):
+    """the same with gradient_as_bucket_view=True"""
+
+    ways = DDP_ONLY
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+
+
+@habit
+class UnusedByOneRankViews(UnusedByOneRank):
+    """the same with gradient_as_bucket_view=True"""
+
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+
+
+@habit
+class UnusedStaticGraph(Unused):
+    """a branch that is never used, static_graph=True"""
+
+    ways = DDP_ONLY
+    ddp_options: ClassVar[dict[str, Any]] = {"static_graph": True}
+
+    def absent(self, t: int) -> bool:
+        return True
+
+
+@habit
+class UnusedChannelsLast(Unused):
+    """a branch that is not used, in a channels_last model"""
+
+    norm_tolerance = 1e-5
+    ways = Script.ways
+
+    def make_model(self) -> nn.Module:
+        return super().make_model().to(memory_format=torch.channels_last)
+
+
+@habit
+class AddGroupAndAttachAgain(FrozenAtFirst):
+    """add_param_group of a layer that was frozen at first, then DDP and attach again"""
+
+    ways = ("DDP", "DDP, overlap=False", "hierarchical")
+    apart = ""
+    says = r"warm-up"
+
+    def trained(self) -> Any:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.opt.add_param_group({"params": self.of("first")})
+        self.ddp = self.wrap(self.model)
+        if not self.method.torch:
+            self.attachment.close()
+            self.attach(self.ddp, self.opt)
+
+
+@habit
+class ReplacedParameter(Script):
+    """a parameter is replaced by another in the optimizer's group (densification)"""
+
+    ways = ("one process",)
+    since = 4
+    says = r"warm-up"
+    twin = elementwise(Plain)
+    names = others(*FIRST)
+
+    def step(self) -> None:
+        if self.t == 4:
+            self.opt.zero_grad()
+            new = nn.Parameter(torch.zeros(37, 9))
+            params = self.opt.param_groups[0]["params"]
+            at = next(i for i, p in enumerate(params) if p is self.model.first.weight)
+            self.model.first.weight = params[at] = new
+        super().step()
+
+    def finish(self) -> None:
+        if not self.trace[-1]["first.weight"].any():
+            raise Stop("a parameter that was put in another's place is not trained")

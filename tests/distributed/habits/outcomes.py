@@ -1,0 +1,97 @@
+"""What each cell came out as, kept in outcomes.json, and the table of docs/frameworks.md that is made of it.
+
+python -m tests.distributed.habits.outcomes         writes the table into the page
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.habits.catalogue import HABITS
+from tests.distributed.habits.methods import METHODS
+from tests.helpers import ROOT
+
+FILE = Path(__file__).with_name("outcomes.json")
+PAGE = ROOT / "docs/frameworks.md"
+BEGIN, END = "<!-- habits: begin -->", "<!-- habits: end -->"
+COLUMNS = {
+    "DDP": ("DDP",),
+    "DDP, overlap=False": ("DDP, overlap=False",),
+    "hierarchical": ("hierarchical", "hierarchical, overlap=False"),
+    "one process": ("one process",),
+    "FSDP2": ("FSDP2", "FSDP2, overlap=False"),
+    "Accelerate": ("Accelerate", "Accelerate, overlap=False"),
+    "Trainer, Lightning": ("Trainer", "Lightning"),
+}
+Kept = dict[str, dict[str, dict[str, Any]]]
+
+
+def read() -> Kept:
+    """{habit: {way: {"same": [methods], "refused": {line: [methods]}}}}"""
+    return json.loads(FILE.read_text()) if FILE.is_file() else {}
+
+
+def write(kept: Kept) -> None:
+    FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def put(kept: Kept, habit: str, way: str, method: str, kind: str, line: str) -> None:
+    """Enters one cell in the place of what was there."""
+    here = kept.setdefault(habit, {}).setdefault(way, {"same": [], "refused": {}})
+    here["same"] = [m for m in here["same"] if m != method]
+    refused = {k: [m for m in v if m != method] for k, v in here["refused"].items()}
+    if kind == "same":
+        here["same"] = sorted([*here["same"], method])
+    elif kind == "refused":
+        refused[line] = sorted([*refused.get(line, []), method])
+    here["refused"] = {k: v for k, v in refused.items() if v}
+
+
+def outcome(kept: Kept, habit: str, way: str, method: str) -> str:
+    """ "same", "refused", or "" for a cell that is not kept."""
+    here = kept.get(habit, {}).get(way, {"same": [], "refused": {}})
+    if method in here["same"]:
+        return "same"
+    return "refused" if any(method in methods for methods in here["refused"].values()) else ""
+
+
+def _cell(kept: Kept, habit: str, ways: tuple[str, ...]) -> str:
+    found: dict[str, set[str]] = {"same": set(), "refused": set()}
+    for way in ways:
+        for method, m in METHODS.items():
+            if not m.torch and (kind := outcome(kept, habit, way, method)):
+                found[kind].add(method)
+    same, refused = found["same"], found["refused"]
+    if not refused:
+        return "as torch" if same else ""
+    if not same:
+        return "refused"
+    if not any(METHODS[m].compressed for m in same):
+        return "refused; dense as torch"
+    few = sorted(refused - same) if len(refused - same) < len(same) else []
+    return "as torch, or refused" + (": " + ", ".join(few) if few else "")
+
+
+def table(kept: Kept) -> str:
+    """The table in Markdown. Ways that were not tried with any method have no column."""
+    tried = {m for h in kept.values() for w in h.values() for ms in (w["same"], *w["refused"].values()) for m in ms}
+    ours = [m for m in METHODS if m in tried and not METHODS[m].torch]
+    names = [name for name in HABITS if name in kept]
+    cells = {column: [_cell(kept, name, ways) for name in names] for column, ways in COLUMNS.items()}
+    cells = {column: values for column, values in cells.items() if any(values)}
+    rows = [f"| what the script does | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
+    for name, *values in zip(names, *cells.values(), strict=True):
+        rows.append(f"| {(HABITS[name].__doc__ or '').strip()} | {' | '.join(values)} |")
+    return "\n".join([f"Methods and variants tried: {', '.join(ours)}.", "", *rows])
+
+
+def updated(page: str, kept: Kept) -> str:
+    """The page with the table as it should be."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + table(kept) + "\n" + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(), read()))

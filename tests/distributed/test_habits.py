@@ -1,0 +1,67 @@
+"""Habits of ordinary training scripts, against every method: a cell is as its twin, or refused in the step where it matters.
+
+What a cell came out as is kept in habits/outcomes.json, and must come out so again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.habits import outcomes
+from tests.distributed.habits.catalogue import HABITS
+from tests.distributed.habits.judge import Bench, possible
+from tests.distributed.habits.methods import CONTROLS, OURS
+from tests.distributed.habits.script import WAYS
+from tests.distributed.habits.world import worlds
+
+KEPT = outcomes.read()
+ALL = tuple(HABITS)
+FAST = [
+    ("DDP", "Birder", ALL),
+    ("one process", "AdamW", ALL),
+    ("DDP", "Birder coupled decay", ("Sam", "DecayByHand")),
+    ("DDP", "OneBitAdam", ("ChannelsLast", "TwoOptimizers", "Unused", "SurgeryClipNorm", "JoinEven", "UnfreezeMidway")),
+]
+"""What protects a change: about a minute."""
+SLOW = [
+    (way, method)
+    for way in WAYS
+    for method in (*CONTROLS, *OURS)
+    if possible(method, way)
+    if method in CONTROLS or any(outcomes.outcome(KEPT, h, way, method) for h in KEPT)
+]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with worlds() as made:
+        yield Bench(made)
+
+
+def check(bench: Bench, way: str, method: str, habits: tuple[str, ...] = ALL) -> None:
+    wrong = []
+    for name in habits:
+        verdict = bench.judge(name, method, way)
+        wanted = outcomes.outcome(KEPT, name, way, method)
+        if not verdict.ok or (wanted and verdict.kind != wanted):
+            wrong.append(f"{name}: {verdict.kind} {verdict.line[:300]}" + f", not {wanted}" * bool(wanted))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("way", "method", "habits"), FAST, ids=[f"{way}, {method}" for way, method, _ in FAST])
+def test_habits(bench: Bench, way: str, method: str, habits: tuple[str, ...]) -> None:
+    check(bench, way, method, habits)
+
+
+@pytest.mark.habits
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("way", "method"), SLOW)
+def test_the_whole_table_of_habits(bench: Bench, way: str, method: str) -> None:
+    check(bench, way, method)
+
+
+def test_the_page_has_the_table() -> None:
+    page = outcomes.PAGE.read_text()
+    assert outcomes.updated(page, KEPT) == page
