@@ -231,7 +231,7 @@ def test_all_ranks_have_the_same_profile(ranks: int) -> None:
 
 def test_the_commands_of_the_validation_compose(tmp_path: Path) -> None:
     every = list(validation.worlds())
-    assert len(every) == 2 * 3 * 3
+    assert len(every) == 3 * 3 * 3
     assert every == list(validation.worlds(list(validation.MODELS)))
     for one in every:
         composed = compose.compose(one.overrides(tmp_path))
