@@ -200,6 +200,8 @@ class BucketOptimizer(GradientExchange, MethodState):
             still = self._still(plan) if plan.own else []
             self.update(step, plan)
             self._keep_still(still, step)
+            for unit in {unit.index: unit for unit, _, _ in still}.values():
+                self.watch.follow(unit)
         self._note_moves(plan)
         trace.end_step()
         self.steps, self._stepping = step, False

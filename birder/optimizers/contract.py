@@ -12,6 +12,7 @@ from torch import Tensor
 from birder.comm import Communicator, Pipeline, SingleProcess
 from birder.optimizers.checks import require, require_number
 from birder.optimizers.layout import ALIGN, Unit
+from birder.optimizers.parameter_watch import ParameterWatch
 from birder.optimizers.watch import GradientWatch, Marks
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,6 +103,8 @@ class Method(torch.optim.Optimizer):
         """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""
         self._read: list[dict[str, Any]] | None = None
         """The hyper-parameters of each group that messages have been made with."""
+        self.watch = ParameterWatch()
+        """Of methods that keep a model of the last synchronisation."""
         super().__init__(params, defaults)
         for group in self.param_groups:
             self.check_group(group)

@@ -11,8 +11,12 @@ Implementation I, rank i, with e_i = 0 at first (Algorithm 2; with momentum Algo
     (2) x_i = x_i - p'_i;   e_i = e_i - r_i
     (3) every H steps:   e'_i, s_i = PSync(e_i, C1);   x_i = x_i + e'_i - e_i;   e_i = s_i
 
-x_i - e_i is the same on all ranks. Implementation II is the same in exact arithmetic when all ranks choose the same
-coordinates, as they do with all compressors but top_k, and keeps no e:
+z = x_i - e_i is the same on all ranks: z = z - mean_j C2(p_j), and in (3) z = z + mean_j C1(e_j). It is z that is kept here,
+at first x, and e_i = x_i - z: whatever the caller does to x_i (clips it, loads another) is then a part of e_i, and averaged.
+With top_k, after such a change, (3) is followed by x_i = z = mean_j x_j, sent in fp32 (parameter_watch.py).
+
+Implementation II is the same in exact arithmetic when all ranks choose the same coordinates, as they do with all compressors
+but top_k, and keeps no z:
 
     (4) p'_i as in (1);   x_i = x_i - p'_i
     (5) every H steps:   x_i = PSync(x_i, C1)
@@ -38,6 +42,7 @@ from birder.optimizers.blockwise import BlockwiseSGD
 from birder.optimizers.checks import require, require_choice, whole_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
+from birder.optimizers.psync import SentAlike
 
 MODEL, GRADIENT = 1, 2
 """Streams of the draws of C1 and C2."""
@@ -59,11 +64,12 @@ def overall_ratio(gradient_ratio: float | None, model_ratio: int, reset_every: i
 
 @dataclass
 class Move:
-    """What `update` does: x = x - step, then + correction; or x = model where that is given."""
+    """What `update` does: x = x - step, then + correction; or then the mean over ranks where that has been sent, of `own`."""
 
-    step: Tensor | None = None
+    step: Tensor
     correction: Tensor | None = None
-    model: Tensor | None = None
+    sent: SentAlike | None = None
+    own: Tensor | None = None
 
 
 class CSER(BlockwiseSGD):
@@ -72,16 +78,17 @@ class CSER(BlockwiseSGD):
     gradient_ratio: R_C2, a whole number; None or infinity: updates are not synchronised (CSEA, CSER-PL, local SGD).
     model_ratio:    R_C1, a whole number.
     reset_every:    H.
-    implementation: "I" keeps e, "II" does not. Of no meaning with variant="released".
+    implementation: "I" keeps z, "II" does not. Of no meaning with variant="released".
     nesterov, block, variant, compressor, options: see `BlockwiseSGD`. top_k wants implementation I of the paper's variant.
 
-    State, rank-local: m, fp32[d], where momentum is above 0; with implementation I also e, fp32[d]. Parameters differ
-    between ranks: `averaged` is what to evaluate.
+    State: m, fp32[d], rank-local, where momentum is above 0; with implementation I also z, fp32[d], the same on all ranks.
+    Parameters differ between ranks: `averaged` is what to evaluate.
 
     Raises ValueError for arguments out of range.
     """
 
     local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"momentum": "mean", "common": "copy"}
 
     def __init__(
         self,
@@ -109,11 +116,11 @@ class CSER(BlockwiseSGD):
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
         # What averages parts of the models themselves (5), (6) needs the same part on all ranks.
         wanted = "blocks or random_k with implementation='II' or variant='released'"
-        require(self.alike or self.keeps_error, "compressor", compressor, wanted)
+        require(self.alike or self.keeps_common, "compressor", compressor, wanted)
 
     @property
-    def keeps_error(self) -> bool:
-        """Whether e is part of the state."""
+    def keeps_common(self) -> bool:
+        """Whether z is part of the state."""
         return self.variant == "paper" and self.implementation == "I"
 
     def resets(self, step: int) -> bool:
@@ -123,56 +130,84 @@ class CSER(BlockwiseSGD):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.gradient_ratio is not None or self.resets(step) else Plan.SKIP
 
+    def restores(self, name: str, step: int) -> bool:
+        return name != "common" or step > 1  # it is made of the parameters in the first step
+
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)
-        if self.keeps_error:
-            unit.state["error"] = unit.zeros()
+        if self.keeps_common:
+            unit.state["common"] = unit.zeros()
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
         p = self.local_step(unit, grad)
         resets = self.resets(step)
         if self.variant == "released":
             ratio, stream = (self.model_ratio, MODEL) if resets else (self.gradient_ratio, GRADIENT)
-            unit.result = (
-                Move(p) if ratio is None else Move(model=self._mean_model(unit, p, ratio, step, stream))
-            )  # (6)
+            unit.result = Move(p) if ratio is None else self._mean_model(unit, p, ratio, step, stream)  # (6)
             return
+        if self.keeps_common and step == 1:
+            # Read in `update` where that will do: by then the caller may have changed it.
+            z = unit.state["common"]
+            z.copy_(self.flat_parameters(unit)) if self.resets(1) else z.zero_()
         sent = self.send(unit, p, self.gradient_ratio, step, GRADIENT)
         sent.clear(p)  # r
-        if self.keeps_error:
-            unit.state["error"].sub_(p)  # (2)
         sent.put_mean(p)  # (1): p'
+        if self.keeps_common:
+            sent.add_mean(unit.state["common"], -1)  # (2)
         if not resets:
             unit.result = Move(p)
-        elif self.keeps_error:
-            unit.result = Move(p, correction=self._reset(unit, step))  # (3)
+        elif self.keeps_common:
+            unit.result = Move(p, correction=self._reset(unit, p, step))  # (3)
         else:
-            unit.result = Move(model=self._mean_model(unit, p, self.model_ratio, step, MODEL))  # (5)
+            unit.result = self._mean_model(unit, p, self.model_ratio, step, MODEL)  # (5)
 
-    def _reset(self, unit: Unit, step: int) -> Tensor:
-        """e' - e of (3), fp32[padded]; e becomes s."""
-        e = unit.state["error"]
+    def _reset(self, unit: Unit, p: Tensor, step: int) -> Tensor:
+        """e' - e of (3), fp32[padded]."""
+        z = unit.state["common"]
+        e = self.flat_parameters(unit).sub_(p).sub_(z)
         sent = self.send(unit, e, self.model_ratio, step, MODEL)
-        change = sent.change(e)
-        sent.clear(e)
-        return change
+        sent.add_mean(z)
+        return sent.change(e)
 
-    def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Tensor:
-        """PSync(x - p, C), fp32[padded]."""
+    def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Move:
+        """PSync(x - p, C)."""
         x = self.flat_parameters(unit).sub_(p)
         # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
         sent = self.send(unit, x, ratio, step, stream, torch.float32)
-        sent.clear(x)
-        sent.put_mean(x)
-        return x
+        assert isinstance(sent, SentAlike)
+        return Move(p, sent=sent, own=sent.chosen.gather(x))
 
     def update(self, step: int, plan: Plan) -> None:
+        whole = self._changed(step)
         for unit in self.units:
             move: Move = unit.result
-            if move.model is not None:
-                for view, x in zip(unit.views(move.model), unit.params, strict=True):
-                    x.copy_(view)
-            for flat, sign in ((move.step, -1), (move.correction, 1)):
-                if flat is not None:
-                    torch._foreach_add_(unit.params, unit.views(flat), alpha=sign)
+            if self.keeps_common and step == 1 and not self.resets(1):
+                unit.state["common"].add_(self.flat_parameters(unit))
+            torch._foreach_sub_(unit.params, unit.views(move.step))
+            if move.correction is not None:
+                torch._foreach_add_(unit.params, unit.views(move.correction))
+            if move.sent is not None and move.own is not None:
+                x = self.flat_parameters(unit)
+                move.sent.set_mean(x, move.own)
+                torch._foreach_copy_(unit.params, unit.views(x))
+            if whole:
+                z = unit.state["common"].copy_(self.comm.mean(self.flat_parameters(unit)))
+                torch._foreach_copy_(unit.params, unit.views(z))
+            if self._watches:
+                if self.resets(step):
+                    self.watch.forget(unit)
+                self.watch.note(unit)
             unit.result = None
+
+    @property
+    def _watches(self) -> bool:
+        """Whether loaded weights want more than (3): ranks that choose differently would share them out unevenly."""
+        return self.keeps_common and not self.alike
+
+    def _changed(self, step: int) -> bool:
+        """Whether all models are averaged whole, after a reset, because any rank's caller has changed parameters."""
+        if not self._watches:
+            return False
+        for unit in self.units:
+            self.watch.look(unit)
+        return self.resets(step) and self.watch.anywhere(self.comm, self.units)

@@ -83,8 +83,8 @@ class OneBitMethod(BucketOptimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._support: dict[int, Support] = {}
-        self._without_variance: dict[int, list[int]] = {}
-        """By unit, once variances are frozen: the parameters, by position, whose variance is 0 everywhere."""
+        self._without_variance: dict[int, Late] = {}
+        """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
         super().__init__(*args, **kwargs)
 
     def init_errors(self, unit: Unit) -> None:
@@ -168,9 +168,12 @@ class OneBitMethod(BucketOptimizer):
             return
         for unit in self.units:
             if unit.index not in self._without_variance:
-                there = torch.stack([v.any() for v in unit.views(unit.state["v"])]).tolist()
-                self._without_variance[unit.index] = [i for i, seen in enumerate(there) if not seen]
-            for i in self._without_variance[unit.index]:
+                largest = torch.stack(list(torch._foreach_norm(unit.views(unit.state["v"]), float("inf"))))
+                self._without_variance[unit.index] = Late(largest > 0)
+            there = self._without_variance[unit.index]
+            if not there.there:  # on a GPU: a step later
+                continue
+            for i in (i for i, seen in enumerate(there.read()) if not seen):
                 if (g := gradient(unit.wholes[i])) is not None and bool(g.any()):
                     raise RuntimeError(
                         f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "

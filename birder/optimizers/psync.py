@@ -32,8 +32,8 @@ class Sent(ABC):
         """v'_i, in the place of r_i as `clear` has left it."""
 
     @abstractmethod
-    def add_mean(self, flat: Tensor) -> None:
-        """Adds mean_j C(v_j) to any vector."""
+    def add_mean(self, flat: Tensor, sign: int = 1) -> None:
+        """Adds mean_j C(v_j) to any vector; with sign -1 takes it away."""
 
     @abstractmethod
     def change(self, v: Tensor) -> Tensor:
@@ -53,8 +53,12 @@ class SentAlike(Sent):
     def put_mean(self, r: Tensor) -> None:
         self.chosen.scatter(r, self.mean)
 
-    def add_mean(self, flat: Tensor) -> None:
-        self.chosen.scatter(flat, self.chosen.gather(flat).add_(self.mean))
+    def add_mean(self, flat: Tensor, sign: int = 1) -> None:
+        self.chosen.scatter(flat, self.chosen.gather(flat).add_(self.mean, alpha=sign))
+
+    def set_mean(self, now: Tensor, own: Tensor) -> None:
+        """The mean, in the place of this rank's elements `own`, as they were sent. What `now` has beyond them stays."""
+        self.chosen.scatter(now, self.chosen.gather(now).sub_(own).add_(self.mean))
 
     def change(self, v: Tensor) -> Tensor:
         made = torch.zeros_like(v)
@@ -86,8 +90,8 @@ class SentOwn(Sent):
     def put_mean(self, r: Tensor) -> None:
         r.add_(self.mean)
 
-    def add_mean(self, flat: Tensor) -> None:
-        flat.add_(self.mean)
+    def add_mean(self, flat: Tensor, sign: int = 1) -> None:
+        flat.add_(self.mean, alpha=sign)
 
     def change(self, v: Tensor) -> Tensor:
         made = self.mean.clone()

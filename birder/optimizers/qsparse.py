@@ -7,6 +7,9 @@ the local step of birder/optimizers/blockwise.py; e_i = 0 at first, z is the poi
     (1) x_i = x_i - p_i
     (2) every H steps:   e_i = e_i + (x_i - z);   c_i = C(e_i);   z = z + mean_j c_j;   x_i = z;   e_i = e_i - c_i
 
+A synchronisation of an interval in which a caller has changed parameters (`ParameterWatch`) sends e_i whole, in fp32: then
+z = mean_j (z + e_j) and e_i = 0, so that loaded weights are kept.
+
 One-process reference: `QSparseLocalSGD` in tests/helpers/reference_cser.py.
 """
 
@@ -72,23 +75,42 @@ class QSparseLocalSGD(BlockwiseSGD):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
         e, z = unit.state["error"], unit.state["common"]
         p = self.local_step(unit, grad)
-        if (step - 1) % self.sync_every == 0:  # every model is at the common point now
+        begins = (step - 1) % self.sync_every == 0
+        if begins:  # every model is at the common point now
             z.copy_(self.flat_parameters(unit))
+            if self.sync_every > 1:
+                self.watch.note(unit, z)
         if self.plan(step) is Plan.SKIP:
             unit.result = p
             return
-        x = self.flat_parameters(unit).sub_(p)  # (1)
+        x = z.clone() if begins else self.flat_parameters(unit)  # read once: the caller may change it meanwhile
+        self.watch.look(unit, x)
+        x.sub_(p)  # (1)
         e.add_(x.sub_(z))  # (2)
         sent = self.send(unit, e, self.ratio, step)
         sent.clear(e)
-        sent.add_mean(z)
-        unit.result = z
+        if self.sync_every > 1:
+            sent.add_mean(z)
+        else:  # x is z, and may have been changed since it was read
+            sent.put_mean(grad.zero_())
+            unit.result = grad
 
     def update(self, step: int, plan: Plan) -> None:
+        syncs = plan is not Plan.SKIP
         for unit in self.units:
-            views = unit.views(unit.result)
+            self.watch.look(unit, late=syncs)
+        whole = syncs and self.sync_every > 1 and self.watch.anywhere(self.comm, self.units)
+        for unit in self.units:
             if plan is Plan.SKIP:
-                torch._foreach_sub_(unit.params, views)
+                torch._foreach_sub_(unit.params, unit.views(unit.result))
+                self.watch.note(unit)
+            elif self.sync_every == 1:
+                torch._foreach_add_(unit.params, unit.views(unit.result))
             else:
-                torch._foreach_copy_(unit.params, views)
+                e, z = unit.state["error"], unit.state["common"]
+                if whole:
+                    z.copy_(self.comm.mean(z + e))
+                    e.zero_()
+                torch._foreach_copy_(unit.params, unit.views(z))
+                self.watch.forget(unit)
             unit.result = None

@@ -12,6 +12,9 @@ every H steps after (2), with z the model of the last synchronisation and e_i = 
     (5) D = mean_j c_j                                   by all-gather of values and their places
     (6) w = mu w + D;   z = z - alpha (D + mu w);   x_i = z
 
+A synchronisation of an interval in which a caller has changed parameters (`ParameterWatch`) sends e_i whole, in fp32, with
+alpha = 1 and mu = 0: then z = mean_j x_j, but for what was withheld before, and e_i = 0.
+
 mu = 0 is the paper's form: the error, which decays by beta, stands in the place of an outer momentum. mu > 0 is the outer
 optimizer of DiLoCo, SGD with Nesterov momentum. H = 1 with the error as the only momentum is the form of DeMo, without its
 cosine transform. One-process reference: tests/helpers/reference_sparse_loco.py.
@@ -128,12 +131,17 @@ class SparseLoCo(BucketOptimizer):
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
         z, buffers = unit.state["common"], unit.buffers
-        if (step - 1) % self.sync_every == 0:  # every model is at the common point now
+        begins = (step - 1) % self.sync_every == 0
+        if begins:  # every model is at the common point now
             z.copy_(self.flat_parameters(unit))
+            if self.sync_every > 1:
+                self.watch.note(unit, z)
         unit.result = moved = self._inner_step(unit, grad, step)  # (1), (2)
         if self.plan(step) is Plan.SKIP:
             return
-        drift = z - self.flat_parameters(unit).sub_(moved)
+        x = z.clone() if begins else self.flat_parameters(unit)  # read once: the caller may change it meanwhile
+        self.watch.look(unit, x)
+        drift = z - x.sub_(moved)
         message = self._compress(unit, self.comm.shard_mean(drift))  # (3), (4)
         received = self.comm.start_gather_workers(message, buffers["received"])
         yield
@@ -185,16 +193,37 @@ class SparseLoCo(BucketOptimizer):
         return mean.div_(self.comm.workers).view(-1)
 
     def update(self, step: int, plan: Plan) -> None:
+        syncs = plan is not Plan.SKIP
+        for unit in self.units:
+            self.watch.look(unit, late=syncs)
+        whole = syncs and self.sync_every > 1 and self.watch.anywhere(self.comm, self.units)
         for unit in self.units:
             if plan is Plan.SKIP:
                 torch._foreach_sub_(unit.params, unit.views(unit.result))
+                self.watch.note(unit)
+                continue
+            z = unit.state["common"]
+            if whole:
+                z.copy_(self._all_of(unit, unit.result))
             else:
-                self._outer_step(unit, unit.result)
-                torch._foreach_copy_(unit.params, unit.views(unit.state["common"]))
+                change = self._outer_step(unit, unit.result)
+                z.sub_(change)
+            if self.sync_every > 1:
+                torch._foreach_copy_(unit.params, unit.views(z))
+                self.watch.forget(unit)
+            else:  # x is z, and may have been changed since it was read
+                torch._foreach_sub_(unit.params, unit.views(change))
 
-    def _outer_step(self, unit: Unit, mean: Tensor) -> None:
-        """(6)"""
+    def _outer_step(self, unit: Unit, mean: Tensor) -> Tensor:
+        """What (6) takes from z."""
         if self.outer_momentum:
             w = unit.state["outer"].mul_(self.outer_momentum).add_(mean)
             mean = w * self.outer_momentum + mean
-        unit.state["common"].sub_(mean * self.outer_lr)
+        return mean * self.outer_lr
+
+    def _all_of(self, unit: Unit, mean: Tensor) -> Tensor:
+        """z once all of e has been sent, in the same bits on all ranks; e becomes 0."""
+        error = unit.state["error"]
+        z = self.comm.mean(unit.state["common"] - mean - self.comm.gather_shards(error))
+        error.zero_()
+        return z

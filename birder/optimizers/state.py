@@ -14,10 +14,11 @@ from torch import Tensor
 from birder.comm import Pipeline, SingleProcess
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
+from birder.optimizers.parameter_watch import ParameterWatch
 from birder.optimizers.watch import GradientWatch
 
 NOT_COPIED = {
-    *("comm", "pipeline", "units", "step", "attachment"),
+    *("comm", "pipeline", "units", "step", "attachment", "watch"),
     *(
         "_where",
         "_watch",
@@ -160,7 +161,8 @@ class MethodState(Method):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state, as plain data and tensors, which are not copied:
 
-        {"method", "steps", "signature", "rank", "fingerprint", "units": [{name: flat tensor}], "param_groups", "state": {}}
+        {"method", "steps", "signature", "rank", "fingerprint", "changed", "units": [{name: flat tensor}],
+         "param_groups", "state": {}}
 
         Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
         first step there is none: "units" is None then, or what `load_state_dict` was given.
@@ -187,12 +189,15 @@ class MethodState(Method):
             return self._pending | torchs
         self.pipeline.wait()
         differ = self._bound and self.local_models and self.comm.world_size > 1
+        for unit in self.units:
+            self.watch.look(unit)
         return {
             "method": type(self).__name__,
             "steps": self.steps,
             "signature": list(self.comm.signature),
             "rank": self.comm.rank,
             "fingerprint": self.fingerprint() if differ else None,
+            "changed": self.watch.changed,
             "units": [dict(u.state) for u in self.units] if self._bound else None,
             **torchs,
         }
@@ -236,6 +241,7 @@ class MethodState(Method):
         for unit in self.units:  # torch replaces the group dicts
             unit.group = next(g for g in self.param_groups if any(p is unit.wholes[0] for p in g["params"]))
         self.steps = int(state_dict["steps"])
+        self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -303,6 +309,7 @@ class MethodState(Method):
             self.units, self._where, self._watch, self._names, self._reduced = [], {}, GradientWatch(), {}, set()
             self._bound = self._feeding = self._sharded = False
             self._read = self._weights = None
+            self.watch = ParameterWatch()
         super().__setstate__(state)
         if "state" in vars(self):  # torch puts a loaded one behind the property
             self._no_state = NoState(vars(self).pop("state"))

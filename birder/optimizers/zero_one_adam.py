@@ -15,6 +15,9 @@ Worker i in every step t; T_u and T_v are the steps with a 1-bit round and with 
     t in T_v:
     (8) v = beta2 v + (1 - beta2) (mean_i g_i)^2         in floats, after the model has moved
 
+Where a caller has changed parameters since the last sync (`ParameterWatch`), (6) starts not from x', but from the mean of
+what ranks have when their local steps are taken from their x_i again; it is sent in fp32.
+
 The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py. `variant="deepspeed"`, the reference implementation's rules:
 birder/optimizers/zero_one_adam_deepspeed.py. One-process reference: tests/helpers/reference_zero_one_adam.py.
 """
@@ -156,12 +159,17 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
         unit.state["sums"][1] *= 1.0 - lr * decay
 
     def update(self, step: int, plan: Plan) -> None:
+        changed = False
+        if not self.synced(step - 1):
+            for unit in self.units:
+                self.watch.look(unit)
+            changed = plan is not Plan.SKIP and self.watch.anywhere(self.comm, self.units)
         for unit in self.units:
             mean, signs = unit.result
             if plan is Plan.SKIP:
                 self._local_step(unit, step)
             else:
-                self._sync(unit, signs, step)
+                self._sync(unit, signs, step, changed)
                 if mean is not None:
                     self._update_variance(unit, mean)
 
@@ -170,6 +178,7 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
         if self.synced(step - 1):
             unit.state["last"].copy_(self.flat_parameters(unit))
         self._move(unit)
+        self.watch.note(unit)
 
     def _move(self, unit: Unit) -> None:
         lr, decay = unit.group["lr"], unit.group["weight_decay"]
@@ -177,28 +186,48 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
 
-    def _sync(self, unit: Unit, signs: Tensor, step: int) -> None:
+    def _sync(self, unit: Unit, signs: Tensor, step: int, changed: bool) -> None:
         """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
-        u = unit.state["u"]
+        u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
+        if changed:
+            start, kept = self.comm.mean(self._steps_taken_back(unit)), self._kept(unit)
         self.write_mean(unit, u, signs)
         if not self.synced(step - 1):
-            torch._foreach_copy_(unit.params, unit.views(unit.state["last"]))
+            torch._foreach_copy_(unit.params, unit.views(start))
         if kept != 1.0:
             torch._foreach_mul_(unit.params, kept)
         self._subtract(unit, u, 1.0)
         if rate:
             unit.state["m"].copy_(u).div_(rate)
         u.zero_()
+        self.watch.forget(unit)
         unit.state["sums"].copy_(torch.tensor([0.0, 1.0]))
+
+    def _steps_taken_back(self, unit: Unit) -> Tensor:
+        """This rank's x, with its local steps since the last sync added to it again: fp32[padded]."""
+        done = unit.state["u"] - self._summed_now(unit)  # this step's part of u has not moved x
+        return self.flat_parameters(unit).add_(self._quotient(unit, done))
+
+    def _summed_now(self, unit: Unit) -> Tensor:
+        """What (2) has added in this step."""
+        return unit.state["m"] * unit.group["lr"]
+
+    def _kept(self, unit: Unit) -> float:
+        """What this step's weight decay leaves of x in (6)."""
+        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
 
     def _subtract(self, unit: Unit, numerator: Tensor, rate: float) -> None:
         """x = x - rate numerator / (sqrt(v) + eps), within the support."""
+        torch._foreach_add_(unit.params, unit.views(self._quotient(unit, numerator)), alpha=-rate)
+
+    def _quotient(self, unit: Unit, numerator: Tensor) -> Tensor:
+        """numerator / (sqrt(v) + eps), 0 outside the support."""
         step = numerator / self._denominator(unit)
         mask = self.support(unit).mask
         if mask is not None:
             step.masked_fill_(~mask, 0.0)  # not a product: 0 / 0 when eps is 0
-        torch._foreach_add_(unit.params, unit.views(step), alpha=-rate)
+        return step
 
     def _denominator(self, unit: Unit) -> Tensor:
         return unit.state["v"].sqrt().add_(unit.group["eps"])

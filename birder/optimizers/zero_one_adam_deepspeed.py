@@ -48,6 +48,14 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam, named="deepspeed"):
         if decay:
             unit.state["u"].addcmul_(self.flat_parameters(unit), self._denominator(unit), value=lr * decay)
 
+    def _summed_now(self, unit: Unit) -> Tensor:
+        added = super()._summed_now(unit)
+        rate = unit.group["lr"] * unit.group["weight_decay"]
+        return added.addcmul_(self.flat_parameters(unit), self._denominator(unit), value=rate) if rate else added
+
+    def _kept(self, unit: Unit) -> float:
+        return 1.0
+
     def update(self, step: int, plan: Plan) -> None:
         if not self.sends_gradient(step):
             super().update(step, plan)

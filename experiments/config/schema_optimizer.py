@@ -123,7 +123,7 @@ class CSER(_Blocks):
     gradient_ratio: Count | None = doc("R_C2: 1/R_C2 of the updates are sent; null: none")
     model_ratio: Count = doc("R_C1: 1/R_C1 of the errors are averaged")
     reset_every: Count = doc("H, steps between these averages")
-    implementation: Literal["I", "II"] = doc("I keeps the error, II does without")
+    implementation: Literal["I", "II"] = doc("I keeps the common model, II does without")
 
 
 class QSparseLocalSGD(_Blocks):

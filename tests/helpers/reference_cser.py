@@ -124,6 +124,7 @@ class CSER(Local):
     ) -> None:  # fmt: skip
         super().__init__(x, workers, **options)
         self.ratios, self.every, self.first = (gradient_ratio, model_ratio), reset_every, implementation == "I"
+        self.z = x.clone()
 
     def step(self, g: Tensor, lr: float) -> None:
         self.steps += 1
@@ -133,14 +134,18 @@ class CSER(Local):
             ratio, stream = (self.ratios[1], 1) if reset else (self.ratios[0], 2)
             self.x, _ = psync(self.x - p, self.chosen(self.x - p, ratio, stream))
             return
-        moved, kept = psync(p, self.chosen(p, self.ratios[0], 2))
+        c2 = self.chosen(p, self.ratios[0], 2)
+        moved, kept = psync(p, c2)
         self.x = self.x - moved
         if self.first:
-            self.e = self.e - kept
+            self.z = self.z - mean(torch.where(c2, p, 0.0))
+            self.e = self.e - kept  # only to compare: it is x - z in exact arithmetic
             if reset:
-                c1 = self.chosen(self.e, self.ratios[1], 1)
-                sent = torch.where(c1, self.e, 0.0)
+                e = self.x - self.z
+                c1 = self.chosen(e, self.ratios[1], 1)
+                sent = torch.where(c1, e, 0.0)
                 self.x = self.x + (mean(sent) - sent)  # e' - e
+                self.z = self.z + mean(sent)
                 self.e = torch.where(c1, 0.0, self.e)
         elif reset:
             self.x, _ = psync(self.x, self.chosen(self.x, self.ratios[1], 1))
