@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import birder
 from birder import kernels
+from birder.attachment import mark_overflow
 from birder.comm import StreamPipeline
 from birder.comm import link as link_module
-from birder.ddp import BucketAttachment
 from birder.late import sent
 from birder.optimizers.seen import Few
 from tests.gpu.test_streams import METHODS, communicator
@@ -102,7 +102,8 @@ def run(
         optimizer.bind(communicator(kind), StreamPipeline(GPU, Streams()), unit_mb=elements * 4 / 2**20)
         assert (len(optimizer.units) > 2) is (elements == 600)
         if asking(name):  # what these collectives receive means nothing, and here is taken for flags
-            monkeypatch.setattr(optimizer.comm, "union", torch.zeros_like)
+            no = SimpleNamespace(tolist=lambda: gpu.wait("flags") or [False, False])
+            monkeypatch.setattr(optimizer.comm, "union", lambda flags: no)
         for step in range(1, steps + 1):
             gpu.step = step
             for p in params:
@@ -195,12 +196,7 @@ def test_agreement_on_an_overflow_waits_for_nothing(monkeypatch):
     gpu = FakeGpu()
     monkeypatch.setattr(link_module, "dist", Nccl())
     with gpu.running(monkeypatch):
-        attachment = BucketAttachment(SimpleNamespace(comm=communicator("flat")), communicator("flat").all, False, True)
-        for last in (False, False, True):
-            flat = torch.randn(100, device=GPU)
-            attachment._agree_on_overflow(
-                SimpleNamespace(buffer=lambda flat=flat: flat, is_last=lambda last=last: last)
-            )
+        mark_overflow(communicator("flat"), [torch.randn(10, 10, device=GPU) for _ in range(3)], GPU)
     assert gpu.waits == []
 
 
