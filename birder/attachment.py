@@ -113,9 +113,8 @@ class Attachment:
         if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
             return
         mine = torch.tensor([step], dtype=torch.int64).to(optimizer.device)
-        counted = self.counter.snapshot()
-        steps = optimizer.comm.gather_ranks(mine).view(-1).tolist()
-        self.counter.restore(counted)
+        with optimizer.comm.counter.uncounted():
+            steps = optimizer.comm.gather_ranks(mine).view(-1).tolist()
         if steps != [step] * len(steps):
             raise RuntimeError(
                 f"ranks are at different steps, {steps}: one of them skipped step() or ran out of batches. Make all ranks "

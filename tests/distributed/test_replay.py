@@ -88,17 +88,14 @@ def _dense(rank: int, world: int) -> Any:
     optimizer = birder.SGDM(model.parameters(), lr=1.0, momentum=0.0)
     ddp = _ddp(model, SIZES[3] * 4 / 2**20)
     attachment = birder.attach(ddp, optimizer, topology=Topology(world, 1))
+    hook: Any = ddp._comm_hooks[0][1]
+    original = hook.on_bucket
     orders = []
     for _ in range(3):
         optimizer.zero_grad()
         order: list[int] = []
-        original = attachment.on_bucket
-        attachment.on_bucket = lambda b, o=original, seen=order: (  # type: ignore[method-assign]
-            seen.extend(p.numel() for p in b.parameters()),
-            o(b),
-        )[1]
+        hook.on_bucket = lambda b, seen=order: (seen.extend(p.numel() for p in b.parameters()), original(b))[1]
         ddp(torch.zeros(1)).sum().backward()
-        attachment.on_bucket = original  # type: ignore[method-assign]
         orders.append(order)
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
