@@ -75,16 +75,16 @@ publish: $(READY)  ## move a group of runs of committed code to results/publishe
 # As many workers as cores, files and tests in random order (after a failure the seed is printed).
 pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
 
-test: $(READY)  ## run the tests that protect a change (6 minutes on 2 cores)
+test: $(READY)  ## run the tests that protect a change
 	@$(pytest) -m "not slow and not gpu and not cluster and not campaign and not habits"
 
 test-all: $(READY)  ## run all tests but those of whole clusters
 	@$(pytest) -m "not cluster and not campaign and not habits"
 
 test-clusters: $(READY)  ## run the tests of whole clusters: emulated, ssh, SLURM, faults
-	@$(pytest) -m cluster
+	@$(BIN)/python -m pytest -q -p no:randomly -m cluster
 
-mutants: $(READY)  ## put 24 faults into a copy of birder, one at a time: do the tests find them? (10 minutes)
+mutants: $(READY)  ## put 24 faults into a copy of birder, one at a time: do the tests find them?
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations
 
 test-habits: $(READY)  ## the whole table of habits: what ordinary scripts do, with every method (docs/frameworks.md)

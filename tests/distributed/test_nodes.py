@@ -46,7 +46,7 @@ TAKEN = {
     "srun": (2, 2),
     "srun, one node": (1, 4),
     "mpirun": (2, 2),
-    "torchrun by srun": (2, 2),
+    "torchrun on each node by srun": (2, 2),
     "by hand, hosts": (2, 2),
 }
 REFUSED_FLAT = {"srun, a node less", "by hand, not alike"}

@@ -106,17 +106,18 @@ def _collectives(rank: int, world: int, small: int) -> dict[str, tuple[int, int,
         for _ in range(4):
             attachment.counter.reset()
             buckets = 0
-            original = attachment.on_bucket
+            hook: Any = ddp._comm_hooks[0][1]
+            original = hook.on_bucket
 
             def counting(bucket: Any, original: Any = original) -> Any:
                 nonlocal buckets
                 buckets += 1
                 return original(bucket)
 
-            attachment.on_bucket = counting
+            hook.on_bucket = counting
             optimizer.zero_grad()
             ddp().backward()
-            attachment.on_bucket = original
+            hook.on_bucket = original
             optimizer.step()
         parts = len(optimizer.units) if optimizer.compressed else buckets
         kinds = {s.kind for s in optimizer.pipeline.trace.last}
