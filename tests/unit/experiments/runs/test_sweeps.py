@@ -154,7 +154,7 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
     def launch(composed: Any, *, command: str) -> None:
         typed = [privacy.clean_text(o, Path.cwd()) for o in composed.overrides]
         rate = next(o for o in typed if o.startswith("optimizer.lr="))
-        ran.append((rate, typed[-2]))  # results_dir comes last
+        ran.append((rate, next(o for o in typed if o.startswith("seed="))))
         known: dict[str, Any] = {"id": f"r{len(ran)}", "exp": "digits", "overrides": typed}
         if rate in lost:
             reason = "rank 0 on node 0: RuntimeError: the loss is nan at step 3: lower optimizer.lr"
