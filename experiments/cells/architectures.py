@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 
 from birder.predict.gpus import nearest
-from experiments.config.data_files import CONF
 from launch.errors import UserError
 
+MODELS = Path(__file__).resolve().parents[2] / "conf" / "predict" / "models.yaml"
 SEQ = 1024
 """Tokens of a sample where none are asked for, or as many as the model takes."""
 PIXELS = 224
@@ -106,7 +106,7 @@ def _made(kind: str, name: str, q: Asked) -> tuple[Any, Callable[[], Any]]:
 @functools.cache
 def presets() -> dict[str, dict[str, Any]]:
     """conf/predict/models.yaml."""
-    return dict(yaml.safe_load((CONF / "predict" / "models.yaml").read_text(encoding="utf-8")))
+    return dict(yaml.safe_load(MODELS.read_text(encoding="utf-8")))
 
 
 def config(name: str) -> Any:
