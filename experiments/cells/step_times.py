@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from birder.predict import Cluster, Link, Timeline, gpus
-from birder.predict.architecture import Work
 from birder.predict.layouts import Plan
 from experiments.cells import architectures, published, timelines
 from experiments.cells.architectures import Asked
 from experiments.records.record import ROOT
+
+if TYPE_CHECKING:  # it loads torch
+    from birder.predict.architecture import Work
 
 FILE = ROOT / "results" / "step_times.yaml"
 EAGER = "eager"
