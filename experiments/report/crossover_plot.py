@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from birder.predict.table import NEAR
@@ -32,7 +33,10 @@ def picture() -> bytes:
             axes.set_yscale("log")
             plain(axes.yaxis)
             axes.grid(visible=True)
-            axes.set_title(f"{label}, batch {t.batch_per_gpu}; fastest:\n{crossover.sentence(found)}", loc="left")
+            axes.set_title(
+                f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(crossover.sentence(found), 52)}",
+                loc="left",
+            )
             drawn.append(crossover.ranges(found))
             gains.append(f"{max(found[0].speedup(m.name)[0] for m in methods if m.name != 'none'):.1f}x ({label})")
         grid[0].set_ylabel("times as fast as DDP in fp32")
