@@ -178,6 +178,10 @@ class VirtualRanks:
             mark_overflow(optimizer.comm, [g for g in self._grads[rank] if g is not None], optimizer.device)
         optimizer.step()
 
+    def _average_of(self, rank: int) -> None:
+        with self.counter.counters[rank].uncounted():
+            self.optimizers[rank].average_parameters()
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the parameters are the mean over ranks, as in `BucketOptimizer.averaged`."""
@@ -185,10 +189,7 @@ class VirtualRanks:
             yield
             return
         kept = [[x.clone() for x in values] for values in self._values]
-        counted = [c.snapshot() for c in self.counter.counters]
-        self._turns.run([optimizer.average_parameters for optimizer in self.optimizers])
-        for counter, counts in zip(self.counter.counters, counted, strict=True):
-            counter.restore(counts)
+        self._turns.run([functools.partial(self._average_of, rank) for rank in range(self.size)])
         self._load(0)
         try:
             yield

@@ -24,11 +24,11 @@ class ByteCounter:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Inside, what this thread sends is not counted: it is no payload. Other threads go on counting."""
-        self._here.uncounted = True
+        before, self._here.uncounted = not self._counting(), True
         try:
             yield
         finally:
-            self._here.uncounted = False
+            self._here.uncounted = before
 
     def _counting(self) -> bool:
         return not getattr(self._here, "uncounted", False)
@@ -51,13 +51,6 @@ class ByteCounter:
     @property
     def total(self) -> int:
         return self.intra + self.inter
-
-    def snapshot(self) -> tuple[int, int, int]:
-        """What `restore` takes."""
-        return self.intra, self.inter, self.collectives
-
-    def restore(self, counts: tuple[int, int, int]) -> None:
-        self.intra, self.inter, self.collectives = counts
 
     def reset(self) -> None:
         self.intra = self.inter = self.collectives = 0

@@ -74,7 +74,8 @@ class ParameterWatch:
             torch.cat([none, *(flag.to(device) for flag in flags.values())]).any().view(1)
             for flags in (self._changed, self._late)
         ]
-        changed, late = comm.union(torch.cat(found)).tolist()
+        with comm.counter.uncounted():
+            changed, late = comm.union(torch.cat(found)).tolist()
         if late:
             raise RuntimeError(
                 "parameters were changed between backward and step(), but messages had been made of them: change them "

@@ -47,14 +47,13 @@ def gathered(method: Method, unit: Unit) -> Flat:
     Raises ValueError for a state that `carried` does not name.
     """
     comm, state = method.comm, method.complete_state(unit)
-    counted = comm.counter.snapshot()
-    for name, tensor in state.items():
-        if name not in method.carried:
-            raise ValueError(f"{type(method).__name__} cannot be laid out anew: its `carried` does not name {name}")
-        if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
-            continue
-        state[name] = (comm.gather if method.carried[name] == "cut" else comm.gather_shards)(tensor).clone()
-    comm.counter.restore(counted)
+    with comm.counter.uncounted():
+        for name, tensor in state.items():
+            if name not in method.carried:
+                raise ValueError(f"{type(method).__name__} cannot be laid out anew: its `carried` does not name {name}")
+            if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
+                continue
+            state[name] = (comm.gather if method.carried[name] == "cut" else comm.gather_shards)(tensor).clone()
     return state
 
 

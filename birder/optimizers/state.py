@@ -124,9 +124,8 @@ class MethodState(Method):
             return
         self.pipeline.wait()
         saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
-        counted = self.comm.counter.snapshot()
-        self.average_parameters()
-        self.comm.counter.restore(counted)
+        with self.comm.counter.uncounted():
+            self.average_parameters()
         try:
             yield
         finally:

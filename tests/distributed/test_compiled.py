@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import birder
 from birder import attach
 from tests.helpers import toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world
 from tests.helpers.tiers import slow_unless
 
 STEPS = 6
@@ -86,7 +86,7 @@ def every_case(rank: int, world: int, name: str) -> dict[tuple[str, bool], np.nd
 
 @pytest.fixture(scope="module", params=slow_unless(lambda name: name == "Birder", METHODS))
 def ends(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], np.ndarray]]:
-    return run_ranks(every_case, 2, request.param)
+    return fresh_world(every_case, 2, request.param)  # what was compiled before leaves traces in a process
 
 
 @pytest.mark.parametrize("case", CASES)
