@@ -101,6 +101,7 @@ class Attachment:
             if optimizer._unstepped:
                 raise RuntimeError(TWICE)
             optimizer._unstepped = True
+            optimizer.note_options()  # in a dense warm-up too: what would be refused after it is refused at once
 
     def compare_steps(self) -> None:
         """Raises RuntimeError when other ranks' gradients are for another step, where that would make ranks wait for ever.

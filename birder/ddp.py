@@ -34,8 +34,6 @@ class BucketAttachment(Attachment):
         chosen = [params[i] for i in mine]
         optimizer._reduced.update(chosen)
         plan = optimizer.plan(step)
-        if optimizer.compressed and self.overlap and bucket.index() == 0:
-            optimizer.note_options()  # in a dense warm-up too: what would be refused after it is refused at once
         if plan is not Plan.DENSE and self.overlap:
             # Not `bucket.gradients()`: these are contiguous views of memory that DDP lays out as each parameter's own strides
             # say. What DDP has copied there is `p.grad`, and for a parameter that has none on this rank 0.

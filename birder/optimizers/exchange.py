@@ -33,7 +33,8 @@ class GradientExchange(Method):
         None: this rank has no gradient for the parameter. Raises RuntimeError when a parameter is fed twice in a step.
         """
         if not self._feeding:
-            self.note_options()
+            if self._read is None:  # no attachment has called for it
+                self.note_options()
             self._open_units()
             if self.reads_parameters(self.steps + 1):
                 self._weights = self._weight_marks()
