@@ -130,6 +130,11 @@ class Method(torch.optim.Optimizer):
         """Whether `adjust_gradients` or `exchange` reads parameters: they must not change before `update` then."""
         return False
 
+    @property
+    def reads_at_times(self) -> bool:
+        """Whether `reads_parameters` of some later step. A script that changes them is refused in its first step already."""
+        return False
+
     def init_unit(self, unit: Unit) -> None:
         """Fills `unit.state` and `unit.buffers`. All ranks make the same keys; shapes may depend on `self.comm`."""
 

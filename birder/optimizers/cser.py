@@ -127,6 +127,13 @@ class CSER(BlockwiseSGD):
         """Whether C1 acts in this step. With R_C2 = 1 every update is sent whole, and there is nothing to reset."""
         return step % self.reset_every == 0 and not (self.variant == "paper" and self.gradient_ratio == 1)
 
+    def reads_parameters(self, step: int) -> bool:
+        return super().reads_parameters(step) or self.resets(step)
+
+    @property
+    def reads_at_times(self) -> bool:
+        return True
+
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.gradient_ratio is not None or self.resets(step) else Plan.SKIP
 

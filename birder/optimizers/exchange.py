@@ -36,8 +36,9 @@ class GradientExchange(Method):
             if self._read is None:  # no attachment has called for it
                 self.note_options()
             self._open_units()
-            if self.reads_parameters(self.steps + 1):
-                self._weights = self._weight_marks()
+            reads = self.reads_parameters(self.steps + 1)
+            if reads or self.reads_at_times:
+                self._weights = self._weight_marks(reads)
         arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
             if p in self._where:
@@ -102,13 +103,13 @@ class GradientExchange(Method):
                 "backward: change it before backward or after step(), or use attach(..., overlap=False)"
             )
 
-    def _weight_marks(self) -> Marks:
-        return marks([p for unit in self.units for p in unit.params])
+    def _weight_marks(self, bits: bool) -> Marks:
+        return marks([p for unit in self.units for p in unit.params], bits)
 
     def _check_weights(self) -> None:
         """Raises ValueError for a model that was converted, RuntimeError where a message was made of other parameters."""
         before, self._weights = self._weights, None
-        changed = self._feeding and before is not None and differ(before, self._weight_marks())
+        changed = self._feeding and before is not None and differ(before, self._weight_marks(before[1] is not None))
         if changed or any(p.dtype is not torch.float32 for p in self._where):
             self.pipeline.wait()
         for p in self._where:

@@ -74,8 +74,7 @@ class ParameterWatch:
             torch.cat([none, *(flag.to(device) for flag in flags.values())]).any().view(1)
             for flags in (self._changed, self._late)
         ]
-        with comm.counter.uncounted():
-            changed, late = comm.union(torch.cat(found)).tolist()
+        changed, late = comm.union(torch.cat(found)).tolist()
         if late:
             raise RuntimeError(
                 "parameters were changed between backward and step(), but messages had been made of them: change them "
@@ -99,7 +98,7 @@ def bit_sum(unit: Unit, flat: Tensor | None = None) -> Tensor:
     """
     if unit.device.type == "cpu":  # one by one, nothing is copied
         values = [p.detach() for p in unit.params] if flat is None else unit.views(flat)
-        return torch.stack([part for v in values for part in _parts(v.reshape(-1))]).sum()
+        return torch.stack([part for v in values for part in _parts(v.reshape(-1).contiguous())]).sum()
     if flat is None:
         flat = unit.zeros()
         torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])

@@ -90,10 +90,10 @@ class GradientWatch:
 Marks = tuple[list[int], Tensor | None]
 
 
-def marks(params: Iterable[Tensor]) -> Marks:
-    """What tells the values of these parameters from others: versions, and on the CPU sums over their bits as well."""
+def marks(params: Iterable[Tensor], bits: bool) -> Marks:
+    """What tells the values of these parameters from others: versions; with `bits`, on the CPU, sums over their bits too."""
     several = [p.detach() for p in params]
-    host = [_bits(p) for p in several if not p.is_cuda and p.numel()]
+    host = [_bits(p) for p in several if bits and not p.is_cuda and p.numel()]
     return [p._version for p in several], torch.cat(host) if host else None
 
 

@@ -141,6 +141,7 @@ def _momenta(rank: int, world: int) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_the_recreated_collective_computes_what_onebit_adam_does() -> None:
     """Same momentum, parameters and bytes: what differs is how long it takes. Sums are rounded in another order."""
     results = run_ranks(_momenta, 2, ranks_per_node=1)
@@ -220,6 +221,7 @@ def _hooks(rank: int, world: int, timeline: str) -> list[dict[str, Any]]:
     return bench_hooks.measure(torch.device("cpu"), timeline, steps=2)
 
 
+@pytest.mark.slow
 def test_hooks_are_timed_against_ddp_without_one(tmp_path: Path) -> None:
     (rows,) = fresh_world(_hooks, 1, tiny(tmp_path), grouped=False)
     assert [r["method"] for r in rows] == list(bench_hooks.METHODS)

@@ -40,6 +40,7 @@ def _train(rank: int, world: int, spec: RunSpec) -> tuple[dict[str, list[float]]
     return test_turns._train(rank, world, spec, False, 0.8), alone
 
 
+@pytest.mark.slow
 def test_a_profile_is_the_same_on_all_ranks_and_changes_no_training(tmp_path: Path) -> None:
     spec = test_turns.described(tmp_path, *METHODS)
     plain, _ = test_turns.in_turns(spec)

@@ -229,7 +229,7 @@ def test_a_change_between_backward_and_step_counts_or_is_refused() -> None:
         if isinstance(got, str):
             assert "parameters were changed between backward and step()" in got
             assert "overlap=False" in got
-            assert name in ("QSparse", "SparseLoCo"), name
+            assert name in ("QSparse", "SparseLoCo") or name.startswith("CSER"), name
             assert second[name] == got  # no rank waits for another
         else:  # on the mean: what a rank has read of them by then is a matter of timing
             rows = toy.part((got[-1] + second[name][-1]) / 2, "embed.weight")[toy.USED :]

@@ -18,7 +18,6 @@ import birder
 from birder import attach
 from tests.helpers import toy
 from tests.helpers.ranks import fresh_world
-from tests.helpers.tiers import slow_unless
 
 STEPS = 6
 METHODS: dict[str, dict[str, Any]] = {
@@ -38,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed, reentrant, static graph": {"reentrant": True, "ddp": {"static_graph": True}},
     "all": {"compile": "ddp", "reentrant": False, "ddp": {"gradient_as_bucket_view": True, "static_graph": True}},
 }
+pytestmark = pytest.mark.slow
 ACCUMULATED = ["eager", "compiled outside", "gradients as views", "checkpointed"]
 """Also with two micro-batches a step."""
 
@@ -84,7 +84,7 @@ def every_case(rank: int, world: int, name: str) -> dict[tuple[str, bool], np.nd
     return found | {(key, True): train(rank, name, CASES[key], True) for key in ACCUMULATED}
 
 
-@pytest.fixture(scope="module", params=slow_unless(lambda name: name == "Birder", METHODS))
+@pytest.fixture(scope="module", params=METHODS)
 def ends(request: pytest.FixtureRequest) -> list[dict[tuple[str, bool], np.ndarray]]:
     return fresh_world(every_case, 2, request.param)  # what was compiled before leaves traces in a process
 

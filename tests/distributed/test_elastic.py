@@ -217,6 +217,7 @@ def two(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_four_ranks_go_on_as_two(tmp_path: Path) -> None:
     run_ranks(four, 4, tmp_path)
     first, second = run_ranks(two, 2, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from birder import fsdp_state
@@ -85,6 +86,7 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_on_any_number_of_shards(tmp_path: Path) -> None:
     kept = run_ranks(saving, 4, str(tmp_path), ranks_per_node=2)
     for method in METHODS:

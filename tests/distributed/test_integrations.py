@@ -101,6 +101,7 @@ def accelerated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return run_ranks(in_accelerate, 2, tmp_path_factory.mktemp("accelerate"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_accelerate_resumes_bit_for_bit(accelerated: list[dict[str, Any]], method: str) -> None:
     """With two micro-batches a step, and dropout."""
@@ -251,6 +252,7 @@ def lit(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(in_lightning, 2, tmp_path_factory.mktemp("lightning"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_lightning_resumes_bit_for_bit(lit: list[dict[str, Any]], method: str) -> None:
     """Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""

@@ -135,6 +135,7 @@ def test_bytes_and_collectives_are_those_of_the_formula(world: int) -> None:
     assert r["sent"][WARMUP:] == [(bits, 2 * units * several)] * (STEPS - WARMUP)
 
 
+@pytest.mark.slow
 def test_a_half_precision_wire_halves_the_warmup_alone() -> None:
     full, half = small_run(2), run_ranks(hook_run, 2, {"wire": "bf16"}, SMALL)
     assert half[0]["sent"][0][0] * 2 == full[0]["sent"][0][0]

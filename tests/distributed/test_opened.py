@@ -144,6 +144,7 @@ def _train(rank: int, world: int, spec: Any, memory: float) -> None:
     turns.train(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0.8, slow(0.0)])
 def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(tmp_path: Path, memory: float) -> None:
     spec = described(tmp_path, *METHODS)

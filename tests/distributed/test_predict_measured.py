@@ -187,6 +187,7 @@ def test_all_names_of_the_library_are_there() -> None:
 METHODS_OF_THE_EXAMPLE = ("fp32", "bf16", "powersgd1", "birder", "birder_one_phase", "onebit_adam", "none")
 
 
+@pytest.mark.slow
 def test_three_lines_under_torchrun() -> None:
     """The script of examples/: two ranks on gloo, a transformer of its own; then each method is switched on and measured."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

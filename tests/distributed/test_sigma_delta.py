@@ -184,7 +184,7 @@ def sharded(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "reduce": "one_phase"}])
+@pytest.mark.parametrize("options", [{"lr": 0.01, "weight_decay": 0.1}, slow({"lr": 0.01, "reduce": "one_phase"})])
 def test_fsdp_equals_ddp_with_nodes_as_workers(options: dict[str, Any]) -> None:
     for rank in run_ranks(sharded, 4, options, ranks_per_node=2):
         assert (rank["hsdp"] == rank["ddp"]).all()
@@ -212,6 +212,7 @@ def quantized(rank: int, world: int) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_birder_has_the_same_quantizer() -> None:
     first, *others = run_ranks(quantized, 4, ranks_per_node=2)
     for rank in others:

@@ -125,7 +125,7 @@ def oracle_run(world: int, form: str, broken: bool = False) -> dict:
 WORLDS = [(w, f) for f in ("paper", "v1") for w in (1, 2, 3, 4, 8)] + [(3, "v2")]
 
 
-@pytest.mark.parametrize(("world", "form"), [case if case[0] == 3 else slow(*case) for case in WORLDS])
+@pytest.mark.parametrize(("world", "form"), [case if case == (3, "paper") else slow(*case) for case in WORLDS])
 def test_models_and_state_equal_the_reference_bit_for_bit(world: int, form: str) -> None:
     results, expected = run(world, form), oracle_run(world, form)
     assert len(results[0]["units"]) > 1
@@ -154,7 +154,7 @@ def test_mask_and_what_is_averaged_are_equal_on_eight_ranks(form: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("form", "phase"), [("paper", 0), ("v1", 1)])
+@pytest.mark.parametrize(("form", "phase"), [("paper", 0), slow("v1", 1)])
 def test_models_are_equal_after_each_averaging_and_at_no_other_time(form: str, phase: int) -> None:
     first, *others = run(4, form)
     for step in range(1, STEPS + 1):
@@ -162,7 +162,7 @@ def test_models_are_equal_after_each_averaging_and_at_no_other_time(form: str, p
         assert equal == [step % EVERY == phase] * 3
 
 
-@pytest.mark.parametrize(("world", "form"), [slow(2, "paper"), (3, "paper"), slow(8, "paper"), (3, "v1")])
+@pytest.mark.parametrize(("world", "form"), [slow(2, "paper"), (3, "paper"), slow(8, "paper"), slow(3, "v1")])
 def test_bytes_and_collectives_are_those_of_the_mask_and_the_model(world: int, form: str) -> None:
     counts = oracle_run(world, form)["counts"]
     for r in run(world, form):

@@ -97,6 +97,7 @@ def _setups(rank: int, world: int, timeline: str, room: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_setups_are_kept_as_far_as_memory_holds_them_and_send_the_same_either_way(tmp_path: Path) -> None:
     timeline = test_bench.tiny(tmp_path)
     elements = timelines.load(timeline).elements

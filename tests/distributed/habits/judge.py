@@ -104,7 +104,7 @@ class Bench:
             still = [n for n in script.names if n in wanted[0].trace[0] and _still([x[n] for x in wanted[0].trace])]
             if still:
                 return f"the twin {twin.__name__} does not train {', '.join(still)}"
-        dense = not m.compressed and w.ranks > 2  # DDP's ring and FSDP add up in orders of their own
+        dense = w.ranks > 2 and m.averages  # DDP's ring and FSDP add up in orders of their own
         near = max(script.tolerance, script.norm_tolerance if m.norms else 0.0, 2e-6 if dense else 0.0)
         for r, ran in enumerate(runs):
             for t, values in enumerate(ran.trace):

@@ -41,6 +41,11 @@ class Method:
         return not self.torch and self.type.compressed
 
     @property
+    def averages(self) -> bool:
+        """Whether there are steps in which gradients are averaged in full precision."""
+        return not self.compressed or "warmup_steps" in self.options
+
+    @property
     def on_shards(self) -> bool:
         return self.torch or self.type.on_shards
 

@@ -143,6 +143,7 @@ class LoadWeightsBetween(LoadWeights):
     """the same between backward and step"""
 
     ways = Script.ways
+    since = Loaded.at
 
     def step(self) -> None:
         Script.step(self)
