@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from birder.attachment import Attachment
+    from birder.block_scaled import BlockScaled, block_scaled_hook
     from birder.comm import Topology
     from birder.ddp import attach
     from birder.optimizers import (
@@ -69,6 +70,7 @@ __all__ = [
     "Attachment",
     "BertAdam",
     "Birder",
+    "BlockScaled",
     "BucketOptimizer",
     "OneBitAdam",
     "OneBitLAMB",
@@ -80,11 +82,14 @@ __all__ = [
     "VirtualRanks",
     "ZeroOneAdam",
     "attach",
+    "block_scaled_hook",
     "overall_ratio",
 ]
 _ROOMS = {
     "Attachment": "birder.attachment",
     "attach": "birder.ddp",
+    "BlockScaled": "birder.block_scaled",
+    "block_scaled_hook": "birder.block_scaled",
     "Topology": "birder.comm",
     "VirtualRanks": "birder.virtual",
 }

@@ -33,6 +33,7 @@ METHODS: dict[str, list[type]] = {
     "cser": [birder.CSER, birder.QSparseLocalSGD, birder.EFSGD],
     "slamb": [birder.SLAMB],
     "sparse_loco": [birder.SparseLoCo],
+    "block_scaled": [birder.BlockScaled],
     "dense": [birder.SGDM, birder.AdamW, birder.BertAdam],
 }
 

@@ -1,0 +1,199 @@
+"""All-reduce in 4 and 8 bits: equal to a reference in one process, whatever the buckets; bytes; what is not finite."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from birder.block_scaled import BlockScaled, block_scaled_hook, decode, encode
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+
+BLOCK, STEPS, WORLD = 16, 6, 3
+CASES = [(code, kept) for code in ("int4", "fp8") for kept in (False, True)]
+
+
+def rounded(x: np.ndarray, code: str) -> np.ndarray:
+    """(2) and back of one block, by hand."""
+    largest = {"int4": 7.0, "fp8": 448.0}[code]
+    s = float(torch.tensor(np.abs(x).max() / np.float32(largest)).bfloat16())
+    if s < 1.2e-38:
+        return np.zeros_like(x)
+    c = np.clip(x * (np.float32(1.0) / np.float32(s)), -largest, largest)
+    c = np.round(c) if code == "int4" else torch.from_numpy(c).to(torch.float8_e4m3fn).float().numpy()
+    return (c * np.float32(s)).astype(np.float32)
+
+
+def in_blocks(x: np.ndarray, code: str) -> np.ndarray:
+    return np.concatenate([rounded(part, code) for part in x.reshape(-1, BLOCK)])
+
+
+def reference(gradients: list[np.ndarray], errors: list[np.ndarray], code: str, kept: bool) -> np.ndarray:
+    """The mean of the gradients of all ranks, fp32[d] each; changes `errors`."""
+    d, n = len(gradients[0]), len(gradients)
+    sent = []
+    for i, g in enumerate(gradients):
+        a = g + errors[i] if kept else g
+        a = np.pad(a, (0, -d % (n * BLOCK)))
+        sent.append(in_blocks(a, code))
+        errors[i] = (a - sent[i])[:d]
+    total = sent[0]
+    for row in sent[1:]:
+        total = total + row
+    return in_blocks(total / np.float32(n), code)[:d]
+
+
+@functools.cache
+def batches() -> torch.Tensor:
+    return torch.randn(STEPS, WORLD, 40, generator=torch.Generator().manual_seed(3))
+
+
+class Linear(torch.nn.Module):
+    """x . w in three pieces, one of them laid out column by column: the gradient is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = torch.nn.Parameter(torch.zeros(7)), torch.nn.Parameter(torch.zeros(21))
+        self.b = torch.nn.Parameter(torch.zeros(4, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:7] * self.a).sum() + (x[7:19] * self.b.t().reshape(-1)).sum() + (x[19:] * self.c).sum()
+
+
+def averaged(rank: int, world: int) -> dict[Any, Any]:
+    """Gradients of every step, in the order of memory, and what was sent."""
+    found = {}
+    for code, kept in CASES:
+        model = Linear()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        state = BlockScaled(code, block=BLOCK, error_feedback=kept)
+        places = {model.a: range(7), model.b: range(7, 19), model.c: range(19, 40)}
+        rows, orders = [], []
+
+        def hook(state: BlockScaled, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            orders.append([i for p in bucket.parameters() for i in places[p]])  # noqa: B023
+            return block_scaled_hook(state, bucket)
+
+        hook.__annotations__.update(bucket=torch.distributed.GradBucket)
+        hook.__annotations__["return"] = torch.futures.Future[torch.Tensor]
+        ddp.register_comm_hook(state, hook)
+        for step in range(STEPS):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            ddp(batches()[step, rank]).backward()
+            rows.append(torch.cat([model.a.grad, model.b.grad.t().reshape(-1), model.c.grad]).numpy())
+        found[code, kept] = (rows, orders), state.counter.total, state.counter.collectives, state.state_bytes()
+        state.close()
+    return found
+
+
+@functools.cache
+def runs() -> list[dict[Any, Any]]:
+    return run_ranks(averaged, WORLD)
+
+
+@pytest.mark.parametrize(("code", "kept"), CASES)
+def test_equals_the_reference_and_is_the_same_on_all_ranks(code: str, kept: bool) -> None:
+    errors = np.zeros((WORLD, 40), np.float32)
+    orders = runs()[0][code, kept][0][1]
+    assert orders[0] != orders[1]  # DDP has built its buckets anew
+    for step, order in enumerate(orders):
+        ordered = list(errors[:, order])
+        wanted = reference([batches()[step, rank].numpy()[order] for rank in range(WORLD)], ordered, code, kept)
+        errors[:, order] = ordered
+        for r in runs():
+            assert np.array_equal(r[code, kept][0][0][step][order], wanted), step
+
+
+@pytest.mark.parametrize(("code", "kept"), CASES)
+def test_bytes_are_those_of_codes_and_scales(code: str, kept: bool) -> None:
+    blocks = WORLD * -(-40 // (WORLD * BLOCK))
+    each = blocks // WORLD * (BLOCK // (2 if code == "int4" else 1) + 2)
+    for r in runs():
+        _, sent, collectives, state = r[code, kept]
+        assert sent == STEPS * 2 * (WORLD - 1) * each
+        assert collectives == STEPS * 2
+        assert state == 4 * 40 * kept
+    if code == "int4":
+        assert each * WORLD < 2 * 40 / 2.5  # less than half of what bf16 takes
+
+
+@pytest.mark.parametrize("code", ["int4", "fp8"])
+def test_an_element_is_off_by_half_a_code_at_most_and_zero_stays_zero(code: str) -> None:
+    x = torch.randn(2, 64 * BLOCK, generator=torch.Generator().manual_seed(1)) * torch.logspace(
+        -30, 30, 64
+    ).repeat_interleave(BLOCK)
+    x[0, :BLOCK] = 0.0
+    back = decode(encode(x, code, BLOCK), code, BLOCK)
+    largest = x.view(2, -1, BLOCK).abs().amax(-1, keepdim=True)
+    off = (back - x).view(2, -1, BLOCK).abs() / largest.clamp(min=1e-38)
+    assert float(off.max()) < (0.5 / 7 if code == "int4" else 1 / 16) * 1.01
+    assert float(off.max()) > 0.01
+    assert (back[0, :BLOCK] == 0).all()
+
+
+def spoiled(rank: int, world: int, kept: bool) -> list[np.ndarray]:
+    model = Linear()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state := BlockScaled(block=BLOCK, error_feedback=kept), block_scaled_hook)
+    rows = []
+    for bad in (float("nan"), float("inf"), 1.0):
+        model.zero_grad()
+        batch = torch.ones(40)
+        batch[0] = bad if rank == 1 else 1.0
+        ddp(batch).backward()
+        rows.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy())
+    copied = copy.deepcopy(ddp)
+    assert copied.module.a.equal(model.a)
+    state.close()
+    return rows
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_not_finite_reaches_all_ranks_and_is_gone_in_the_next_step(kept: bool) -> None:
+    for rows in run_ranks(spoiled, 2, kept):
+        for row in rows[:2]:
+            assert not np.isfinite(row[0])
+            assert np.isfinite(row).sum() >= 40 - BLOCK
+        assert np.abs(rows[2] - 1).max() < 0.01
+
+
+def trained(rank: int, world: int) -> dict[str, tuple[float, np.ndarray]]:
+    """What torch's own optimizer makes of each hook: distance from fp32, and the parameters."""
+    ends: dict[str, np.ndarray] = {}
+    for name in ("fp32", "int4", "int4 kept", "fp8"):
+        model = toy.make()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+        if name != "fp32":
+            state = BlockScaled(name.split()[0], block=32, error_feedback="kept" in name)
+            ddp.register_comm_hook(state, block_scaled_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        for step in range(1, 41):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+        ends[name] = toy.flat(model).numpy()
+    moved = np.abs(ends["fp32"] - toy.flat(toy.make()).numpy()).mean()
+    return {name: (float(np.abs(end - ends["fp32"]).mean() / moved), end) for name, end in ends.items()}
+
+
+def test_torchs_optimizer_trains_with_it_and_feedback_brings_it_nearer() -> None:
+    first, second = run_ranks(trained, 2)
+    for name, (off, end) in first.items():
+        assert np.array_equal(end, second[name][1])
+        assert off < {"fp32": 1e-9, "int4": 0.2, "int4 kept": 0.1, "fp8": 0.05}[name], name
+    assert first["int4 kept"][0] < first["int4"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"code": "int3"}, "int4 or fp8"), ({"block": 7}, "even"), ({"block": 0}, "even"), ({"block": 2.0}, "even")],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        BlockScaled(**options)
