@@ -21,6 +21,7 @@ bf16 takes 2. What is rounded in (5) is not fed back.
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ class BlockScaled:
         """What DDP calls for every bucket that is ready, in the same order on every rank."""
         buffer, params = bucket.buffer(), bucket.parameters()
         if self.link.size == 1:
-            done: Future[Tensor] = Future()
+            done: Future[Any] = Future()
             done.set_result(buffer)
             return done
 
@@ -107,7 +108,7 @@ class BlockScaled:
         """One bucket follows the other, beside backward."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)
-        later: Future[Tensor] = Future()
+        later: Future[Any] = Future()
 
         def finish() -> None:
             try:
