@@ -12,8 +12,13 @@ from launch.errors import UserError
 
 
 def check_hook(config: dict[str, Any]) -> None:
-    """Raises UserError where a resolved configuration asks for one of PyTorch's hooks with what does not go with it."""
+    """Raises UserError where a resolved configuration asks for a hook with what does not go with it."""
     comm, optimizer, train = config["comm"], config["optimizer"], config["train"]
+    kept = comm["error_feedback"]
+    if kept and comm["hook"] not in ("int4", "fp8"):
+        raise UserError(
+            "comm.error_feedback=true is of comm.hook=int4 and fp8: set one of them, or comm.error_feedback=false"
+        )
     if (hook := comm["hook"]) is None:
         return
     ask = f"comm.hook={hook}"
@@ -29,6 +34,8 @@ def check_hook(config: dict[str, Any]) -> None:
         raise UserError(f"{ask} knows no nodes: set comm.topology=flat")
     if not comm["overlap"]:
         raise UserError(f"{ask} runs beside backward: set comm.overlap=true")
+    if (hook == "powersgd" or kept) and (config["checkpoint"]["every"] or config["resume"] == "auto"):
+        raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
     if hook != "powersgd":
         return
     if train["timing_warmup"] < 2:
@@ -36,8 +43,6 @@ def check_hook(config: dict[str, Any]) -> None:
                         "set train.timing_warmup=2 or more")  # fmt: skip
     if train["precision"] == "fp16":
         raise UserError(f"{ask} would keep an overflow in its error for ever: set train.precision=bf16 or fp32")
-    if config["checkpoint"]["every"] or config["resume"] == "auto":
-        raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
 
 
 def check_sharded(config: dict[str, Any]) -> None:

@@ -84,8 +84,13 @@ class Comm(Section):
     )
     overlap: Switch = doc("false: communicate after backward, not beside it")
     bucket_mb: Megabytes = doc("size of buckets and units, MB")
-    hook: Literal["bf16", "fp16", "powersgd"] | None = doc("PyTorch's own hook, with a dense optimizer")
+    hook: Literal["bf16", "fp16", "powersgd", "int4", "fp8"] | None = doc(
+        "how gradients of a dense optimizer are averaged: PyTorch's hooks, or 4 or 8 bits with a scale for every block"
+    )
     powersgd_rank: Count = doc("rank of PowerSGD's approximation")
+    error_feedback: Switch = doc(
+        "int4 and fp8: keep what rounding takes from a rank's gradient, and add it in the next step"
+    )
 
 
 class Checkpoint(Section):

@@ -41,7 +41,13 @@ def method(config: dict[str, Any]) -> str:
         return NO_COMMUNICATION
     comm = config.get("comm", {})
     if hook := comm.get("hook"):
-        return f"PowerSGD rank {comm['powersgd_rank']}" if hook == "powersgd" else f"PyTorch {hook} hook"
+        kept = " with error feedback" * bool(comm.get("error_feedback"))
+        named = {
+            "powersgd": f"PowerSGD rank {comm['powersgd_rank']}",
+            "int4": f"4-bit all-reduce{kept}",
+            "fp8": f"fp8 all-reduce{kept}",
+        }
+        return named.get(hook, f"PyTorch {hook} hook")
     name = class_name(config["optimizer"])
     label = str((config.get("method") or {}).get("label") or ONE_BIT.get(name, name))
     sharded = " hsdp" if comm.get("topology") == "hsdp" else ""

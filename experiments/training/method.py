@@ -143,9 +143,16 @@ class Method:
             raise UserError(f"comm.topology=hsdp: {e}") from e
 
     def _hook(self, ddp: DistributedDataParallel, comm: dict[str, Any]) -> HookAttachment:
-        """One of PyTorch's own hooks."""
+        """A hook for dense optimizers."""
         try:
-            return attach_hook(ddp, self.optimizer, comm["hook"], rank=comm["powersgd_rank"], unit_mb=comm["bucket_mb"])
+            return attach_hook(
+                ddp,
+                self.optimizer,
+                comm["hook"],
+                rank=comm["powersgd_rank"],
+                error_feedback=comm["error_feedback"],
+                unit_mb=comm["bucket_mb"],
+            )
         except ValueError as e:
             raise UserError(f"comm.hook: {e}") from e
 

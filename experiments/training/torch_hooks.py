@@ -1,9 +1,10 @@
-"""PyTorch's own communication hooks as rows of the same tables: bf16, fp16, PowerSGD.
+"""Communication hooks for dense optimizers as rows of the same tables: PyTorch's bf16, fp16 and PowerSGD; int4 and fp8.
 
 `comm.hook=powersgd comm.powersgd_rank=4` registers torch.distributed.algorithms.ddp_comm_hooks' hook in the place of
 `birder.attach`'s; a dense optimizer then works on the averaged `p.grad`. Per bucket and step these hooks send
 
     bf16, fp16    one all-reduce of 2 bytes for each element
+    int4, fp8     an all-to-all and an all-gather of codes and scales (birder/block_scaled.py)
     powersgd      three all-reduces in fp32: what is not compressed (tensors of one dimension, and matrices for which it does
                   not pay), all P, n r for a matrix of n x m, and all Q, m r; r = min(rank, n, m)
 
@@ -25,7 +26,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder import BucketOptimizer
+from birder import BlockScaled, BucketOptimizer
+from birder.block_scaled import LARGEST
 from birder.comm import ByteCounter, Link, Topology, Trace
 from birder.comm.link import backend_for
 from birder.comm.trace import current, note_wire
@@ -36,6 +38,7 @@ HALF: dict[str, Callable[..., Future[Tensor]]] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
+NAMES = (*HALF, "powersgd", *LARGEST)
 DENSE_STEPS = 2
 """Steps before PowerSGD compresses: the fewest that torch takes."""
 
@@ -85,16 +88,27 @@ class _Work:
 class HookAttachment:
     """The connection that `attach_hook` makes, with what the training loop needs of a `birder.Attachment`.
 
-    counter: payload bytes and collectives of this rank, by arithmetic from what the hook sends for each bucket.
+    counter: payload bytes and collectives of this rank; of torch's hooks by arithmetic from what they send for each bucket.
     """
 
     _watching = 0
     """How many connections have torch's hooks tell them what they do: the last one to close gives them back."""
 
-    def __init__(self, model: DistributedDataParallel, name: str, rank: int, topology: Topology, trace: Trace) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        name: str,
+        topology: Topology,
+        trace: Trace,
+        rank: int = 4,
+        error_feedback: bool = False,
+    ) -> None:
         group = model.process_group
         self.name = name
-        self.counter = ByteCounter()
+        self.scaled: BlockScaled | None = None
+        if name in LARGEST:
+            self.scaled = BlockScaled(name, error_feedback=error_feedback, group=group, topology=topology)
+        self.counter = ByteCounter() if self.scaled is None else self.scaled.counter
         self.link = Link(group, topology, self.counter)
         self.low_rank: powersgd.PowerSGDState | None = None
         if name == "powersgd":
@@ -104,14 +118,14 @@ class HookAttachment:
                 group, rank, DENSE_STEPS, min_compression_rate=LOW_RANK_RATE, orthogonalization_epsilon=epsilon
             )
         self.trace = trace
-        self._watches = trace.on
+        self._watches = trace.on and self.scaled is None
         if self._watches:
             HookAttachment._watching += 1
             default_hooks.dist = powersgd.dist = _Collectives()  # type: ignore[assignment]
-        # On gloo a bucket's second and third all-reduce start in whatever thread has finished the one before, and ranks
+        # On gloo a bucket's second and third collective start in whatever thread has finished the one before, and ranks
         # would mix up those of several buckets. There one bucket follows the other.
         on_gloo = backend_for(group, next(model.parameters()).device) == "gloo"
-        self._in_order = ThreadPoolExecutor(1) if name == "powersgd" and on_gloo else None
+        self._in_order = ThreadPoolExecutor(1) if name not in HALF and on_gloo else None
         self._paused = False
 
     @contextlib.contextmanager
@@ -133,7 +147,9 @@ class HookAttachment:
             self._in_order.shutdown()
 
     def state_bytes(self) -> int:
-        """Bytes that the hook keeps on this rank between steps: PowerSGD's errors, P and Q."""
+        """Bytes that the hook keeps on this rank between steps: errors, PowerSGD's P and Q."""
+        if self.scaled is not None:
+            return self.scaled.state_bytes()
         if self.low_rank is None:
             return 0
         kept = (self.low_rank.error_dict, self.low_rank.p_memory_dict, self.low_rank.q_memory_dict)
@@ -150,19 +166,25 @@ class HookAttachment:
             done: Future[Any] = Future()
             done.set_result(bucket.buffer())
             return done
-        self._count(bucket)
+        if self.scaled is None:
+            self._count(bucket)
         if self._in_order is None:
-            return self._run(bucket)
+            return self._run(bucket) if self.scaled is None else self.scaled.on_bucket(bucket)
         later: Future[Any] = Future()
 
         def finish() -> None:
             try:
-                later.set_result(self._run(bucket).wait())
+                later.set_result(self._run(bucket).wait() if self.scaled is None else self._reduce(bucket))
             except Exception as e:
                 later.set_exception(e)
 
         self._in_order.submit(finish)
         return later
+
+    def _reduce(self, bucket: dist.GradBucket) -> Tensor:
+        assert self.scaled is not None
+        with self.trace.work(bucket.index()):
+            return self.scaled.reduce(bucket.buffer(), bucket.parameters())
 
     def _run(self, bucket: dist.GradBucket) -> Future[Any]:
         with self.trace.work(bucket.index()):
@@ -203,26 +225,25 @@ def attach_hook(
     name: str,
     *,
     rank: int = 4,
+    error_feedback: bool = False,
     topology: Topology | None = None,
     unit_mb: float = 25.0,
 ) -> HookAttachment:
-    """Makes `model` communicate by torch's hook `name`: bf16, fp16, powersgd. Call once on every rank.
+    """Makes `model` communicate by the hook `name`, one of NAMES. Call once on every rank.
 
-    optimizer: a dense one, bound here. rank: of PowerSGD. topology, unit_mb: as in `birder.attach`.
-    Raises ValueError for an unknown name, a rank below 1 and optimizers that compress.
+    optimizer: a dense one, bound here. rank: of PowerSGD. error_feedback: of int4 and fp8. topology, unit_mb: as in
+    `birder.attach`. Raises ValueError for an unknown name, a rank below 1 and optimizers that compress.
     """
-    if name not in (*HALF, "powersgd"):
-        raise ValueError(f"no hook {name!r}; there are: {', '.join((*HALF, 'powersgd'))}")
+    if name not in NAMES:
+        raise ValueError(f"no hook {name!r}; there are: {', '.join(NAMES)}")
     if rank < 1:
         raise ValueError(f"PowerSGD's rank must be at least 1, got {rank}")
     if optimizer.compressed:
-        raise ValueError(
-            f"{type(optimizer).__name__} sends messages of its own: torch's hooks are for dense optimizers"
-        )
+        raise ValueError(f"{type(optimizer).__name__} sends messages of its own: hooks are for dense optimizers")
     topology = topology or Topology.from_env(dist.get_world_size(model.process_group))
     optimizer.bind(unit_mb=unit_mb)
     trace = optimizer.pipeline.trace
     trace.on = next(model.parameters()).device.type == "cpu"
-    attachment = HookAttachment(model, name, rank, topology, trace)
+    attachment = HookAttachment(model, name, topology, trace, rank, error_feedback)
     model.register_comm_hook(attachment, hook)
     return attachment
