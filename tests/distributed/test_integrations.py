@@ -179,6 +179,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_trainer_resumes_bit_for_bit(trained: list[dict[str, Any]], method: str) -> None:
     """With dropout and a schedule; Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""

@@ -56,6 +56,7 @@ def assert_all_gone(pids: list[int], within_s: float) -> None:
     assert [p for p in pids if process.alive(p)] == []
 
 
+@pytest.mark.slow
 def test_two_nodes_on_a_terminal(tmp_path: Path) -> None:
     """The world is as asked for; rank 0 talks to the user's terminal, the others to their logs."""
     ours, theirs = pty.openpty()
@@ -109,6 +110,7 @@ def test_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert_all_gone(everything, within_s=1)
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     wait_for_ranks(tmp_path)
@@ -121,6 +123,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert record.read_all(tmp_path / "results")[0].reason == "interrupted by Ctrl-C"
 
 
+@pytest.mark.slow
 def test_an_interrupt_after_the_result_keeps_the_record(tmp_path: Path) -> None:
     launcher = start("recorded, then sleep", tmp_path)
     wait_for_ranks(tmp_path)

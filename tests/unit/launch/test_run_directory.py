@@ -23,6 +23,7 @@ from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
 from tests.helpers.stub_run import make_spec
+from tests.helpers.tiers import slow
 from tests.unit.launch.test_launch import start, wait_for_ranks
 
 
@@ -76,6 +77,7 @@ def test_a_killed_run_holds_nothing(tmp_path: Path) -> None:
         assert (tmp_path / "run/run.owner").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_by_torchrun_and_unfinished_checkpoints(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "run/checkpoints/step-00000004.tmp").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-00000002").mkdir()
@@ -91,7 +93,7 @@ def test_nothing_is_left_by_torchrun_and_unfinished_checkpoints(tmp_path: Path, 
     ("last_act", "how"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed, for example for lack of memory,"),
-        ("os._exit(7)", "ended with status 7"),
+        slow("os._exit(7)", "ended with status 7"),
     ],
 )
 def test_a_rank_that_ends_before_it_reports_is_named(tmp_path: Path, last_act: str, how: str) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from birder import kernels
 from birder.kernels import reference
+from tests.helpers.tiers import slow
 
 ROOT = Path(__file__).parents[4]
 
@@ -58,8 +59,8 @@ for kind in caching.CacheImpl._locator_classes: kind.ensure_cache_path = refuse
     ("raised", "says"),
     [
         ("OSError('libllvm: cannot open shared object file')", "numba does not load (libllvm"),
-        ("ImportError('Numba needs NumPy 1.0 or less')", "numba does not load (Numba needs"),
-        ("SystemError('initialization of _internal failed')", "numba does not load (initialization"),
+        slow("ImportError('Numba needs NumPy 1.0 or less')", "numba does not load (Numba needs"),
+        slow("SystemError('initialization of _internal failed')", "numba does not load (initialization"),
         ("ModuleNotFoundError('No module named numba', name='numba')", "numba is not installed"),
     ],
 )

@@ -195,6 +195,7 @@ def test_formats(text: str, expected: str) -> None:
     assert text == expected
 
 
+@pytest.mark.slow
 def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "results/published"], capture_output=True, text=True)
     if listed.returncode or not listed.stdout:

@@ -17,6 +17,7 @@ from experiments.config import compose
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from tests.helpers import ROOT
+from tests.helpers.tiers import slow
 
 Captured = pytest.CaptureFixture[str]
 
@@ -189,6 +190,7 @@ def test_comparison_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch, 
     assert shown.err.startswith("error: rank 1 on node 1 was killed\n")
 
 
+@pytest.mark.slow
 def test_under_torchrun() -> None:
     """Started by torchrun it trains in that world: one run directory, one record, no process of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -206,7 +208,7 @@ def test_under_torchrun() -> None:
     assert content["command"].startswith("torchrun --nnodes 1 --nproc-per-node 2 experiments/run.py +exp=digits")
 
 
-@pytest.mark.parametrize("nodes", ["four", "0", "-1"])
+@pytest.mark.parametrize("nodes", ["four", slow("0"), slow("-1")])
 def test_make_with_a_bad_node_count(nodes: str) -> None:
     done = make(f"VENV={sys.prefix}", "resnet50", f"NODES={nodes}")
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]

@@ -55,6 +55,7 @@ sys.exit(sweep.main([f"sweep={sys.argv[1]}", f"results_dir={sys.argv[2]}"]))
 """
 
 
+@pytest.mark.slow
 def test_processes_share_the_runs(tmp_path: Path) -> None:
     """Three at once run each row once, and none ends before all rows are recorded."""
     (tmp_path / "mine.yaml").write_text(GRID)
