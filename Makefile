@@ -88,7 +88,7 @@ mutants: $(READY)  ## put 24 faults into a copy of birder, one at a time: do the
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations
 
 test-habits: $(READY)  ## the whole table of habits: what ordinary scripts do, with every method (docs/frameworks.md)
-	@$(pytest) -m habits
+	@$(pytest) tests/distributed/test_habits.py
 
 campaign: $(READY)  ## random faults on every optimizer, then resume; 30 minutes, goes on where it stopped (docs/reliability.md)
 	@$(BIN)/python -m pytest -q -s -m campaign

@@ -25,8 +25,12 @@ FAST = [
     ("DDP", "OneBitAdam", ("ChannelsLast", "TwoOptimizers", "Unused", "SurgeryClipNorm", "JoinEven", "UnfreezeMidway")),
 ]
 """What protects a change: about a minute."""
-SLOW = [
-    (way, method)
+SLOW = {("DDP", m) for m in ("AdamW", "OneBitAdam", "ZeroOneAdam", "CSER", "SLAMB")} | {
+    (way, "Birder") for way in WAYS if way != "DDP" and not way.endswith("hierarchical, overlap=False")
+}
+"""Of the whole table, what `make test-all` runs: every method's family under DDP, and every way."""
+TABLE = [
+    pytest.param(way, method, marks=pytest.mark.slow if (way, method) in SLOW else pytest.mark.habits)
     for way in WAYS
     for method in (*CONTROLS, *OURS)
     if possible(method, way)
@@ -55,9 +59,8 @@ def test_habits(bench: Bench, way: str, method: str, habits: tuple[str, ...]) ->
     check(bench, way, method, habits)
 
 
-@pytest.mark.habits
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("way", "method"), SLOW)
+@pytest.mark.parametrize(("way", "method"), TABLE)
 def test_the_whole_table_of_habits(bench: Bench, way: str, method: str) -> None:
     check(bench, way, method)
 

@@ -34,7 +34,12 @@ def read() -> Kept:
 
 
 def write(kept: Kept) -> None:
-    FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    """A line for each habit and way."""
+    habits = []
+    for habit, ways in sorted(kept.items()):
+        lines = [f"  {json.dumps(way)}: {json.dumps(cells, sort_keys=True)}" for way, cells in sorted(ways.items())]
+        habits.append(f" {json.dumps(habit)}: {{\n" + ",\n".join(lines) + "\n }")
+    FILE.write_text("{\n" + ",\n".join(habits) + "\n}\n")
 
 
 def put(kept: Kept, habit: str, way: str, method: str, kind: str, line: str) -> None:
