@@ -92,7 +92,7 @@ class Question:
     seq: int | None
     precision: str | None
     compiled: bool
-    checkpointing: bool
+    checkpointing: bool | str
     accumulation: int
     sharding: Any
     optimizer: str
@@ -168,7 +168,8 @@ def _counted(q: Question) -> Model:
         precision = {"amp": "fp16", None: "bf16" if "bf16" in gpu.tflops else "fp16"}.get(q.precision, q.precision)
         gpu.peak(str(precision))
         name = architectures.named(str(q.model))
-        asked = architectures.Asked(name, q.batch, str(precision), q.seq, q.compiled, q.checkpointing)
+        again = q.checkpointing if isinstance(q.checkpointing, str) else "full" if q.checkpointing else None
+        asked = architectures.Asked(name, q.batch, str(precision), q.seq, q.compiled, again)
         work = architectures.work(asked)
         found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
     except ValueError as error:

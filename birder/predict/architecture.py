@@ -4,9 +4,9 @@ operations and bytes are counted.
     work = count(module, loss, "bf16")          what one step computes and moves; `module` holds no memory
     timeline = work.timeline(find("h100"))      when each gradient is ready there
 
-A GPU computes kernels one after the other, each as soon as the host has started it (c launches take c x `LAUNCH_US`):
+A GPU computes kernels one after the other, each as soon as the host has started it (`HOST_US` for each until then):
 
-    (1) end_i = max(end_(i-1), i LAUNCH_US) + t_i,   t_i by (1) of gpus.py
+    (1) end_i = max(end_(i-1), started_i) + t_i,   t_i by (1) of gpus.py
 
 and a gradient is ready at the end of the kernel that made its last part: that of a tied embedding with the input's layer.
 """
@@ -14,7 +14,8 @@ and a gradient is ready at the end of the kernel that made its last part: that o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from birder.predict.costs import LAUNCH_US
+from birder.predict.costs import HOST_US, LAUNCH_US
 from birder.predict.gpus import GPU, UNSURE
 from birder.predict.timeline import Gradient, IntraNode, Timeline
 
@@ -41,6 +43,7 @@ CAST = 6.0
 """Bytes per parameter that mixed precision moves: fp32 to 16 bits before forward, the gradient back after it."""
 UPDATE = {"adamw": 28.0, "sgd": 20.0}
 """Bytes per parameter of a fused step of the user's own optimizer."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Work:
     """One step of a model. forward: kernels of forward; ready: parameter -> kernels done when its gradient is ready;
-    saved_bytes: of activations that backward needs, at the end of forward."""
+    saved_bytes: of activations that backward needs, at the end of forward; host_us: see `HOST_US`."""
 
     model: str
     precision: str
@@ -65,6 +68,7 @@ class Work:
     ready: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
     saved_bytes: float
+    host_us: tuple[float, float] = HOST_US
 
     @property
     def elements(self) -> int:
@@ -78,10 +82,11 @@ class Work:
     def timeline(self, gpu: GPU, *, gpus_per_node: int = 8, optimizer: str = "adamw", faster: float = 1.0) -> Timeline:
         """The step on `gpu`. faster: than assumed, for the ends of an interval. Raises ValueError for a precision that it
         does not compute in."""
-        ends, now = [0.0], 0.0
-        for i, k in enumerate(self.kernels, 1):
+        ends, now, started = [0.0], 0.0, 0.0
+        for i, k in enumerate(self.kernels):
             ms = gpu.ms(k.flops, k.nbytes, self.precision, k.kind) / faster
-            now = max(now, i * LAUNCH_US / 1e3) + ms
+            started += self.host_us[i >= self.forward] / 1e3
+            now = max(now, started) + ms
             ends.append(now)
         forward = ends[self.forward]
         gradients = (Gradient(n, s, max(ends[self.ready[n]], forward)) for n, s in self.shapes.items())
@@ -128,12 +133,14 @@ def count(
             own = p.untyped_storage()._cdata
             counter.parameters.add(own)
             hooks.append(p.register_post_accumulate_grad_hook(lambda _, n=name: ready.__setitem__(n, counter.done)))
+    counting = _COUNTER.set(counter)
     try:
         with _fused_operators(counter), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda t: t), counter:
             value = loss()
             forward = counter.done
             value.backward()
     finally:
+        _COUNTER.reset(counting)
         for hook in hooks:
             hook.remove()
         module.zero_grad(set_to_none=True)
@@ -142,7 +149,8 @@ def count(
     kernels = [Kernel(*k) for k in counter.kernels]
     if dtype is not None:
         kernels, forward, ready = _with_casts(kernels, forward, ready, shapes)
-    return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved)
+    host = (LAUNCH_US, LAUNCH_US) if compiled else HOST_US
+    return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved, host)
 
 
 def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
@@ -176,6 +184,7 @@ class _Counter(TorchDispatchMode):
         self.kernels: list[tuple[float, float, str]] = []
         self.parameters: set[int] = set()
         self.saved = 0.0
+        self.attention_kept = False
         self.kept: dict[int, Any] = {}  # storages, so that none has the number of one that is gone
         self.seen: set[int] = set()  # saved ones
         self.group: set[int] = set()  # storages that the fused kernel at the end has at hand
@@ -244,8 +253,68 @@ class _Counter(TorchDispatchMode):
             self.kernels[-1] = (flops, before + nbytes, "")
 
 
+_COUNTER: ContextVar[_Counter] = ContextVar("counter")
+"""Who counts now."""
+
+
 def _bytes(t: Tensor) -> float:
     return float(t.numel() * t.element_size())
+
+
+def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` of torch.utils.checkpoint: every second matrix product and fused attention are kept, everything else is
+    computed again."""
+    counter, seen = _COUNTER.get(), {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op.overloadpacket.__name__ not in PRODUCTS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[ctx.is_recompute] += 1
+        if seen[ctx.is_recompute] % 2 == 0:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not ctx.is_recompute:
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+            counter.saved += a.shape[:-1].numel() * b.shape[-1] * a.element_size()
+        return CheckpointPolicy.MUST_SAVE
+
+    first, again = create_selective_checkpoint_contexts(policy)
+    return first, _Again(again, counter)
+
+
+class _Again:
+    """Forward's second time under `products_kept`: attention is there already."""
+
+    def __init__(self, inner: AbstractContextManager[Any], counter: _Counter) -> None:
+        self.inner, self.counter = inner, counter
+
+    def __enter__(self) -> None:
+        self.counter.attention_kept = True
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.counter.attention_kept = False
+
+
+class _Loss(torch.autograd.Function):
+    """Cross entropy in one kernel: reads the logits, and writes their gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        _COUNTER.get().add(0.0, _bytes(logits), "")
+        return logits.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (logits,) = ctx.saved_tensors
+        _COUNTER.get().add(0.0, 2 * _bytes(logits), "")
+        return torch.empty_like(logits)
+
+
+def fused_loss(logits: Tensor) -> Tensor:
+    """The cross entropy of some labels, as fused kernels compute it."""
+    return _Loss.apply(logits)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -259,7 +328,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out)
         ctx.counter, ctx.mask = counter, mask if mask is not None and mask.requires_grad else None
         ctx.flops = 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]) / (2 if causal else 1)
-        counter.add(ctx.flops, sum(map(_bytes, (q, k, v, out))), "attention")
+        if not counter.attention_kept:
+            counter.add(ctx.flops, sum(map(_bytes, (q, k, v, out))), "attention")
         return out
 
     @staticmethod

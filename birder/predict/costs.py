@@ -55,6 +55,11 @@ REACHED = 0.7
 """Share of a GPU's memory bandwidth that element-wise kernels are assumed to reach."""
 LAUNCH_US = 8.0
 """Assumed time to start a kernel on a GPU, Python included."""
+HOST_US = (24.0, 9.0)
+"""Assumed time in which the host starts a kernel of forward, from Python, and of backward, from C++. Forward: BERT-Base takes
+6 ms for 64 tokens and for 256 (huggingface.co/transformers/v4.8.0/benchmarks.html), and has 249 kernels. Backward: so
+much less as on a CPU with a model that is too narrow to be anything but the host's work. What a compiler has made starts in
+`LAUNCH_US`."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ KINDS = {"": 1.0, "attention": 0.6, "convolution": 0.7}
 MEMORY = 0.85
 """Share of the memory's bandwidth that a kernel reaches."""
 UNSURE = 0.3
-"""A time from an architecture may be so much shorter or longer, relative: seven of ten published ones are not further off
+"""A time from an architecture may be so much shorter or longer, relative: eight of ten published ones are not further off
 (results/published/tables/step_times.md)."""
 PRECISIONS = tuple(REACHED)
 
@@ -30,7 +30,8 @@ PRECISIONS = tuple(REACHED)
 @dataclass(frozen=True)
 class GPU:
     """A GPU. tflops: peak by precision; gb_per_s: of its memory; gb: its size; inside_gb_per_s: to another GPU of the node,
-    each way, by `inside` (NVLink or PCIe); relative: what 16-bit products reach of the peak, with an A100's share as 1."""
+    each way, by `inside` (NVLink or PCIe); relative: what 16-bit products reach of the peak, with an A100's share as 1;
+    attention: share of the peak that fused attention reaches, where it is not that of `KINDS`."""
 
     name: str
     label: str
@@ -40,6 +41,7 @@ class GPU:
     inside_gb_per_s: float
     inside: str
     relative: float = 1.0
+    attention: float | None = None
 
     def peak(self, precision: str) -> float:
         """TFLOP/s. Raises ValueError where the GPU does not compute in that precision."""
@@ -52,6 +54,8 @@ class GPU:
     def ms(self, flops: float, nbytes: float, precision: str, kind: str = "") -> float:
         """(1), in ms. kind: of `KINDS`."""
         share = KINDS[kind] * REACHED[precision] * (self.relative if precision in ("bf16", "fp16") else 1.0)
+        if kind == "attention":
+            share = self.attention or share
         compute = flops / (share * self.peak(precision) * 1e9) if flops else 0.0
         return compute + nbytes / (MEMORY * self.gb_per_s * 1e6)
 
@@ -68,12 +72,20 @@ def _gpu(
     gb: float,
     inside: tuple[float, str],
     relative: float = 1.0,
+    attention: float | None = None,
 ) -> GPU:
     """peaks: fp32 and 16 bits; with fp16 alone where there are two, TF32 between them where there are three."""
     names = {2: ("fp32", "fp16"), 3: ("fp32", "tf32", "bf16", "fp16")}[len(peaks)]
-    return GPU(name, label, dict(zip(names, (*peaks, peaks[-1]))), gb_per_s, gb, *inside, relative)
+    return GPU(name, label, dict(zip(names, (*peaks, peaks[-1]))), gb_per_s, gb, *inside, relative, attention)
 
 
+LIMITED = 1.1
+"""Where a multiprocessor does 512 operations in a cycle, a fourth of an A100's, its memory keeps up: an L20, one of these,
+reaches 115 of 119.5 TFLOP/s, an A100 271 of 312 (github.com/DefTruth/CUDA-Learn-Notes, hgemm; ml-engineering, below)."""
+HOT = 0.88
+"""At its power limit an H200 holds 755 of 989 TFLOP/s, a B200 1429 of 2250 (ml-engineering, below; at first 834, 1745)."""
+HOPPER = 0.35
+"""What FlashAttention-2, torch's, reaches on an H100 (arXiv 2407.08608)."""
 _A100, _H100, _H100_PCIE = (19.5, 156.0, 312.0), (67.0, 495.0, 989.0), (51.0, 378.0, 756.0)
 GPUS: dict[str, GPU] = {
     g.name: g
@@ -85,22 +97,22 @@ GPUS: dict[str, GPU] = {
         _gpu("a100-sxm-40gb", "A100 SXM 40 GB", _A100, 1555, 40, NVLINK3),
         _gpu("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, PCIE4, 0.96),
         _gpu("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, PCIE4, 0.96),
-        _gpu("h100-sxm", "H100 SXM", _H100, 3350, 80, NVLINK4, 0.93),
-        _gpu("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, PCIE5, 0.93),
-        _gpu("h200", "H200", _H100, 4800, 141, NVLINK4, 0.93),
-        _gpu("b200", "B200", (75.0, 1125.0, 2250.0), 8000, 180, NVLINK5, 0.9),
+        _gpu("h100-sxm", "H100 SXM", _H100, 3350, 80, NVLINK4, HOT, HOPPER),
+        _gpu("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, PCIE5, HOT, HOPPER),
+        _gpu("h200", "H200", _H100, 4800, 141, NVLINK4, HOT, HOPPER),
+        _gpu("b200", "B200", (75.0, 1125.0, 2250.0), 8000, 180, NVLINK5, 0.73, HOPPER),
         _gpu("l40s", "L40S", (91.6, 183.0, 362.0), 864, 48, PCIE4),
         _gpu("l4", "L4", (30.3, 60.0, 121.0), 300, 24, PCIE4),
         _gpu("a10", "A10", (31.2, 62.5, 125.0), 600, 24, PCIE4),
-        _gpu("a10g", "A10G", (35.0, 35.0, 70.0), 600, 24, PCIE4),
-        _gpu("rtx-3090", "RTX 3090", (35.6, 35.6, 71.0), 936, 24, PCIE4),
-        _gpu("rtx-4090", "RTX 4090", (82.6, 82.6, 165.2), 1008, 24, PCIE4),
+        _gpu("a10g", "A10G", (35.0, 35.0, 70.0), 600, 24, PCIE4, LIMITED),
+        _gpu("rtx-3090", "RTX 3090", (35.6, 35.6, 71.0), 936, 24, PCIE4, LIMITED),
+        _gpu("rtx-4090", "RTX 4090", (82.6, 82.6, 165.2), 1008, 24, PCIE4, LIMITED),
         _gpu("rtx-a6000", "RTX A6000", (38.7, 77.4, 154.8), 768, 48, PCIE4),
     )
 }
 """From the makers' data sheets. The first of a family is meant where no variant is named: A100 is the one with 80 GB and SXM.
 RTX: products with sums in fp32, which training uses; PCIe: one way, of 16 lanes. `relative` of A100, H100, H200 and B200:
-greatest rates of matrix products that were measured (github.com/stas00/ml-engineering, compute/accelerator); of V100: the
+rates of matrix products that were measured (github.com/stas00/ml-engineering, compute/accelerator); of V100: the
 profile of BERT-Large (experiments/cells/published.py); of others it is not known."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,8 @@ SEQ = 1024
 """Tokens of a sample where none are asked for, or as many as the model takes."""
 PIXELS = 224
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+SHOWN = ("gpt2", "llama-3.1-8b", "bert-base")
+"""Names that an unknown one is answered with where none is near."""
 HEAD = 64
 """Width of a head of `params:`."""
 TASKS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification", "QuestionAnswering")
@@ -38,15 +41,17 @@ TASKS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification", "QuestionAn
 @dataclass(frozen=True)
 class Asked:
     """What is asked of a model. seq: tokens of a sample; None: `SEQ`. compiled: fused as by torch.compile. checkpointing:
-    activations are computed again in backward. attention: transformers' implementation."""
+    activations are computed again in backward: of every layer ("full"), of every second ("layer"), or all but fused attention
+    and every second matrix product ("op"). attention: transformers' implementation. fused_loss: one kernel."""
 
     model: str
     batch: int
     precision: str
     seq: int | None = None
     compiled: bool = False
-    checkpointing: bool = False
+    checkpointing: str | None = None
     attention: str = "sdpa"
+    fused_loss: bool = False
 
 
 def work(q: Asked, configuration: Any = None) -> Any:
@@ -57,7 +62,9 @@ def work(q: Asked, configuration: Any = None) -> Any:
 
     kind, _, name = q.model.partition(":")
     if q.checkpointing and kind == "torchvision":
-        raise UserError("checkpointing=true is for hf: and params: models, which can switch it on themselves")
+        raise UserError(
+            f"checkpointing={q.checkpointing} is for hf: and params: models, which can switch it on themselves"
+        )
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -82,8 +89,8 @@ def named(model: str) -> str:
     known = models.list_models(module=models)
     if model in known:
         return f"torchvision:{model}"
-    near = nearest(key, [*presets(), *known], [f"hf:{n}" for n in presets()])
-    raise UserError(f"no model {model}{near} Say hf:NAME, torchvision:NAME, package.module:function or params:SIZE")
+    near = nearest(key, [*presets(), *known], [*(f"hf:{n}" for n in SHOWN), "... in conf/predict/models.yaml"])
+    raise UserError(f"no model {model}{near}; say hf:NAME, torchvision:NAME, package.module:function or params:SIZE")
 
 
 def slug(q: Asked) -> str:
@@ -128,8 +135,8 @@ def config(name: str) -> Any:
             ) from None
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
-    near = nearest(key, [*presets(), *CONFIG_MAPPING_NAMES], presets())
-    raise UserError(f"no model hf:{name}{near} A folder with a config.json serves too: nothing is downloaded here")
+    near = nearest(key, [*presets(), *CONFIG_MAPPING_NAMES], [*SHOWN, "... in conf/predict/models.yaml"])
+    raise UserError(f"no model hf:{name}{near}; nothing is downloaded, but a folder with a config.json serves too")
 
 
 def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
@@ -152,7 +159,7 @@ def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     net = auto.from_config(config, attn_implementation=q.attention)
     net.train()
     if q.checkpointing:
-        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint(net, q.checkpointing)
     if task == "ImageClassification":
         images = torch.randn(q.batch, getattr(config, "num_channels", 3), *_pair(getattr(config, "image_size", PIXELS)))
         labels = torch.zeros(q.batch, dtype=torch.long)
@@ -167,7 +174,28 @@ def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     if task == "PreTraining" and config.model_type == "bert":
         next_one = torch.zeros(q.batch, dtype=torch.long)
         return net, lambda: net(input_ids=tokens, labels=tokens, next_sentence_label=next_one).loss
+    if q.fused_loss:
+        from birder.predict.architecture import fused_loss
+
+        return net, lambda: fused_loss(net(input_ids=tokens).logits)
     return net, lambda: net(input_ids=tokens, labels=tokens).loss
+
+
+def _checkpoint(net: Any, how: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from birder.predict.architecture import products_kept
+
+    own: dict[str, Any] = {"use_reentrant": False}
+    if how == "op":
+        own["context_fn"] = products_kept
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # of torch 2.13
+            own["respect_saved_tensors_hooks"] = False  # `products_kept` counts them
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=own)
+    if how == "layer":
+        for layer in [m for m in net.modules() if isinstance(m, GradientCheckpointingLayer)][1::2]:
+            layer.gradient_checkpointing = False
 
 
 def _pair(size: Any) -> tuple[int, int]:

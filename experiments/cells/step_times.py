@@ -1,19 +1,22 @@
 """Timelines from architectures beside what is known: the recorded timelines, and the throughputs that others published.
 
 Nothing here is fitted to a row: the shares of birder/predict/gpus.py are the same for all models. Models are as they were
-trained: attention not fused where the source's is not (BERT of NVIDIA's examples, and so the timelines made of them).
+trained: attention not fused where the source's is not (BERT of NVIDIA's examples, and so the timelines made of them), loss
+and activation function fused where they are, with the link, power limit and checkpointing that are said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from birder.predict import Cluster, Link, Timeline, gpus
+from birder.predict.answers import answer
 from birder.predict.layouts import Plan
 from experiments.cells import architectures, published, timelines
 from experiments.cells.architectures import Asked
@@ -24,8 +27,10 @@ if TYPE_CHECKING:  # it loads torch
 
 FILE = ROOT / "results" / "step_times.yaml"
 EAGER = "eager"
-NIC = Link(1600.0, 5.0)
-"""Between the nodes of published runs on several: eight NICs of 200 Gbit/s, as the sources say or nearly."""
+NIC_GBPS = 1600.0
+"""Of a node where the source does not say: eight NICs of 200 Gbit/s."""
+LATENCY_US = 5.0
+INSIDE_REACHED = 230 / 300
 
 
 class Shape(BaseModel):
@@ -46,8 +51,14 @@ class Shape(BaseModel):
     accumulation: int = 1
     layout: Any = "ddp"
     gpus: int = 1
-    checkpointing: str | None = None
+    checkpointing: Literal["full", "layer", "op"] | None = None
     compiled: bool = False
+    attention: str = "sdpa"
+    fused: bool = False
+    wide: Literal[2, 4] = 4
+    nic_gbps: float = NIC_GBPS
+    gb_per_s: float | None = None
+    watts: tuple[float, float] | None = None
     per_s: float
     unit: str
     note: str = ""
@@ -90,7 +101,7 @@ def _config(row: Shape) -> Any:
         layers, width, heads, vocab = row.gpt
         return GPT2Config(
             n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocab, n_positions=row.seq or 1024, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu" if row.fused else "gelu_new",
         )  # fmt: skip
     if row.llama:
         layers, width, heads, vocab, inner, groups = row.llama
@@ -107,36 +118,54 @@ def _config(row: Shape) -> Any:
     return own
 
 
+def gpu_of(row: Shape) -> gpus.GPU:
+    """A row's GPU. Dynamic power is as f V^2, and the voltage as the frequency f: (1) f ~ P^(1/3)."""
+    found = gpus.find(row.gpu)
+    limited, usual = row.watts or (1.0, 1.0)
+    peaks = {p: peak * (limited / usual) ** (1 / 3) for p, peak in found.tflops.items()}
+    return replace(found, tflops=peaks, gb_per_s=row.gb_per_s or found.gb_per_s)
+
+
 def beside(row: Shape) -> Beside:
-    """A row and its prediction: computing, FSDP's collectives, the update of AdamW (of SGD for images)."""
+    """A row and its prediction: computing, communication, the update of AdamW (of SGD for images)."""
     asked = Asked(
         f"torchvision:{row.torchvision}" if row.torchvision else f"hf:{row.name}",
         row.batch,
         row.precision,
         row.seq,
         row.compiled,
-        attention=EAGER if row.bert else "sdpa",
+        row.checkpointing,
+        EAGER if row.bert else row.attention,
+        row.fused,
     )
     work = architectures.work(asked, None if row.torchvision else _config(row))
-    gpu = gpus.find(row.gpu)
-    each = min(row.gpus, 8)
-    inside = Link(8 * gpu.inside_gb_per_s * 230 / 300, 5.0)
-    cluster = Cluster(max(1, row.gpus // 8), each, NIC, inside, borders=True)
+    there, each = gpu_of(row), min(row.gpus, 8)
+    inside = Link(8 * INSIDE_REACHED * there.inside_gb_per_s, LATENCY_US)
+    cluster = Cluster(max(1, row.gpus // 8), each, Link(row.nic_gbps, LATENCY_US), inside, borders=True)
     optimizer = "sgd" if row.torchvision else "adamw"
-    plan = Plan(row.layout, row.accumulation, optimizer)
-    t = plan.timeline(work.timeline(gpu, gpus_per_node=each, optimizer=optimizer), cluster)
-    step_ms = t.step_ms + (t.update_ms or 0.0)
+    method = "none" if row.gpus == 1 else {2: "bf16", 4: "fp32"}[row.wide]
+    t = work.timeline(there, gpus_per_node=each, optimizer=optimizer)
+    found = answer(t, cluster, Plan(row.layout, row.accumulation, optimizer), [method])
     samples = row.batch * row.accumulation * (row.seq or 1 if row.unit == "tokens" else 1)
-    return Beside(row, work, 1e3 * samples / step_ms)
+    return Beside(row, work, 1e3 * samples / found.prediction[method].ms)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A timeline from the architecture beside one of results/timelines, or of a published profile."""
+    """A timeline from the architecture beside one of results/timelines."""
 
     name: str
     recorded: Timeline
-    counted: Timeline
+    work: Work
+
+    @cached_property
+    def counted(self) -> Timeline:
+        return self.work.timeline(gpus.find(self.recorded.gpu))
+
+    @property
+    def waits(self) -> float:
+        """Share of the counted step in which the GPU waits for the host."""
+        return 1 - alone_ms(self.work, gpus.find(self.recorded.gpu)) / self.counted.step_ms
 
     @property
     def error(self) -> float:
@@ -148,6 +177,11 @@ class Recorded:
         """How far a gradient's moment is off at most, as a share of the step."""
         found = {g.name: g.ready_ms / self.counted.step_ms for g in self.counted.gradients}
         return max(abs(found[g.name] - g.ready_ms / self.recorded.step_ms) for g in self.recorded.gradients)
+
+
+def alone_ms(work: Work, gpu: gpus.GPU) -> float:
+    """Forward and backward of a GPU whose host takes no time."""
+    return replace(work, host_us=(0.0, 0.0)).timeline(gpu).step_ms
 
 
 def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
@@ -164,12 +198,12 @@ def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
             own = BertConfig()
             own.architectures = ["BertForQuestionAnswering"]
             work = architectures.work(Asked("hf:bert", t.batch_per_gpu, precision, 384, attention=EAGER), own)
-        found.append(Recorded(name, t, work.timeline(gpus.find(t.gpu))))
+        found.append(Recorded(name, t, work))
     return found
 
 
-def profiles() -> list[tuple[published.Profile, float, float]]:
-    """(profile of BERT-Large on V100, its forward and backward in ms, counted ms), one for each batch and network."""
+def profiles() -> list[tuple[published.Profile, Work]]:
+    """Each profile of BERT-Large on V100, and what is counted for its batch."""
     from transformers import BertConfig
 
     own = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
@@ -177,5 +211,5 @@ def profiles() -> list[tuple[published.Profile, float, float]]:
     counted = {}
     for batch in {p.batch for p in published.PROFILES}:
         asked = Asked("hf:bert-large", batch, "fp16", 128, attention=EAGER)
-        counted[batch] = architectures.work(asked, own).timeline(gpus.find("v100")).step_ms
-    return [(p, p.forward + p.backward, counted[p.batch]) for p in published.PROFILES]
+        counted[batch] = architectures.work(asked, own)
+    return [(p, counted[p.batch]) for p in published.PROFILES]

@@ -33,7 +33,10 @@ class Question(Section):
         "null: bf16, or fp16 on a GPU without it; tf32 for a recorded timeline"
     )
     compiled: Switch = doc("kernels that do not multiply are fused, as by torch.compile")
-    checkpointing: Switch = doc("activations are computed again in backward")
+    checkpointing: Switch | Literal["layer", "op"] = doc(
+        "activations are computed again in backward; layer: of every second layer; op: all but fused attention and every "
+        "second matrix product"
+    )
     accumulation: Count = doc("micro-batches of a step")
     sharding: Literal["ddp", "hsdp", "fsdp"] = doc("how the model is laid out over ranks")
     optimizer: Literal["adamw", "sgd"] = doc("the user's own optimizer, which dense methods keep")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from birder.predict.architecture import CAST, Work, count
-from birder.predict.costs import LAUNCH_US
-from birder.predict.gpus import GPUS, KINDS, MEMORY, REACHED, find
+from birder.predict.costs import HOST_US
+from birder.predict.gpus import GPUS, HOPPER, KINDS, MEMORY, REACHED, find
 
 
 def mlp(batch: int, width: int = 256, layers: int = 3) -> tuple[nn.Module, object]:
@@ -33,6 +33,7 @@ def test_a_kernel_takes_its_operations_and_its_bytes() -> None:
     assert gpu.ms(1e12, 0, "bf16") == pytest.approx(1e3 / (312 * REACHED["bf16"]))
     assert gpu.ms(0, 1e9, "bf16") == pytest.approx(1e3 / (2039 * MEMORY))
     assert gpu.ms(1e12, 0, "bf16", "attention") == pytest.approx(gpu.ms(1e12, 0, "bf16") / KINDS["attention"])
+    assert find("h100").ms(1e12, 0, "bf16", "attention") == pytest.approx(1e3 / (989 * HOPPER))
 
 
 def test_gradients_are_ready_from_the_last_layer_to_the_first_within_backward() -> None:
@@ -127,7 +128,9 @@ def test_dropout_is_one_kernel_and_none_in_evaluation() -> None:
 def test_a_small_model_waits_for_the_host() -> None:
     found = work(1, layers=30)
     t = found.timeline(find("h100"))
-    assert t.step_ms == pytest.approx(len(found.kernels) * LAUNCH_US / 1e3, rel=0.02)
+    forward, backward = (us / 1e3 for us in HOST_US)
+    assert t.forward_ms == pytest.approx(found.forward * forward, rel=0.02)
+    assert t.step_ms == pytest.approx(t.forward_ms + (len(found.kernels) - found.forward) * backward, rel=0.02)
     assert t.step_ms == pytest.approx(found.timeline(find("b200")).step_ms, rel=0.02)  # no GPU is fast enough
 
 
