@@ -62,9 +62,8 @@ def work(q: Asked, configuration: Any = None) -> Any:
 
     kind, _, name = q.model.partition(":")
     if q.checkpointing and kind == "torchvision":
-        raise UserError(
-            f"checkpointing={q.checkpointing} is for hf: and params: models, which can switch it on themselves"
-        )
+        said = "true" if q.checkpointing == "full" else q.checkpointing
+        raise UserError(f"checkpointing={said} is for hf: and params: models, which can switch it on themselves")
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
