@@ -7,17 +7,20 @@ A template calls the methods of `Facts` by name and goes on with what they retur
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from birder.predict import Timeline
 from experiments.cells import suite as suites
 from experiments.cells import timelines
-from experiments.config import reference
-from experiments.records.record import ResultRecord, read_all
+from experiments.config import question, reference
+from experiments.records.record import ROOT, ResultRecord, read_all
 from experiments.report import (
     accuracy,
     accuracy_page,
@@ -45,6 +48,18 @@ from experiments.report.paired import difference
 from experiments.report.replayed import Results
 from experiments.report.speedup import SpeedupTable
 from experiments.report.table import Table
+
+MAKE = {
+    "model": "MODEL",
+    "gpu": "GPU",
+    "batch": "BATCH",
+    "seq": "SEQ",
+    "precision": "PRECISION",
+    "cluster.nodes": "NODES",
+    "cluster.ranks_per_node": "RANKS",
+    "cluster.gbps": "GBPS",
+}
+"""Keys of a question that `make predict` has a variable for."""
 
 
 def only(found: Sequence[Any], asked: str) -> Any:
@@ -161,6 +176,19 @@ class Facts:
 
     def timeline(self, name: str) -> Timeline:
         return timelines.load(name)
+
+    def example(self, title: str) -> dict[str, str]:
+        """A worked example of docs/predict_examples.md by its title: its command, with make, and what is answered first."""
+        listed = yaml.safe_load((question.FOLDER / "examples.yaml").read_text(encoding="utf-8"))["examples"]
+        asked = dict(pair.split("=", 1) for one in listed if one["title"] == title for pair in one["ask"])
+        named = [f"{MAKE[key]}={shlex.quote(value)}" for key, value in asked.items() if key in MAKE]
+        others = " ".join(f"{key}={value}" for key, value in asked.items() if key not in MAKE)
+        page = (ROOT / "docs" / "predict_examples.md").read_text(encoding="utf-8").partition(f"## {title}\n")[2]
+        said = page.partition("```text\n")[2].partition("\n\n")[0]
+        return {
+            "command": " ".join(["make predict", *named, *([f"ARGS={shlex.quote(others)}"] if others else [])]),
+            "said": said,
+        }
 
     def _runs(self, folder: str, nodes: int) -> list[spreads.Run]:
         return spreads.runs(read_all(self.results / folder), "resnet50", nodes)

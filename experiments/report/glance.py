@@ -6,13 +6,14 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-
-from experiments.report import figure
 from experiments.report.accuracy import AccuracyTable, length_of
 from experiments.report.formats import metric_axis, metric_unit
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Difference
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TINTS = {PARITY: "#228833", BETTER: "#4477aa", WORSE: "#ee6677", OPEN: "#888888"}
 FAR = 3.0
@@ -99,6 +100,8 @@ def point(found: Sequence[Panel]) -> str:
 
 def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:
     """A PNG: a column for each study, a row for each method. Right is better in every column. None without intervals."""
+    from experiments.report import figure  # loads matplotlib, which an answer in text has no use for
+
     found = panels(studies)
     if not found:
         return None

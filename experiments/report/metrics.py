@@ -143,7 +143,7 @@ def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Interval | None:
     """Step time of `base` over that of `other`, paired by rounds. None for too few rounds, or not as many of both."""
     if len(base.ms) != len(other.ms) or len(base.ms) < LEAST_ROUNDS:
         return None
-    from scipy import stats
+    from scipy.special import stdtrit
 
     data = [np.array(part, dtype=float) for part in (base.ms, base.steps, other.ms, other.steps)]
 
@@ -155,7 +155,7 @@ def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Interval | None:
         return Interval(value, value, value)
     drawn = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
     error = float(np.log(statistic(*(part[drawn] for part in data))).std()) * math.sqrt(n / (n - 1))
-    reach = math.exp(float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * error)  # (1)
+    reach = math.exp(float(stdtrit(n - 1, (1 + LEVEL) / 2)) * error)  # (1)
     return Interval(value, value / reach, value * reach)
 
 
