@@ -41,7 +41,7 @@ SEEDS = (0, 1, 2)
 TIMING = (
     *("cluster=emulated", "cluster.link_gbps=0.1", "cluster.dilation=1"),
     *("+evaluate=false", "train.max_steps=99", "train.timing_warmup=3"),
-    *("turns.mode=turns", "turns.rounds=10", "turns.steps=10"),
+    *("timing.mode=interleaved", "timing.rounds=10", "timing.steps=10"),
 )
 """What timed rows have besides: 100 steps, or whole cycles of a method's own, on links of 100 Mbit/s as they are."""
 
@@ -96,7 +96,7 @@ class Plan:
     def time(self, composed: list[Composed]) -> None:
         """Times all rows in one world, unless each has its time already, or that part is not asked for.
 
-        With turns.mode=runs each has a run of its own, if it lacks its time.
+        With timing.mode=sequential each has a run of its own, if it lacks its time.
         """
         group = compose.new_name(EXP)
         if apart(composed) is not None:

@@ -2,7 +2,7 @@
 
 Runs the variants that the experiment lists under `compare` on the same machine, then prints their table and brings its
 files in `results` up to date. What is only timed takes turns in one world of ranks (experiments/timing/turns.py); where
-accuracy counts, one run follows the other: `turns.mode` says. Under torchrun methods take turns in that world.
+accuracy counts, one run follows the other: `timing.mode` says. Under torchrun methods take turns in that world.
 `--paper cser|slamb|zero_one_adam` in the place of +exp=NAME: the methods of that paper side by side (conf/paper), with what
 the paper compares: bytes per step, rounds, step time and metric, against dense methods and 1-bit Adam.
 Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.

@@ -17,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments.config import compose
-from experiments.config.compose import Composed
 from experiments.runs import command, start
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -28,7 +27,7 @@ def main() -> int:
     """The Hydra application."""
     # Hydra wants its flags before the overrides; users write them anywhere.
     typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
-    arguments = compose.quote_hosts(sorted(typed_in, key=_is_override))
+    arguments = compose.as_of_now(compose.quote_hosts(sorted(typed_in, key=_is_override)))
     sys.argv[1:] = arguments
     jobs = 0
     failed: list[tuple[str, int]] = []
@@ -38,7 +37,7 @@ def main() -> int:
         nonlocal jobs
         jobs += 1
         hydra_config = HydraConfig.get()
-        composed = Composed(config, dict(hydra_config.runtime.choices), list(hydra_config.overrides.task))
+        composed = compose.composed(config, dict(hydra_config.runtime.choices), list(hydra_config.overrides.task))
         try:
             line = command.typed("run", composed.overrides)
             if start.under_torchrun():

@@ -49,7 +49,7 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
     found = spread.runs(read_all(resolved["results_dir"]), exp, int(resolved["cluster"]["nodes"]))
     if not found:
         raise UserError(
-            f"no comparison in turns of {exp} in {resolved['results_dir']}: give --runs, or turns.mode=turns"
+            f"no comparison in turns of {exp} in {resolved['results_dir']}: give --runs, or timing.mode=interleaved"
         )
     text = spread.as_table(found).markdown()
     print(text)

@@ -30,8 +30,9 @@ class Launcher(ABC):
     nodes, ranks_per_node: the shape of the world.
     backend:      auto | nccl | gloo; auto is nccl where there are GPUs, gloo elsewhere.
     max_restarts: how often torchrun restarts all ranks after a failure.
-    timeout_s:    how long a rank may keep the others waiting in a collective before they fail, in seconds.
-    silence_s:    how long a rank may answer nobody before the run ends, in seconds (experiments/training/heartbeat.py).
+    collective_timeout_s: how long a rank may keep the others waiting in a collective before they fail, in seconds.
+    heartbeat_timeout_s:  how long a rank may answer nobody before the run ends, in seconds
+                  (experiments/training/heartbeat.py).
     dry_run:      print the commands, start nothing.
     name:         what records call this cluster.
     """
@@ -52,8 +53,8 @@ class Launcher(ABC):
         name: str = "cluster",
         backend: str = "auto",
         max_restarts: int = 0,
-        timeout_s: float = 300.0,
-        silence_s: float = 30.0,
+        collective_timeout_s: float = 300.0,
+        heartbeat_timeout_s: float = 30.0,
         dry_run: bool = False,
     ) -> None:
         self.nodes = nodes
@@ -61,8 +62,8 @@ class Launcher(ABC):
         self.name = name
         self.backend = backend
         self.max_restarts = max_restarts
-        self.timeout_s = timeout_s
-        self.silence_s = silence_s
+        self.collective_timeout_s = collective_timeout_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self.dry_run = dry_run
 
     @abstractmethod

@@ -63,7 +63,7 @@ class LocalLauncher(Launcher):
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         agents = [Agent(self.command(spec_path, spec, k), self.environment(k)) for k in range(self.nodes)]
-        if cause := supervise(agents, spec.path, terminal=terminal_fd(), silence_s=self.silence_s):
+        if cause := supervise(agents, spec.path, terminal=terminal_fd(), heartbeat_timeout_s=self.heartbeat_timeout_s):
             failure.report(cause)
 
 

@@ -1,7 +1,7 @@
 """Ranks that are stopped (SIGSTOP, for example) before they can be missed: while they load, nobody asks them yet.
 
 Once ranks have met, each is watched by another one (experiments/training/heartbeat.py), on whatever machine. Before that the
-process that started a node's torchrun looks itself. Linux only; elsewhere the others wait for `cluster.timeout_s`.
+process that started a node's torchrun looks itself. Linux only; elsewhere the others wait for `cluster.collective_timeout_s`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from launch import failure
 from launch.process import descendants, has_own_proc, is_stopped, of_proc
 
 LATER_S = 12.0
-"""Longer than `silence_s`, so that ranks that have met find it first and say what each of them sees."""
+"""Longer than `heartbeat_timeout_s`, so that ranks that have met find it first and say what each of them sees."""
 LOOK_S = 5.0
 """All processes of the machine are looked through: not more often."""
 
 
 class StoppedWatch:
-    """Kills processes below some torchrun agents that have been stopped for `silence_s` + LATER_S.
+    """Kills processes below some torchrun agents that have been stopped for `heartbeat_timeout_s` + LATER_S.
 
     A rank is killed on its own account: `errors/rank<r>.json` says why.
     """
 
-    def __init__(self, run_dir: Path, silence_s: float) -> None:
+    def __init__(self, run_dir: Path, heartbeat_timeout_s: float) -> None:
         self.run_dir = run_dir
-        self.limit_s = silence_s + LATER_S
+        self.limit_s = heartbeat_timeout_s + LATER_S
         self._stopped: dict[int, float] = {}  # process id -> seconds
         self._looked = time.monotonic()
 

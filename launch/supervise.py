@@ -25,19 +25,19 @@ def supervise(
     run_dir: Path,
     *,
     terminal: int,
-    silence_s: float,
+    heartbeat_timeout_s: float,
     each_poll: Callable[[Sequence[subprocess.Popen]], None] = lambda running: None,
 ) -> Cause | None:
     """Runs agent k with its output in `<run_dir>/logs/node<k>.log`. None when all ended well, else the first cause.
 
     terminal:  file descriptor of the user's terminal, which ranks find as their standard input.
-    silence_s: how long a rank may be stopped (launch/stopped.py).
+    heartbeat_timeout_s: how long a rank may be stopped (launch/stopped.py).
     each_poll: called about ten times a second with the agents' processes.
 
     Whatever happens, a signal included, none of them and of their ranks runs when this returns or raises.
     """
     running: list[subprocess.Popen] = []
-    watch = StoppedWatch(run_dir, silence_s)
+    watch = StoppedWatch(run_dir, heartbeat_timeout_s)
 
     def poll() -> None:
         watch.look([p.pid for p in running])

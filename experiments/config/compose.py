@@ -6,10 +6,12 @@ Importing it registers the source of conf/hparams (hparams.py) and what ${...} m
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import secrets
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +30,17 @@ from experiments.config.construct import launcher as launcher
 from experiments.config.construct import workload as workload
 from experiments.config.data_files import CONF
 from experiments.config.explain import CONFIG_ERRORS
+from experiments.records import old_keys
 from launch import hosts
 from launch.errors import UserError
 from launch.spec import RunSpec
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
+
+
+_warned: set[str] = set()
+"""What `_warn` has said: a comparison composes each of its variants."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,13 @@ class Composed:
     config: DictConfig
     choices: dict[str, str]
     overrides: list[str]
+    resolved: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list, repr=False, compare=False)
+    """What `resolve` has found: (the configuration, resolved); one at most."""
 
 
 def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
-    overrides = quote_hosts(overrides)
+    overrides = as_of_now(quote_hosts(overrides))
     try:
         full = _compose(overrides, config_dir)
     except CONFIG_ERRORS as error:
@@ -89,12 +98,29 @@ def quote_hosts(overrides: Sequence[str]) -> list[str]:
     return [re.sub(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
 
 
+def as_of_now(overrides: Sequence[str]) -> list[str]:
+    """`overrides` with keys that have been renamed under their new names. One warning names those, once."""
+    now, said = old_keys.overrides(overrides)
+    _warn(said)
+    return now
+
+
 def from_hydra(full: DictConfig, overrides: Sequence[str]) -> Composed:
     """Splits a configuration that holds the `hydra` node."""
     choices = {k: v for k, v in full.hydra.runtime.choices.items() if v is not None}
     with omegaconf.open_dict(full):
         config = full.copy()
         config.pop("hydra")
+    return composed(config, choices, overrides)
+
+
+def composed(config: DictConfig, choices: dict[str, str], overrides: Sequence[str]) -> Composed:
+    """What Hydra has composed, without the `hydra` node. Files may hold keys under their old names."""
+    if old := old_keys.names(raw := _raw(config)):
+        _warn([f"{name} is now {old_keys.RENAMED[name][0]}" for name in old])
+        typed = {o.lstrip("+~").partition("=")[0] for o in overrides}
+        raw = old_keys.without(raw, [name for name in old if old_keys.RENAMED[name][0] in typed])
+        config = OmegaConf.create(old_keys.config(raw))
     return Composed(config, choices, list(overrides))
 
 
@@ -114,7 +140,17 @@ def check(composed: Composed, *, rank_zero: bool = True) -> Workload:
 
 
 def resolve(composed: Composed) -> dict[str, Any]:
-    """The configuration as plain dicts, lists and scalars, every key within its range. Raises UserError."""
+    """The configuration as plain dicts, lists and scalars, every key within its range. Raises UserError.
+
+    Done once for a configuration, however often it is asked for; what is returned is the caller's own.
+    """
+    if not composed.resolved or composed.resolved[0][0] != _raw(composed.config):
+        found = _resolve(composed)
+        composed.resolved[:] = [(_raw(composed.config), found)]
+    return copy.deepcopy(composed.resolved[0][1])
+
+
+def _resolve(composed: Composed) -> dict[str, Any]:
     config = composed.config
 
     def get(key: str) -> Any:
@@ -138,7 +174,7 @@ def resolve(composed: Composed) -> dict[str, Any]:
     rules.check_sharded(everything)
     rules.check_products(everything)
     rules.check_virtual(everything)
-    schedules.check(everything["train"]["lr_schedule"])
+    schedules.check_keys(everything["train"]["lr_schedule"])
     if everything["run_name"] is None and everything["resume"] == "auto":
         raise UserError("resume=auto needs run_name=NAME, the name of the run to go on with")
     return {k: v for k, v in everything.items() if k not in ("compare", "tune")}  # no part of this run
@@ -185,6 +221,14 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: Path = CONF)
         return keys
 
     return messages.explain(error, config_dir, known)
+
+
+def _warn(renamed: Sequence[str]) -> None:
+    """One line for keys that have been renamed and were not named yet."""
+    new = [text for text in dict.fromkeys(renamed) if text not in _warned]
+    _warned.update(new)
+    if new:
+        print(f"warning: renamed keys: {'; '.join(new)}", file=sys.stderr, flush=True)
 
 
 def _compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:

@@ -11,13 +11,14 @@ from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS, Cluster
 from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
 from experiments.config.schema_predict import Question
+from experiments.records import old_keys
 
 FREE = ("workload", "optimizer", "cluster", "scales")
 """Sections whose keys the table does not list under their own name."""
 
 
 def tables() -> str:
-    """Tables of the keys of every run, of the launchers', of the optimizers', of predictions'."""
+    """Tables of the keys of every run, of the launchers', of the optimizers', of predictions', and the renamed ones."""
     parts = ["### Every run\n", _table(_rows(Config, ""))]
     parts += ["### Launchers: `cluster.`\n", "All of them:\n", _table(_rows(Cluster, "cluster."))]
     for target, model in CLUSTERS.items():
@@ -27,7 +28,20 @@ def tables() -> str:
     for target, chosen in OPTIMIZERS.items():
         parts += [f"`{target}`:\n", _table(_own(chosen, Optimizer, "optimizer."))]
     parts += ["### Predictions: `experiments/predict.py`\n", _table(_every(Question))]
+    parts += [
+        "### Renamed keys\n",
+        "The old names still work, with a warning; records with old names are read as they are.\n",
+    ]
+    parts += [_renamed()]
     return "\n".join(parts)
+
+
+def _renamed() -> str:
+    lines = ["| old | new |", "|---|---|"]
+    for old, (new, values) in old_keys.RENAMED.items():
+        typed = [f"`{old}={a}`: `{new}={str(b).lower() if isinstance(b, bool) else b}`" for a, b in values.items()]
+        lines.append(f"| `{old}` | {'; '.join([f'`{new}`', *typed])} |")
+    return "\n".join(lines) + "\n"
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:

@@ -54,9 +54,9 @@ def check_sharded(config: dict[str, Any]) -> None:
 def check_products(config: dict[str, Any]) -> None:
     """Raises UserError where a resolved configuration asks for kernels that its precision never calls."""
     train = config["train"]
-    if train["bf16_products"] != "native" and train["precision"] != "bf16":
+    if train["bf16_matmul"] != "native" and train["precision"] != "bf16":
         raise UserError(
-            f"train.bf16_products={train['bf16_products']} goes with train.precision=bf16, not {train['precision']}"
+            f"train.bf16_matmul={train['bf16_matmul']} goes with train.precision=bf16, not {train['precision']}"
         )
 
 

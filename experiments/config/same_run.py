@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.validate import shown
+from experiments.records import old_keys
+from experiments.records.old_keys import CHANGED
 from launch.errors import UserError
 from launch.spec import RunSpec
-
-CHANGED = "resume_changed"
-"""Key of a resolved configuration, and so of its record: [[key, then, now], ...], what a resumed run was changed in."""
 
 BOOKKEEPING = (
     "run_name",
     "output_dir",
     "results_dir",
     "resume",
-    "resume_with",
-    "resume_rule",
+    "resume_allow_config_change",
+    "resume_resize",
     CHANGED,
     "tracker",
     "wandb",
@@ -29,9 +28,9 @@ BOOKKEEPING = (
     "method",
 )
 """Keys that say how a run is kept and told of, not what is run."""
-SAME_NUMBERS = ("train.bf16_products",)
+SAME_NUMBERS = ("train.bf16_matmul",)
 """Keys that change how long a step takes and the order of sums, as another CPU does: they make no other method of it."""
-BEFORE = {"train.bf16_products": "native"}
+BEFORE = {"train.bf16_matmul": "native"}
 """What runs did that are older than the key."""
 
 # What changes no parameter at any step. Everything else does, or may.
@@ -41,7 +40,7 @@ FREE = (
     "scale",
     "scales",
     "timeline",
-    "turns",
+    "timing",
     "parity",
     "profile",
     "evaluate",
@@ -72,31 +71,34 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     """The id of the run in `run_dir`. Notes in `resolved` what the run has been changed in since it began.
 
     Raises UserError when its checkpoints cannot fit this configuration; also when another one would give other parameters,
-    unless it says resume_with=changed. With resume_rule=mean the numbers of nodes and ranks may differ.
+    unless it says resume_allow_config_change=true. With resume_resize=average the numbers of nodes and ranks may differ.
     """
-    resized = resolved["resume_rule"] == "mean"
+    resized = resolved["resume_resize"] == "average"
     try:
         earlier = RunSpec.load(run_dir / "spec.yaml")
-        then, before = _identity(earlier.config), list(earlier.config.get(CHANGED) or [])
+        then_config = old_keys.config(earlier.config)
+        then, before = _identity(then_config), list(then_config.get(CHANGED) or [])
     except Exception as error:
         raise UserError(f"{run_dir}/spec.yaml is not readable: choose another run_name") from error
     for key, now in _identity(resolved).items():
         if then[key] != now and not (resized and key in ("world size", "nodes")):
-            how = "; resume_rule=mean goes on with another number of ranks" if key in ("world size", "nodes") else ""
+            how = (
+                "; resume_resize=average goes on with another number of ranks" if key in ("world size", "nodes") else ""
+            )
             raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
     if not any(run_dir.glob("checkpoints/step-*")):
         return earlier.id  # nothing of it is gone on with
-    changed = differences(earlier.config, resolved)
+    changed = differences(then_config, resolved)
     unasked = [change for change in changed if not (resized and change[0] in _OF_THE_WORLD)]
-    if unasked and resolved["resume_with"] != "changed":
+    if unasked and not resolved["resume_allow_config_change"]:
         key, old, new = unasked[0]
         more = f" (and {len(unasked) - 1} more)" if len(unasked) > 1 else ""
         raise UserError(
             f"cannot resume {str(run_dir)[-80:]}: {key} was {_short(old)}, now it is {_short(new)}{more}: "
-            "set it as it was, or go on nevertheless with resume_with=changed"
+            "set it as it was, or go on nevertheless with resume_allow_config_change=true"
         )
     if before or changed:
-        resolved |= {CHANGED: [*before, *changed], "resume_with": "changed"}
+        resolved |= {CHANGED: [*before, *changed], "resume_allow_config_change": True}
     return earlier.id
 
 

@@ -17,25 +17,15 @@ KEYS = {
 }
 
 
-def check(schedule: dict[str, Any]) -> None:
-    """Raises UserError for an unknown schedule, an unknown key, or a value out of range. A key that is null is not set."""
+def check_keys(schedule: dict[str, Any]) -> None:
+    """Raises UserError for a key that the named schedule does not have. A key that is null is not set.
+
+    Names and values are checked by schema.py (`LrSchedule`), once for a run, as this is.
+    """
     given = _given(schedule)
-    name = given.get("name")
-    if name not in KEYS:
-        raise UserError(f"train.lr_schedule.name must be one of {', '.join(KEYS)}, not '{name}'")
-    unknown = set(given) - KEYS[name] - {"name"}
-    if unknown:
-        raise UserError(
-            f"lr_schedule {name} has no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(KEYS[name]))}"
-        )
-    for key in ("warmup", "every"):
-        value = given.get(key, 0)
-        if not (0 <= value < 1 or (isinstance(value, int) and value >= 1)):
-            raise UserError(
-                f"train.lr_schedule.{key} is a fraction of all steps, in [0, 1), or their number, not {value}"
-            )
-    if given.get("power", 1) <= 0:
-        raise UserError(f"train.lr_schedule.power must be above 0, not {given['power']}")
+    name = given["name"]
+    if unknown := sorted(set(given) - KEYS[name] - {"name"}):
+        raise UserError(f"lr_schedule {name} has no {', '.join(unknown)}; it takes {', '.join(sorted(KEYS[name]))}")
 
 
 def factor(schedule: dict[str, Any], step: int, total_steps: int, steps_per_epoch: int) -> float:
@@ -47,7 +37,6 @@ def factor(schedule: dict[str, Any], step: int, total_steps: int, steps_per_epoc
     exponential: times `gamma` after each `every` steps (below 1: a fraction of all steps);
     step: times `gamma` after each epoch in `milestones`.
     """
-    check(schedule)
     given = _given(schedule)
     warm = _steps(given.get("warmup", 0), total_steps)
     if step <= warm:

@@ -66,7 +66,7 @@ class Train(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = doc(
         "of forward and backward: tf32 on GPUs; bf16, fp16: autocast, fp16 with a GradScaler"
     )
-    bf16_products: Literal["native", "fp32"] = doc(
+    bf16_matmul: Literal["native", "fp32"] = doc(
         "kernels for products of bf16 matrices: fp32, rounded to bf16, is faster on a CPU without instructions for bf16"
     )
     max_grad_norm: Positive | None = doc("gradients are clipped to this global norm")
@@ -83,7 +83,7 @@ class Comm(Section):
         "who is a worker: every rank, every node, or every node with the model sharded over its ranks by FSDP2"
     )
     overlap: Switch = doc("false: communicate after backward, not beside it")
-    bucket_mb: Megabytes = doc("size of buckets and units, MB")
+    bucket_cap_mb: Megabytes = doc("size of buckets and units, MB")
     hook: Literal["bf16", "fp16", "powersgd", "int4", "fp8"] | None = doc(
         "how gradients of a dense optimizer are averaged: PyTorch's hooks, or 4 or 8 bits with a scale for every block"
     )
@@ -106,14 +106,16 @@ class Parity(Section):
     relative: Switch = doc("true: differences and the margin are shares of the baseline's value", False)
 
 
-class Turns(Section):
+class Timing(Section):
     """docs/timing.md."""
 
-    mode: Literal["auto", "turns", "runs"] = doc(
-        "in one world, or one run after the other; auto: turns if only time counts"
+    mode: Literal["auto", "interleaved", "sequential"] = doc(
+        "in turns in one world, or one run after the other; auto: interleaved if only time counts"
     )
     rounds: Count = doc("every method has a turn in each")
-    rounds_anew: Count = doc("no more than these where memory holds one method at a time, made anew in each turn")
+    rounds_when_rebuilding: Count = doc(
+        "no more than these where memory holds one method at a time, made anew in each turn"
+    )
     steps: Count = doc("of a turn, at least; methods whose steps differ in kind take whole cycles")
 
 
@@ -138,11 +140,12 @@ class Config(Section):
     results_dir: Folder = doc("records, curves, tables, plots")
     output_dir: Folder = doc("one folder per run: spec, logs, checkpoints, curve")
     resume: Literal["never", "auto"] = doc("auto: go on from the last complete checkpoint of the run `run_name`")
-    resume_with: Literal["unchanged", "changed"] = doc(
-        "changed: go on although keys differ that change the result; the record says which", "unchanged"
+    resume_allow_config_change: Switch = doc(
+        "true: go on although keys differ that change the result; the record says which", False
     )
-    resume_rule: Literal["same", "mean"] = doc(
-        "mean: go on with another number of nodes or ranks; new workers get the means of the old ones' state", "same"
+    resume_resize: Literal["never", "average"] = doc(
+        "average: go on with another number of nodes or ranks; new workers get the means of the old ones' state",
+        "never",
     )
     run_name: Name | None = doc("folder of the run below output_dir; null: a new one")
     timeline: Text | None = doc("the GPU that an emulated cluster stands for: a file of results/timelines")
@@ -155,7 +158,7 @@ class Config(Section):
     comm: Comm = doc("communication")
     checkpoint: Checkpoint = doc("checkpoints")
     parity: Parity = doc("how tables compare accuracies")
-    turns: Turns = doc("how a comparison times its variants")
+    timing: Timing = doc("how a comparison times its variants")
     scale: Scale = doc("size of the run")
     tracker: Literal["wandb", "tensorboard", "none"] = doc(
         "where runs and comparisons are recorded beside their records; `wandb` says how", "wandb"

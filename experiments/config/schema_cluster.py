@@ -30,8 +30,8 @@ class Cluster(Section):
     ranks_per_node: Ranks = doc("ranks (GPUs) of a node")
     backend: Literal["auto", "nccl", "gloo"] = doc("auto: nccl with GPUs, gloo otherwise")
     max_restarts: Restarts = doc("restarts of all ranks by torchrun after a failure")
-    silence_s: Seconds = doc("seconds that a rank may answer nobody before the run ends")
-    timeout_s: Seconds = doc("seconds that a rank which does answer may keep the others waiting")
+    heartbeat_timeout_s: Seconds = doc("seconds that a rank may answer nobody before the run ends")
+    collective_timeout_s: Seconds = doc("seconds that a rank which does answer may keep the others waiting")
     dry_run: Switch = doc("true: print the commands, start nothing")
 
 

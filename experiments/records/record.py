@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.records import labels, privacy
+from experiments.records import labels, old_keys, privacy
 from experiments.records.origin import ROOT, git_state, hardware, software
 from launch import link as launch_link
 from launch.errors import UserError
@@ -222,6 +222,8 @@ def read(path: str | Path) -> ResultRecord:
     known = {f.name for f in dataclasses.fields(ResultRecord)}
     if set(content) | LATER != known:
         raise UserError(f"{path} is not a record of schema {SCHEMA}: check {', '.join(sorted(set(content) ^ known))}")
+    content["config"] = old_keys.config(content["config"])
+    content["overrides"] = [old_keys.override(o) for o in content["overrides"]]
     return ResultRecord(**content)
 
 

@@ -161,7 +161,7 @@ def _expected(r: ResultRecord, compute: float) -> float | None:
     if wire_ms is None or not payload:
         return None
     elements = payload * r.nodes / (2 * (r.nodes - 1) * WIRES[r.wire])
-    bucket_mb = r.config.get("comm", {}).get("bucket_mb", 25.0)
+    bucket_mb = r.config.get("comm", {}).get("bucket_cap_mb", 25.0)
     if 4 * elements <= bucket_mb * 2**20:
         return compute + wire_ms + _update_ms(r)
     try:

@@ -12,7 +12,7 @@ from experiments.records.record import ResultRecord
 # Bookkeeping, and what tables show in columns or titles of their own.
 NOT_A_VARIANT = (
     *BOOKKEEPING,
-    *("seed", "exp", "scale", "scales", "cluster", "data", "workload.data_path", "turns", "parity"),
+    *("seed", "exp", "scale", "scales", "cluster", "data", "workload.data_path", "timing", "parity"),
 )
 
 

@@ -1,8 +1,8 @@
 """What a change of the number of workers costs, measured: scikit-learn's digits on virtual workers (experiments/resize.py).
 
 Every run trains on n workers up to the change and then goes on three times, with the same batches in all: unchanged; on k
-workers with what birder/elastic.py makes of the old states (`mean`, what resume_rule=mean does); and on k workers that keep
-only what all old ones had in common and begin with zeros for the rest (`zeros`).
+workers with what birder/elastic.py makes of the old states (`mean`, what resume_resize=average does); and on k workers that
+keep only what all old ones had in common and begin with zeros for the rest (`zeros`).
 """
 
 from __future__ import annotations

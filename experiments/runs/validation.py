@@ -28,7 +28,7 @@ MODELS: dict[str, list[str]] = {
 """Experiments of conf/exp, and what they have besides. The small BERT and GPT have the links of an A100 ten times as fast as
 this machine: there is no A100's time for them."""
 NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
-TURNS = ["turns.rounds=12", "turns.steps=1"]
+TURNS = ["timing.rounds=12", "timing.steps=1"]
 RESULTS = Path(LOCAL) / trained.FOLDER
 KEYS = "nodes", "gbps", "results_dir"
 """What is given beside experiments."""

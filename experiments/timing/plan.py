@@ -20,11 +20,11 @@ TURN_FILE = "turn"
 """In a run directory: the id of the method whose turn it is."""
 BOUND_FILE = "bound.json"
 """In a run directory: {step_ms} of the bound, where there was no method to time (experiments/timing/calibrate.py)."""
-SHARED = ("workload", "cluster", "data", "seed", "scale", "timeline", "turns", "results_dir", "output_dir", "profile")
+SHARED = ("workload", "cluster", "data", "seed", "scale", "timeline", "timing", "results_dir", "output_dir", "profile")
 """Sections of the configuration that methods of one world must have in common ..."""
 SHARED_KEYS = (
     *(f"train.{key}" for key in ("batch_per_rank", "accumulate", "precision", "threads", "epochs", "max_steps")),
-    "comm.bucket_mb",
+    "comm.bucket_cap_mb",
 )
 """... and single keys."""
 
@@ -32,18 +32,18 @@ SHARED_KEYS = (
 def why_runs(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
     """Why these variants are run one after the other, each in a world of its own; None where they take turns.
 
-    With turns.mode=auto those take turns that are only timed: synthetic data at quick scale. Raises UserError where
-    turns.mode=turns asks for what cannot be.
+    With timing.mode=auto those take turns that are only timed: synthetic data at quick scale. Raises UserError where
+    timing.mode=interleaved asks for what cannot be.
     """
     first = resolved[0]
-    mode = first["turns"]["mode"]
-    if mode == "runs":
-        return "turns.mode=runs"
+    mode = first["timing"]["mode"]
+    if mode == "sequential":
+        return "timing.mode=sequential"
     if mode == "auto" and not (synthetic and first["scale"]["name"] == "quick"):
         return "their accuracy counts"
     reason = _not_together(resolved)
-    if mode == "turns" and reason is not None:
-        raise UserError(f"turns.mode=turns is not possible: {reason}; set turns.mode=runs")
+    if mode == "interleaved" and reason is not None:
+        raise UserError(f"timing.mode=interleaved is not possible: {reason}; set timing.mode=sequential")
     return reason
 
 

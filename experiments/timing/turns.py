@@ -63,12 +63,12 @@ class _World:
     def __init__(self, spec: RunSpec, shard: Shard) -> None:
         self.spec, self.shard, self.config = spec, shard, spec.config
         self.main = shard.rank == 0
-        self.rounds, self.steps = int(spec.config["turns"]["rounds"]), int(spec.config["turns"]["steps"])
+        self.rounds, self.steps = int(spec.config["timing"]["rounds"]), int(spec.config["timing"]["steps"])
         self.workload, self.length, model = begin(spec, shard, shard.world_size)
         self.ddp = SharedDDP(
             model,
             device_ids=[shard.device] if shard.device.type == "cuda" else None,
-            bucket_cap_mb=self.config["comm"]["bucket_mb"],
+            bucket_cap_mb=self.config["comm"]["bucket_cap_mb"],
             gradient_as_bucket_view=True,
             init_sync=False,  # the same seed has made the same model everywhere
         )
@@ -158,7 +158,7 @@ class _World:
         return self._profiled()
 
     def _profiled(self) -> dict[str, Any]:
-        unit_mb, model = float(self.config["comm"]["bucket_mb"]), self.ddp.module
+        unit_mb, model = float(self.config["comm"]["bucket_cap_mb"]), self.ddp.module
         decay = max((float(v.config["optimizer"].get("weight_decay", 0.0)) for v in self.variants), default=0.0)
         groups = self.workload.param_groups(model, decay)
         found = profile(self.bound.passed, self.ddp, groups, unit_mb)
@@ -170,7 +170,7 @@ class _World:
         self.held = False
         for entry in self.variants:
             entry.free()
-        self.rounds = min(self.rounds, int(self.config["turns"]["rounds_anew"]))
+        self.rounds = min(self.rounds, int(self.config["timing"]["rounds_when_rebuilding"]))
         self.links.remember(CHECK_TURNS)
         self._say(
             f"Memory does not hold all methods at once (up to {needed / 2**30:.1f} GiB a rank): each is made anew"

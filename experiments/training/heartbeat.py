@@ -1,8 +1,8 @@
 """Heartbeats between ranks: a collective that fails, or waits, does not say on whose account.
 
 Every rank answers on a socket of its own, from a thread, so also while it computes, prepares data or waits. Each rank asks
-the next one every few seconds; one that has been quiet for `cluster.silence_s` ends the run. A rank that fails for want
-of others asks all of them once. What it finds goes into its error file, where the launcher reads whom most ranks miss.
+the next one every few seconds; one that has been quiet for `cluster.heartbeat_timeout_s` ends the run. A rank that fails for
+want of others asks all of them once. What it finds goes into its error file, where the launcher reads whom most ranks miss.
 Imports no torch.
 """
 
@@ -74,8 +74,8 @@ class Heartbeat:
     """This rank's socket, and its watch over the next rank.
 
     store:     torch's key-value store that all ranks share (set, get, wait, check).
-    on_lost:   called once, from a thread, when the next rank has been quiet for `silence_s`: (error, what `poll_peers`
-               found).
+    on_lost:   called once, from a thread, when the next rank has been quiet for `heartbeat_timeout_s`: (error, what
+               `poll_peers` found).
     join_s:    how long the other ranks may take to appear. Raises PeerLost after that.
     """
 
@@ -85,12 +85,12 @@ class Heartbeat:
         rank: int,
         world: int,
         *,
-        silence_s: float,
+        heartbeat_timeout_s: float,
         join_s: float,
         on_lost: Callable[[PeerLost, list[dict[str, Any]]], None],
     ) -> None:
         self.rank = rank
-        self.silence_s = silence_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self.on_lost = on_lost
         self.token = secrets.token_hex(8)
         self._stopped = threading.Event()
@@ -129,14 +129,14 @@ class Heartbeat:
 
     def _watch(self) -> None:
         following = self.peers[(self.rank + 1) % len(self.peers)]
-        ping_s = min(PING_S, self.silence_s / 4)
+        ping_s = min(PING_S, self.heartbeat_timeout_s / 4)
         quiet, before = 0.0, time.monotonic()
         while not self._stopped.wait(ping_s):
             state = probe(following)
             # A machine that slept, or this process itself having been stopped, is not the other's silence.
             passed, before = min(time.monotonic() - before, 2 * (ping_s + PROBE_S)), time.monotonic()
             quiet = 0.0 if state == "answers" else quiet + passed
-            if quiet >= self.silence_s and not self._stopped.is_set():
+            if quiet >= self.heartbeat_timeout_s and not self._stopped.is_set():
                 error = PeerLost(f"rank {following.rank} on node {following.node} has not answered for {quiet:.0f} s")
                 self.on_lost(error, self.poll_peers())
                 return
@@ -154,11 +154,13 @@ on_lost: Callable[[PeerLost, list[dict[str, Any]]], None] = _end
 """How a rank ends when it finds another one lost; experiments/training/worker.py sets what writes the error file first."""
 
 
-def start(store: Any, rank: int, world: int, *, silence_s: float, join_s: float) -> None:
+def start(store: Any, rank: int, world: int, *, heartbeat_timeout_s: float, join_s: float) -> None:
     """Begins to answer and to watch, as this process's one `Heartbeat`. Raises PeerLost when ranks do not appear."""
     global _current
     if world > 1:
-        _current = Heartbeat(store, rank, world, silence_s=silence_s, join_s=join_s, on_lost=lambda *a: on_lost(*a))
+        _current = Heartbeat(
+            store, rank, world, heartbeat_timeout_s=heartbeat_timeout_s, join_s=join_s, on_lost=lambda *a: on_lost(*a)
+        )
 
 
 def poll_peers() -> list[dict[str, Any]]:

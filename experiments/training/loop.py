@@ -70,7 +70,7 @@ class _Run:
             self.optimizer,
             self.workload,
             self.method.scaler,
-            self.config.get("resume_rule", "same"),
+            self.config.get("resume_resize") == "average",
         )
         self.save_every = int(save["every"])
         self.link = link.of_run(spec, shard.device)  # of a real network: probed

@@ -122,7 +122,7 @@ class Method:
                 communicator=workload.communicator(comm["topology"] == "hierarchical"),
                 overlap=comm["overlap"] and not half,
                 communicate=comm["enabled"],
-                unit_mb=comm["bucket_mb"],
+                unit_mb=comm["bucket_cap_mb"],
             )
         self._updates: list[tuple[Any, Any]] = []
         if shard.device.type == "cuda":
@@ -137,7 +137,7 @@ class Method:
                 mesh=model.mesh,
                 overlap=comm["overlap"],
                 communicate=comm["enabled"],
-                unit_mb=comm["bucket_mb"],
+                unit_mb=comm["bucket_cap_mb"],
             )
         except TypeError as e:
             raise UserError(f"comm.topology=hsdp: {e}") from e
@@ -151,7 +151,7 @@ class Method:
                 comm["hook"],
                 rank=comm["powersgd_rank"],
                 error_feedback=comm["error_feedback"],
-                unit_mb=comm["bucket_mb"],
+                unit_mb=comm["bucket_cap_mb"],
             )
         except ValueError as e:
             raise UserError(f"comm.hook: {e}") from e

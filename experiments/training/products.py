@@ -1,4 +1,4 @@
-"""Products of bf16 matrices by the fp32 kernels of a CPU: `train.bf16_products=fp32`.
+"""Products of bf16 matrices by the fp32 kernels of a CPU: `train.bf16_matmul=fp32`.
 
 A product of two bf16 numbers is exact in fp32, and kernels for bf16 add up in fp32 too. So both give the same but for the
 order of the sums, and where a CPU has no fast instructions for bf16 the detour takes about half the time.
@@ -41,12 +41,12 @@ def check_device(settings: Mapping[str, Any], device: torch.device) -> None:
 
     settings: `train` of the configuration.
     """
-    if settings["bf16_products"] != "native" and device.type != "cpu":
+    if settings["bf16_matmul"] != "native" and device.type != "cpu":
         raise UserError(
-            f"train.bf16_products=fp32 is for CPUs, and this run is on {device.type}: set train.bf16_products=native"
+            f"train.bf16_matmul=fp32 is for CPUs, and this run is on {device.type}: set train.bf16_matmul=native"
         )
 
 
 def products_of(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """What forward and backward run in. settings: as above."""
-    return contextlib.nullcontext() if settings["bf16_products"] == "native" else Fp32Products()
+    return contextlib.nullcontext() if settings["bf16_matmul"] == "native" else Fp32Products()

@@ -23,7 +23,7 @@ from launch.errors import UserError
 class Checkpoints:
     """Saves and restores model, optimizer, workload, loss scale and random states below `folder`.
 
-    rule: "mean" takes checkpoints of another number of ranks too (birder/elastic.py).
+    resize: takes checkpoints of another number of ranks too (birder/elastic.py).
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class Checkpoints:
     optimizer: BucketOptimizer
     workload: Workload
     scaler: torch.amp.GradScaler | None
-    rule: str = "same"
+    resize: bool = False
 
     def save(self, step: int) -> None:
         """Every rank calls it after step `step`. Raises UserError when the disk is full."""
@@ -63,7 +63,7 @@ class Checkpoints:
     def find(self) -> checkpoint.Restored | None:
         """The newest whole checkpoint, read; None where there is none. Every rank calls it. Raises UserError."""
         try:
-            return checkpoint.restore(self.folder, any_world=self.rule == "mean")
+            return checkpoint.restore(self.folder, any_world=self.resize)
         except (ValueError, OSError) as e:
             raise UserError(f"cannot resume: {e}") from e
 

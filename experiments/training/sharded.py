@@ -79,7 +79,7 @@ def wrap(model: nn.Module, spec: RunSpec, device: torch.device) -> Wrapped:
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=comm["bucket_mb"],
+        bucket_cap_mb=comm["bucket_cap_mb"],
         gradient_as_bucket_view=True,
     )
 

@@ -60,7 +60,7 @@ class VirtualMethod(Method):
             topology=topology,
             hierarchical=comm["topology"] == "hierarchical",
             overlap=comm["overlap"],
-            unit_mb=comm["bucket_mb"],
+            unit_mb=comm["bucket_cap_mb"],
         )
         self.attachment = VirtualAttachment(self.ranks)  # type: ignore[assignment]
         self._kept = [workload.state_dict() for _ in optimizers]

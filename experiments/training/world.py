@@ -17,11 +17,11 @@ from launch.spec import RunSpec
 
 
 @contextlib.contextmanager
-def joined(backend: str, timeout_s: float, silence_s: float) -> Iterator[tuple[int, int]]:
+def joined(backend: str, collective_timeout_s: float, heartbeat_timeout_s: float) -> Iterator[tuple[int, int]]:
     """This process as the rank that torchrun's environment names, in the process group of all: (rank, number of ranks)."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=collective_timeout_s)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    heartbeat.start(store, rank, size, silence_s=silence_s, join_s=timeout_s)
+    heartbeat.start(store, rank, size, heartbeat_timeout_s=heartbeat_timeout_s, join_s=collective_timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield rank, size
@@ -50,7 +50,9 @@ def world(spec: RunSpec) -> Iterator[Shard]:
         torch.set_num_threads(int(threads))
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with joined(backend, float(cluster.get("timeout_s", 300)), float(cluster.get("silence_s", 30))) as (rank, size):
+    with joined(
+        backend, float(cluster.get("collective_timeout_s", 300)), float(cluster.get("heartbeat_timeout_s", 30))
+    ) as (rank, size):
         yield Shard(rank, size, device)
 
 

@@ -104,7 +104,7 @@ def run(plan: dict[str, Any]) -> Cause | None:
         sandbox.collect_orphans([p.pid for p in running])
         control.poll()
 
-    return supervise(agents, run_dir, terminal=0, silence_s=plan["silence_s"], each_poll=each_poll)
+    return supervise(agents, run_dir, terminal=0, heartbeat_timeout_s=plan["heartbeat_timeout_s"], each_poll=each_poll)
 
 
 def _rate(text: str) -> float | None:

@@ -143,7 +143,7 @@ class EmulatedLauncher(LocalLauncher):
             "run_dir": str(spec.path.resolve()),
             "nodes": self.nodes,
             "mbit_per_s": rate,
-            "silence_s": self.silence_s,
+            "heartbeat_timeout_s": self.heartbeat_timeout_s,
             "link": link.of(
                 kind="emulated",
                 shaped=True,

@@ -155,7 +155,7 @@ class SshLauncher(Launcher):
         files = [] if self.shared[node] else [spec_path, spec.path / link.FILE]
         passed_on = {name: os.environ[name] for name, value in self.env.items() if value is None}
         request: dict[str, Any] = {"files": {f.name: f.read_text() for f in files}, "environment": passed_on}
-        request["silence_s"] = self.silence_s
+        request["heartbeat_timeout_s"] = self.heartbeat_timeout_s
         assert started.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its exit status will tell
             started.stdin.write(json.dumps(request).encode() + b"\n")

@@ -3,9 +3,9 @@
 `python -m launch.ssh.remote run NODE RUN_DIR COMMAND...`     runs COMMAND (torchrun) as long as standard input is open
 `python -m launch.ssh.remote gather RUN_DIR RESULTS_DIR ID`   writes a tar of what a run has left to standard output
 
-`run` first reads one line of JSON, {"files": {name: text}, "environment": {...}, "silence_s": s}: files for a run directory
-that is not the launcher's own, variables that no command line should show, and how long a rank may be stopped. Standard input
-ends when the launcher wants the ranks to end, and also when it, its ssh or the connection is no more.
+`run` first reads one line of JSON, {"files": {name: text}, "environment": {...}, "heartbeat_timeout_s": s}: files for a
+run directory that is not the launcher's own, variables that no command line should show, and how long a rank may be stopped.
+Standard input ends when the launcher wants the ranks to end, and also when it, its ssh or the connection is no more.
 
 Leaves <run_dir>/agents/node<k>.json: {code, vanished}. code: exit status of COMMAND, null when it was ended from here;
 vanished: rank files of this node's processes that were gone without a word before anything was ended on purpose.
@@ -52,7 +52,7 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
         with process.stop_signals():
             # Rank 0 finds the user's terminal as its standard input (experiments/training/worker.py).
             started.append(process.start(command, env, run_dir / "logs" / f"node{node}.log", stdin=1))
-            _wait(started[0], StoppedWatch(run_dir, request["silence_s"]))
+            _wait(started[0], StoppedWatch(run_dir, request["heartbeat_timeout_s"]))
     except process.Stopped:
         pass  # ended by a signal: as if standard input had ended
     finally:

@@ -84,7 +84,12 @@ class Run:
         command = [sys.executable, str(ROOT / "experiments/run.py"), "+exp=digits", f"optimizer={trial.method}"]
         command += [f"cluster={trial.cluster}", f"cluster.nodes={NODES}", "cluster.ranks_per_node=1", "run_name=run"]
         command += [f"output_dir={folder}/disk/outputs", f"results_dir={folder}/results", "wandb=disabled"]
-        command += [f"cluster.silence_s={SILENCE_S}", "scale=quick", "train.batch_per_rank=8", "train.epochs=100"]
+        command += [
+            f"cluster.heartbeat_timeout_s={SILENCE_S}",
+            "scale=quick",
+            "train.batch_per_rank=8",
+            "train.epochs=100",
+        ]
         command += [f"train.max_steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep=3", "resume=auto"]
         command += ["train.eval_every=30", "train.threads=1", "workload._target_=tests.campaign.workload.SlowDigits"]
         command += ["cluster.dilation=20"] if trial.cluster == "emulated" else []

@@ -56,7 +56,11 @@ class Run:
         self.results = folder / "results"
         command = [sys.executable, str(ROOT / "experiments/run.py"), "+exp=digits", f"cluster={CLUSTER}"]
         command += [f"cluster.nodes={NODES}", "cluster.ranks_per_node=1", "run_name=faulty", "wandb=disabled"]
-        command += [f"output_dir={folder}/outputs", f"results_dir={self.results}", f"cluster.silence_s={SILENCE_S}"]
+        command += [
+            f"output_dir={folder}/outputs",
+            f"results_dir={self.results}",
+            f"cluster.heartbeat_timeout_s={SILENCE_S}",
+        ]
         # Steps for longer than any of these tests takes, unless told otherwise.
         command += ["scale=quick", "train.batch_per_rank=8", "train.epochs=100000", "train.max_steps=40000"]
         command += ["train.eval_every=1000000"]
@@ -176,7 +180,7 @@ def assert_ends_in_time(run: Run, message: str, since: float, *, waits_for_silen
     took = time.monotonic() - since
     assert code == 1
     assert re.match(f"error: {message}", last)
-    assert took + (default("silence_s") - SILENCE_S if waits_for_silence else 0) < LIMIT_S
+    assert took + (default("heartbeat_timeout_s") - SILENCE_S if waits_for_silence else 0) < LIMIT_S
     (failed,) = record.read_all(run.results)
     assert failed.status == "failed"
     assert f"error: {failed.reason}" == last
@@ -260,4 +264,7 @@ def test_restart(what: signal.Signals, start: Callable[..., Run], undisturbed: d
 def test_default_limits() -> None:
     """Arithmetic behind the promise: silence, two turns of the watch, one look around, the launcher's grace."""
     grace_s = 2 * 5.0
-    assert default("silence_s") + 2 * (heartbeat.PING_S + heartbeat.PROBE_S) + heartbeat.PROBE_S + grace_s < LIMIT_S
+    assert (
+        default("heartbeat_timeout_s") + 2 * (heartbeat.PING_S + heartbeat.PROBE_S) + heartbeat.PROBE_S + grace_s
+        < LIMIT_S
+    )

@@ -83,7 +83,7 @@ def agent(folder: Path, script: str) -> subprocess.Popen[bytes]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = subprocess.Popen(command, cwd=ROOT, **pipes)
     assert started.stdin is not None
-    request = {"files": {"spec.yaml": "a: 1\n"}, "environment": {}, "silence_s": 30.0}
+    request = {"files": {"spec.yaml": "a: 1\n"}, "environment": {}, "heartbeat_timeout_s": 30.0}
     started.stdin.write(json.dumps(request).encode() + b"\n")
     started.stdin.flush()
     return started

@@ -119,7 +119,7 @@ def test_a_node_that_comes_is_given_the_state(nodes: Any, tmp_path: Path) -> Non
 
 @pytest.mark.cluster
 def test_a_run_of_the_harness_goes_on_alone(nodes: Any, tmp_path: Path) -> None:
-    asked = [*ASKED, "resume_rule=mean", f"output_dir={tmp_path}/outputs", f"results_dir={tmp_path}/results"]
+    asked = [*ASKED, "resume_resize=average", f"output_dir={tmp_path}/outputs", f"results_dir={tmp_path}/results"]
     there = nodes("experiments/run.py", *asked)
     there.wait_for_checkpoint(tmp_path / "outputs/digits/elastic/checkpoints")
     there.lose(1)
@@ -157,8 +157,8 @@ def test_without_resume_rule_the_smaller_world_ends_in_one_line(
     before = (alone / "spec.yaml").read_text()
     assert run.main() == 2
     assert capsys.readouterr().err == (
-        "error: cannot resume outputs/digits/elastic: it ran with world size 2, this is 1; resume_rule=mean goes on with "
-        "another number of ranks\n"
+        "error: cannot resume outputs/digits/elastic: it ran with world size 2, this is 1; resume_resize=average goes on "
+        "with another number of ranks\n"
     )
     assert (alone / "spec.yaml").read_text() == before
     assert sorted(p.name for p in alone.iterdir()) == ["spec.yaml"]

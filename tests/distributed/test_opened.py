@@ -149,7 +149,7 @@ def _train(rank: int, world: int, spec: Any, memory: float) -> None:
 def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(tmp_path: Path, memory: float) -> None:
     spec = described(tmp_path, *METHODS)
     spec.config["cluster"]["dilation"] = 1.0
-    spec.config["turns"]["rounds"] = spec.config["turns"]["rounds_anew"] = 5
+    spec.config["timing"]["rounds"] = spec.config["timing"]["rounds_when_rebuilding"] = 5
     fresh_world(_train, 2, spec, memory, grouped=False, ranks_per_node=1)
     records = {r.id.removeprefix("g-"): r for r in record.read_all(spec.config["results_dir"])}
     assert {r.status for r in records.values()} == {"completed"}
@@ -179,7 +179,7 @@ def test_on_emulated_nodes_the_link_is_open_for_its_turns_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["+exp=cifar100", "cluster=emulated", "cluster.nodes=2", "cluster.ranks_per_node=1", "scale=quick"]
-    overrides += ["cluster.dilation=1", "cluster.link_gbps=0.2", "turns.mode=turns", "turns.rounds=5", "wandb=disabled"]
+    overrides += ["cluster.dilation=1", "cluster.link_gbps=0.2", "timing.mode=interleaved", "timing.rounds=5", "wandb=disabled"]
     overrides += ["train.max_steps=40", "train.threads=1", "train.batch_per_rank=2"]
     assert compare.compare([*overrides, f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"], ["sgdm"]) == 0
     records = {r.wire: r for r in record.read_all(tmp_path / "r")}

@@ -45,7 +45,7 @@ def learned(how: str) -> list[torch.Tensor]:
     torch.manual_seed(1)
     layer = torch.nn.Linear(96, 64)
     x = torch.randn(4, 32, 96, requires_grad=True)
-    with products_of({"bf16_products": how}):
+    with products_of({"bf16_matmul": how}):
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
             y = torch.softmax(y @ y.transpose(1, 2), dim=-1) @ y
@@ -58,7 +58,7 @@ def learned(how: str) -> list[torch.Tensor]:
 def test_a_product_is_the_rounded_one_of_fp32() -> None:
     torch.manual_seed(0)
     a, b, bias = (torch.randn(size).bfloat16() for size in ((48, 96), (96, 64), (64,)))
-    with products_of({"bf16_products": "fp32"}):
+    with products_of({"bf16_matmul": "fp32"}):
         got = [a @ b, torch.addmm(bias, a, b), torch.bmm(a[None], b[None])[0], torch.addmm(bias, a, b, alpha=2, beta=3)]
     exact = [a.float() @ b.float()] * 3 + [2 * (a.float() @ b.float())]
     for one, product, add in zip(got, exact, (0, bias.float(), 0, 3 * bias.float()), strict=True):
@@ -83,7 +83,7 @@ def test_forward_and_backward_take_the_detour_and_agree_with_native_ones() -> No
 
 def test_other_products_are_left_alone() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
-    with products_of({"bf16_products": "fp32"}):
+    with products_of({"bf16_matmul": "fp32"}):
         assert torch.equal(a @ b, torch.mm(a, b))
         assert (a.double() @ b.double()).dtype is torch.float64
 
@@ -101,11 +101,11 @@ def test_a_run_with_them_is_nearly_the_native_one(tmp_path: Path) -> None:
     losses = {}
     for how in ("native", "fp32"):
         results = tmp_path / how
-        given = [*RUN, f"train.bf16_products={how}", f"results_dir={results}", f"output_dir={tmp_path}/outputs"]
+        given = [*RUN, f"train.bf16_matmul={how}", f"results_dir={results}", f"output_dir={tmp_path}/outputs"]
         (seen,) = fresh_world(train_with, 1, given, grouped=False)
         assert (torch.bfloat16 in seen) == (how == "native")
         (made,) = record.read_all(results)
-        assert made.config["train"]["bf16_products"] == how
+        assert made.config["train"]["bf16_matmul"] == how
         with open(results / str(made.curve), newline="") as file:
             losses[how] = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
     assert len(losses["native"]) == len(losses["fp32"]) > 1
@@ -115,14 +115,14 @@ def test_a_run_with_them_is_nearly_the_native_one(tmp_path: Path) -> None:
 
 def test_where_they_make_no_sense_is_said() -> None:
     for precision in ("fp32", "fp16"):
-        given = ["+exp=digits", "optimizer=sgdm", "train.bf16_products=fp32", f"train.precision={precision}"]
+        given = ["+exp=digits", "optimizer=sgdm", "train.bf16_matmul=fp32", f"train.precision={precision}"]
         with pytest.raises(UserError, match=r"goes with train\.precision=bf16"):
             compose.resolve(compose.compose(given))
     gpu = torch.device("cuda:0")
     with pytest.raises(UserError, match="is for CPUs"):
-        check_device({"bf16_products": "fp32"}, gpu)
-    check_device({"bf16_products": "native"}, gpu)
-    check_device({"bf16_products": "fp32"}, torch.device("cpu"))
+        check_device({"bf16_matmul": "fp32"}, gpu)
+    check_device({"bf16_matmul": "native"}, gpu)
+    check_device({"bf16_matmul": "fp32"}, torch.device("cpu"))
 
 
 def test_a_gpu_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +130,6 @@ def test_a_gpu_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr("experiments.training.world.allow_tf32", lambda *_: pytest.fail("torch's settings are changed"))
-    spec = compose.make_spec(compose.compose([*RUN, "train.bf16_products=fp32"]), command="test")
-    with pytest.raises(UserError, match=r"is for CPUs.*set train\.bf16_products=native"), world(spec):
+    spec = compose.make_spec(compose.compose([*RUN, "train.bf16_matmul=fp32"]), command="test")
+    with pytest.raises(UserError, match=r"is for CPUs.*set train\.bf16_matmul=native"), world(spec):
         pytest.fail("nothing runs")

@@ -22,7 +22,13 @@ def test_make_leaves_one_run_whose_table_is_the_printed_one(tmp_path: Path, caps
     pytest.importorskip("wandb")
     before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     asked = ["+exp=digits", "cluster.nodes=2", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
-    asked += ["turns.mode=turns", f"turns.rounds={ROUNDS}", "train.threads=1", "train.max_steps=30", "wandb=offline"]
+    asked += [
+        "timing.mode=interleaved",
+        f"timing.rounds={ROUNDS}",
+        "train.threads=1",
+        "train.max_steps=30",
+        "wandb=offline",
+    ]
     assert compare.main([*asked, "--methods", "sgdm"]) == 0
     shown = capsys.readouterr()
     wandb = wandb_file.read(tmp_path / "outputs")  # there is one

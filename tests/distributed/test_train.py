@@ -121,9 +121,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     make_spec(tmp_path, "r").save()
     fresh_world(_train_only, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
     other = ["cluster.nodes=2", "train.max_steps=15"]
-    with pytest.raises(UserError, match=r"train.max_steps was 12"):  # which was not asked for with resume_rule
-        make_spec(tmp_path, "r", *other, "resume_rule=mean")
-    smaller = make_spec(tmp_path, "r", *other, "resume_rule=mean", "resume_with=changed")
+    with pytest.raises(UserError, match=r"train.max_steps was 12"):  # which resume_resize does not ask for
+        make_spec(tmp_path, "r", *other, "resume_resize=average")
+    smaller = make_spec(tmp_path, "r", *other, "resume_resize=average", "resume_allow_config_change=true")
     fresh_world(_train_only, 2, smaller, grouped=False, ranks_per_node=1)
     record = record_of(tmp_path)
     assert [change[0] for change in record["config"]["resume_changed"]] == ["cluster.nodes", "train.max_steps"]
@@ -138,10 +138,10 @@ def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
     fresh_world(_train_only, 3, spec, grouped=False)
     with pytest.raises(UserError, match=r"train.max_steps was 12, now it is 4: "):
         make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4")
-    shorter = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4", "resume_with=changed")
+    shorter = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4", "resume_allow_config_change=true")
     with pytest.raises(RuntimeError, match=r"UserError: this run ends at step 4, and .*step-00000012 is of step 12"):
         fresh_world(_train_only, 3, shorter, grouped=False)
-    longer = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=15", "resume_with=changed")
+    longer = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=15", "resume_allow_config_change=true")
     fresh_world(_train_only, 3, longer, grouped=False)
     assert record_of(tmp_path)["config"]["resume_changed"] == [["train.max_steps", 12, 15]]
 

@@ -31,7 +31,7 @@ ROUNDS, ANEW = 4, 3
 def described(tmp_path: Path, *methods: list[str]) -> RunSpec:
     common = ["+exp=digits", "scale=quick", "cluster.nodes=2", "cluster.ranks_per_node=1", "train.batch_per_rank=8"]
     common += ["train.timing_warmup=2", "train.max_steps=40", "wandb=disabled", "train.threads=1"]
-    common += [f"turns.rounds={ROUNDS}", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
+    common += [f"timing.rounds={ROUNDS}", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
     chosen = [compose.compose([*common, *m]) for m in methods]
     spec = plan.make(chosen, ["test"] * len(chosen), "g")
     spec.path.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def test_records(tmp_path: Path) -> None:
 def test_where_memory_does_not_hold_all_each_method_is_made_in_its_turn(tmp_path: Path) -> None:
     methods = [m for m in METHODS if m[0] != "optimizer=local_sgd"]
     spec = described(tmp_path, *methods)
-    spec.config["turns"]["rounds_anew"] = ANEW
+    spec.config["timing"]["rounds_when_rebuilding"] = ANEW
     seen, records = in_turns(spec, memory=0.0)
     assert {r.status for r in records.values()} == {"completed"}
     assert {r.turns["held"] for r in records.values()} == {"one"}

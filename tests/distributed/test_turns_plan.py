@@ -31,9 +31,12 @@ def test_what_is_only_timed_takes_turns() -> None:
     assert plan.why_runs(quick, synthetic=True) is None
     assert plan.why_runs(quick, synthetic=False) == "their accuracy counts"
     assert plan.why_runs(resolved("+exp=resnet50", "scale=paper", "cluster=local"), synthetic=True) is not None
-    digits = resolved("+exp=digits", "turns.mode=turns")
+    digits = resolved("+exp=digits", "timing.mode=interleaved")
     assert plan.why_runs(digits, synthetic=False) is None
-    assert plan.why_runs(resolved("+exp=resnet50", "turns.mode=runs", "cluster=local"), True) == "turns.mode=runs"
+    assert (
+        plan.why_runs(resolved("+exp=resnet50", "timing.mode=sequential", "cluster=local"), True)
+        == "timing.mode=sequential"
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,8 +50,8 @@ def test_what_is_only_timed_takes_turns() -> None:
 def test_what_cannot_take_turns_is_run_apart(override: str, words: str) -> None:
     asked = ["+exp=resnet50", "scale=quick", "cluster=local", override]
     assert words in str(plan.why_runs(resolved(*asked), synthetic=True))
-    with pytest.raises(UserError, match=rf"turns\.mode=turns is not possible: .*{words}"):
-        plan.why_runs(resolved(*asked, "turns.mode=turns"), synthetic=True)
+    with pytest.raises(UserError, match=rf"timing\.mode=interleaved is not possible: .*{words}"):
+        plan.why_runs(resolved(*asked, "timing.mode=interleaved"), synthetic=True)
 
 
 def test_replays_differ_in_their_model() -> None:
@@ -100,7 +103,12 @@ def test_when_a_method_breaks_its_world_the_others_go_on(
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
     printed: list[str] = []
-    overrides = ["+exp=digits", "turns.mode=turns", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out"]
+    overrides = [
+        "+exp=digits",
+        "timing.mode=interleaved",
+        f"results_dir={tmp_path}/results",
+        f"output_dir={tmp_path}/out",
+    ]
     assert compare.compare(overrides, None, lambda results, group: printed.append(group) or []) == 1
     assert [len(w) for w in worlds] == [5, 4]
     assert worlds[0][3] not in worlds[1]
@@ -116,7 +124,12 @@ def test_a_world_that_never_began_has_failed_for_all(tmp_path: Path, monkeypatch
         raise RunFailed("node 0: no")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    overrides = ["+exp=digits", "turns.mode=turns", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out"]
+    overrides = [
+        "+exp=digits",
+        "timing.mode=interleaved",
+        f"results_dir={tmp_path}/results",
+        f"output_dir={tmp_path}/out",
+    ]
     assert compare.compare(overrides, None) == 1
     assert [r.status for r in record.read_all(tmp_path / "results")] == ["failed"] * 5
 

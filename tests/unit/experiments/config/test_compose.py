@@ -11,7 +11,9 @@ import yaml
 from experiments import compare
 from experiments.config import compose, rules
 from experiments.report import headline
+from experiments.runs import start
 from launch.errors import UserError
+from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers.tiers import slow_unless
 
@@ -165,7 +167,7 @@ def test_unknown_names(overrides: list[str], words: str) -> None:
         (["train=5"], "train is a section: set its keys, such as train.batch_per_rank=VALUE, not 5"),
         (["+profile=5"], "a group is chosen by the name of a file"),
         (["seed=9223372036854775808"], "seed must be at most 4294967295"),
-        (["comm.bucket_mb=1e300"], "comm.bucket_mb must be at most 100000, not 1e+300"),
+        (["comm.bucket_cap_mb=1e300"], "comm.bucket_cap_mb must be at most 100000, not 1e+300"),
         (["cluster.nodes=99999999999999999999999"], "cluster.nodes must be at most 10000"),
         (["optimizer._target_=birder.Nosuch"], "no class optimizer._target_='birder.Nosuch'"),
         (["optimizer._target_=torch.nn.Linear"], "optimizer._target_='torch.nn.Linear' is no BucketOptimizer"),
@@ -264,3 +266,25 @@ def test_headline_of_a_run_that_no_file_describes() -> None:
 def test_headline_names_a_command_that_there_is() -> None:
     assert headline.make_command("resnet50") == "make resnet50"
     assert headline.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"
+
+
+def test_a_launch_resolves_its_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks gets a copy of its own; a configuration that is changed is resolved anew."""
+    resolved = 0
+    check = compose.validate.check
+
+    def counted(config: dict[str, Any]) -> None:
+        nonlocal resolved
+        resolved += 1
+        check(config)
+
+    monkeypatch.setattr(compose.validate, "check", counted)
+    monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
+    made = compose.compose(["+exp=digits", f"output_dir={tmp_path}", f"results_dir={tmp_path}"])
+    start.launch(made, command="", alone=True)
+    assert resolved == 1
+    compose.resolve(made)["seed"] = 7
+    assert compose.resolve(made)["seed"] == 0
+    made.config.seed = 5
+    assert compose.resolve(made)["seed"] == 5
+    assert resolved == 2

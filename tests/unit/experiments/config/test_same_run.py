@@ -35,7 +35,7 @@ def begun(tmp_path: Path) -> list[str]:
 
 OTHER_RESULTS = ["seed=7", "train.batch_per_rank=4", "train.precision=bf16", "train.max_steps=3", "optimizer.lr=0.5"]
 OTHER_RESULTS += [
-    "comm.bucket_mb=1",
+    "comm.bucket_cap_mb=1",
     "train.lr_schedule.name=cosine",
     "comm.topology=hierarchical",
     "train.accumulate=2",
@@ -50,21 +50,21 @@ def test_a_resumed_run_that_would_be_another_one_is_refused(begun: list[str], ot
     message = str(refused.value)
     assert f": {key} was " in message
     assert f"now it is {value}" in message.replace("'", "")
-    assert "resume_with=changed" in message
+    assert "resume_allow_config_change=true" in message
     assert "\n" not in message
     assert len(message) < 300
 
 
 def test_a_change_that_is_wanted_stands_in_the_configuration_for_good(begun: list[str]) -> None:
-    changed = compose.make_spec(compose.compose([*begun, "seed=7", "resume_with=changed"]), command="")
+    changed = compose.make_spec(compose.compose([*begun, "seed=7", "resume_allow_config_change=true"]), command="")
     assert changed.config["resume_changed"] == [["seed", 0, 7]]
     changed.save()
     later = compose.make_spec(compose.compose([*begun, "seed=7"]), command="")
     assert later.config["resume_changed"] == [["seed", 0, 7]]
-    assert later.config["resume_with"] == "changed"
+    assert later.config["resume_allow_config_change"] is True
     later.save()
     again = compose.make_spec(
-        compose.compose([*begun, "seed=7", "optimizer.lr=0.5", "resume_with=changed"]), command=""
+        compose.compose([*begun, "seed=7", "optimizer.lr=0.5", "resume_allow_config_change=true"]), command=""
     )
     assert [c[0] for c in again.config["resume_changed"]] == ["seed", "optimizer.lr"]
 
@@ -78,11 +78,11 @@ def test_what_changes_no_result_may_change(begun: list[str], free: str) -> None:
 
 def test_a_run_that_is_older_than_a_key_is_gone_on_with(begun: list[str]) -> None:
     then = compose.resolve(compose.compose(begun))
-    del then["train"]["bf16_products"]
+    del then["train"]["bf16_matmul"]
     now = compose.resolve(compose.compose(begun))
     assert same_run.differences(then, now) == []
-    now["train"]["bf16_products"] = "fp32"
-    assert same_run.differences(then, now) == [["train.bf16_products", "native", "fp32"]]
+    now["train"]["bf16_matmul"] = "fp32"
+    assert same_run.differences(then, now) == [["train.bf16_matmul", "native", "fp32"]]
 
 
 def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from experiments.config import schedules
+from experiments.config.schema import LrSchedule
+from experiments.config.validate import check_section
 from launch.errors import UserError
 
 
@@ -74,13 +76,17 @@ def test_a_run_shorter_than_its_warmup_ends_within_it() -> None:
         ({"name": "cyclic"}, "one of constant, linear, cosine"),
         ({"name": "cosine", "power": 2.0}, "cosine has no power; it takes final, warmup"),
         ({"name": "linear", "every": 3}, "linear has no every"),
-        ({"name": "linear", "warmup": 1.0}, "warmup is a fraction of all steps"),
-        ({"name": "linear", "warmup": 2.5}, "or their number, not 2.5"),
+        ({"name": "linear", "warmup": 1.0}, "warmup must be a fraction of all steps"),
+        ({"name": "linear", "warmup": 2.5}, "or a number of steps, not 2.5"),
         ({"name": "linear", "warmup": -1}, "warmup"),
-        ({"name": "exponential", "every": 1.5}, "every is a fraction"),
-        ({"name": "polynomial", "power": 0}, "power must be above 0"),
+        ({"name": "exponential", "every": 1.5}, "every must be a number of steps, or a fraction"),
+        ({"name": "polynomial", "power": 0}, "power must be a number above 0"),
     ],
 )
 def test_bad_schedules(schedule: dict[str, Any], words: str) -> None:
+    def check() -> None:  # as a run checks its own, once
+        check_section(LrSchedule, schedule, "train.lr_schedule")
+        schedules.check_keys(schedule)
+
     with pytest.raises(UserError, match=words):
-        schedules.check(schedule)
+        check()

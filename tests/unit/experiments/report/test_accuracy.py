@@ -114,11 +114,11 @@ def test_what_was_computed_in_another_precision_has_a_table_of_its_own() -> None
 
 
 def test_runs_that_differ_in_the_order_of_sums_alone_are_of_one_method() -> None:
-    """The oldest records know no `train.bf16_products`."""
+    """The oldest records know no `train.bf16_matmul`."""
     runs = [score("Birder", 90.0, 0, 0.1)]
     for seed, how in enumerate(("native", "fp32"), start=1):
         config = json.loads(json.dumps(runs[0].config))
-        config["train"]["bf16_products"] = how
+        config["train"]["bf16_matmul"] = how
         runs.append(dataclasses.replace(runs[0], id=how, config=config, seed=seed))
     (table,) = accuracy.build(runs)
     assert [(cell.label, cell.count()) for cell in table.cells] == [("Birder", "3")]

@@ -107,7 +107,7 @@ def test_every_row_composes_and_has_three_rates() -> None:
     assert [len(row.rates) for row in rows] == [0 if name == "no communication" else 3 for name in names]
     for row in rows[:1] + rows[-1:]:
         timed = compose.resolve(plan.compose(row, *all_methods.TIMING))
-        assert [timed["turns"][key] for key in ("mode", "rounds", "steps")] == ["turns", 10, 10]
+        assert [timed["timing"][key] for key in ("mode", "rounds", "steps")] == ["interleaved", 10, 10]
         assert (timed["cluster"]["name"], timed["evaluate"], timed["train"]["max_steps"]) == ("emulated", False, 99)
     # What is tuned is no part of a run: a wider budget must not make other runs of those there are.
     assert all("tune" not in m for m in made)
@@ -252,13 +252,13 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
     same = recorded.identity(one.config)
     assert recorded.identity(changed("data", "path", "elsewhere").config) == same
     older = json.loads(json.dumps(one.config))
-    del older["train"]["bf16_products"]
+    del older["train"]["bf16_matmul"]
     assert recorded.identity(older) == same
     for section, key, value in (
         ("optimizer", "reset_every", 4),
         ("train", "max_steps", 7),
         ("cluster", "nodes", 2),
         ("workload", "held_out", 9),
-        ("train", "bf16_products", "fp32"),
+        ("train", "bf16_matmul", "fp32"),
     ):
         assert recorded.identity(changed(section, key, value).config) != same

@@ -108,10 +108,10 @@ def test_what_is_recorded_is_not_run_again(
     assert len(started) == 4
     assert started[3][2] == "optimizer.gradient_ratio=512"
     # A study is gone on with on a CPU that wants other kernels.
-    assert sweep.main([*command, "train.precision=bf16", "train.bf16_products=fp32", "--dry-run"]) == 0
+    assert sweep.main([*command, "train.precision=bf16", "train.bf16_matmul=fp32", "--dry-run"]) == 0
     assert "3 runs to do, 0 recorded" in capsys.readouterr().out
     assert sweep.main([*command, "train.precision=bf16"]) == 0
-    assert sweep.main([*command, "train.precision=bf16", "train.bf16_products=fp32", "--dry-run"]) == 0
+    assert sweep.main([*command, "train.precision=bf16", "train.bf16_matmul=fp32", "--dry-run"]) == 0
     assert "0 runs to do, 3 recorded" in capsys.readouterr().out
 
 

@@ -70,7 +70,7 @@ def test_gradients_are_views_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(sharded, "DistributedDataParallel", lambda model, **options: seen.append(options))
     config = {
-        "comm": {"topology": "flat", "bucket_mb": 25, "hook": None, "enabled": True},
+        "comm": {"topology": "flat", "bucket_cap_mb": 25, "hook": None, "enabled": True},
         "train": {"static_graph": False},
     }
     sharded.wrap(torch.nn.Linear(2, 2), SimpleNamespace(config=config), torch.device("cpu"))  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class Store(dict[str, bytes]):
 def main() -> None:
     """Rank 1 of 2, as a process of its own; prints what it tells the store."""
     store = Store({"birder/heartbeat/0": NOBODY.encode()})
-    Heartbeat(store, 1, 2, silence_s=1e9, join_s=1, on_lost=print)
+    Heartbeat(store, 1, 2, heartbeat_timeout_s=1e9, join_s=1, on_lost=print)
     print(store["birder/heartbeat/1"].decode(), flush=True)
     time.sleep(600)
 
@@ -121,7 +121,7 @@ def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str]) -> None:
     process, told = other
     lost: queue.SimpleQueue[tuple[PeerLost, list[dict[str, Any]]]] = queue.SimpleQueue()
     keys = {"birder/heartbeat/1": told.encode(), "birder/heartbeat/2": NOBODY.encode()}
-    watch = Heartbeat(Store(keys), 0, 3, silence_s=4.0, join_s=1, on_lost=lambda *found: lost.put(found))
+    watch = Heartbeat(Store(keys), 0, 3, heartbeat_timeout_s=4.0, join_s=1, on_lost=lambda *found: lost.put(found))
     try:
         time.sleep(5)
         assert lost.empty()  # rank 1 answers; it is not this rank's turn to watch rank 2
@@ -138,7 +138,7 @@ def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str]) -> None:
 def test_a_stopped_watch_says_nothing() -> None:
     lost: list[Any] = []
     watch = Heartbeat(
-        Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 2, silence_s=0.4, join_s=1, on_lost=lost.append
+        Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 2, heartbeat_timeout_s=0.4, join_s=1, on_lost=lost.append
     )
     watch.stop()
     time.sleep(1.5)
@@ -147,11 +147,11 @@ def test_a_stopped_watch_says_nothing() -> None:
 
 def test_ranks_that_never_come() -> None:
     with pytest.raises(PeerLost, match="ranks 2, 3 did not appear within 1 s"):
-        Heartbeat(Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 4, silence_s=9, join_s=1, on_lost=print)
+        Heartbeat(Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 4, heartbeat_timeout_s=9, join_s=1, on_lost=print)
 
 
 def test_alone() -> None:
-    heartbeat.start(Store(), 0, 1, silence_s=9, join_s=1)
+    heartbeat.start(Store(), 0, 1, heartbeat_timeout_s=9, join_s=1)
     assert heartbeat.poll_peers() == []
     heartbeat.stop()
 
