@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.config import compose
 from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
 from experiments.config.sweeps import Row
-from experiments.records import privacy, record
+from experiments.records import old_keys, privacy, record
 from experiments.records.record import ResultRecord
 from experiments.runs import command, recorded, start
 from launch import lock
@@ -29,9 +29,10 @@ def asked(overrides: Sequence[str]) -> Asked:
     """What a command line asks to be run.
 
     Its keys in any order, without those that only say how a run is kept or how its sums are ordered; of a key given twice
-    the last. Numbers are the same however they are written: 1e-5, 1.0e-05.
+    the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
     """
-    last = {key: of_number(value) for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    typed = (old_keys.override(o).lstrip("+").partition("=") for o in overrides)
+    last = {key: of_number(value) for key, _, value in typed}
     return frozenset((key, value) for key, value in last.items() if not within(key, (*BOOKKEEPING, *SAME_NUMBERS)))
 
 

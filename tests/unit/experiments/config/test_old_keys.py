@@ -97,6 +97,7 @@ def test_records_are_read_under_the_names_of_now(tmp_path: Path) -> None:
     assert found.config["train"]["bf16_matmul"] == "native"
     assert found.config["timing"] == {"mode": "interleaved", "rounds_when_rebuilding": 5}
     assert grid.asked(found.overrides) == grid.asked(["+exp=digits", "timing.mode=sequential", "seed=1"])
+    assert grid.asked(typed) == grid.asked(found.overrides)
     assert path.read_bytes() == before
 
 

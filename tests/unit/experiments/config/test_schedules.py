@@ -77,7 +77,7 @@ def test_a_run_shorter_than_its_warmup_ends_within_it() -> None:
         ({"name": "cosine", "power": 2.0}, "cosine has no power; it takes final, warmup"),
         ({"name": "linear", "every": 3}, "linear has no every"),
         ({"name": "linear", "warmup": 1.0}, "warmup must be a fraction of all steps"),
-        ({"name": "linear", "warmup": 2.5}, "or a number of steps, not 2.5"),
+        ({"name": "linear", "warmup": 2.5}, "or a number of steps, or null, not 2.5"),
         ({"name": "linear", "warmup": -1}, "warmup"),
         ({"name": "exponential", "every": 1.5}, "every must be a number of steps, or a fraction"),
         ({"name": "polynomial", "power": 0}, "power must be a number above 0"),
