@@ -179,7 +179,13 @@ def test_on_emulated_nodes_the_link_is_open_for_its_turns_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["+exp=cifar100", "cluster=emulated", "cluster.nodes=2", "cluster.ranks_per_node=1", "scale=quick"]
-    overrides += ["cluster.dilation=1", "cluster.link_gbps=0.2", "timing.mode=interleaved", "timing.rounds=5", "wandb=disabled"]
+    overrides += [
+        "cluster.dilation=1",
+        "cluster.link_gbps=0.2",
+        "timing.mode=interleaved",
+        "timing.rounds=5",
+        "wandb=disabled",
+    ]
     overrides += ["train.max_steps=40", "train.threads=1", "train.batch_per_rank=2"]
     assert compare.compare([*overrides, f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"], ["sgdm"]) == 0
     records = {r.wire: r for r in record.read_all(tmp_path / "r")}
