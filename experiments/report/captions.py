@@ -7,18 +7,16 @@ interval, the words are "not decided".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
 from experiments.report.formats import metric_gap, number, percent, times
 from experiments.report.metrics import FASTER, OPEN, SLOWER, Speedup
+from experiments.report.paired import Difference
+from experiments.report.speedup import Row, SpeedupTable
 from experiments.training import machine
-
-if TYPE_CHECKING:
-    from experiments.report.paired import Difference
-    from experiments.report.speedup import Row, SpeedupTable
 
 TIE = " ="
 """Marks a speedup whose interval holds 1."""
@@ -37,6 +35,11 @@ def share(found: Speedup | None, same: bool = False) -> str:
     if found is None or found.interval is None or same:
         return percent(None if found is None else found.value)
     return f"{percent(found.value)} [{100 * found.interval.low:.0f}, {100 * found.interval.high:.0f}]"
+
+
+def versus(table: SpeedupTable, row: Row, wire: str) -> str:
+    """A speedup of a table over its baseline of `wire`, as `faster` writes it."""
+    return faster(table.compared(row, wire), row is table.baseline(wire))
 
 
 # ---- whether to compress ----------------------------------------------------------------------------------------------

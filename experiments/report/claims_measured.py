@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from experiments.cells import suite
 from experiments.records.record import ResultRecord
-from experiments.report import accuracy, replayed, speedup
+from experiments.report import accuracy, captions, replayed, speedup
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.claims import CLOSE, TABLES, Claim, met, paper
 from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, times
@@ -69,7 +69,7 @@ def birder_trained(records: Sequence[ResultRecord]) -> Claim | None:
     for table in newest(records, "resnet50"):
         row = next((row for row in table.rows if row.record.method == "Birder"), None)
         if row is not None and (ratio := table.speedup(row, "fp32")):
-            found.append((row.record.nodes, ratio, table.versus(row, "fp32")))
+            found.append((row.record.nodes, ratio, captions.versus(table, row, "fp32")))
     if not found:
         return None
     shown = ", ".join(f"{text.strip()} with {nodes} nodes" for nodes, _, text in found)

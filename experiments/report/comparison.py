@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.records.record import ResultRecord
-from experiments.report import speedup, tables
+from experiments.report import captions, speedup_table, tables
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import WIDTH, Column, Note, Table
@@ -26,7 +26,7 @@ def show(results_dir: str | Path, group: str, console: Console | None = None) ->
 
 def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
     """Bytes, rounds, state, time and metric of each method; beside: the published table of the same setting."""
-    measured, shown = speedup.measured, speedup.as_table(table)
+    measured, shown = speedup_table.measured, speedup_table.as_table(table)
     columns = [
         Column("method", "left", value=lambda row: row.label),
         Column(
@@ -37,8 +37,8 @@ def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table
         measured("collectives", lambda row: number(row.record.collectives_per_step)),
         measured("state", lambda row: size(row.record.state_bytes_per_rank)),
         measured("step ms", _milliseconds),
-        measured("speed vs fp32", lambda row: table.versus(row, "fp32")),
-        *([speedup.published_column(beside)] if beside else []),
+        measured("speed vs fp32", lambda row: captions.versus(table, row, "fp32")),
+        *([speedup_table.published_column(beside)] if beside else []),
         measured(_metric_name(table.records), lambda row: _metric(row.record)),
     ]
     footnotes = (Note(NOTE), *shown.footnotes)

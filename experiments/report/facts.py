@@ -36,7 +36,7 @@ from experiments.report import (
     replay_sections,
     replayed,
     resize,
-    speedup,
+    speedup_table,
     trained,
     volume,
 )
@@ -163,7 +163,7 @@ class Facts:
         return found
 
     def shown(self, table: SpeedupTable) -> Table:
-        return speedup.as_table(table)
+        return speedup_table.as_table(table)
 
     def compression(self, table: SpeedupTable) -> str | None:
         """Whether it pays."""

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, arithmetic, captions, evidence, metrics, sentences, speedup
+from experiments.report import accuracy, arithmetic, captions, evidence, metrics, sentences, speedup_table
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
@@ -147,7 +147,9 @@ def columns(table: MethodsTable) -> list[Column]:
         _trained("collectives per step", lambda line: number(line.record.collectives_per_step), terminal=False),
         _trained("state per rank", lambda line: size(line.record.state_bytes_per_rank), short="state"),
         Column(
-            "step time, ms", short="step ms", value=lambda line: speedup.step_time(line.timed) if line.timed else DASH
+            "step time, ms",
+            short="step ms",
+            value=lambda line: speedup_table.step_time(line.timed) if line.timed else DASH,
         ),
         Column("speed vs fp32", short="vs fp32", value=table.versus),
         Column("records", terminal=False, value=_links),

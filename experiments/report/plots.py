@@ -39,7 +39,7 @@ def step_times(table: SpeedupTable) -> bytes | None:
             ends.append(max(typical, high))
             said = f"{number(typical)} ms"
             if base is not None and base is not row:
-                said += f", {table.versus(row, 'fp32')} vs fp32"
+                said += f", {captions.versus(table, row, 'fp32')} vs fp32"
             axes.annotate(said, (ends[-1], place), (5, 0), textcoords="offset points", va="center", fontsize=8)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(-0.6, len(rows) - 0.4)

@@ -1,6 +1,6 @@
 """One table, two renderers: `Table.markdown` and `Table.grid` for pages, `Table.show` for a terminal. No torch.
 
-A column is added in one place, the list of columns of its table (`speedup.columns`, `accuracy.columns`, ...):
+A column is added in one place, the list of columns of its table (`speedup_table.columns`, `accuracy.columns`, ...):
 
     Column("95 % interval", short="± ms", value=lambda row: number(row.record.timing.get("interval_ms")))
 

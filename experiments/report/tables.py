@@ -24,6 +24,7 @@ from experiments.report import (
     plots,
     published,
     speedup,
+    speedup_table,
 )
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Table
@@ -42,7 +43,7 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
     files: dict[str, bytes] = {}
     pages: dict[str, list[str]] = {}
     for table in speedup.build(list(records)):
-        pages.setdefault(table.records[0].exp, []).append(speedup.markdown(table))
+        pages.setdefault(table.records[0].exp, []).append(speedup_table.markdown(table))
         if (png := plots.step_times(table)) is not None:
             files[f"plots/{table.slug}_step_time.png"] = png
     timed = set(pages)
@@ -101,7 +102,7 @@ def print_group(
     results_dir: str | Path,
     group: str,
     console: Console | None = None,
-    view: Callable[[speedup.SpeedupTable, speedup.SpeedupTable | None], Table] = speedup.as_table,
+    view: Callable[[speedup.SpeedupTable, speedup.SpeedupTable | None], Table] = speedup_table.as_table,
     kinds: Sequence[str] = ("speedup",),
 ) -> list[Table]:
     """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError.

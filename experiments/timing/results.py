@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from experiments.records import labels, record
 from experiments.timing.entries import Entry, Variant
+from experiments.timing.opened import Exchange
 from experiments.timing.plan import spec_of
 from experiments.training import clock, traffic
-from experiments.workloads.base import all_sum
-
-if TYPE_CHECKING:
-    from experiments.timing.turns import _World
+from experiments.workloads.base import Shard, Workload, all_sum
+from launch.spec import RunSpec
 
 
-def write(world: _World, about: dict[str, Any], dilation: float | None, probed: dict[str, Any] | None) -> None:
+@dataclass(frozen=True)
+class Timed:
+    """What a world has timed, on one rank.
+
+    bound, bounds:  the bound, and what the comparison calls its runs without communication: the bound stands for them.
+    exchange, link: the work of the dense exchange; what is known of emulated links.
+    """
+
+    spec: RunSpec
+    shard: Shard
+    workload: Workload
+    bound: Entry
+    bounds: list[dict[str, Any]]
+    variants: list[Variant]
+    exchange: Exchange
+    link: dict[str, Any]
+
+
+def write(world: Timed, about: dict[str, Any], dilation: float | None, probed: dict[str, Any] | None) -> None:
     """Writes the record of every method, on rank 0. Called on every rank. Raises UserError.
 
     about: what the records' `turns` say of the world. dilation: of the links, where they have one. probed: the link of a
@@ -28,7 +46,7 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
         made.append((world.bound, described, _measured(world, world.bound)))
     for variant in world.variants:
         made.append((variant, variant.described, {} if variant.failed else _measured(world, variant)))
-    if not world.main:
+    if world.shard.rank != 0:
         return
     for entry, described, fields in made:
         described = copy.deepcopy(described)
@@ -36,7 +54,7 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
             described["config"]["cluster"]["dilation"] = dilation
         spec = spec_of(world.spec, described)
         said = described["config"]["cluster"].get("link") or {}
-        link = {**world.links.known, **said, **(probed or {})}
+        link = {**world.link, **said, **(probed or {})}
         known: dict[str, Any] = {"device": world.shard.device.type, "link": link, "data": world.workload.data}
         if entry.failed is not None:
             made_record = record.failed(spec, entry.failed, **known)
@@ -52,9 +70,9 @@ def write(world: _World, about: dict[str, Any], dilation: float | None, probed: 
         print(f"{labels.method(described['config'])}: {told}; record {path}", flush=True)
 
 
-def _measured(world: _World, entry: Entry) -> dict[str, Any]:
+def _measured(world: Timed, entry: Entry) -> dict[str, Any]:
     """Fields of a record. Called on every rank."""
-    shard, settings = world.shard, world.config["train"]
+    shard, settings = world.shard, world.spec.config["train"]
     variant = entry if isinstance(entry, Variant) else None
     told = variant.told if variant else None
     sent = variant.sent if variant else [0, 0, 0]

@@ -135,7 +135,17 @@ class _World:
             **({"ready": found} if self.links.shapes and (found := ready(self.bound)) else {}),
             **({"profile": profiled} if profiled else {}),
         }
-        results.write(self, about, dilation, probed)
+        timed = results.Timed(
+            self.spec,
+            self.shard,
+            self.workload,
+            self.bound,
+            self.bounds,
+            self.variants,
+            self.exchange,
+            self.links.known,
+        )
+        results.write(timed, about, dilation, probed)
 
     def _prepare(self) -> None:
         """Makes and warms up all methods, or, where memory does not hold them, sees that each can be made."""

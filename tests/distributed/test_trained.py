@@ -15,7 +15,7 @@ from birder.predict.costs import BYTES, EXCHANGES
 from experiments.cells import trained
 from experiments.config import compose
 from experiments.records.record import PUBLISHED, ResultRecord, read_all, write
-from experiments.report import speedup
+from experiments.report import speedup, speedup_table
 from experiments.report import trained as report
 from experiments.report.prediction import quantiles
 from experiments.runs import validation
@@ -189,7 +189,7 @@ def test_tables_show_every_row_and_summaries_all_parts() -> None:
     assert grid.count("SGDM fp32") == 2
     assert "| all" in report.summary(rows).grid()
     (table,) = speedup.build(world())
-    assert "Predicted from the bound" in speedup.markdown(table)
+    assert "Predicted from the bound" in speedup_table.markdown(table)
 
 
 # ---- what is measured ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.records.record import ResultRecord
-from experiments.report import captions, metrics, plots, speedup
+from experiments.report import captions, metrics, plots, speedup, speedup_table
 from tests.helpers.records import cells, full_group, run
 
 PACE = (1.0, 1.1, 0.9, 1.3, 1.0, 0.95, 1.05, 1.2, 1.0, 0.9)
@@ -53,7 +53,7 @@ def test_speedups_have_intervals_and_ties_are_marked() -> None:
     assert found.value == pytest.approx(table.speedup(rows["Birder"], "fp32"), rel=1e-3)
     assert found.low < found.value < found.high
     assert found.high - found.low < 0.15  # the pace of the machine is in all of them
-    text = speedup.markdown(table)
+    text = speedup_table.markdown(table)
     shown = cells(text, "Birder")
     assert shown[4] == f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
     assert shown[6].startswith("60 % [")
@@ -65,25 +65,25 @@ def test_speedups_have_intervals_and_ties_are_marked() -> None:
     assert "busy" not in text
     close = [timed("SGDM fp32", 1000.0), timed("Birder", 999.0, 3)]
     (table,) = speedup.build(close)
-    assert cells(speedup.markdown(table), "Birder")[4].endswith("] =")
+    assert cells(speedup_table.markdown(table), "Birder")[4].endswith("] =")
     assert str(captions.compression(table)).startswith("Whether to compress on this link is not decided")
 
 
 def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> None:
     busy = {"others": 0.24, "steal": 0.02, "load": 5.5, "cores": 2}
-    text = speedup.markdown(speedup.build(group(busy=busy))[0])
+    text = speedup_table.markdown(speedup.build(group(busy=busy))[0])
     assert "**The machine was busy: other programs took 24 % of its 2 cores' time during the rounds" in text
-    text = speedup.markdown(speedup.build(group(drift=-0.13, repeated=True))[0])
+    text = speedup_table.markdown(speedup.build(group(drift=-0.13, repeated=True))[0])
     assert "the bound took -13% of the time" in text
     assert "repeated once" in str(captions.caution({**ABOUT, "repeated": True}))
     assert captions.caution(ABOUT) is None
-    assert "made anew in every turn" in speedup.markdown(speedup.build(group(held="one"))[0])
+    assert "made anew in every turn" in speedup_table.markdown(speedup.build(group(held="one"))[0])
 
 
 def test_records_without_rounds_have_no_intervals() -> None:
     old = full_group()
     (table,) = speedup.build(old)
-    text = speedup.markdown(table)
+    text = speedup_table.markdown(table)
     assert cells(text, "Birder")[4] == "3.75x"
     assert "update, ms" not in text
     assert "interval" not in text

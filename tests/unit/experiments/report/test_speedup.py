@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.records import record
-from experiments.report import captions, sentences, speedup
+from experiments.report import captions, sentences, speedup, speedup_table
 from tests.helpers.records import cells, full_group, run
 
 
@@ -21,7 +21,7 @@ def test_speedup_is_baseline_over_method() -> None:
     assert table.speedup(rows["SGDM bf16"], "fp32") == pytest.approx(3000 / 1700)
     assert table.of_bound(rows["Birder"]) == pytest.approx(0.75)
     assert table.payload_ratio(rows["Birder"]) == pytest.approx(1 / 32)
-    text = speedup.markdown(table)
+    text = speedup_table.markdown(table)
     assert cells(text, "Birder")[1:10] == [
         "1bit",
         "800 (792–808)",
@@ -40,7 +40,7 @@ def test_speedup_is_baseline_over_method() -> None:
 
 def test_a_number_that_no_record_holds_is_a_dash() -> None:
     (table,) = speedup.build([run("Birder", 800.0)])
-    row = cells(speedup.markdown(table), "Birder")
+    row = cells(speedup_table.markdown(table), "Birder")
     assert row[4:7] == ["—", "—", "—"]
     assert row[8:12] == ["—", "—", "—", "—"]
     assert captions.compression(table) is None
@@ -72,7 +72,7 @@ def test_failed_runs_are_rows_with_their_reason() -> None:
     broken = dataclasses.replace(broken, hardware={**broken.hardware, "device": "cuda"})
     (table,) = speedup.build([run("SGDM fp32", 900.0), broken])
     assert [row.label for row in table.rows] == ["SGDM fp32", "Birder"]
-    text = speedup.markdown(table)
+    text = speedup_table.markdown(table)
     assert "- Birder failed: rank 2: out | of memory" in text.splitlines()
     line = next(x for x in text.splitlines() if x.startswith("| Birder"))
     assert "| failed |" in line
@@ -109,14 +109,14 @@ def test_methods_that_skip_steps_go_by_the_mean_and_show_their_rounds() -> None:
     (table,) = speedup.build([*records, local])
     row = next(row for row in table.rows if row.record.id == "local")
     assert table.speedup(row, "fp32") == pytest.approx(3.0)  # 3000 / 1000, not 3000 / 600
-    text = speedup.markdown(table)
+    text = speedup_table.markdown(table)
     assert "mean 1000 (590–3100)" in text
     assert "| rounds per step |" in text
     assert cells(text, row.label)[10:12] == ["—", "0.125"]
     assert cells(text, "SGDM fp32")[11] == "1.00"
-    assert speedup.UNEVEN_NOTE in text
+    assert speedup_table.UNEVEN_NOTE in text
     assert f"not decided: {row.label} 3.00x" in str(captions.compression(table))  # its spread is that of kinds of steps
-    assert "rounds per step" not in speedup.markdown(speedup.build(records)[0])
+    assert "rounds per step" not in speedup_table.markdown(speedup.build(records)[0])
 
 
 def test_batches_are_never_compared_with_each_other() -> None:
@@ -153,7 +153,7 @@ def test_seeds_share_a_row_and_variants_do_not() -> None:
 )
 def test_titles_say_what_the_runs_are_not(changes: dict[str, Any], words: str) -> None:
     (table,) = speedup.build([run("SGDM fp32", 1.0, **changes)])
-    assert words in speedup.markdown(table)
+    assert words in speedup_table.markdown(table)
 
 
 def test_shaped_links_of_one_group_make_one_table_and_odd_ones_are_marked() -> None:
@@ -164,7 +164,7 @@ def test_shaped_links_of_one_group_make_one_table_and_odd_ones_are_marked() -> N
         for method, (rate, off) in rates.items()
     ]
     (table,) = speedup.build(records)
-    text = speedup.markdown(table)
+    text = speedup_table.markdown(table)
     assert "shaped to 500 Mbit/s per node and direction (measured: 402–471 Mbit/s of TCP)" in text
     assert "time dilation 20.0, so that the link stands for 10.0 Gbit/s; step times are wall-clock here" in text
     assert "| Birder ‡ |" in text

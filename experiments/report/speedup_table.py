@@ -1,0 +1,133 @@
+"""How a speedup table is shown: its columns, what stands above and below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiments.report import arithmetic, captions, sentences, trained
+from experiments.report.formats import DASH, fraction, number, size, times
+from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.table import Column, Note, Table
+
+OFF = 0.1
+"""A link whose measured rate is further than this share from what its setting should give is marked."""
+OFF_MARK = " ‡"
+UNEVEN_NOTE = (
+    "Mean: the method's steps differ in what they send, so that its speedups go by the mean step time. Rounds per step: "
+    "the share of steps in which anything is sent."
+)
+
+
+def columns(table: SpeedupTable) -> list[Column]:
+    """The columns, each with what makes its cells from a `Row`; to add one see experiments/report/table.py."""
+    splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
+    rounds = measured("rounds per step", lambda row: number(row.record.rounds_per_step), short="rounds")
+    update = measured("update, ms", lambda row: number(row.record.timing.get("update_ms")), terminal=False)
+    in_turns = any(row.record.turns for row in table.rows)  # intervals want the room of a terminal's line
+    return [
+        Column("method", "left", value=_label),
+        Column("wire", terminal=False, value=lambda row: row.record.wire),
+        Column("step time, median (p10–p90), ms", short="step ms (p10–p90)", value=step_time),
+        measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=not in_turns),
+        measured("speedup vs fp32", lambda row: captions.versus(table, row, "fp32"), short="vs fp32"),
+        measured("speedup vs bf16", lambda row: captions.versus(table, row, "bf16"), short="vs bf16"),
+        measured("% of no-communication bound", lambda row: _of_bound(table, row), short="of bound"),
+        *([update] if any("update_ms" in row.record.timing for row in table.rows) else []),
+        measured("payload per node and step", payload, short="payload/node/step"),
+        measured("payload vs fp32", lambda row: fraction(table.payload_ratio(row)), terminal=False),
+        measured("NIC tx per node and step", lambda row: size(row.record.bytes_per_step["nic_tx"]), short="NIC tx"),
+        measured("collectives per step", lambda row: number(row.record.collectives_per_step), terminal=False),
+        *([rounds] if table.skips else []),
+        measured("state per rank", lambda row: size(row.record.state_bytes_per_rank), terminal=False),
+        *map(_split, splits),
+        Column("record", terminal=False, value=_link),
+    ]
+
+
+def measured(name: str, value: Callable[[Row], str], *, short: str = "", terminal: bool = True) -> Column:
+    """A column of something that a run measured: a dash for one that failed."""
+    return Column(name, "right", short, terminal, lambda row: value(row) if row.record.status == "completed" else DASH)
+
+
+def _of_bound(table: SpeedupTable, row: Row) -> str:
+    return captions.share(table.compared(row, "none"), row is table.baseline("none"))
+
+
+def _split(key: str) -> Column:
+    name = f"{key.removesuffix('_ms')}, ms"
+    return measured(name, lambda row: number(row.record.timing.get("split", {}).get(key)), terminal=False)
+
+
+def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+    """The table, its machine and link above it, what it shows below it.
+
+    beside: the published table of the same setting: its speedups have a column of their own.
+    """
+    r = table.records[0]
+    said = sentences.honesty(table.records)
+    notes = [Note(f"{said}.", "caution")] if said else []
+    notes.append(Note(f"{sentences.hardware(r)}. Group `{table.group}`."))
+    footnotes = failures(table)
+    for sentence, cautious in captions.notes([row.record for row in table.rows]):
+        if cautious:
+            notes.append(Note(sentence, "caution"))
+        else:
+            footnotes.append(Note(sentence))
+    if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
+        footnotes.append(
+            Note(f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.")
+        )
+    if any(row.uneven for row in table.rows):
+        footnotes.append(Note(UNEVEN_NOTE))
+    if checked := arithmetic.of_runs([row.record for row in table.rows]):
+        footnotes.append(Note(arithmetic.listed(checked)))
+    if predicted := trained.sentence([row.record for row in table.rows]):
+        footnotes.append(Note(predicted))
+    if summary := captions.compression(table):
+        footnotes.append(Note(summary, "strong"))
+    shown = [*columns(table), *([published_column(beside)] if beside else [])]
+    return Table.of(shown, table.rows, title=sentences.title(r), notes=tuple(notes), footnotes=tuple(footnotes))
+
+
+def published_column(published: SpeedupTable) -> Column:
+    """The speedups over fp32 of a published table, by the rows' labels."""
+    theirs = {(row.label, row.record.wire): published.speedup(row, "fp32") for row in published.rows}
+    return Column("published vs fp32", value=lambda row: times(theirs.get((row.label, row.record.wire))))
+
+
+def failures(table: SpeedupTable) -> list[Note]:
+    """One note for each failed run of the table, with its reason."""
+    failed = [row for row in table.rows if row.record.status != "completed"]
+    return [Note(f"{row.label} failed: {row.record.reason or 'no reason recorded'}", "failure") for row in failed]
+
+
+def markdown(table: SpeedupTable) -> str:
+    """The table and its plot as a section of a page in the tables folder."""
+    plot = f"![step time](../plots/{table.slug}_step_time.png)\n" if any(row.seconds for row in table.rows) else ""
+    return as_table(table).markdown() + plot
+
+
+def _label(row: Row) -> str:
+    return row.label + (OFF_MARK if (row.record.link.get("off_by") or 0.0) > OFF else "")
+
+
+def _link(row: Row) -> str:
+    link = f"[{row.record.id}](../records/{row.record.id}.json)"
+    return f"{link} (median of {row.runs} runs)" if row.runs > 1 else link
+
+
+def step_time(row: Row) -> str:
+    """Median (or mean, and that it is one) and spread in milliseconds; for a failed run its status."""
+    t = row.record.timing
+    if row.record.status != "completed":
+        return row.record.status
+    typical = f"mean {number(t.get('mean_ms'))}" if row.uneven else number(t.get("median_ms"))
+    return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
+
+
+def payload(row: Row) -> str:
+    """What a node sends per step: between nodes, and within the node where that was counted too."""
+    intra = row.record.bytes_per_step["payload_intra"]
+    if row.record.nodes > 1 and intra:
+        return f"{size(row.payload)} + {size(intra)} within the node"
+    return size(row.payload)
