@@ -34,7 +34,7 @@ class Part(Data):
 
 
 class Paper(Data):
-    """volume: the bytes of whole runs are counted too (experiments/volume.py)."""
+    """volume: the bytes of whole runs are counted too (studies/volume.py)."""
 
     parts: tuple[Part, ...]
     volume: bool = False

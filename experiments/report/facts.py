@@ -35,7 +35,7 @@ from experiments.report import (
     replay_check,
     replay_sections,
     replayed,
-    resize,
+    resized,
     speedup_table,
     trained,
     volume,
@@ -280,7 +280,7 @@ class Facts:
 
     def resized(self) -> str:
         """What a change of the number of workers costs."""
-        return resize.table(resize.read(self.results / resize.FILE)).grid()
+        return resized.table(resized.read(self.results / resized.FILE)).grid()
 
     def keys(self) -> str:
         """The table of all configuration keys."""

@@ -1,6 +1,6 @@
 """What 0/1 Adam sends over a whole run, from its schedule alone, beside the published numbers. No torch.
 
-Volumes are bits per parameter in one direction; scales and padding are left out. experiments/volume.py is the command.
+Volumes are bits per parameter in one direction; scales and padding are left out. studies/volume.py is the command.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def caution(s: Setting) -> Note:
 
 def markdown(setting: Setting, lengths: Sequence[int]) -> str:
     """The whole page."""
-    head = ["<!-- Made by experiments/volume.py from the schedule; do not edit. -->", f"# {TITLE}", ""]
+    head = ["<!-- Made by studies/volume.py from the schedule; do not edit. -->", f"# {TITLE}", ""]
     made = [table.markdown(2) for table in tables(setting, lengths)]
     return "\n".join([*head, caution(setting).text, "", *made])
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from experiments import resize as entry
 from experiments.records.record import PUBLISHED
-from experiments.report import resize as report
-from experiments.runs import resize
+from experiments.report import resized as report
 from experiments.workloads.base import Shard
 from experiments.workloads.digits import Digits
+from studies import resize
 from tests.helpers.ranks import run_ranks
 
 SHORT = resize.Lengths(3, 5)
@@ -72,6 +71,6 @@ def test_published_losses_have_a_value_for_each_step_after_the_change() -> None:
 
 def test_a_bad_number_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    assert entry.main(["--seeds", "0"]) == 2
+    assert resize.main(["--seeds", "0"]) == 2
     assert capsys.readouterr().err == "error: --seeds is a number of 1 or more\n"
     assert list(tmp_path.iterdir()) == []

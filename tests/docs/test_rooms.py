@@ -1,4 +1,7 @@
-"""The house: commands at the top of experiments/, all else in rooms; docs/architecture.md and the contracts name them all."""
+"""The house: commands at the top of experiments/ and in studies/, all else in rooms.
+
+docs/architecture.md and the contracts name them all.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,25 @@ from experiments.records.record import ROOT
 
 HOUSE = ROOT / "experiments"
 COMMANDS = sorted(p.stem for p in HOUSE.glob("*.py") if not p.stem.startswith("_"))
+STUDIES = sorted(p.stem for p in (ROOT / "studies").glob("*.py") if not p.stem.startswith("_"))
 ROOMS = sorted(p.parent.name for p in HOUSE.glob("*/__init__.py"))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PICTURE = ARCHITECTURE.partition("## Rooms")[2].split("```")[1]
 
 
 def test_the_files_at_the_top_are_the_entry_points_that_the_architecture_lists() -> None:
-    listed = re.search(r"entry points +experiments/\*\.py: ([^|]*)\|", PICTURE)
+    listed = re.search(r"entry points +experiments/\*\.py: ([^|]*?)studies/\*\.py: ([^|]*)\|", PICTURE)
     assert listed is not None
-    assert sorted(re.findall(r"\w+", listed[1])) == COMMANDS
+    assert [sorted(re.findall(r"\w+", names)) for names in listed.groups()] == [COMMANDS, STUDIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_file_at_the_top_is_a_command(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "name"), [*(("experiments", name) for name in COMMANDS), *(("studies", name) for name in STUDIES)]
+)
+def test_every_file_at_the_top_is_a_command(folder: str, name: str, tmp_path: Path) -> None:
     """From any folder it says how it is called, and leaves nothing there."""
-    command = [sys.executable, str(HOUSE / f"{name}.py"), "--help"]
+    command = [sys.executable, str(ROOT / folder / f"{name}.py"), "--help"]
     env = {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

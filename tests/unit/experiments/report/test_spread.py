@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compare, spread
+from experiments import compare
 from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import spread as report
+from studies import spread
 from tests.helpers import ROOT
 from tests.unit.experiments.report.test_report_turns import group
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from birder.optimizers import zero_one_schedule as schedule
-from experiments import volume as cli
 from experiments.records.record import ROOT
 from experiments.report import volume
 from launch.errors import UserError
+from studies import volume as cli
 
 SETTING = volume.Setting()
 

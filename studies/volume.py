@@ -1,4 +1,4 @@
-"""What 0/1 Adam sends over a whole run, from its schedule alone: `python experiments/volume.py [--steps 118000,152511]`.
+"""What 0/1 Adam sends over a whole run, from its schedule alone: `python studies/volume.py [--steps 118000,152511]`.
 
 Prints the tables beside the published numbers and writes them to tables/zero_one_adam_volume.md of the results folder.
 Nothing is trained. Exit status: 0; 2 bad input.

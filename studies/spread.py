@@ -1,4 +1,4 @@
-"""How far repeated comparisons differ: `python experiments/spread.py resnet50 [--runs 5] [--busy 2] [key=value ...]`.
+"""How far repeated comparisons differ: `python studies/spread.py resnet50 [--runs 5] [--busy 2] [key=value ...]`.
 
 Runs the comparison of an experiment so many times on the machine as it is, and some more beside a program that keeps one core
 busy. Then prints a table of all comparisons in turns of this experiment and number of nodes in the results folder, and

@@ -1,4 +1,4 @@
-"""What a change of the number of workers costs: the table of losses that experiments/resize.py measured. No torch.
+"""What a change of the number of workers costs: the table of losses that studies/resize.py measured. No torch.
 
 A line of the losses: {method, before, after, rule, seed, losses}, one loss for each step after the change.
 """
