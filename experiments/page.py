@@ -13,7 +13,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.records.record import PUBLISHED, read_all, write_file
-from experiments.report import page, pay
+from experiments.report import html_page, pay
 from experiments.runs import command
 from launch.errors import UserError
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     except ImportError:
         raise UserError("plotly is not installed: pip install --group experiments") from None
-    content = page.data(options.results, read_all(options.results)) | {"pay": pay.data()}
-    write_file(path, page.html(content, get_plotlyjs()).encode(), "the page")
+    content = html_page.data(options.results, read_all(options.results)) | {"pay": pay.data()}
+    write_file(path, html_page.html(content, get_plotlyjs()).encode(), "the page")
     print(path)
     return 0
 

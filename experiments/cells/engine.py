@@ -34,7 +34,7 @@ from experiments.records import record
 from experiments.training import machine, step_profile, worker
 from experiments.training.together import gathered
 from experiments.training.world import joined
-from launch import link
+from launch import link_file
 from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
 from launch.spec import RunSpec
@@ -69,7 +69,7 @@ class Node:
         self.suite = Suite.model_validate(self.plan["suite"])
         self.cells = [Cell(**c) for c in self.plan["cells"]]
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        self.link = link.read(spec.path)
+        self.link = link_file.read(spec.path)
         self.rate = carried(self.link, float(self.plan["mbit"]))
         self.rounds = int(self.plan.get("steps") or self.suite.rounds_on(self.size))
         self._template = record.from_spec(spec, device="cpu") if self.rank == 0 else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.records import labels, old_keys, privacy
 from experiments.records.origin import ROOT, git_state, hardware, software
-from launch import link as launch_link
+from launch import link_file as launch_link
 from launch.errors import UserError
 from launch.files import write_whole
 from launch.spec import RunSpec

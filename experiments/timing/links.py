@@ -10,8 +10,8 @@ from typing import Any
 
 from experiments.cells import timelines
 from experiments.timing.dilation import Calibration
-from experiments.training import link
-from launch import link as told
+from experiments.training import rank_link
+from launch import link_file as told
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -58,7 +58,7 @@ class Links:
         else:
             dilation = float(asked)
 
-        self.mbit = self.agree(lambda: link.capacity(self.config, dilation))
+        self.mbit = self.agree(lambda: rank_link.capacity(self.config, dilation))
         self.check(self.mbit, dilation)
         if self.known.get("note"):
             self.say(self.known["note"])
@@ -68,7 +68,7 @@ class Links:
         """Sets emulated links to a rate and measures what they carry then."""
 
         def check() -> dict[str, Any]:
-            link.ask(self.folder, f"check {mbit:.6g}")
+            rank_link.ask(self.folder, f"check {mbit:.6g}")
             return told.read(self.folder)
 
         self.known = {**self.agree(check), "dilation": dilation}
@@ -80,16 +80,16 @@ class Links:
         pace = statistics.median(self.pace)
         dilation = self._calibration(pace).dilation
         with contextlib.suppress(UserError):  # more than this machine can carry: as it was
-            self.mbit = link.capacity(self.config, dilation)
+            self.mbit = rank_link.capacity(self.config, dilation)
             self.set_to.append((pace, dilation, self.mbit))
         self.set()
 
     def free(self) -> None:
-        self._ask(link.FREE_MBIT)
+        self._ask(rank_link.FREE_MBIT)
 
     def set(self) -> None:
         self._ask(self.mbit)
 
     def _ask(self, mbit: float | None) -> None:
         if self.shapes and mbit is not None:
-            self.agree(lambda: link.ask(self.folder, f"rate {mbit:.6g}"))
+            self.agree(lambda: rank_link.ask(self.folder, f"rate {mbit:.6g}"))

@@ -33,7 +33,7 @@ from experiments.timing.links import BOUND_TURNS, Links
 from experiments.timing.opened import Exchange, dense, due, ready
 from experiments.timing.profiled import profile
 from experiments.timing.shared_ddp import SharedDDP
-from experiments.training import link, machine
+from experiments.training import machine, rank_link
 from experiments.training.clock import Stopwatch
 from experiments.training.method import begin
 from experiments.training.together import gathered, memory_left
@@ -100,7 +100,7 @@ class _World:
         profiled = self._profile()
         before = self._measure_bound(BOUND_TURNS if self.held else CHECK_TURNS)
         dilation = self.links.settle(before)
-        probed = link.of_run(self.spec, self.shard.device)
+        probed = rank_link.of_run(self.spec, self.shard.device)
         drift = 0.0
         for repeated in (False, True):
             readings = gathered(machine.read())

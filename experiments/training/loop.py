@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.records import labels, record
-from experiments.training import link, step_profile, traffic
+from experiments.training import rank_link, step_profile, traffic
 from experiments.training.clock import StepClock
 from experiments.training.method import Method, begin
 from experiments.training.nic import NicMeter, past_the_counters
@@ -73,7 +73,7 @@ class _Run:
             self.config.get("resume_resize") == "average",
         )
         self.save_every = int(save["every"])
-        self.link = link.of_run(spec, shard.device)  # of a real network: probed
+        self.link = rank_link.of_run(spec, shard.device)  # of a real network: probed
         self.metrics: dict[str, float] = {}
         self.losses: list[tuple[int, torch.Tensor]] = []  # not looked at yet
         self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time

@@ -29,7 +29,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from launch import link as links
+from launch import link_file as links
 from launch import process
 from launch.emulated import measure, network, sandbox
 from launch.failure import Cause

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import environment, failure, link, process
+from launch import environment, failure, link_file, process
 from launch.emulated import inside, network, sandbox
 from launch.environment import cores
 from launch.errors import UserError
@@ -131,9 +131,9 @@ class EmulatedLauncher(LocalLauncher):
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         if not self.shapes:
             note = "one node: no link" if self.nodes == 1 else f"not shaped: {why_not()}"
-            link.write(spec.path, link.of(note=note))
+            link_file.write(spec.path, link_file.of(note=note))
             return super().run(spec_path, spec)
-        for left in (inside.CONTROL, inside.CONTROL_DONE, inside.OUTCOME, link.FILE):
+        for left in (inside.CONTROL, inside.CONTROL_DONE, inside.OUTCOME, link_file.FILE):
             (spec.path / left).unlink(missing_ok=True)  # of an earlier run that is resumed
         environments = [self.environment(k) for k in range(self.nodes)]
         common = dict(set.intersection(*(set(env.items()) for env in environments)))
@@ -144,7 +144,7 @@ class EmulatedLauncher(LocalLauncher):
             "nodes": self.nodes,
             "mbit_per_s": rate,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
-            "link": link.of(
+            "link": link_file.of(
                 kind="emulated",
                 shaped=True,
                 set_mbit_per_s=rate,

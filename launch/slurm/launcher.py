@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import failure, link, process
+from launch import failure, link_file, process
 from launch.base import Launcher
 from launch.errors import UserError
 from launch.slurm import job as slurm_job
@@ -224,7 +224,7 @@ class SlurmLauncher(Launcher):
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         logs = spec.path / "logs"
         logs.mkdir(exist_ok=True)
-        link.write(spec.path, link.of(kind="network"))
+        link_file.write(spec.path, link_file.of(kind="network"))
         (spec.path / "job.sh").write_text(self.script(spec))
         output, log = Tail(logs / "output.log"), Tail(logs / "slurm.log")
         with process.stop_signals():

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import environment, failure, link, probe, process
+from launch import environment, failure, link_file, probe, process
 from launch.base import ROOT, Launcher, _count
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -124,7 +124,7 @@ class SshLauncher(Launcher):
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         print("hosts: " + ", ".join(f"{k} {host}" for k, host in enumerate(self.hosts)), flush=True)
-        link.write(spec.path, link.of(kind="network"))
+        link_file.write(spec.path, link_file.of(kind="network"))
         (spec.path / "logs").mkdir(exist_ok=True)
         shutil.rmtree(spec.path / "agents", ignore_errors=True)
         running: list[subprocess.Popen] = []
@@ -152,7 +152,7 @@ class SshLauncher(Launcher):
         with open(_ssh_log(spec, node), "ab") as log:
             command = self.command(spec_path, spec, node)
             started = process.attached(command, stdin=subprocess.PIPE, stdout=terminal_fd(), stderr=log)
-        files = [] if self.shared[node] else [spec_path, spec.path / link.FILE]
+        files = [] if self.shared[node] else [spec_path, spec.path / link_file.FILE]
         passed_on = {name: os.environ[name] for name, value in self.env.items() if value is None}
         request: dict[str, Any] = {"files": {f.name: f.read_text() for f in files}, "environment": passed_on}
         request["heartbeat_timeout_s"] = self.heartbeat_timeout_s

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch import link
+from launch import link_file
 from launch.emulated import launcher as emulated
 from launch.emulated.launcher import EmulatedLauncher, capacity_gbps, inside, network, sandbox
 from launch.errors import UserError
@@ -148,16 +148,16 @@ def test_ranks_ask_for_the_rate_of_their_links(tmp_path: Path, monkeypatch: pyte
     shaped = []
     monkeypatch.setattr(network, "shape", lambda node, mbit: shaped.append((node, mbit)))
     monkeypatch.setattr(inside.measure, "check", lambda nodes, mbit: {"measured": True, "mbit_per_s": 0.9 * mbit})
-    control = inside.Control(tmp_path, nodes=2, link=link.of(kind="emulated", shaped=True, link_gbps=10.0))
+    control = inside.Control(tmp_path, nodes=2, link=link_file.of(kind="emulated", shaped=True, link_gbps=10.0))
     (tmp_path / inside.CONTROL).write_text("rate 40000\n")
     control.poll()
     assert shaped == [(0, 40000.0), (1, 40000.0)]
-    assert not (tmp_path / link.FILE).exists()  # nothing was measured
+    assert not (tmp_path / link_file.FILE).exists()  # nothing was measured
     with open(tmp_path / inside.CONTROL, "a") as file:
         file.write("check 500\nrate 0\nrate nan\ncheck fast\nrate\n")
     control.poll()
     assert shaped[2:] == [(0, 500.0), (1, 500.0)]
-    found = json.loads((tmp_path / link.FILE).read_text())
+    found = json.loads((tmp_path / link_file.FILE).read_text())
     assert (found["set_mbit_per_s"], found["mbit_per_s"], found["link_gbps"]) == (500.0, 450.0, 10.0)
     said = (tmp_path / inside.CONTROL_DONE).read_text().splitlines()
     assert said == [

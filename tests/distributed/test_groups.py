@@ -15,7 +15,7 @@ from birder import Topology, attach
 from birder.comm import TwoPhase
 from birder.comm.link import backend_for, new_group
 from birder.predict import measuring
-from experiments.training import link
+from experiments.training import rank_link
 from tests.helpers import toy
 from tests.helpers.ranks import fresh_world
 
@@ -135,9 +135,9 @@ def test_gloo_is_probed_from_the_host(world_of_4: None, monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
-    monkeypatch.setattr(link, "backend_for", lambda group, device: "gloo")
-    monkeypatch.setattr(link, "PROBE_MB", 1)
-    assert link.probe(1, torch.device("cuda", 0)) is not None
+    monkeypatch.setattr(rank_link, "backend_for", lambda group, device: "gloo")
+    monkeypatch.setattr(rank_link, "PROBE_MB", 1)
+    assert rank_link.probe(1, torch.device("cuda", 0)) is not None
     assert set(sent) == {torch.device("cpu")}
 
 

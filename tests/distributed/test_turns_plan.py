@@ -14,7 +14,7 @@ from experiments import compare
 from experiments.config import compose
 from experiments.records import record
 from experiments.timing import plan
-from experiments.training import link
+from experiments.training import rank_link
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
@@ -145,17 +145,17 @@ def test_asking_for_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 (tmp_path / "control.done").write_text("\n".join(said) + "\n")
 
     threading.Thread(target=supervise, daemon=True).start()
-    link.ask(tmp_path, "rate 40000")
+    rank_link.ask(tmp_path, "rate 40000")
     with pytest.raises(RuntimeError, match=r"could not be set \(check 7\): no such device"):
-        link.ask(tmp_path, "check 7")
-    monkeypatch.setattr(link, "ANSWER_S", 0.1)
+        rank_link.ask(tmp_path, "check 7")
+    monkeypatch.setattr(rank_link, "ANSWER_S", 0.1)
     with pytest.raises(RuntimeError, match="nobody set"):
-        link.ask(tmp_path, "rate 3")
+        rank_link.ask(tmp_path, "rate 3")
 
 
 def _probe(rank: int, world: int, per_node: int) -> float | None:
-    link.PROBE_MB = 1
-    return link.probe(per_node, torch.device("cpu"))
+    rank_link.PROBE_MB = 1
+    return rank_link.probe(per_node, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), slow(3, 1), slow(4, 2)])

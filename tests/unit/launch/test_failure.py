@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch import failure, link
+from launch import failure, link_file
 
 
 def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: 
 
 
 def test_the_link_of_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert link.read(tmp_path) == {}
-    link.write(tmp_path, link.of(kind="network", mbit_per_s=940.0))
-    assert link.read(tmp_path) == {**link.UNKNOWN, "kind": "network", "mbit_per_s": 940.0}
-    (tmp_path / link.FILE).write_text("{")
-    assert link.read(tmp_path) == {}
+    assert link_file.read(tmp_path) == {}
+    link_file.write(tmp_path, link_file.of(kind="network", mbit_per_s=940.0))
+    assert link_file.read(tmp_path) == {**link_file.UNKNOWN, "kind": "network", "mbit_per_s": 940.0}
+    (tmp_path / link_file.FILE).write_text("{")
+    assert link_file.read(tmp_path) == {}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from experiments.records import labels, origin, privacy, record
-from launch import link
+from launch import link_file
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -296,11 +296,11 @@ def test_the_link_is_what_the_launcher_found_and_the_user_says(tmp_path: Path) -
     spec = make_spec(run_dir=str(tmp_path))
     assert record.from_spec(spec).link == record.LINK
     found = {"kind": "emulated", "shaped": True, "measured": True, "mbit_per_s": 471.5, "dilation": 20.0}
-    (tmp_path / link.FILE).write_text(json.dumps(found))
+    (tmp_path / link_file.FILE).write_text(json.dumps(found))
     assert record.from_spec(spec).link == found
     said = make_spec(
         run_dir=str(tmp_path), config={"cluster": {**spec.config["cluster"], "link": {"kind": "Ethernet"}}}
     )
     assert record.from_spec(said).link["kind"] == "Ethernet"
-    (tmp_path / link.FILE).write_text("{")
+    (tmp_path / link_file.FILE).write_text("{")
     assert record.from_spec(spec).link == record.LINK

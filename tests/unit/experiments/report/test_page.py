@@ -16,8 +16,8 @@ import pytest
 from birder.predict import METHODS, Cluster, Link, Prediction, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, crossover, curves, methods_table, page, prediction, speedup
-from experiments.report.page import Grid
+from experiments.report import accuracy, crossover, curves, html_page, methods_table, prediction, speedup
+from experiments.report.html_page import Grid
 
 SMALL = Grid(
     models=(("resnet50_b32_tf32", "ResNet-50"), ("bert_base_b12_tf32", "BERT-Base")), nodes=(2, 8), gbps=(10, 100)
@@ -34,7 +34,7 @@ def records() -> list[ResultRecord]:
 
 @pytest.fixture(scope="module")
 def content(records: list[ResultRecord]) -> dict[str, Any]:
-    return page.data(PUBLISHED, records, SMALL)
+    return html_page.data(PUBLISHED, records, SMALL)
 
 
 def test_speedups_are_those_of_the_records(records: list[ResultRecord], content: dict[str, Any]) -> None:
@@ -162,13 +162,13 @@ def winner(p: Prediction) -> str | None:
 
 
 def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -> None:
-    made = page.html(content, "/* a library with </b> and /*DATA*/ in it */")
+    made = html_page.html(content, "/* a library with </b> and /*DATA*/ in it */")
     held = re.search(r'<script id="data" type="application/json">(.*?)</script>', made, re.DOTALL)
     assert held is not None
     assert json.loads(held[1]) == json.loads(json.dumps(content))
     assert "/*PLOTLY*/" not in made
     assert not re.search(r"/\*(CSS|JS|DATA)\*/", made.replace("/*DATA*/ in it", ""))
-    own = "".join(page.TEMPLATE.with_suffix(f".{kind}").read_text() for kind in ("html", "css", "js"))
+    own = "".join(html_page.TEMPLATE.with_suffix(f".{kind}").read_text() for kind in ("html", "css", "js"))
     assert not re.search(r"https?://|@import|src=|url\(", own)  # nothing is fetched
     for id_ in re.findall(r'\$\("([a-z]+)"\)', own):
         assert f'id="{id_}"' in own, id_
@@ -215,7 +215,7 @@ def test_a_browser_shows_the_numbers(
     m, n, g = map(int, place.split(","))
     moves = MOVES.replace("MODEL", str(m)).replace("NODES", str(n)).replace("GBPS", str(g))
     path = tmp_path / "index.html"
-    made = page.html(content, get_plotlyjs())
+    made = html_page.html(content, get_plotlyjs())
     path.write_text(made.replace("</body>", f"<script>{moves}</script></body>"), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{begin}"]

@@ -16,8 +16,8 @@ from birder.predict.answers import answer
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED
-from experiments.report import page, pay
-from experiments.report.page import Grid
+from experiments.report import html_page, pay
+from experiments.report.html_page import Grid
 from experiments.report.pay import Choice, Model
 
 SMALL = Choice((Model("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400))
@@ -51,9 +51,9 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
 def test_a_browser_answers_between_the_points(content: dict[str, Any], tmp_path: Path, hash_: str, width: int) -> None:
     from plotly.offline import get_plotlyjs
 
-    whole = page.data(PUBLISHED, [], Grid(models=(("resnet50_b32_tf32", "ResNet-50"),), nodes=(2,), gbps=(10,))) | {
-        "pay": content
-    }
+    whole = html_page.data(
+        PUBLISHED, [], Grid(models=(("resnet50_b32_tf32", "ResNet-50"),), nodes=(2,), gbps=(10,))
+    ) | {"pay": content}
     path = tmp_path / "index.html"
     told = (
         "<script>const t = document.createElement('p'); t.id = 'told';"
@@ -63,7 +63,7 @@ def test_a_browser_answers_between_the_points(content: dict[str, Any], tmp_path:
         " shown: document.getElementById('paycurves').data.filter((x) => x.visible === true).length});"
         " document.body.append(t);</script></body>"
     )
-    path.write_text(page.html(whole, get_plotlyjs()).replace("</body>", told), encoding="utf-8")
+    path.write_text(html_page.html(whole, get_plotlyjs()).replace("</body>", told), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{hash_}"]
     dom = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=120, check=True).stdout
