@@ -46,7 +46,7 @@ from experiments.report.claims_measured import newest
 from experiments.report.formats import mean_sd, number, percent, size, times
 from experiments.report.paired import difference
 from experiments.report.replayed import Results
-from experiments.report.speedup import SpeedupTable
+from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import Table
 
 MAKE = {
@@ -164,6 +164,10 @@ class Facts:
 
     def shown(self, table: SpeedupTable) -> Table:
         return speedup_table.as_table(table)
+
+    def versus(self, table: SpeedupTable, row: Row, wire: str) -> str:
+        """A row's speedup over the baseline of `wire`."""
+        return captions.versus(table, row, wire)
 
     def compression(self, table: SpeedupTable) -> str | None:
         """Whether it pays."""

@@ -56,7 +56,6 @@ COLOURS = {
 OTHERS = ("#228833", "#ee8866", "#44bb99", "#997700", "#882255", "#77aadd")
 WIRES = {"fp32": "#4477aa", "bf16": "#66ccee", "fp16": "#66ccee", "none": "#bbbbbb"}
 COMPRESSED = "#ee6677"
-MARKERS = "osD^v<"
 
 T = TypeVar("T")
 

@@ -115,7 +115,7 @@ def test_figures_follow_the_records(tmp_path: Path) -> None:
         folder = tmp_path / str(ms)
         save(folder, run("SGDM fp32", 100.0, cluster="emulated"), run("Birder", ms, cluster="emulated"))
         environment = documents.environment(Facts(folder))
-        asked = "{% set t = steps('resnet50', 4) %}{{ t.versus(t.row('Birder'), 'fp32') }}"
+        asked = "{% set t = steps('resnet50', 4) %}{{ versus(t, t.row('Birder'), 'fp32') }}"
         found = documents._made(environment, "x.md", asked)
         assert found == f"{100 / ms:.2f}x"
 
