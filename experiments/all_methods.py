@@ -8,7 +8,8 @@ For each row of `compare` in conf/exp/methods.yaml that has learning rates to tr
 
 Runs that are recorded are not run again, so that an interrupted table is gone on with by the same command; when the time of
 one row is missing all take their turns again, for only then they can be compared. A run whose loss became no number is
-recorded and counts; one that failed otherwise is tried again. Exit status: 0; 1 a run failed otherwise than by its loss; 2
+recorded and counts; one that failed otherwise is tried again. The same command in several terminals shares the runs that tune
+and train. Exit status: 0; 1 a run failed otherwise than by its loss; 2
 bad input; 130 Ctrl-C.
 """
 
@@ -17,21 +18,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments import compare
-from experiments.config import compose
+from experiments.config import compose, sweeps
 from experiments.config.compose import Composed
+from experiments.config.sweeps import Row
 from experiments.records import labels
-from experiments.records.record import ResultRecord
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
-from experiments.runs import command, recorded
-from experiments.runs.recorded import Recorded, counts, name_of, score, told
+from experiments.runs import command
+from experiments.runs.study import Grid, Study, close, name_of, told
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
@@ -73,79 +73,56 @@ def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
 
 @dataclass
 class Plan:
-    """What the command line asks for, and what has become of it."""
+    """What the command line asks for."""
 
     overrides: list[str]
     seeds: tuple[int, ...]
     parts: tuple[str, ...]
     dry_run: bool = False
-    runs: Recorded = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.runs = Recorded(EXP, self.dry_run)
 
     def compose(self, row: Variant, *more: str) -> Composed:
         """`row` with `more`. The user's own overrides come last and so win."""
         mine = compose.unless_given([f"wandb.group={EXP}", *more], self.overrides)
         return compose.compose([f"+exp={EXP}", *row.overrides, *mine, *self.overrides])
 
-    def run(self, part: str, what: str, composed: Composed, group: str | None = None) -> ResultRecord | None:
-        """The record of `composed`, which is run if it is not there and its part is asked for. None: there is none."""
-        return self.runs.run(what, composed, group, asked=part in self.parts)
+    def rows(self, variants: Sequence[Variant]) -> list[Row]:
+        """Of a study: every rate with the first seed, the best one with the others, as far as these parts are asked for."""
+        every: list[Row] = []
+        for v in variants:
+            every += sweeps.choosing(v.optimizer, (f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[0])
+        return [row for row in every if ("seeds" if row.rivals else "tune") in self.parts]
 
-    def time(self, composed: list[Composed]) -> None:
-        """Times all rows in one world, unless each has its time already, or that part is not asked for.
 
-        With timing.mode=sequential each has a run of its own, if it lacks its time.
-        """
-        group = compose.new_name(EXP)
-        if apart(composed) is not None:
-            for c in composed:
-                self.run("time", "step time", c, group)
+def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
+    """Times all rows in one world, unless each has its time already, or that is not asked for.
+
+    With timing.mode=sequential each has a run of its own, if it lacks its time.
+    """
+    group = compose.new_name(EXP)
+    if apart(composed) is not None:
+        for c in composed:
+            study.run("step time", c, group, asked_for)
+        return
+    there = [study.done(name_of(c)) for c in composed]
+    said = [f"recorded, {told(r)}" if r is not None else "to run, in turns" for r in there]
+    if None in there:
+        if not asked_for:
             return
-        there = [self.runs.known.get(name_of(c)) for c in composed]
-        titles = [f"{labels.method(compose.resolve(c))}, step time" for c in composed]
-        if all(r is not None and counts(r) for r in there):
-            for title, r in zip(titles, there, strict=True):
-                assert r is not None
-                print(f"{title}: recorded, {told(r)}", flush=True)
-        elif "time" in self.parts:
-            self.runs.todo += len(composed)
-            for title in titles:
-                print(f"{title}: to run, in turns", flush=True)
-            if not self.dry_run:
-                self._take_turns(composed, group)
-
-    def _take_turns(self, composed: list[Composed], group: str) -> None:
-        results_dir = compose.resolve(composed[0])["results_dir"]
+        said = ["to run, in turns"] * len(composed)
+        study.todo += len(composed)
+    for c, words in zip(composed, said, strict=True):
+        print(f"{labels.method(compose.resolve(c))}, step time: {words}", flush=True)
+    if None in there and not study.dry_run:
         with TrackedComparison(composed, group) as comparison:
             comparison.status, _ = compare.in_turns(composed, group)
-            comparison.record(results_dir, [])
-        self.runs.read(results_dir)
-        for c in composed:
-            found = self.runs.known.get(name_of(c))
-            self.runs.failed += found is None or not counts(found)
+            comparison.record(study.results_dir, [])
+        study.read()
+        study.failed += sum(study.done(name_of(c)) is None for c in composed)
 
 
 def apart(composed: Sequence[Composed]) -> str | None:
     """Why rows are timed in runs of their own; None where they take turns. Raises UserError where that is not possible."""
     return worlds.why_runs([compose.resolve(c) for c in composed], synthetic=False)
-
-
-def train(plan: Plan, row: Variant) -> None:
-    """Tunes one row and trains it with the other seeds."""
-    first, *others = plan.seeds
-    best: tuple[float, float] | None = None
-    for lr in row.rates:
-        composed = plan.compose(row, f"optimizer.lr={lr:g}", f"seed={first}")
-        found = score(plan.run("tune", f"lr {lr:g}, seed {first}", composed))
-        if found is not None and (best is None or found > best[0]):
-            best = (found, lr)
-    if best is None:
-        return
-    rate = f"optimizer.lr={best[1]:g}"
-    for seed in others:
-        plan.run("seeds", f"lr {best[1]:g}, seed {seed}", plan.compose(row, rate, f"seed={seed}"))
 
 
 def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
@@ -165,18 +142,19 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     rates = [[f"optimizer.lr={min(row.rates):g}"] if row.rates else [] for row in rows]
     timed = [plan.compose(row, *TIMING, *rate) for row, rate in zip(rows, rates, strict=True)]
     apart(timed)
-    results_dir = resolved["results_dir"]
-    if Path(results_dir).is_dir():
-        plan.runs.read(results_dir)
-    for row in rows:
-        train(plan, row)
-    plan.time(timed)
+    study = Study(EXP, resolved["results_dir"], dry_run=plan.dry_run)
+    study.read()
+    grid = Grid(plan.rows(rows), study, plan.overrides, EXP, patient=False)
     if plan.dry_run:
-        print(f"{plan.runs.todo} runs to do at least, of {len(rows)} methods")
+        grid.list()
+    else:
+        grid.run()
+    time(study, timed, "time" in plan.parts)
+    if plan.dry_run:
         return 0
-    if scored := any(r.metric for r in plan.runs.known.values()):
-        methods_table.show(results_dir)
-    return recorded.close(results_dir, EXP, plan.runs.failed, written=scored)
+    if scored := any(r.metric for r in study.known.values()):
+        methods_table.show(study.results_dir)
+    return close(study.results_dir, EXP, study.failed, written=scored)
 
 
 @command.told

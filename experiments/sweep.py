@@ -22,8 +22,8 @@ if not __package__:  # run as a script
 from experiments.config import compose, sweeps
 from experiments.config.sweeps import Row
 from experiments.records.record import PUBLISHED
-from experiments.runs import command, recorded
-from experiments.runs.grid import Grid
+from experiments.runs import command
+from experiments.runs.study import Grid, Study, close
 from launch.errors import UserError
 
 
@@ -37,7 +37,7 @@ def sweep(
 ) -> int:
     """Runs what is missing. Returns the exit status; raises UserError before anything has run.
 
-    others, wandb_group: as in `Grid`.
+    others: as in `Study`. wandb_group: as in `Grid`.
     """
     if wrong := [o for o in given if o.lstrip("+").partition("=")[0] in ("exp", "optimizer", "optimizer.lr", "seed")]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
@@ -47,13 +47,14 @@ def sweep(
     for row in {row.optimizer: row for row in rows}.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
-    grid = Grid(rows, exp, given, results_dir, others, wandb_group)
-    grid.read()
+    study = Study(exp, results_dir, others, by_command=True, dry_run=dry_run)
+    grid = Grid(rows, study, given, wandb_group)
+    study.read()
     if dry_run:
         grid.list()
         return 0
     grid.run()
-    return recorded.close(results_dir, exp, grid.failed, f" of {len(rows)}", written=len(grid.tried) > grid.failed)
+    return close(results_dir, exp, study.failed, f" of {len(rows)}", written=len(grid.tried) > study.failed)
 
 
 def numbers(name: str, text: str | None) -> list[float] | None:

@@ -36,7 +36,7 @@ from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
 from experiments.report.table import WIDTH, Column, Note, Table
 from experiments.runs import command
-from experiments.runs.recorded import Recorded, score
+from experiments.runs.study import Study, close, score
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
 from launch.errors import UserError
@@ -129,7 +129,7 @@ def lengths(resolved: dict[str, Any], rungs: int) -> list[str]:
     return [f"train.{key}={value}" for value in values]
 
 
-def tune(request: Request, optimizer: str, runs: Recorded) -> Tuned:
+def tune(request: Request, optimizer: str, runs: Study) -> Tuned:
     """Makes the trials of one method."""
     import optuna
 
@@ -178,10 +178,8 @@ def tune_all(request: Request) -> int:
             raise UserError("tuning is of accuracies and needs real data: give data.path=ROOT")
         if not resolved[name]["workload"].get("held_out"):
             raise UserError("rates are chosen by a part of the training data that is held out: give held_out=N")
-    runs = Recorded(first["exp"], request.dry_run)
-    results = first["results_dir"]
-    if Path(results).is_dir():
-        runs.read(results)
+    runs = Study(first["exp"], first["results_dir"], dry_run=request.dry_run)
+    runs.read()
     tuned = [tune(request, name, runs) for name in request.optimizers]
     for method in tuned:
         if method.best is None:
@@ -196,7 +194,7 @@ def tune_all(request: Request) -> int:
     table = as_table(tuned, request)
     table.show(Console(width=WIDTH))
     track(table, first)
-    return runs.close(results)
+    return close(runs.results_dir, runs.exp, runs.failed)
 
 
 def track(table: Table, config: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field, model_validator
@@ -101,18 +102,33 @@ def rows(
             continue
         own = method.rates if method.rates is not None else sweep.rates
         every: list[float | None] = list(rates if rates is not None else own or []) or [None]
+        no_choice = len(every) == 1 and (sweep.choose_at or sweep.seeds[0] not in wanted)
         for setting in method.overrides:
             common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *setting)
-            made = [[_row(common, rate, seed) for seed in wanted] for rate in every]
-            no_choice = len(every) == 1 and (sweep.choose_at or sweep.seeds[0] not in wanted)
-            if not sweep.choose or no_choice:
-                found += [Row(optimizer, one) for of_rate in made for one in of_rate]
-                continue
-            first = tuple((*_row(common, rate, sweep.seeds[0]), *sweep.choose_at) for rate in every)
-            if sweep.seeds[0] in wanted:
-                found += [Row(optimizer, one) for one in first]
-            for place, of_rate in enumerate(made):
-                found += [Row(optimizer, one, first, place) for one in of_rate if one not in first]
+            if sweep.choose and not no_choice:
+                found += choosing(optimizer, common, every, wanted, sweep.seeds[0], sweep.choose_at)
+            else:
+                found += [Row(optimizer, _row(common, rate, seed)) for rate in every for seed in wanted]
+    return found
+
+
+def choosing(
+    optimizer: str,
+    common: tuple[str, ...],
+    rates: Sequence[float | None],
+    seeds: Sequence[int],
+    first: int,
+    choose_at: Sequence[str] = (),
+) -> list[Row]:
+    """The rows of one setting: all rates with the seed `first`, if that is one of `seeds`, then the best with the others.
+
+    common: the overrides of the setting. choose_at: as in `Sweep`.
+    """
+    rivals = tuple((*_row(common, rate, first), *choose_at) for rate in rates)
+    found = [Row(optimizer, one) for one in rivals] if first in seeds else []
+    for place, rate in enumerate(rates):
+        made = [_row(common, rate, seed) for seed in seeds]
+        found += [Row(optimizer, one, rivals, place) for one in made if one not in rivals]
     return found
 
 

@@ -16,7 +16,7 @@ from experiments.config.compose import Composed
 from experiments.records import labels, record
 from experiments.records.record import ResultRecord
 from experiments.report import methods_table, tables
-from experiments.runs import recorded, start
+from experiments.runs import start, study
 from launch.failure import RunFailed
 from tests.helpers.workload_data import fashion_mnist
 
@@ -249,11 +249,11 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
         config[section][key] = value
         return dataclasses.replace(one, config=config)
 
-    same = recorded.identity(one.config)
-    assert recorded.identity(changed("data", "path", "elsewhere").config) == same
+    same = study.identity(one.config)
+    assert study.identity(changed("data", "path", "elsewhere").config) == same
     older = json.loads(json.dumps(one.config))
     del older["train"]["bf16_matmul"]
-    assert recorded.identity(older) == same
+    assert study.identity(older) == same
     for section, key, value in (
         ("optimizer", "reset_every", 4),
         ("train", "max_steps", 7),
@@ -261,4 +261,4 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
         ("workload", "held_out", 9),
         ("train", "bf16_matmul", "fp32"),
     ):
-        assert recorded.identity(changed(section, key, value).config) != same
+        assert study.identity(changed(section, key, value).config) != same

@@ -14,7 +14,7 @@ import pytest
 from experiments import sweep
 from experiments.records import privacy, record
 from experiments.report import tables
-from experiments.runs import grid, start
+from experiments.runs import start, study
 from launch import lock
 from tests.helpers.records import run as a_record
 
@@ -43,14 +43,14 @@ import os, sys, time
 from pathlib import Path
 from experiments import sweep
 from experiments.report import tables
-from experiments.runs import grid, start
+from experiments.runs import start, study
 from tests.unit.experiments.runs.test_sweep_shared import leave_record
 
 number = iter(range(100))
 def launch(composed, *, command):
     time.sleep(0.3)
     leave_record(composed.overrides, Path(sys.argv[2]), f"p{os.getpid()}-{next(number)}")
-start.launch, tables.write, grid.POLL_S = launch, lambda *_: None, 0.05
+start.launch, tables.write, study.POLL_S = launch, lambda *_: None, 0.05
 sys.exit(sweep.main([f"sweep={sys.argv[1]}", f"results_dir={sys.argv[2]}"]))
 """
 
@@ -75,7 +75,7 @@ def test_processes_share_the_runs(tmp_path: Path) -> None:
     for text in said:
         for number in (3, 4, 5, 6):  # of the larger rate of SGDM, and of the smaller one, which is not the best
             last = re.findall(rf"\[{number}/12\] .*: (.*)", text)[-1]
-            assert last in (("recorded", "") if "0.2" in _title(text, number) else (grid.NOT_BEST,))
+            assert last in (("recorded", "") if "0.2" in _title(text, number) else (study.NOT_BEST,))
 
 
 def _title(text: str, number: int) -> str:
@@ -98,8 +98,8 @@ def test_a_run_of_another_process_is_waited_for(
     command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={results}", "--methods", "sgdm"]
     rows = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])
     given = [f"results_dir={results}"]
-    other = grid.Grid(rows, "digits", given, str(results))
-    holding = lock.attempted(other.lock_of(rows[0]))
+    other = study.Study("digits", str(results), by_command=True)
+    holding = lock.attempted(other.lock_of(study.Grid(rows, other, given).name(rows[0].overrides)))
     assert holding.__enter__()
     waits = 0
 
@@ -113,7 +113,7 @@ def test_a_run_of_another_process_is_waited_for(
 
     monkeypatch.setattr(start, "launch", launch)
     monkeypatch.setattr(tables, "write", lambda *_: None)
-    monkeypatch.setattr(grid.time, "sleep", wait)
+    monkeypatch.setattr(study.time, "sleep", wait)
     assert sweep.main(command) == 0
     assert waits == 2
     said = capsys.readouterr().out
@@ -126,11 +126,11 @@ def test_a_run_of_another_process_is_waited_for(
 
 def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
     """In another order, twice, logged elsewhere, with numbers in another form: the same; trained otherwise: not."""
-    one = grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandb=disabled"])
-    assert one == grid.asked(
+    one = study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandb=disabled"])
+    assert one == study.asked(
         ["optimizer=sgdm", "+exp=digits", "train.epochs=4", "++optimizer.lr=0.1", "train.epochs=1"]
     )
-    assert one == grid.asked(
+    assert one == study.asked(
         [
             "+exp=digits",
             "results_dir=elsewhere",
@@ -140,10 +140,10 @@ def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
             "optimizer.lr=0.1",
         ]
     )
-    assert one == grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=1.0e-01", "train.epochs=1"])
-    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
-    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
-    assert one != grid.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])
+    assert one == study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=1.0e-01", "train.epochs=1"])
+    assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
+    assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
+    assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])
 
 
 def test_published_runs_count_where_they_are_asked_for(
@@ -161,5 +161,5 @@ def test_published_runs_count_where_they_are_asked_for(
     assert sweep.main([*command, "--published"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "2 runs to do, 2 recorded"
-    assert said.count(grid.NOT_BEST) == 2  # chosen by the published runs
+    assert said.count(study.NOT_BEST) == 2  # chosen by the published runs
     assert not results.exists()

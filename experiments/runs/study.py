@@ -1,0 +1,291 @@
+"""Runs that are made once: the engine of sweep.py, tune.py and all_methods.py.
+
+What is recorded is not run again, so that the same command goes on after an interruption; processes that run the same command
+share the runs among themselves. A run whose loss became no number counts as run; one that failed otherwise is tried again the
+next time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.config import compose
+from experiments.config.compose import Composed
+from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
+from experiments.config.sweeps import Row
+from experiments.records import labels, old_keys, privacy, record
+from experiments.records.record import ResultRecord
+from experiments.report import tables
+from experiments.report.accuracy import HELD_OUT
+from experiments.report.differences import distinguishing
+from experiments.runs import command, start
+from launch import lock
+from launch.errors import UserError
+from launch.failure import RunFailed
+
+OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
+DIVERGED = "the loss is "
+"""How a reason begins that is the method's own doing (experiments/training/loop.py)."""
+NOT_BEST = "its learning rate is not the best"
+ELSEWHERE = "another process runs it"
+POLL_S = 5.0
+"""How often the runs of other processes are looked after."""
+
+# ---- which runs are the same --------------------------------------------------------------------------------------------
+
+
+def identity(config: dict[str, Any]) -> str:
+    """What two runs must share to be the same run: seed, shape, link and every key that may tell variants apart."""
+    cluster = [config["cluster"].get(key) for key in OF_THE_CLUSTER]
+    about = [config["exp"], config["seed"], config["scale"]["name"], cluster, distinguishing(config)]
+    return json.dumps(about, sort_keys=True)
+
+
+def name_of(composed: Composed) -> str:
+    """The identity of the run that `composed` describes."""
+    return identity(json.loads(json.dumps(privacy.clean(compose.resolve(composed), Path.cwd()))))
+
+
+def asked(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """What a command line asks to be run.
+
+    Its keys in any order, without those that only say how a run is kept or how its sums are ordered; of a key given twice
+    the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
+    """
+    clean = (old_keys.override(privacy.clean_text(o, Path.cwd())).lstrip("+").partition("=") for o in overrides)
+    last = {key: of_number(value) for key, _, value in clean}
+    return tuple(sorted((k, v) for k, v in last.items() if not within(k, (*BOOKKEEPING, *SAME_NUMBERS))))
+
+
+def of_number(text: str) -> str:
+    """A number in one way of writing it; any other text as it is."""
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text
+
+
+# ---- what became of a run -----------------------------------------------------------------------------------------------
+
+
+def diverged(reason: str | None) -> bool:
+    """Whether a failure is the method's own doing: its loss became no number."""
+    return DIVERGED in (reason or "")
+
+
+def counts(r: ResultRecord) -> bool:
+    """Whether the run need not be tried again: it ended well, or its loss became no number."""
+    return r.status == "completed" or diverged(r.reason)
+
+
+def score(r: ResultRecord | None) -> float | None:
+    """What a learning rate is chosen by, the larger the better; None for a run that did not end well."""
+    if r is None or r.status != "completed":
+        return None
+    value = r.metric.get("all", {}).get(HELD_OUT, r.metric.get("value"))
+    return None if value is None else float(value) * (1 if r.metric.get("higher_is_better", True) else -1)
+
+
+def told(r: ResultRecord) -> str:
+    """What a run came to, in a few words."""
+    if r.status != "completed":
+        return f"failed: {r.reason}"
+    if r.metric:
+        return f"{r.metric['name']} {r.metric['value']:.2f}"
+    return f"{r.timing.get('median_ms', 0):.0f} ms a step"
+
+
+def close(results_dir: str, exp: str, failed: int, of: str = "", *, written: bool = True) -> int:
+    """The end of a study: brings the experiment's tables up to date, says where they are and what failed. The exit status.
+
+    written: whether there is anything new for the tables.
+    """
+    if written:
+        tables.write(results_dir, exp)
+        print(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
+    if failed:
+        print(f"{failed}{of} runs failed: the same command tries them again", file=sys.stderr)
+    return int(failed > 0)
+
+
+# ---- the engine ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Study:
+    """The runs of one experiment.
+
+    results_dir: where runs are recorded. others: folders whose records count too; nothing is written there.
+    by_command:  runs are the same by what their command lines ask for (`asked`), so that a study goes on when defaults have
+                 changed; else by their configurations (`identity`).
+    dry_run:     run nothing, say what would be.
+    known:       the latest record of each run, a good one before any other.
+    failed:      runs that failed otherwise than by their loss. todo: runs that were not recorded.
+    """
+
+    exp: str
+    results_dir: str
+    others: Sequence[Path] = ()
+    by_command: bool = False
+    dry_run: bool = False
+    known: dict[Hashable, ResultRecord] = field(default_factory=dict)
+    failed: int = 0
+    todo: int = 0
+
+    def read(self) -> None:
+        """Takes in all records there are."""
+        folders = [folder for folder in (*self.others, self.results_dir) if Path(folder).is_dir()]
+        for r in (r for folder in folders for r in record.read_all(folder)):
+            if r.exp == self.exp:
+                name = asked(r.overrides) if self.by_command else identity(r.config)
+                if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
+                    self.known[name] = r
+
+    def name(self, composed: Composed) -> Hashable:
+        return asked(composed.overrides) if self.by_command else name_of(composed)
+
+    def done(self, name: Hashable) -> ResultRecord | None:
+        """The record of a run that need not be made again."""
+        there = self.known.get(name)
+        return there if there is not None and counts(there) else None
+
+    def lock_of(self, name: Hashable) -> Path:
+        """The file that is locked while a process makes the run."""
+        return Path(self.results_dir) / "locks" / f"{hashlib.sha256(repr(name).encode()).hexdigest()[:16]}.lock"
+
+    def make(self, name: Hashable, composed: Callable[[], Composed], group: str | None = None) -> bool:
+        """Makes a run, unless another process has just ended it. False: another process is at it."""
+        with lock.attempted(self.lock_of(name)) as mine:
+            if mine:
+                self.read()
+                if self.done(name) is None:
+                    self._launch(composed(), group)
+                    self.read()
+        return mine
+
+    def _launch(self, composed: Composed, group: str | None) -> None:
+        in_group = {} if group is None else {"group": group}
+        try:
+            start.launch(composed, command=command.typed("run", composed.overrides), **in_group)
+        except (RunFailed, UserError) as error:
+            command.report(error)
+            self.failed += not (isinstance(error, RunFailed) and diverged(str(error)))
+
+    def run(
+        self, what: str, composed: Composed, group: str | None = None, asked_for: bool = True
+    ) -> ResultRecord | None:
+        """The record of `composed`, which is run if it is not there and it is asked for. None: there is none."""
+        name, title = self.name(composed), f"{labels.method(compose.resolve(composed))}, {what}"
+        if (there := self.done(name)) is not None:
+            print(f"{title}: recorded, {told(there)}", flush=True)
+        elif asked_for:
+            self.todo += 1
+            print(f"{title}: {'to run' if self.dry_run else ''}", end="\n" if self.dry_run else "", flush=True)
+            while not self.dry_run and not self.make(name, lambda: composed, group):
+                print(ELSEWHERE, flush=True)
+                time.sleep(POLL_S)
+        return self.known.get(name)
+
+
+@dataclass
+class Grid:
+    """Rows of a study on their way.
+
+    given:   the user's own overrides, of every row. wandb_group: of the runs in W&B, unless the user gives one.
+    patient: a rate is chosen among all of a row's rivals; else among those that are recorded when all were tried.
+    tried:   places of rows that this process has run. said: the last word on each row.
+    """
+
+    rows: Sequence[Row]
+    study: Study
+    given: Sequence[str] = ()
+    wandb_group: str | None = None
+    patient: bool = True
+    tried: set[int] = field(default_factory=set)
+    elsewhere: set[Hashable] = field(default_factory=set)
+    said: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = functools.cache(self._name)
+
+    def _name(self, overrides: tuple[str, ...]) -> Hashable:
+        """Of a row, by its overrides."""
+        return asked([*overrides, *self.given]) if self.study.by_command else name_of(self.composed(overrides))
+
+    def composed(self, overrides: Sequence[str]) -> Composed:
+        own = [] if self.wandb_group is None else [f"wandb.group={self.wandb_group}"]
+        return compose.compose([*overrides, *compose.unless_given(own, self.given), *self.given])
+
+    def of(self, overrides: tuple[str, ...]) -> ResultRecord | None:
+        return self.study.done(self.name(overrides))
+
+    def is_chosen(self, row: Row) -> bool | None:
+        """Whether the row's learning rate did best with the first seed; None where that cannot be said yet."""
+        rivals = [self.of(overrides) for overrides in row.rivals]
+        waits = self.patient or self.study.dry_run or any(self.name(o) in self.elsewhere for o in row.rivals)
+        if waits and any(r is None for r in rivals):
+            return None
+        scores = [s if (s := score(r)) is not None else -math.inf for r in rivals]
+        return not rivals or (max(scores) > -math.inf and scores.index(max(scores)) == row.place)
+
+    def say(self, place: int, what: str) -> None:
+        """Prints what happens to a row, unless that was the last word already."""
+        if self.said.get(place) != what:
+            print(f"[{place + 1}/{len(self.rows)}] {self.rows[place].title}: {what}", flush=True)
+        self.said[place] = what
+
+    def list(self) -> None:
+        """Says of each row whether it is recorded or to run."""
+        todo = done = 0
+        waiting: set[object] = set()  # of rows that differ in the learning rate alone only one is run
+        for place, row in enumerate(self.rows):
+            chosen = self.is_chosen(row)
+            if self.of(row.overrides) is not None:
+                done += 1
+                self.say(place, "recorded")
+            elif chosen is None:
+                waiting.add((row.rivals, row.overrides[-1]))
+                self.say(place, "to run if its learning rate does best")
+            else:
+                todo += chosen
+                self.say(place, "to run" if chosen else NOT_BEST)
+        print(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
+
+    def run(self) -> None:
+        """Runs what is missing and no other process runs, until nothing is left to wait for."""
+        while self.pass_through():
+            time.sleep(POLL_S)
+
+    def pass_through(self) -> bool:
+        """Goes through all rows once. Returns whether another process runs some of them."""
+        self.elsewhere.clear()
+        for place, row in enumerate(self.rows):
+            chosen = self.is_chosen(row)
+            if self.of(row.overrides) is not None:
+                self.say(place, "recorded")
+            elif chosen is None:
+                self.say(place, "its learning rates are not all recorded")
+            elif not chosen:
+                self.say(place, NOT_BEST)
+            elif place not in self.tried:
+                name = self.name(row.overrides)
+                if not self.study.make(name, functools.partial(self._begin, place)):
+                    self.say(place, ELSEWHERE)
+                    self.elsewhere.add(name)
+        self.study.read()
+        return bool(self.elsewhere)
+
+    def _begin(self, place: int) -> Composed:
+        """Of a row that this process is about to run."""
+        self.say(place, "")
+        self.tried.add(place)
+        return self.composed(self.rows[place].overrides)
