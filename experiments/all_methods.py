@@ -109,7 +109,6 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
         if not asked_for:
             return
         said = ["to run, in turns"] * len(composed)
-        study.todo += len(composed)
     for c, words in zip(composed, said, strict=True):
         print(f"{labels.method(compose.resolve(c))}, step time: {words}", flush=True)
     if None in there and not study.dry_run:

@@ -30,8 +30,8 @@ BOOKKEEPING = (
 """Keys that say how a run is kept and told of, not what is run."""
 SAME_NUMBERS = ("train.bf16_matmul",)
 """Keys that change how long a step takes and the order of sums, as another CPU does: they make no other method of it."""
-BEFORE = {"train.bf16_matmul": "native"}
-"""What runs did that are older than the key."""
+BEFORE = {"train.bf16_matmul": "native", "comm.error_feedback": False}
+"""What runs did that are older than the keys."""
 
 # What changes no parameter at any step. Everything else does, or may.
 FREE = (

@@ -143,7 +143,7 @@ class Study:
 
     def read(self) -> None:
         """Takes in all records there are."""
-        folders = [folder for folder in (*self.others, self.results_dir) if Path(folder).is_dir()]
+        folders = [folder for folder in (*self.others, Path(self.results_dir)) if folder.is_dir()]
         for r in (r for folder in folders for r in record.read_all(folder)):
             if r.exp == self.exp:
                 name = asked(r.overrides) if self.by_command else identity(r.config)
@@ -173,9 +173,8 @@ class Study:
         return mine
 
     def _launch(self, composed: Composed, group: str | None) -> None:
-        in_group = {} if group is None else {"group": group}
         try:
-            start.launch(composed, command=command.typed("run", composed.overrides), **in_group)
+            start.launch(composed, command=command.typed("run", composed.overrides), group=group)
         except (RunFailed, UserError) as error:
             command.report(error)
             self.failed += not (isinstance(error, RunFailed) and diverged(str(error)))

@@ -47,7 +47,7 @@ from experiments.runs import start, study
 from tests.unit.experiments.runs.test_sweep_shared import leave_record
 
 number = iter(range(100))
-def launch(composed, *, command):
+def launch(composed, *, command, group):
     time.sleep(0.3)
     leave_record(composed.overrides, Path(sys.argv[2]), f"p{os.getpid()}-{next(number)}")
 start.launch, tables.write, study.POLL_S = launch, lambda *_: None, 0.05
@@ -91,7 +91,7 @@ def test_a_run_of_another_process_is_waited_for(
     results = tmp_path / "results"
     ran: list[list[str]] = []
 
-    def launch(composed: Any, *, command: str) -> None:
+    def launch(composed: Any, *, command: str, group: str | None) -> None:
         ran.append(composed.overrides)
         leave_record(composed.overrides, results, f"r{len(ran)}")
 
