@@ -11,6 +11,8 @@ import torch
 
 from birder import checkpoint
 from experiments.config import compose, schedules
+from experiments.config.schema import LrSchedule
+from experiments.config.validate import check_section
 from launch.errors import UserError
 from launch.spec import RunSpec
 from tests.helpers.ranks import fresh_world
@@ -188,6 +190,10 @@ def test_half_precision_trains(tmp_path, precision):
 
 
 def test_schedules():
+    def check(schedule: dict) -> None:  # before a run starts
+        check_section(LrSchedule, schedule, "train.lr_schedule")
+        schedules.check_keys(schedule)
+
     def at(schedule: dict, step: int) -> float:
         return schedules.factor(schedule, step, 100, 10)
 
@@ -198,4 +204,4 @@ def test_schedules():
     assert [at(steps, s) for s in (1, 30, 31, 61)] == pytest.approx([1, 1, 0.1, 0.01])
     for wrong in ({"name": "cyclic"}, {"name": "linear", "milestones": [1]}, {"name": "constant", "warmup": 1.0}):
         with pytest.raises(UserError):
-            at(wrong, 1)
+            check(wrong)
