@@ -10,7 +10,7 @@ import pytest
 from experiments.config import compose, same_run
 from experiments.records import old_keys, record
 from experiments.records.record import PUBLISHED
-from experiments.runs import grid
+from experiments.runs import study
 from launch.spec import RunSpec
 from tests.helpers.records import run
 
@@ -96,8 +96,8 @@ def test_records_are_read_under_the_names_of_now(tmp_path: Path) -> None:
     found = record.read(path)
     assert found.config["train"]["bf16_matmul"] == "native"
     assert found.config["timing"] == {"mode": "interleaved", "rounds_when_rebuilding": 5}
-    assert grid.asked(found.overrides) == grid.asked(["+exp=digits", "timing.mode=sequential", "seed=1"])
-    assert grid.asked(typed) == grid.asked(found.overrides)
+    assert study.asked(found.overrides) == study.asked(["+exp=digits", "timing.mode=sequential", "seed=1"])
+    assert study.asked(typed) == study.asked(found.overrides)
     assert path.read_bytes() == before
 
 
