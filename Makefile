@@ -66,7 +66,7 @@ predict: $(READY)  ## will it pay? make predict MODEL=hf:gpt2-medium GPU=h100 BA
 tables: $(READY)  ## write tables, plots and the figures of README and docs again, from the records: results/published, results/local
 	@$(BIN)/python experiments/tables.py
 
-page: $(READY)  ## one page to look at, for any browser, without a network: results/published/index.html
+page: $(READY)  ## one page to look at, for any browser, without a network: results/published/index.html (some minutes)
 	@$(BIN)/python experiments/page.py
 
 publish: $(READY)  ## move a group of runs of committed code to results/published: make publish GROUP=NAME (or EXP=NAME)

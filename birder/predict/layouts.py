@@ -57,6 +57,8 @@ class Plan:
 
         width: bytes of an element of the gradient that FSDP scatters; 0: nothing is sent at all.
         """
+        if self.sharding == "ddp" and self.accumulation == 1:
+            return t
         forward, backward = t.forward_ms, t.step_ms - t.forward_ms
         gather, scatter = self._gathered(t, cluster, width) if width else (0.0, 0.0)
         longer = max(forward, gather) / forward

@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from birder.predict.cluster import NOTHING, Cluster, Transfer
 from birder.predict.costs import EXCHANGES, Costs
@@ -68,7 +69,7 @@ class Item:
     sent: float = 0.0
     nic_bytes: float = 0.0
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(g.numel for g in self.gradients)
 

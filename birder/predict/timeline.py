@@ -85,7 +85,7 @@ class Timeline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "elements", sum(g.numel for g in self.gradients))
 
-    @property
+    @cached_property
     def layers(self) -> list[list[int]]:
         """Positions of the gradients that come out together, the first to be ready first."""
         found: dict[float, list[int]] = {}

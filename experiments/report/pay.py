@@ -16,6 +16,7 @@ from experiments.cells.architectures import Asked
 SHOWN = ("fp32", "bf16", "powersgd4", "onebit_adam", "birder", "birder_hierarchical", "none")
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
+PRECISION = "bf16"
 LATENCY_US = 20.0
 INSIDE_REACHED = 230 / 300
 """Share of NVLink's or PCIe's rate that large collectives reach inside a node: 230 GB/s of 8 A100."""
@@ -33,16 +34,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Choice:
-    """The grid."""
+    """The grid. gpus: by default every one that computes in `PRECISION`."""
 
     models: tuple[Model, ...] = (
         Model("GPT-2 124M, 1,024 tokens", "hf:gpt2", (4, 16, 64), 1024),
         Model("GPT-2 medium 355M, 1,024 tokens", "hf:gpt2-medium", (2, 8, 32), 1024),
         Model("Llama 3.2 1B, 2,048 tokens", "hf:llama-3.2-1b", (1, 4), 2048),
+        Model("Qwen2 0.5B, 2,048 tokens", "hf:qwen2-0.5b", (1, 8), 2048),
         Model("BERT-Base, 384 tokens", "hf:bert-base", (4, 32), 384),
+        Model("ViT-B/16", "torchvision:vit_b_16", (32, 256)),
         Model("ResNet-50", "torchvision:resnet50", (16, 64, 256)),
     )
-    gpus: tuple[str, ...] = ("a100", "h100", "l40s", "rtx4090")
+    gpus: tuple[str, ...] = tuple(name for name, gpu in gpus.GPUS.items() if PRECISION in gpu.tflops)
     ranks: tuple[int, ...] = (1, 8)
     nodes: tuple[int, ...] = (2, 8, 64)
     gbps: tuple[float, ...] = (1, 5, 10, 25, 100, 400)
@@ -54,7 +57,7 @@ def data(choice: Choice | None = None) -> dict[str, Any]:
     choice = choice or Choice()
     cells, gb = [], []
     for model in choice.models:
-        works = [architectures.work(Asked(model.name, batch, "bf16", model.seq)) for batch in model.batches]
+        works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
         cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
         a100 = [w.timeline(gpus.find("a100")) for w in works]
         some = Cluster(2, 8, Link(10.0))

@@ -44,6 +44,13 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
     assert len(content["curves"]) == 4
 
 
+def test_every_gpu_of_the_data_file_can_be_chosen_that_computes_so() -> None:
+    offered = [gpus.find(name) for name in Choice().gpus]
+    assert {g.name for g in offered} == {g.name for g in gpus.GPUS.values()} - {"v100-sxm", "v100-pcie", "t4"}
+    for gpu in offered:
+        assert gpu.peak(pay.PRECISION) > 0
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 @pytest.mark.parametrize(
     ("hash_", "width"), [("model=resnet18&gpu=a100&batch=32&nodes=4&ranks=8&gbps=3", 400), ("", 1600)]
