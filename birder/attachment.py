@@ -12,7 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from birder.comm import ByteCounter, Communicator, Link, Pipeline, StreamPipeline, ThreadPipeline
+from birder.comm import (
+    ByteCounter,
+    GatherRanks,
+    Link,
+    Pipeline,
+    Requests,
+    StreamPipeline,
+    ThreadPipeline,
+    Union,
+    finish,
+    run,
+)
 from birder.comm.groups import give_back
 from birder.comm.link import backend_for
 from birder.optimizers.base import BucketOptimizer
@@ -114,8 +125,7 @@ class Attachment:
         if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
             return
         mine = torch.tensor([step], dtype=torch.int64).to(optimizer.device)
-        with optimizer.comm.counter.uncounted():
-            steps = optimizer.comm.gather_ranks(mine).view(-1).tolist()
+        steps = run(optimizer.comm, GatherRanks(mine, counted=False)).view(-1).tolist()
         if steps != [step] * len(steps):
             raise RuntimeError(
                 f"ranks are at different steps, {steps}: one of them skipped step() or ran out of batches. Make all ranks "
@@ -143,14 +153,14 @@ class Attachment:
         return work.get_future().then(finish)
 
 
-def mark_overflow(comm: Communicator, grads: Sequence[Tensor], device: torch.device) -> None:
+def mark_overflow(grads: Sequence[Tensor], device: torch.device) -> Requests[None]:
     """Makes an element of `grads`, this rank's gradients, infinite where a gradient of any rank is not finite.
 
     Every rank calls it. Nothing of it is looked at on the host: a GradScaler does that, once.
     """
     grads = [g for g in grads if g.numel()]
     finite = torch.stack([torch.ones((), dtype=torch.bool, device=device), *(all_finite(g).to(device) for g in grads)])
-    bad = comm.union(~finite.all().view(1))
+    bad = yield Union(~finite.all().view(1))
     if grads:
         first = grads[0].as_strided((1,), (1,))
         first.copy_(torch.where(bad.to(first.device), torch.full_like(first, torch.inf), first))
@@ -180,7 +190,7 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup) -> Pipeline:
 
 def check_agreement(link: Link, digest: int, device: torch.device) -> None:
     """Raises RuntimeError when ranks have different digests."""
-    digests = link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device)).view(-1).tolist()
+    digests = finish(link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device))).view(-1).tolist()
     odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise RuntimeError(

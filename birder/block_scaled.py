@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from birder.attachment import Detached
-from birder.comm import ByteCounter, Link, Topology
+from birder.comm import ByteCounter, Link, Topology, finish
 from birder.comm.link import backend_for, new_group
 
 LARGEST = {"int4": 7.0, "fp8": 448.0}
@@ -143,11 +143,12 @@ class BlockScaled:
             e = a - decode(message, self.code, self.block).view(-1)[:size]  # (3)
             parts = torch.where(e.isfinite(), e, 0.0).split([p.numel() for p in params])
             self._errors.update(zip(params, parts, strict=True))
-        received = decode(self.link.all_to_all(message), self.code, self.block)  # (4)
+        received = decode(finish(self.link.all_to_all(message)), self.code, self.block)  # (4)
         h = received[0]
         for row in received[1:]:  # in rank order, so that timing has no part in the sum
             h = h + row
-        result = self.link.all_gather(encode(h.div_(n).view(1, -1), self.code, self.block).view(-1))  # (5)
+        message = encode(h.div_(n).view(1, -1), self.code, self.block).view(-1)
+        result = finish(self.link.all_gather(message))  # (5)
         return buffer.copy_(decode(result, self.code, self.block).view(-1)[:size])
 
 

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from birder.attachment import Attachment, Detached, check_agreement, mark_overflow, pipeline_for, queue_after_backward
-from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase
+from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase, run
 from birder.comm.groups import borrow
 from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
@@ -52,7 +52,8 @@ class BucketAttachment(Attachment):
         that rank's messages for ever, and the loss scales would drift apart.
         """
         optimizer = self.optimizer
-        mark_overflow(optimizer.comm, [g for p in optimizer._where if (g := p.grad) is not None], optimizer.device)
+        grads = [g for p in optimizer._where if (g := p.grad) is not None]
+        run(optimizer.comm, mark_overflow(grads, optimizer.device))
 
 
 class BucketHook:

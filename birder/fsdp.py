@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
 from birder.attachment import Attachment, check_agreement, pipeline_for, queue_after_backward
-from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology
+from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology, finish
 from birder.comm.link import backend_for, new_group
 from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
@@ -272,7 +272,7 @@ class CountedReduceScatter(_Allocating):
         async_op: bool = False,
     ) -> dist.Work | None:
         if backend_for(group, input_tensor.device) == "gloo" and op == dist.ReduceOp.AVG and not async_op:
-            output_tensor.copy_(self.link.reduce_scatter_mean(input_tensor))
+            output_tensor.copy_(finish(self.link.reduce_scatter_mean(input_tensor)))
             return None
         self.link.count_pairwise(output_tensor.numel() * output_tensor.element_size())
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

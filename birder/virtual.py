@@ -1,14 +1,13 @@
 """Virtual workers: one process that trains as n ranks would, bit for bit.
 
 For accuracy at many workers without as many processes: one model, one process, the optimizer state of every rank. The step is
-`BucketOptimizer.step` itself, once for each rank, over communicators that hand tensors over in memory
+`BucketOptimizer.step` itself, once for each rank, in lockstep over communicators that hand tensors over in memory
 (birder/comm/virtual.py). Never for times.
 """
 
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from birder.attachment import mark_overflow
-from birder.comm import ByteCounter, Communicator, Pipeline, Topology
-from birder.comm.virtual import Turns, communicators, links, ring_sum
+from birder.comm import ByteCounter, Communicator, Requests, Topology
+from birder.comm.runtime import OwnTurn, lockstep
+from birder.comm.virtual import communicators, links, ring_sum
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import WIRES, Plan
 
@@ -88,18 +88,17 @@ class VirtualRanks:
             raise ValueError("virtual ranks are one process: the model's process group must be of this process alone")
         if len(self.optimizers) != self.size:
             raise ValueError(f"{self.size} ranks need as many optimizers, got {len(optimizers)}")
-        self._turns = Turns(self.size, self._load)
         first = self.optimizers[0]
         self._overlap = overlap and first.max_grad_norm is None
         made: Sequence[Communicator | None] = [None]
         if first.compressed:
-            made = communicators(self._turns, topology, hierarchical)
+            made = communicators(topology, hierarchical)
         self._bound = self.optimizers[: len(made)]  # those that step
         for optimizer, comm in zip(self._bound, made, strict=True):
-            optimizer.bind(comm, Pipeline(), unit_mb)
+            optimizer.bind(comm, OwnTurn(), unit_mb)
         counters = [o.comm.counter for o in self._bound] if first.compressed else [ByteCounter() for _ in optimizers]
         self.counter = TotalCounter(counters)
-        self._links = links(self._turns, topology, counters)
+        self._links = links(topology, counters)
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._params)}
         self._equal = self.size // len(self._bound)  # ranks that one optimizer stands for
@@ -167,20 +166,29 @@ class VirtualRanks:
             first.step()
         else:
             agree = not dense and not self._overlap
-            self._turns.run([functools.partial(self._step, rank, agree) for rank in range(self.size)])
+            self._together(lambda rank: self._step(rank, agree))
         self._grads = [[None] * len(self._params) for _ in range(self.size)]
         self._load(0)
         _copy(self._buffers, self._first)
 
-    def _step(self, rank: int, agree: bool) -> None:
+    def _step(self, rank: int, agree: bool) -> Requests[None]:
         optimizer = self.optimizers[rank]
         if agree:  # as `Attachment` does
-            mark_overflow(optimizer.comm, [g for g in self._grads[rank] if g is not None], optimizer.device)
-        optimizer.step()
+            yield from mark_overflow([g for g in self._grads[rank] if g is not None], optimizer.device)
+        yield from optimizer.stepping()
 
-    def _average_of(self, rank: int) -> None:
-        with self.counter.counters[rank].uncounted():
-            self.optimizers[rank].average_parameters()
+    def _together(self, task: Callable[[int], Requests[None]]) -> None:
+        """Performs the task of every rank."""
+        try:
+            lockstep([o.comm for o in self.optimizers], [task(rank) for rank in range(self.size)], self._load)
+        except BaseException:
+            for optimizer in self.optimizers:
+                optimizer.give_up()
+            raise
+
+    @torch.no_grad()
+    def _average_models(self) -> None:
+        self._together(lambda rank: self.optimizers[rank].average_parameters(counted=False))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -189,7 +197,7 @@ class VirtualRanks:
             yield
             return
         kept = [[x.clone() for x in values] for values in self._values]
-        self._turns.run([functools.partial(self._average_of, rank) for rank in range(self.size)])
+        self._average_models()
         self._load(0)
         try:
             yield
@@ -209,15 +217,15 @@ class VirtualRanks:
     def _average(self) -> None:
         """What DDP's all-reduce leaves in the gradients of all ranks."""
         for params in self._buckets:
-            places = [self._place[p] for p in params if self._grads[0][self._place[p]] is not None]
-            if not places:
-                continue
+            places = [self._place[p] for p in params]  # DDP sends those too that have no gradient
             rows = self._rows(places).div_(self.size)
             for link in self._links:
                 link.count_ring_all_reduce(rows[0].numel() * rows.element_size())
             parts = ring_sum(rows).split([self._params[i].numel() for i in places])
             for rank, grads in enumerate(self._grads[: len(self._bound)]):
                 for i, part in zip(places, parts, strict=True):
+                    if grads[i] is None:
+                        continue
                     grads[i] = self._room(rank, i).copy_(part.view(self._params[i].shape))
 
     def _room(self, rank: int, i: int) -> Tensor:

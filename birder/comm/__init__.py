@@ -1,25 +1,54 @@
 """Topology, collectives and the count of bytes sent. Never does optimizer mathematics."""
 
-from birder.comm.communicator import Communicator, Hierarchical, SingleProcess, TwoPhase
+from birder.comm.communicator import Communicator, Hierarchical, Replicas, SingleProcess, TwoPhase
 from birder.comm.counter import ByteCounter
-from birder.comm.link import Link
-from birder.comm.pipeline import Pipeline, StreamPipeline, ThreadPipeline
-from birder.comm.replicas import Replicas
+from birder.comm.link import Link, finish
+from birder.comm.requests import (
+    AcrossHolders,
+    AllGather,
+    AllToAll,
+    GatherRanks,
+    GatherShards,
+    GatherWorkers,
+    Mean,
+    Request,
+    Requests,
+    ShardMean,
+    Total,
+    Union,
+    WorkerMean,
+)
+from birder.comm.runtime import Pipeline, StreamPipeline, ThreadPipeline, run
 from birder.comm.topology import Topology
 from birder.comm.trace import Span, Trace
 
 __all__ = [
+    "AcrossHolders",
+    "AllGather",
+    "AllToAll",
     "ByteCounter",
     "Communicator",
+    "GatherRanks",
+    "GatherShards",
+    "GatherWorkers",
     "Hierarchical",
     "Link",
+    "Mean",
     "Pipeline",
     "Replicas",
+    "Request",
+    "Requests",
+    "ShardMean",
     "SingleProcess",
     "Span",
     "StreamPipeline",
     "ThreadPipeline",
     "Topology",
+    "Total",
     "Trace",
     "TwoPhase",
+    "Union",
+    "WorkerMean",
+    "finish",
+    "run",
 ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -19,23 +17,8 @@ class ByteCounter:
     inter: int = 0
     collectives: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    _here: threading.local = field(default_factory=threading.local, repr=False, compare=False)
-
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Inside, what this thread sends is not counted: it is no payload. Other threads go on counting."""
-        before, self._here.uncounted = not self._counting(), True
-        try:
-            yield
-        finally:
-            self._here.uncounted = before
-
-    def _counting(self) -> bool:
-        return not getattr(self._here, "uncounted", False)
 
     def sent(self, nbytes: int, *, same_node: bool) -> None:
-        if not self._counting():
-            return
         with self._lock:  # two threads of a pipeline may send
             if same_node:
                 self.intra += nbytes
@@ -44,9 +27,8 @@ class ByteCounter:
 
     def collective(self) -> None:
         """One more collective."""
-        if self._counting():
-            with self._lock:
-                self.collectives += 1
+        with self._lock:
+            self.collectives += 1
 
     @property
     def total(self) -> int:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from birder.comm.link import Link, new_group
+from birder.comm.link import Link, finish, new_group
 
 OFFERED = 8
 """Of the groups that were given back: so many of the last are offered to the other ranks."""
@@ -31,10 +31,12 @@ def borrow(link: Link, device: torch.device) -> dist.ProcessGroup:
 
     One that was given back, where all ranks have the same, or a new one. device: of the tensors that ranks agree with.
     """
+    assert link.group is not None
     wanted = _about(link.group)
     free = {_number(group): group for group in _free() if _about(group) == wanted}
     mine = [*list(free)[-OFFERED:], *[0] * OFFERED][:OFFERED]
-    everyone = link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device)).view(link.size, OFFERED).tolist()
+    offered = torch.tensor(mine, dtype=torch.int64, device=device)
+    everyone = finish(link.all_gather(offered)).view(link.size, OFFERED).tolist()
     common = set.intersection(*map(set, everyone)) - {0}
     if not common:
         return new_group(link.ranks, like=link.group)

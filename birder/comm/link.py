@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,55 @@ from torch import Tensor
 
 from birder.comm import staged
 from birder.comm.counter import ByteCounter
-from birder.comm.tags import OUTSIDE, current_task
 from birder.comm.topology import Topology
-from birder.comm.trace import note_wait, note_wire
+from birder.kernels.bits import pack, unpack
 
-OUTSIDE_TAGS = 1 << 20
-"""Tags of calls that no task makes are used again after so many."""
+TASKS, CALLS = 1 << 14, 1 << 8
+"""Tags are used again after so many tasks, and calls of one task: far more than are under way at once."""
+OUTSIDE, OUTSIDE_TAGS = TASKS * CALLS, 1 << 20
+"""The first of the tags of calls that no task makes, and after how many these are used again."""
 
 FEW = 512
 """Bytes of flags up to which sending all of them to every peer takes less time than a collective more."""
+
+
+T = TypeVar("T")
+Wait = Callable[[], Tensor]
+"""What waits for a collective that is under way, and returns what has been received."""
+
+
+@dataclass(slots=True)
+class Post:
+    """One collective of a link, for a driver to start (birder/comm/runtime.py).
+
+    start:  with the tag of its messages, None for one of the link's own; returns what waits.
+    nbytes: sent to every peer; `ring`: of an all-reduce around a ring.
+    """
+
+    link: Link
+    nbytes: int
+    start: Callable[[int | None], Wait]
+    ring: bool = False
+
+    def count(self) -> None:
+        (self.link.count_ring_all_reduce if self.ring else self.link.count_pairwise)(self.nbytes)
+
+
+Operation = Generator[Post, Tensor, T]
+"""Yields the collectives that it wants one after the other, is sent what each received, and returns a result."""
+
+
+def finish(operation: Operation[T], counted: bool = True) -> T:
+    """The operation's result, at once: starts each collective and waits for it."""
+    received: Any = None
+    while True:
+        try:
+            post = operation.send(received)
+        except StopIteration as end:
+            return end.value
+        if counted:
+            post.count()
+        received = post.start(None)()
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -36,7 +76,7 @@ def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.P
     backends = str(dist.get_backend_config(world if like is None else like))
     options, timeout = None, _world_timeout()
     if torch.cuda.is_available() and dist.is_nccl_available() and "cuda:nccl" in backends:
-        # Its kernels go before those of backward, as those of the streams that wait for them do (birder/comm/pipeline.py).
+        # Its kernels go before those of backward, as those of the streams that wait for them do (birder/comm/runtime.py).
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             options._timeout = timeout
@@ -87,7 +127,7 @@ def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
     return {kind: name for kind, _, name in pairs}.get(device.type, "")
 
 
-def _arrival(sent: dist.Work | None, received: Tensor) -> Callable[[], Tensor]:
+def _arrival(sent: dist.Work | None, received: Tensor) -> Wait:
     """What waits for a collective of the back end; on the stream that is current then, not on the one that sent."""
 
     def arrived() -> Tensor:
@@ -99,23 +139,23 @@ def _arrival(sent: dist.Work | None, received: Tensor) -> Callable[[], Tensor]:
 
 
 class Link:
-    """A process group, with the collectives that the methods need.
+    """A process group, with the collectives that the methods need. A link without a group is this process alone.
 
     On gloo, exchanges are plain sends and receives, all posted before the first is waited for: gloo's own all-to-all
     leaves half of a full-duplex link idle, its reduce-scatter is an all-reduce inside. GPU tensors are staged in host
     memory there (birder/comm/staged.py). On other back ends they are the back end's collectives. Sums are taken in rank
     order, so that they do not depend on timing.
 
-    Every method blocks until its result is there; on CUDA, until it is queued on the current stream. `out`: where what is
-    received goes, contiguous; a new tensor where it is not given.
+    Every collective is an `Operation`: whoever drives it decides when it waits. Other collectives may begin before. `out`:
+    where what is received goes, contiguous; a new tensor where it is not given.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topology: Topology, counter: ByteCounter) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, topology: Topology, counter: ByteCounter) -> None:
         self.group = group
         self.counter = counter
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self.size = len(self.ranks)
-        self.rank = dist.get_rank(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         # A topology of just this group numbers its ranks from 0, one of the whole world as the world does.
         numbers = range(self.size) if topology.world_size == self.size else self.ranks
         self.near = [topology.same_node(numbers[self.rank], peer) for peer in numbers]
@@ -129,11 +169,8 @@ class Link:
             self._backends[kind] = backend_for(self.group, tensor.device)
         return self._backends[kind]
 
-    def _tag(self) -> int:
-        """Of the next exchange: the same on all ranks, whatever else is under way."""
-        task = current_task()
-        if task is not None:
-            return task.next()
+    def _next_tag(self) -> int:
+        """Of an exchange that no task makes: those keep the order of the thread that makes them."""
         self._outside = (self._outside + 1) % OUTSIDE_TAGS
         return OUTSIDE + self._outside
 
@@ -151,91 +188,76 @@ class Link:
             share = 2 * (self.size - 1) * nbytes // self.size
             self.counter.sent(share, same_node=self.near[(self.rank + 1) % self.size])
 
-    def _exchange(self, out: list[Tensor], into: list[Tensor]) -> Sequence[dist.Work | staged.Arrival]:
-        """Starts to send out[j] to peer j and to receive into[j] from it, for every peer but this rank itself."""
-        tag = self._tag()
-        staging = staged.Staging(out, into, self.rank) if staged.needed(into[0]) else None
+    def _exchange(self, out: list[Tensor], received: Tensor, tag: int | None) -> Wait:
+        """Starts to send out[j] to peer j and to receive received[j] from it, for every peer but this rank itself."""
+        tag, into = self._next_tag() if tag is None else tag, list(received)
+        staging = staged.Staging(out, into, self.rank) if staged.needed(received) else None
         if staging is not None:
             out, into = staging.out, staging.into
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
         posted = [dist.irecv(into[j], group=self.group, group_src=j, tag=tag) for j in peers]
         posted += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
         work = [w for w in posted if w is not None]
-        return work if staging is None else [staging.arrival(work)]
+        arrivals: Sequence[dist.Work | staged.Arrival] = work if staging is None else [staging.arrival(work)]
 
-    def start_all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
-        """Row j goes to peer j. Returns what waits for the result, whose row i came from peer i.
-
-        [size, c] -> [size, c], contiguous. Other collectives, and the next all-to-all, may begin before the result is taken.
-        """
-        if self.size == 1:
-            return lambda: rows
-        self.count_pairwise(rows[0].numel() * rows.element_size())
-        received = torch.empty_like(rows) if out is None else out.view(rows.shape)
-        if self._backend(rows) != "gloo":
-            return _arrival(dist.all_to_all_single(received, rows, group=self.group, async_op=True), received)
-        received[self.rank].copy_(rows[self.rank])
-        return self._start(list(rows), received)
-
-    def _start(self, out: list[Tensor], received: Tensor) -> Callable[[], Tensor]:
-        """Starts an exchange on gloo; returns what waits for it."""
-        began = time.perf_counter()
-        work = self._exchange(out, list(received))
-        note_wait(began)
-
-        def result() -> Tensor:
-            waited_from = time.perf_counter()
-            for w in work:
+        def arrived() -> Tensor:
+            for w in arrivals:
                 w.wait()
-            note_wire(began, waited_from)
             return received
 
-        return result
+        return arrived
 
-    def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """`start_all_to_all`, and its result."""
-        return self.start_all_to_all(rows, out)()
-
-    def start_all_gather(self, part: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
-        """Every rank's `part` goes to all. Returns what waits for the result, in rank order: [c] -> [size, c].
-
-        `part` must stay as it is until then. Other collectives may begin before the result is taken.
-        """
+    def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        """Row j goes to peer j; row i of the result came from peer i. [size, c] -> [size, c], contiguous."""
         if self.size == 1:
-            return lambda: part.unsqueeze(0)
-        self.count_pairwise(part.numel() * part.element_size())
+            return rows
+        received = torch.empty_like(rows) if out is None else out.view(rows.shape)
+
+        def start(tag: int | None) -> Wait:
+            if self._backend(rows) != "gloo":
+                return _arrival(dist.all_to_all_single(received, rows, group=self.group, async_op=True), received)
+            received[self.rank].copy_(rows[self.rank])
+            return self._exchange(list(rows), received, tag)
+
+        return (yield Post(self, rows[0].numel() * rows.element_size(), start))
+
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        """Every rank's `part` goes to all, in rank order: [c] -> [size, c]. `part` must stay as it is until then."""
+        if self.size == 1:
+            return part.unsqueeze(0)
         shape = self.size, part.numel()
         gathered = part.new_empty(shape) if out is None else out.view(shape)
-        if self._backend(part) != "gloo":
-            return _arrival(
-                dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group, async_op=True), gathered
-            )
-        if gathered[self.rank].data_ptr() != part.data_ptr():
-            gathered[self.rank].copy_(part)
-        return self._start([part] * self.size, gathered)
 
-    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """`start_all_gather`, and its result."""
-        return self.start_all_gather(part, out)()
+        def start(tag: int | None) -> Wait:
+            if self._backend(part) != "gloo":
+                flat = gathered.view(-1)
+                return _arrival(dist.all_gather_into_tensor(flat, part, group=self.group, async_op=True), gathered)
+            if gathered[self.rank].data_ptr() != part.data_ptr():
+                gathered[self.rank].copy_(part)
+            return self._exchange([part] * self.size, gathered, tag)
 
-    def reduce_scatter_mean(self, flat: Tensor) -> Tensor:
+        return (yield Post(self, part.numel() * part.element_size(), start))
+
+    def reduce_scatter_mean(self, flat: Tensor) -> Operation[Tensor]:
         """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call.
 
         The next one on the same thread and stream, that is: what two halves of a pipeline do beside each other stays apart.
         """
-        return self.reduce_scatter_mean_into(self._buffer(flat) if self.size > 1 else flat, flat)
+        return (yield from self.reduce_scatter_mean_into(self._buffer(flat) if self.size > 1 else flat, flat))
 
-    def reduce_scatter_mean_into(self, received: Tensor, flat: Tensor) -> Tensor:
+    def reduce_scatter_mean_into(self, received: Tensor, flat: Tensor) -> Operation[Tensor]:
         """The same, in a part of `received`, which is as large as `flat`. Of one rank `flat` itself."""
         if self.size == 1:
             return flat
         rows = flat.view(self.size, -1)
         if self._backend(flat) == "nccl":
-            self.count_pairwise(rows[0].numel() * rows.element_size())
             part = received[: rows.shape[1]]
-            dist.reduce_scatter_tensor(part, flat, group=self.group)
-            return part.div_(self.size)
-        return self._sum_of_rows(self.all_to_all(rows, received)).div_(self.size)
+
+            def start(tag: int | None) -> Wait:
+                return _arrival(dist.reduce_scatter_tensor(part, flat, group=self.group, async_op=True), part)
+
+            return (yield Post(self, rows[0].numel() * rows.element_size(), start)).div_(self.size)
+        return self._sum_of_rows((yield from self.all_to_all(rows, received))).div_(self.size)
 
     def _buffer(self, like: Tensor) -> Tensor:
         """As large as `like`, the same in all calls from one thread and stream: units take turns with it."""
@@ -246,7 +268,7 @@ class Link:
             kept = self._received[key] = torch.empty_like(like)
         return kept[: like.numel()]
 
-    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+    def mean(self, flat: Tensor, wire: torch.dtype = torch.float32) -> Operation[Tensor]:
         """The mean over ranks, summed in fp32 in rank order, sent as `wire`. fp32[k], any k -> fp32[k], the same everywhere.
 
         2(n-1)/n of the bytes leave each rank, as in a ring. The mean of one rank is its own `flat`, not a copy.
@@ -255,12 +277,14 @@ class Link:
             return flat
         if self._backend(flat) == "nccl":
             sent = flat.to(wire, copy=True)
-            self.count_ring_all_reduce(sent.numel() * sent.element_size())
-            dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.group)
-            return sent.float()
+
+            def start(tag: int | None) -> Wait:
+                return _arrival(dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.group, async_op=True), sent)
+
+            return (yield Post(self, sent.numel() * sent.element_size(), start, ring=True)).float()
         rows = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size)).to(wire).view(self.size, -1)
-        part = self._sum_of_rows(self.all_to_all(rows)).div_(self.size)
-        return self.all_gather(part.to(wire)).view(-1)[: flat.numel()].float()
+        part = self._sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)
+        return (yield from self.all_gather(part.to(wire))).view(-1)[: flat.numel()].float()
 
     @staticmethod
     def _sum_of_rows(rows: Tensor) -> Tensor:
@@ -270,24 +294,22 @@ class Link:
             total.add_(row)
         return total
 
-    def all_or(self, flags: Tensor) -> Tensor:
+    def all_or(self, flags: Tensor) -> Operation[Tensor]:
         """The union over ranks of bool[c], as bool[c]: one gather of the bits where they are few, else two collectives."""
-        from birder.kernels.reference import pack, unpack
-
         if self.size == 1:
             return flags
         few = flags.numel() <= 8 * FEW
         bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % (8 if few else 8 * self.size))))
-        rows = self.all_gather(bits) if few else self.all_to_all(bits.view(self.size, -1))
+        rows = yield from (self.all_gather(bits) if few else self.all_to_all(bits.view(self.size, -1)))
         part = rows[0]
         for row in rows[1:]:
             part = part | row
-        united = part if few else self.all_gather(part).view(-1)
+        united = part if few else (yield from self.all_gather(part)).view(-1)
         return unpack(united)[: flags.numel()].bool()
 
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        """The sum over ranks of a scalar, added up in rank order."""
-        total, *others = self.all_gather(value.reshape(1)).unbind()
+    def sum(self, values: Tensor) -> Operation[Tensor]:
+        """The sum over ranks, added up in rank order. [k] -> [k]."""
+        total, *others = (yield from self.all_gather(values.contiguous())).unbind()
         for other in others:
             total = total + other
-        return total.reshape(value.shape)
+        return total

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from birder.comm.counter import ByteCounter
 from birder.comm.launcher import UNKNOWN, WRONG, Said, said
-from birder.comm.link import Link
+from birder.comm.link import Link, finish
 from birder.comm.topology import Topology
 
 WAY_ON = (
@@ -27,7 +27,7 @@ def agreed(group: dist.ProcessGroup, device: torch.device, given: Topology | Non
     size = dist.get_world_size(group)
     mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hierarchical)
     link = Link(group, Topology(1, size), ByteCounter())
-    rows = link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device)).view(size, -1).tolist()
+    rows = finish(link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device))).view(size, -1).tolist()
     everyone = [Said(*row) for row in rows]
     if any(one.given for one in everyone):
         return given or Topology(1, size)  # those without it differ, as what ranks compare next will show

@@ -89,10 +89,3 @@ def note_wire(began: float, waited_from: float) -> None:
         now = time.perf_counter()
         trace.add("wire", unit, began, now)
         trace.add("wait", unit, waited_from, now)
-
-
-def note_wait(began: float) -> None:
-    """This thread has started a collective since `began`, for which it does not wait yet."""
-    if (at := current()) is not None:
-        trace, unit = at
-        trace.add("wait", unit, began, time.perf_counter())

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Requests
+from birder.comm.runtime import asking
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import is_pair, pair, require, require_number
 from birder.optimizers.contract import Plan
@@ -50,7 +52,7 @@ class DenseAdam(BucketOptimizer):
         unit.state["m"] = unit.zeros()
         unit.state["v"] = unit.zeros()
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
             params, grads, m, v = with_gradient(unit, "m", "v")
             there = [i for i, p in enumerate(unit.wholes) if p.grad is not None]
@@ -62,7 +64,7 @@ class DenseAdam(BucketOptimizer):
             for late in sorted(set(missed_by)):
                 chosen = [k for k, count in enumerate(missed_by) if count == late]
                 some = [[row[k] for k in chosen] for row in (params, grads, m, v)]
-                self.move(unit.group, some[0], some[1], some[2], some[3], step - late)
+                yield from asking(self.move(unit.group, some[0], some[1], some[2], some[3], step - late))
 
     @staticmethod
     def _none_missed(unit: Unit) -> Tensor:
@@ -77,7 +79,9 @@ class DenseAdam(BucketOptimizer):
     def complete_state(self, unit: Unit) -> dict[str, Tensor]:
         return {"missed": self._none_missed(unit)} | unit.state
 
-    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+    def move(
+        self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int
+    ) -> Requests[None] | None:
         """The method: step number `step` (from 1) of parameters with their mean gradients and moments, in place."""
         raise NotImplementedError
 
@@ -146,9 +150,11 @@ class BertAdam(DenseAdam):
         if group["tensor_clip"] is not None:
             require_number("tensor_clip", group["tensor_clip"], "positive or None", above=True)
 
-    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+    def move(
+        self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int
+    ) -> Requests[None]:
         if group["tensor_clip"] is not None:
-            factors = (group["tensor_clip"] / (norms(self.comm, grads) + 1e-6)).clamp(max=1.0)
+            factors = (group["tensor_clip"] / ((yield from norms(self.comm, grads)) + 1e-6)).clamp(max=1.0)
             grads = list(torch._foreach_mul(grads, list(factors.unbind())))
         adam_moments(m, v, grads, *group["betas"])
         denominator = torch._foreach_sqrt(v)

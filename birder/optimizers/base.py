@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from birder.comm import Communicator, Pipeline, SingleProcess
+from birder.comm import Communicator, Pipeline, Requests, SingleProcess, run
+from birder.comm.runtime import asking
 from birder.optimizers import relayout
 from birder.optimizers.checks import check_parameter, require_number
 from birder.optimizers.contract import Method
@@ -89,6 +90,7 @@ class BucketOptimizer(GradientExchange, MethodState):
             raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
         self.comm = comm or SingleProcess()
         self.pipeline = pipeline or Pipeline()
+        self.pipeline.comm = self.comm
         self.units = make_units(self.param_groups, int(unit_mb * 2**20), self.alignment)
         multiple = math.lcm(self.comm.multiple, self.alignment * self.comm.shards)
         for unit in self.units:
@@ -151,13 +153,16 @@ class BucketOptimizer(GradientExchange, MethodState):
             with torch.enable_grad():
                 loss = closure()
         try:
-            if self._ready():
-                self._step()
+            run(self.comm, self.stepping())
         except BaseException:
-            self._feeding = False  # what was taken is lost; the next backward pass begins anew
-            self._watch.forget()
+            self.give_up()
             raise
         return loss
+
+    def give_up(self) -> None:
+        """A step has failed: what was taken is lost, and the next backward pass begins anew."""
+        self._feeding = False
+        self._watch.forget()
 
     def _ready(self) -> bool:
         """Raises RuntimeError where the step would go wrong. False: no parameter has a gradient, and nothing moves."""
@@ -184,21 +189,24 @@ class BucketOptimizer(GradientExchange, MethodState):
         self.check_step(self.steps + 1)
         return True
 
-    def _step(self) -> None:
+    def stepping(self) -> Requests[None]:
+        """One update, for a driver to perform: `step` does so at once."""
+        if not self._ready():
+            return
         step = self.steps + 1
         plan = self.plan(step)
         trace = self.pipeline.trace
         self._stepping = True
         if plan.own:
             with trace.span("exposed"):
-                self._exchange_all(step)
+                yield from self._exchange_all(step)
         else:
-            self.pipeline.wait()  # for `after_update` of the step before
+            yield from self.pipeline.waiting()  # for `after_update` of the step before
             if self.max_grad_norm is not None:
-                self._clip_gradients()
+                yield from self._clip_gradients()
         with trace.span("apply"):
             still = self._still(plan) if plan.own else []
-            self.update(step, plan)
+            yield from asking(self.update(step, plan))
             self._keep_still(still, step)
             for unit in {unit.index: unit for unit, _, _ in still}.values():
                 self.watch.follow(unit)

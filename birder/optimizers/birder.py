@@ -24,13 +24,14 @@ One-process reference: `Birder` in tests/helpers/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from birder import kernels
+from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Requests, ShardMean
 from birder.kernels import weyl
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require_choice, require_flag, require_fraction, require_number
@@ -139,77 +140,65 @@ class Birder(SeenMap, BucketOptimizer):
         if not self.decoupled and group["weight_decay"]:
             torch._foreach_add_(slots, params, alpha=group["weight_decay"])
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        averages = self._averages(unit.group, step)
+        if self.bits == "none":
+            unit.result = yield from self._exchange_floats(unit, grad, averages)
+        elif self.bits == "sigma_delta":
+            u = yield from self._shard_ratio(unit, grad, averages)
+            encoding = self._modulator.encoding(unit, self.comm, step)
+            kernels.modulate(u, unit.state[self._modulator.name], **encoding)
+            unit.result = yield from self._modulator.exchange(unit, self.comm, step)
+        else:
+            unit.result = yield from self._exchange_bits(unit, grad, averages, step)
+
+    def _exchange_bits(self, unit: Unit, grad: Tensor, averages: dict[str, Any], step: int) -> Requests[Tensor]:
         comm, buffers = self.comm, unit.buffers
         size = unit.padded // comm.shards
         runs = unit.numbered(comm.shard * size, size)  # one, but with FSDP
-        averages = self._averages(unit.group, step)
-        if self.bits == "none":
-            yield from self._exchange_floats(unit, grad, averages)
-            return
-        if self.bits == "sigma_delta":
-            yield from self._exchange_modulated(unit, grad, averages, step)
-            return
         workers, servers, owners = self._draws(step)
         m, b, bits = unit.state["m"], unit.state["b"], buffers["bits"]
         if self.intra == "gradient" or comm.shards == 1:
-            g = comm.shard_mean(grad)
+            g = yield ShardMean(grad)
             for at, start in runs:  # (1)-(4)
                 draw = {**workers, "start": start}
                 kernels.encode(g[at], m[at], b[at], **averages, **draw, out=bits[packed(at)])
         else:
-            u = comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clamp_(-1.0, 1.0)  # (1)-(3), mean over the node
+            u = yield from self._shard_ratio(unit, grad, averages)
             for at, start in runs:  # (4)
                 kernels.binarize(u[at], **workers, start=start, out=bits[packed(at)])
         rows, chunk = buffers["rows"], buffers["chunk"]
         if self.reduce == "one_phase":
             n = comm.workers
             for at, start in runs:
-                kernels.owned(
-                    bits[packed(at)], n=n, worker=comm.worker, start=start, **owners, out=chunk[packed(at, n)]
-                )
-            yield
-            rows = comm.gather_workers(chunk, rows)
+                mine = bits[packed(at)]
+                kernels.owned(mine, n=n, worker=comm.worker, start=start, **owners, out=chunk[packed(at, n)])
+            rows = yield GatherWorkers(chunk, rows)
             for at, start in runs:
                 kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
-            unit.result = comm.gather_shards(bits, buffers["result"])  # (5)
-            return
-        received = comm.start_scatter(bits, rows)
-        yield
-        rows = received()
+            return (yield GatherShards(bits, buffers["result"]))  # (5)
+        rows = yield AllToAll(bits, rows)
         served = size // comm.workers
         for at, start in unit.numbered(comm.shard * size + comm.worker * served, served):
             kernels.reduce_bits(columns(rows, packed(at)), start=start, **servers, out=chunk[packed(at)])
-        unit.result = comm.gather(chunk, buffers["result"])  # (5)
+        return (yield AllGather(chunk, buffers["result"]))  # (5)
 
-    def _exchange_modulated(self, unit: Unit, grad: Tensor, averages: dict[str, Any], step: int) -> Iterator[None]:
-        u = self._shard_ratio(unit, grad, averages)
-        encoding = self._modulator.encoding(unit, self.comm, step)
-        kernels.modulate(u, unit.state[self._modulator.name], **encoding)
-        received = self._modulator.start_exchange(unit, self.comm, step)
-        yield
-        unit.result = received()
+    def _shard_ratio(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Requests[Tensor]:
+        """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next request."""
+        m, b = unit.state["m"], unit.state["b"]
+        if self.intra == "gradient" or self.comm.shards == 1:
+            return kernels.ratio((yield ShardMean(grad)), m, b, **averages)
+        u = yield ShardMean(kernels.ratio(grad, m, b, **averages))  # mean over the node
+        return u if self.bits == "none" else u.clamp_(-1.0, 1.0)
 
-    def _shard_ratio(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Tensor:
-        """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next unit's."""
-        comm, m, b = self.comm, unit.state["m"], unit.state["b"]
-        if self.intra == "gradient" or comm.shards == 1:
-            return kernels.ratio(comm.shard_mean(grad), m, b, **averages)
-        return comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clamp_(-1.0, 1.0)  # mean over the node
-
-    def _exchange_floats(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Iterator[None]:
-        """Leaves the workers' mean of u, added up in their order: fp32[padded]."""
-        comm, m, b = self.comm, unit.state["m"], unit.state["b"]
-        if self.intra == "gradient" or comm.shards == 1:
-            u = kernels.ratio(comm.shard_mean(grad), m, b, **averages)
-        else:
-            u = comm.shard_mean(kernels.ratio(grad, m, b, **averages)).clone()  # the next unit may use the buffer
-        yield
-        total, *others = comm.gather_workers(u).unbind()
+    def _exchange_floats(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Requests[Tensor]:
+        """The workers' mean of u, added up in their order: fp32[padded]."""
+        u = yield from self._shard_ratio(unit, grad, averages)
+        total, *others = (yield GatherWorkers(u.clone())).unbind()  # the next unit may use the buffer
         total = total.clone()
         for other in others:
             total.add_(other)
-        unit.result = comm.gather_shards(total.div_(comm.workers))
+        return (yield GatherShards(total.div_(self.comm.workers)))
 
     def _averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         """What `kernels.ratio` is told of (1) to (3), or of (2') and (3') with both corrections in two numbers."""

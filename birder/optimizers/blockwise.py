@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Mean, Requests
 from birder.compress.blocks import Blocks
 from birder.compress.sparse import COMPRESSORS, SHARED, Largest
 from birder.optimizers.base import BucketOptimizer
@@ -113,7 +114,7 @@ class BlockwiseSGD(BucketOptimizer):
 
     def send(
         self, unit: Unit, v: Tensor, ratio: int | None, step: int, stream: int = 0, wire: torch.dtype | None = None
-    ) -> Sent:
+    ) -> Requests[Sent]:
         """C(v), 1/ratio of the elements, and its mean over ranks. ratio: None chooses nothing, and nothing is sent then.
 
         v: fp32[padded], not changed. stream: number of the compressor, whose draws are its own.
@@ -121,9 +122,9 @@ class BlockwiseSGD(BucketOptimizer):
         wire = wire or WIRES[self.wire]
         if not self.alike and ratio is not None:
             own = Largest.choose(v, unit.offsets, [p.numel() for p in unit.params], ratio, wire)
-            return SentOwn.exchange(own, v.numel(), self.comm, wire)
+            return (yield from SentOwn.exchange(own, v.numel(), wire))
         block = self.block if self.compressor == "blocks" else 1
         draw = {"seed": self.seed, "step": step, "stream": stream}
         chosen = Blocks.choose(unit.start, unit.numel, ratio, block, **draw, device=unit.device)
         picked = chosen.gather(v)
-        return SentAlike(chosen, self.comm.mean(picked, wire) if picked.numel() else picked)
+        return SentAlike(chosen, (yield Mean(picked, wire)) if picked.numel() else picked)

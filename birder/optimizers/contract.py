@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from birder.comm import Communicator, Pipeline, SingleProcess
+from birder.comm import Communicator, Pipeline, Requests, SingleProcess
 from birder.optimizers.checks import require, require_number
 from birder.optimizers.layout import ALIGN, Unit
 from birder.optimizers.parameter_watch import ParameterWatch
@@ -45,9 +45,9 @@ class Method(torch.optim.Optimizer):
     | `update` | in `step()` | yes |
     | `after_update` | after `update`, beside the next step | yes |
 
-    Whatever communicates uses `self.comm`, on all ranks alike: the same calls in the same order within one `exchange`,
-    `after_units` or `after_update`. How these three run beside each other need not be the same on all ranks: every message
-    carries the number of the task that sent it, and of the call within it (birder/comm/tags.py).
+    Whatever communicates is a generator that yields requests (birder/comm/requests.py) and is sent the answers: on all ranks
+    the same in the same order within one `exchange`, `after_units`, `update` or `after_update`. How these run beside each
+    other need not be the same on all ranks (birder/comm/runtime.py).
     """
 
     compressed: ClassVar[bool] = False
@@ -141,12 +141,12 @@ class Method(torch.optim.Optimizer):
     def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
         """Chance to change the copied gradients in place, e.g. for coupled weight decay."""
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None] | None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None] | None:
         """From the unit's local gradient, fp32[padded], to `unit.result`. May overwrite `grad`.
 
         Called in COMPRESSED steps and in SKIP steps; in the latter it must not communicate. Runs on the pipeline: maybe on
-        another thread, while backward goes on. Parameters do not change meanwhile. As a generator it yields once, before it
-        begins to wait for the wire: the next unit is then encoded meanwhile (birder/comm/pipeline.py).
+        another thread, while backward goes on. Parameters do not change meanwhile. What follows its first request other than
+        `ShardMean` runs beside the beginning of the next unit's exchange (birder/comm/runtime.py).
         """
         raise TypeError(f"{type(self).__name__} does not compress")
 
@@ -176,18 +176,18 @@ class Method(torch.optim.Optimizer):
     def forget_derived(self) -> None:
         """Drops what the method has derived from its state: the state has just been loaded, reset or laid out anew."""
 
-    def after_units(self, step: int) -> None:
+    def after_units(self, step: int) -> Requests[None] | None:
         """Runs on the pipeline after the last unit, in all but DENSE steps."""
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None] | None:
         """Updates parameters and state, from `p.grad` in DENSE steps, from `unit.result` in the others."""
         raise TypeError(f"{type(self).__name__} defines no update")
 
-    def after_update(self, step: int) -> Iterator[None] | None:
+    def after_update(self, step: int) -> Requests[None] | None:
         """Runs on the pipeline after step number `step`, beside the forward and backward passes of the next one.
 
         It is over before the next `update`, `averaged`, `state_dict` or `load_state_dict`. Until then parameters do not
         change, except where the caller changes them. It may read them and `unit.state`; it must not touch `unit.grad`,
-        `unit.result`, nor what `exchange` of the next step uses, except in its place: the next step's exchanges begin after
-        its `yield`, or after its end where it has none.
+        `unit.result`, nor what `exchange` of the next step uses, except in its place: the next step's exchanges begin when
+        its first request is on its way, or after its end where it has none.
         """

@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Mean, Requests
 from birder.optimizers.blockwise import BlockwiseSGD
 from birder.optimizers.checks import require, require_choice, whole_number
 from birder.optimizers.contract import Plan
@@ -145,18 +146,20 @@ class CSER(BlockwiseSGD):
         if self.keeps_common:
             unit.state["common"] = unit.zeros()
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         p = self.local_step(unit, grad)
         resets = self.resets(step)
         if self.variant == "released":
             ratio, stream = (self.model_ratio, MODEL) if resets else (self.gradient_ratio, GRADIENT)
-            unit.result = Move(p) if ratio is None else self._mean_model(unit, p, ratio, step, stream)  # (6)
+            unit.result = (
+                Move(p) if ratio is None else (yield from self._mean_model(unit, p, ratio, step, stream))
+            )  # (6)
             return
         if self.keeps_common and step == 1:
             # Read in `update` where that will do: by then the caller may have changed it.
             z = unit.state["common"]
             z.copy_(self.flat_parameters(unit)) if self.resets(1) else z.zero_()
-        sent = self.send(unit, p, self.gradient_ratio, step, GRADIENT)
+        sent = yield from self.send(unit, p, self.gradient_ratio, step, GRADIENT)
         sent.clear(p)  # r
         sent.put_mean(p)  # (1): p'
         if self.keeps_common:
@@ -164,28 +167,28 @@ class CSER(BlockwiseSGD):
         if not resets:
             unit.result = Move(p)
         elif self.keeps_common:
-            unit.result = Move(p, correction=self._reset(unit, p, step))  # (3)
+            unit.result = Move(p, correction=(yield from self._reset(unit, p, step)))  # (3)
         else:
-            unit.result = self._mean_model(unit, p, self.model_ratio, step, MODEL)  # (5)
+            unit.result = yield from self._mean_model(unit, p, self.model_ratio, step, MODEL)  # (5)
 
-    def _reset(self, unit: Unit, p: Tensor, step: int) -> Tensor:
+    def _reset(self, unit: Unit, p: Tensor, step: int) -> Requests[Tensor]:
         """e' - e of (3), fp32[padded]."""
         z = unit.state["common"]
         e = self.flat_parameters(unit).sub_(p).sub_(z)
-        sent = self.send(unit, e, self.model_ratio, step, MODEL)
+        sent = yield from self.send(unit, e, self.model_ratio, step, MODEL)
         sent.add_mean(z)
         return sent.change(e)
 
-    def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Move:
+    def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Requests[Move]:
         """PSync(x - p, C)."""
         x = self.flat_parameters(unit).sub_(p)
         # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
-        sent = self.send(unit, x, ratio, step, stream, torch.float32)
+        sent = yield from self.send(unit, x, ratio, step, stream, torch.float32)
         assert isinstance(sent, SentAlike)
         return Move(p, sent=sent, own=sent.chosen.gather(x))
 
-    def update(self, step: int, plan: Plan) -> None:
-        whole = self._changed(step)
+    def update(self, step: int, plan: Plan) -> Requests[None]:
+        whole = yield from self._changed(step)
         for unit in self.units:
             move: Move = unit.result
             if self.keeps_common and step == 1 and not self.resets(1):
@@ -198,7 +201,7 @@ class CSER(BlockwiseSGD):
                 move.sent.set_mean(x, move.own)
                 torch._foreach_copy_(unit.params, unit.views(x))
             if whole:
-                z = unit.state["common"].copy_(self.comm.mean(self.flat_parameters(unit)))
+                z = unit.state["common"].copy_((yield Mean(self.flat_parameters(unit))))
                 torch._foreach_copy_(unit.params, unit.views(z))
             if self._watches:
                 if self.resets(step):
@@ -211,10 +214,10 @@ class CSER(BlockwiseSGD):
         """Whether loaded weights want more than (3): ranks that choose differently would share them out unevenly."""
         return self.keeps_common and not self.alike
 
-    def _changed(self, step: int) -> bool:
+    def _changed(self, step: int) -> Requests[bool]:
         """Whether all models are averaged whole, after a reset, because any rank's caller has changed parameters."""
         if not self._watches:
             return False
         for unit in self.units:
             self.watch.look(unit)
-        return self.resets(step) and self.watch.anywhere(self.comm, self.units)
+        return self.resets(step) and (yield from self.watch.anywhere(self.comm, self.units))

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Requests
 from birder.optimizers.blockwise import BlockwiseSGD
 from birder.optimizers.checks import whole_number
 from birder.optimizers.contract import Plan
@@ -68,10 +69,10 @@ class EFSGD(BlockwiseSGD):
         if self.variant == "released" and unit.group["momentum"] and unit.group["weight_decay"]:
             unit.state["decay"] = unit.zeros()
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         e = unit.state["error"]
         e.add_(self.local_step(unit, grad))  # (3)
-        sent = self.send(unit, e, self.ratio, step)
+        sent = yield from self.send(unit, e, self.ratio, step)
         sent.clear(e)
         sent.put_mean(grad.zero_())
         unit.result = grad

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from birder import kernels
+from birder.comm import AcrossHolders, Requests, Total
 from birder.optimizers.checks import check_gradient, check_parameter
 from birder.optimizers.contract import Method, Plan
 from birder.optimizers.layout import Unit, gradient
@@ -134,7 +135,7 @@ class GradientExchange(Method):
                 "optimizer's own max_grad_norm and turn the framework's clipping off, or use attach(..., overlap=False)"
             )
 
-    def _exchange_all(self, step: int) -> None:
+    def _exchange_all(self, step: int) -> Requests[None]:
         """Sees to it that every unit of this step has been exchanged."""
         factor = None
         if not self._feeding:
@@ -143,16 +144,16 @@ class GradientExchange(Method):
                 alone = self.plan(step) is Plan.SKIP
                 squares = self._squares(finite=True)
                 if alone:
-                    squares = self._of_all_shards(squares)
+                    squares = yield AcrossHolders(squares.view(1))
                 else:
-                    squares = self.comm.total(squares) / self.comm.world_size
-                factor = self._clip_factor(squares.sqrt())
+                    squares = (yield Total(squares)) / self.comm.world_size
+                factor = self._clip_factor(squares.view(()).sqrt())
         for unit in self.units:
             if unit.waiting:  # after feeding: what no hook was called for
                 self._put(unit, [(i, gradient(unit.wholes[i])) for i in sorted(unit.waiting)], factor)
-        self.pipeline.submit(functools.partial(self.after_units, step))
+        self.pipeline.submit(functools.partial(self.after_units, step), None, True)
         self._feeding = False
-        self.pipeline.wait()
+        yield from self.pipeline.waiting()
 
     # ---- parameters without a gradient --------------------------------------------------------------------------------
 
@@ -186,16 +187,13 @@ class GradientExchange(Method):
             else:
                 unit.moved.clear()
 
-    def _clip_gradients(self) -> None:
+    def _clip_gradients(self) -> Requests[None]:
         """Clips `p.grad`, the average gradient of a DENSE step, by its norm."""
-        squares = self._of_all_shards(self._squares(finite=False))
-        torch._foreach_mul_(self._gradients(), self._clip_factor(squares.sqrt()))
+        squares = yield AcrossHolders(self._squares(finite=False).view(1))
+        torch._foreach_mul_(self._gradients(), self._clip_factor(squares.view(()).sqrt()))
 
     def _gradients(self) -> list[Tensor]:
         return [g for unit in self.units for p in unit.wholes if (g := gradient(p)) is not None]
-
-    def _of_all_shards(self, squares: Tensor) -> Tensor:
-        return self.comm.across_holders(squares.reshape(1)).reshape(())
 
     def _squares(self, finite: bool) -> Tensor:
         """The sum of squares of this rank's gradients, fp64[]. finite: without the elements that count as 0."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.comm import Communicator
+from birder.comm import Communicator, Requests
 from birder.optimizers.adam import DenseAdam, Tensors, adam_moments, check_adam
 from birder.optimizers.checks import is_pair, pair, require, require_flag, require_number
 from birder.optimizers.norms import norms
@@ -43,9 +43,9 @@ def trust_ratios(
     updates: list[Tensor],
     group: dict[str, Any],
     phi: tuple[float, float] | None = None,
-) -> Tensor:
+) -> Requests[Tensor]:
     """c of equation (3) for every tensor, fp32[len(params)], within [min_coeff, max_coeff] of the group."""
-    x, r = norms(comm, [*params, *updates]).chunk(2)
+    x, r = (yield from norms(comm, [*params, *updates])).chunk(2)
     size = x if phi is None else x.clamp(*phi)
     c = (size / r).clamp(group["min_coeff"], group["max_coeff"])
     return torch.where((x > 0) & (r > 0), c, torch.ones_like(c))
@@ -99,7 +99,9 @@ class LAMB(DenseAdam):
         ordered = phi is None or (is_pair(phi) and 0 <= phi[0] <= phi[1] and phi[1] > 0)
         require(ordered, "phi", phi, "two rising numbers of 0 or more, or None")
 
-    def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
+    def move(
+        self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int
+    ) -> Requests[None]:
         beta1, beta2 = group["betas"]
         adam_moments(m, v, grads, beta1, beta2)  # (1)
         denominator = torch._foreach_sqrt(v)
@@ -111,6 +113,6 @@ class LAMB(DenseAdam):
             torch._foreach_div_(r, 1 - beta1**step)
         if group["weight_decay"]:
             torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
-        c = trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)
+        c = yield from trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)
         torch._foreach_mul_(r, list(c.unbind()))
         torch._foreach_add_(params, r, alpha=-group["lr"])  # (4)

@@ -18,14 +18,13 @@ winding up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import Communicator
+from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Requests
 from birder.kernels import weyl
 from birder.kernels.philox import uniform16
 from birder.kernels.reference_sigma import UNITS
@@ -90,21 +89,17 @@ class Modulator:
             "out": unit.buffers["bits"],
         }
 
-    def start_exchange(self, unit: Unit, comm: Communicator, step: int) -> Callable[[], Tensor]:
-        """Sends the bits in `unit.buffers["bits"]`. Returns what waits and ends with all of q: uint8[padded/8]."""
+    def exchange(self, unit: Unit, comm: Communicator, step: int) -> Requests[Tensor]:
+        """Sends the bits in `unit.buffers["bits"]`. Ends with all of q: uint8[padded/8]."""
         if self.one_phase:
-            return self._start_one_phase(unit, comm, step)
-        received = comm.start_scatter(unit.buffers["bits"], unit.buffers["rows"])
+            return (yield from self._one_phase(unit, comm, step))
+        rows = yield AllToAll(unit.buffers["bits"], unit.buffers["rows"])
+        chunk, error = unit.buffers["chunk"], unit.state["server_error"]
+        dither = weyl.turned(step, by=weyl.ROOT) / 2**16
+        kernels.serve_sigma(rows, error, gamma=self._gain(comm), dither=dither, out=chunk)  # (2)
+        return (yield AllGather(chunk, unit.buffers["result"]))
 
-        def served() -> Tensor:
-            chunk, error = unit.buffers["chunk"], unit.state["server_error"]
-            dither = weyl.turned(step, by=weyl.ROOT) / 2**16
-            kernels.serve_sigma(received(), error, gamma=self._gain(comm), dither=dither, out=chunk)  # (2)
-            return comm.gather(chunk, unit.buffers["result"])
-
-        return served
-
-    def _start_one_phase(self, unit: Unit, comm: Communicator, step: int) -> Callable[[], Tensor]:
+    def _one_phase(self, unit: Unit, comm: Communicator, step: int) -> Requests[Tensor]:
         n, size = comm.workers, unit.padded // comm.shards
         bits, chunk, error = unit.buffers["bits"], unit.buffers["chunk"], unit.state["owner_error"]
         owners: dict[str, Any] = {"seed": self.seed, "step": weyl.STEP, "turn": step % n}
@@ -113,15 +108,10 @@ class Modulator:
             mine = {"n": n, "worker": comm.worker, "start": start, **owners}
             kernels.owned(bits[packed(at)], **mine, out=chunk[packed(at, n)])
             kernels.settle(error[at], bits[packed(at)], **mine)  # (2')
-        arrived = comm.start_gather_workers(chunk, unit.buffers["rows"])
-
-        def assembled() -> Tensor:
-            rows = arrived()
-            for at, start in runs:
-                kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
-            return comm.gather_shards(bits, unit.buffers["result"])
-
-        return assembled
+        rows = yield GatherWorkers(chunk, unit.buffers["rows"])
+        for at, start in runs:
+            kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
+        return (yield GatherShards(bits, unit.buffers["result"]))
 
     def _gain(self, comm: Communicator) -> float:
         return math.sqrt(comm.workers) if self.gamma is None else float(self.gamma)

@@ -14,7 +14,6 @@ A scale travels behind the bits of each chunk (birder/kernels/message.py): (2) a
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import Communicator
+from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.compress.scaled_sign import split
 from birder.late import Late
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit, gradient
 
-Exchange = Generator[None, None, Tensor]
+Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
 
 
@@ -103,25 +102,14 @@ class OneBitMethod(BucketOptimizer):
             "sums": kernels.partial_sums(shard, unit.device),  # of squares, for either scale
         }
 
-    def onebit_mean(self, unit: Unit, z: Tensor) -> Tensor:
-        """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message.
-
-        Returns the servers' messages, as `Exchange` does.
-        """
+    def onebit_mean(self, unit: Unit, z: Tensor) -> Exchange:
+        """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message."""
         error, mask = unit.state["worker_error"], self.support(unit).in_shard
         squares = kernels.add_message(error, z, mask, sums=unit.buffers["sums"])  # (1)
-        rest = self._exchange_signs(unit, squares)
-        while True:
-            try:
-                next(rest)
-            except StopIteration as end:
-                return end.value
+        return (yield from self._exchange_signs(unit, squares))
 
     def onebit_momentum_mean(self, unit: Unit, g: Tensor, m: Tensor, beta: float) -> Exchange:
-        """`onebit_mean` of (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards].
-
-        A generator for `yield from`: it yields once, when the worker's bits are on their way.
-        """
+        """`onebit_mean` of (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards]."""
         error, mask = unit.state["worker_error"], self.support(unit).in_shard
         squares = kernels.add_momentum(error, g, m, beta=beta, mask=mask, sums=unit.buffers["sums"])  # (1)
         return (yield from self._exchange_signs(unit, squares))
@@ -132,12 +120,11 @@ class OneBitMethod(BucketOptimizer):
         worker_error, server_error = unit.state["worker_error"], unit.state["server_error"]
         inside, count = support.in_shard, support.shard_count
         messages = split(worker_error, squares, inside, count, comm.workers, buffers["bits"])  # (2)
-        received = comm.start_scatter(messages.view(-1), buffers["rows"])
-        yield
+        rows = yield AllToAll(messages.view(-1), buffers["rows"])
         inside, count = support.in_chunk, support.chunk_count
-        squares = kernels.add_average(server_error, received(), inside, sums=buffers["sums"])  # (3)
+        squares = kernels.add_average(server_error, rows, inside, sums=buffers["sums"])  # (3)
         message = split(server_error, squares, inside, count, out=buffers["chunk"])  # (4)
-        return comm.gather(message.view(-1), buffers["result"]).view(comm.shards * comm.workers, -1)
+        return (yield AllGather(message.view(-1), buffers["result"])).view(comm.shards * comm.workers, -1)
 
     def write_mean(self, unit: Unit, out: Tensor, mean: Tensor) -> None:
         """Writes what `onebit_mean` returned into `out`, fp32[padded]; 0 where nothing takes part."""

@@ -16,12 +16,13 @@ One-process reference: `OneBitAdam` in tests/helpers/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from birder import kernels
+from birder.comm import Requests, ShardMean
 from birder.optimizers.adam import adam_moments, check_adam
 from birder.optimizers.checks import pair, require_flag, require_whole
 from birder.optimizers.contract import Plan
@@ -78,9 +79,10 @@ class OneBitAdam(OneBitMethod):
         unit.state["v"] = unit.zeros()
         self.init_errors(unit)
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         beta1, m = unit.group["betas"][0], unit.state["m"][self.support(unit).shard]
-        unit.result = yield from self.onebit_momentum_mean(unit, self.comm.shard_mean(grad), m, beta1)  # (1)-(4)
+        g = yield ShardMean(grad)
+        unit.result = yield from self.onebit_momentum_mean(unit, g, m, beta1)  # (1)-(4)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

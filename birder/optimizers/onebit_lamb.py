@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Mean, Requests, ShardMean
 from birder.optimizers.adam import adam_moments
 from birder.optimizers.checks import pair, require_fraction, require_number, require_whole
 from birder.optimizers.contract import WIRES, Plan
@@ -132,45 +133,42 @@ class OneBitLAMB(OneBitMethod):
             part.logical_and_(scale > 0)
         return mask
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         if step <= self.warmup_steps:
-            unit.result = self.comm.mean(grad, WIRES[self.wire])
+            unit.result = yield Mean(grad, WIRES[self.wire])
             return
         state, support = unit.state, self.support(unit)
         beta1 = unit.group["betas"][0]
-        z = self.comm.shard_mean(grad).mul_(1.0 - beta1)
+        z = (yield ShardMean(grad)).mul_(1.0 - beta1)
         z.add_(state["m"][support.shard] * beta1)
         first, last = support.shard.start, support.shard.stop
         for p, offset, scale in zip(unit.params, unit.offsets, state["scale"], strict=True):
             # (5); a tensor may lie in several shards, and part of it in this one
             z[max(offset - first, 0) : max(min(offset + p.numel(), last) - first, 0)].mul_(scale)
-        unit.result = self.onebit_mean(unit, z)
+        unit.result = yield from self.onebit_mean(unit, z)
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
-            if step <= self.warmup_steps:
-                self._warm_up(unit)
-            else:
-                self._compressed(unit)
+            yield from self._warm_up(unit) if step <= self.warmup_steps else self._compressed(unit)
         if step == self.warmup_steps:
-            self._freeze()
+            yield from self._freeze()
 
-    def _warm_up(self, unit: Unit) -> None:
+    def _warm_up(self, unit: Unit) -> Requests[None]:
         state, group = unit.state, unit.group
         adam_moments([state["m"]], [state["v"]], [unit.result], *group["betas"])
         r = unit.views(state["m"] / state["v"].sqrt().add_(group["eps"]))
         if group["weight_decay"]:
             torch._foreach_add_(r, unit.params, alpha=group["weight_decay"])  # (1)
-        c = trust_ratios(self.comm, unit.params, r, group)
+        c = yield from trust_ratios(self.comm, unit.params, r, group)
         average = state["coeff"] * self.coeff_beta + c * (1 - self.coeff_beta)
         state["coeff"].copy_(torch.where(c != 1, average, state["coeff"]))  # (3)
         self._move(unit, r, c)  # (2)
 
-    def _freeze(self) -> None:
+    def _freeze(self) -> Requests[None]:
         """Equation (4), over all tensors that have momentum; the same on all ranks since m is."""
         sizes = []
         for unit in self.units:
-            lengths = norms(self.comm, unit.views(unit.state["m"])).double()
+            lengths = (yield from norms(self.comm, unit.views(unit.state["m"]))).double()
             roots = [p.numel() ** 0.5 for p in unit.wholes]
             sizes.append(torch.stack([length / root for length, root in zip(lengths.unbind(), roots, strict=True)]))
         everything = torch.cat([row.to(sizes[0].device) for row in sizes]) if sizes else torch.zeros(1)
@@ -181,7 +179,7 @@ class OneBitLAMB(OneBitMethod):
             unit.state["fresh"].copy_(unit.state["v"])
             unit.state["scale"].copy_(torch.where(row > floor.to(row.device), mean.to(row.device) / row, 0.0))
 
-    def _compressed(self, unit: Unit) -> None:
+    def _compressed(self, unit: Unit) -> Requests[None]:
         state, group = unit.state, unit.group
         beta1, beta2 = group["betas"]
         assert unit.grad is not None
@@ -194,11 +192,11 @@ class OneBitLAMB(OneBitMethod):
         fresh.mul_(beta2).addcmul_(g, g, value=1 - beta2)  # (8)
         frozen = state["v"].sqrt().add_(group["eps"])
         r = unit.views(m / frozen)
-        f = maxima(self.comm, unit.views(frozen.div_(fresh.sqrt().add_(group["eps"]))))
+        f = yield from maxima(self.comm, unit.views(frozen.div_(fresh.sqrt().add_(group["eps"]))))
         if group["weight_decay"]:
-            before = norms(self.comm, r)
+            before = yield from norms(self.comm, r)
             torch._foreach_add_(r, unit.params, alpha=group["weight_decay"])  # (9)
-            after = norms(self.comm, r)
+            after = yield from norms(self.comm, r)
             p = torch.where(after > 0, before / after, 1.0).clamp(max=1.0)
             f = p * f + (1 - p)  # (10)
         last = state["factor"]

@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from birder.comm import Communicator
+from birder.comm import Communicator, Requests, Union
 from birder.optimizers.layout import Unit
 
 
@@ -63,7 +63,7 @@ class ParameterWatch:
         self._known, self._late = {}, {}
         self._changed = {u.index: torch.ones(1, dtype=torch.bool, device=u.device) for u in units if changed}
 
-    def anywhere(self, comm: Communicator, units: list[Unit]) -> bool:
+    def anywhere(self, comm: Communicator, units: list[Unit]) -> Requests[bool]:
         """Whether parameters have been changed in this interval on any rank. Every rank calls it, in a synchronisation.
 
         Raises RuntimeError on all ranks when one's have been changed after its message was made of them.
@@ -74,7 +74,7 @@ class ParameterWatch:
             torch.cat([none, *(flag.to(device) for flag in flags.values())]).any().view(1)
             for flags in (self._changed, self._late)
         ]
-        changed, late = comm.union(torch.cat(found)).tolist()
+        changed, late = (yield Union(torch.cat(found))).tolist()
         if late:
             raise RuntimeError(
                 "parameters were changed between backward and step(), but messages had been made of them: change them "

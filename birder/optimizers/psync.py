@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from birder.comm import Communicator
+from birder.comm import GatherRanks, Requests
 from birder.compress.blocks import Blocks
 from birder.compress.sparse import Largest
 
@@ -74,10 +74,10 @@ class SentOwn(Sent):
     mean: Tensor
 
     @classmethod
-    def exchange(cls, own: Largest, size: int, comm: Communicator, wire: torch.dtype) -> SentOwn:
+    def exchange(cls, own: Largest, size: int, wire: torch.dtype) -> Requests[SentOwn]:
         """Sends `own` to all ranks, and adds up what all have sent in rank order. size: elements of the vector."""
         k = own.places.numel()
-        rows = comm.gather_ranks(own.message(wire))
+        rows = yield GatherRanks(own.message(wire))
         mean = own.values.new_zeros(size)
         for row in rows:
             theirs = Largest.read(row, k, wire)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Mean, Requests
 from birder.optimizers.blockwise import BlockwiseSGD
 from birder.optimizers.checks import whole_number
 from birder.optimizers.contract import Plan
@@ -72,7 +73,7 @@ class QSparseLocalSGD(BlockwiseSGD):
         unit.state["error"] = unit.zeros()
         unit.state["common"] = unit.zeros()
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         e, z = unit.state["error"], unit.state["common"]
         p = self.local_step(unit, grad)
         begins = (step - 1) % self.sync_every == 0
@@ -87,7 +88,7 @@ class QSparseLocalSGD(BlockwiseSGD):
         self.watch.look(unit, x)
         x.sub_(p)  # (1)
         e.add_(x.sub_(z))  # (2)
-        sent = self.send(unit, e, self.ratio, step)
+        sent = yield from self.send(unit, e, self.ratio, step)
         sent.clear(e)
         if self.sync_every > 1:
             sent.add_mean(z)
@@ -95,11 +96,11 @@ class QSparseLocalSGD(BlockwiseSGD):
             sent.put_mean(grad.zero_())
             unit.result = grad
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         syncs = plan is not Plan.SKIP
         for unit in self.units:
             self.watch.look(unit, late=syncs)
-        whole = syncs and self.sync_every > 1 and self.watch.anywhere(self.comm, self.units)
+        whole = syncs and self.sync_every > 1 and (yield from self.watch.anywhere(self.comm, self.units))
         for unit in self.units:
             if plan is Plan.SKIP:
                 torch._foreach_sub_(unit.params, unit.views(unit.result))
@@ -109,7 +110,7 @@ class QSparseLocalSGD(BlockwiseSGD):
             else:
                 e, z = unit.state["error"], unit.state["common"]
                 if whole:
-                    z.copy_(self.comm.mean(z + e))
+                    z.copy_((yield Mean(z + e)))
                     e.zero_()
                 torch._foreach_copy_(unit.params, unit.views(z))
                 self.watch.forget(unit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from birder.comm import AllGather, GatherShards, run
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
 
@@ -46,14 +47,14 @@ def gathered(method: Method, unit: Unit) -> Flat:
 
     Raises ValueError for a state that `carried` does not name.
     """
-    comm, state = method.comm, method.complete_state(unit)
-    with comm.counter.uncounted():
-        for name, tensor in state.items():
-            if name not in method.carried:
-                raise ValueError(f"{type(method).__name__} cannot be laid out anew: its `carried` does not name {name}")
-            if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
-                continue
-            state[name] = (comm.gather if method.carried[name] == "cut" else comm.gather_shards)(tensor).clone()
+    state = method.complete_state(unit)
+    for name, tensor in state.items():
+        if name not in method.carried:
+            raise ValueError(f"{type(method).__name__} cannot be laid out anew: its `carried` does not name {name}")
+        if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
+            continue
+        whole = AllGather if method.carried[name] == "cut" else GatherShards
+        state[name] = run(method.comm, whole(tensor, counted=False)).clone()
     return state
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from birder import kernels
-from birder.comm import Communicator
+from birder.comm import Communicator, Requests, Union
 from birder.late import Late, sent
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
@@ -62,10 +62,10 @@ class SeenMap(Method):
         self._few.pop(unit.index, None)
         unit.state["active"] = unit.zeros(dtype=torch.bool)
 
-    def after_units(self, step: int) -> None:
+    def after_units(self, step: int) -> Requests[None]:
         units = [unit for unit in self.units if "active" in unit.state]
         if units:
-            unite_seen(self.comm, units, self.seen_by, self._few, sum(unit.padded for unit in self.units))
+            yield from unite_seen(self.comm, units, self.seen_by, self._few, sum(unit.padded for unit in self.units))
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
         """As `MethodState.load_unit`; a map that says nothing any more is left out."""
@@ -88,7 +88,7 @@ class SeenMap(Method):
 
 def unite_seen(
     comm: Communicator, units: list[Unit], by: str = "b", few: dict[int, Few] | None = None, elements: int = 0
-) -> None:
+) -> Requests[None]:
     """Unites the ranks' knowledge about `units`, those with a map. Drops the map of a unit that is seen whole.
 
     by:  the state that says what has been seen.
@@ -98,18 +98,18 @@ def unite_seen(
     _look_again([unit for unit in units if unit.index in few], few)
     units = [unit for unit in units if "active" in unit.state]
     many = [unit for unit in units if unit.index not in few]
-    _unite_few(comm, [unit for unit in units if unit.index in few], few, by)
-    unseen = _unite_many(comm, many, by)
+    yield from _unite_few(comm, [unit for unit in units if unit.index in few], few, by)
+    unseen = yield from _unite_many(comm, many, by)
     if many and sum(unseen) + sum(len(some.places) for some in few.values()) <= elements // SHARE:
         few.update({unit.index: Few(_unseen(unit)) for unit in many if "active" in unit.state})
 
 
-def _unite_many(comm: Communicator, units: list[Unit], by: str) -> list[int]:
+def _unite_many(comm: Communicator, units: list[Unit], by: str) -> Requests[list[int]]:
     """Returns how many coordinates of each unit are unseen now."""
     if not units:
         return []
     blocks = [kernels.unseen_blocks(_everywhere(comm, unit, by), unit.state["active"], BLOCK) for unit in units]
-    flags = comm.union(torch.cat(blocks))
+    flags = yield Union(torch.cat(blocks))
     known = torch.stack([unit.state["active"].count_nonzero() for unit in units])
     answer = torch.cat([flags.to(torch.int64), known]).cpu()
     flags, counts = answer[: len(flags)], answer[len(flags) :].tolist()
@@ -117,7 +117,7 @@ def _unite_many(comm: Communicator, units: list[Unit], by: str) -> list[int]:
         news = []
         for i, changed in enumerate(flags.split([part.numel() for part in blocks])):
             if changed.any():
-                _unite(comm, units[i], changed.nonzero().view(-1), by)
+                yield from _unite(comm, units[i], changed.nonzero().view(-1), by)
                 news.append(i)
         recounted = torch.stack([units[i].state["active"].count_nonzero() for i in news]).cpu().tolist()
         for i, count in zip(news, recounted, strict=True):
@@ -152,12 +152,12 @@ def _look_again(units: list[Unit], few: dict[int, Few]) -> None:
             few[unit.index] = Few(_unseen(unit))
 
 
-def _unite_few(comm: Communicator, units: list[Unit], few: dict[int, Few], by: str) -> None:
+def _unite_few(comm: Communicator, units: list[Unit], few: dict[int, Few], by: str) -> Requests[None]:
     if not units:
         return
     places = [few[unit.index].places for unit in units]
     had = [_had_gradient(comm, unit, at, by) for unit, at in zip(units, places, strict=True)]
-    united = comm.union(torch.cat(had)).split([len(at) for at in places])
+    united = (yield Union(torch.cat(had))).split([len(at) for at in places])
     for unit, at, new in zip(units, places, united, strict=True):
         seen = unit.state["active"].index_select(0, at) | new
         unit.state["active"].index_copy_(0, at, seen)
@@ -174,12 +174,12 @@ def _had_gradient(comm: Communicator, unit: Unit, places: Tensor, by: str) -> Te
     return (b.index_select(0, own.clamp(0, b.numel() - 1)) > 0) & inside
 
 
-def _unite(comm: Communicator, unit: Unit, blocks: Tensor, by: str) -> None:
+def _unite(comm: Communicator, unit: Unit, blocks: Tensor, by: str) -> Requests[None]:
     """Unites which coordinates have been seen, in the unit's `blocks` where any rank has news: int64[k], ascending."""
     b, active = _everywhere(comm, unit, by), unit.state["active"]
     for some in blocks.split(PART):
         known = _rows(active, some)
-        united = comm.union(((_rows(b, some) > 0) & ~known).flatten())
+        united = yield Union(((_rows(b, some) > 0) & ~known).flatten())
         known |= united.view(-1, BLOCK)
         inner, end = _inner(active, some), len(active) // BLOCK * BLOCK
         active[:end].view(-1, BLOCK).index_copy_(0, inner, known[: len(inner)])

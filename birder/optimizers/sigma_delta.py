@@ -17,12 +17,13 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from birder import kernels
+from birder.comm import Requests, ShardMean, WorkerMean
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import pair, require, require_choice, require_number
@@ -118,22 +119,18 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         self._modulator.init_unit(unit, self.comm)
         self.init_seen(unit)
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         comm, m, v, V = self.comm, unit.state["m"], unit.state["v"], unit.state.get("shared_v")
         (beta1, beta2), hold = unit.group["betas"], self.idle == "hold"
-        mean = comm.shard_mean(grad)
+        mean = yield ShardMean(grad)
         g: Tensor | None = mean
         if V is not None and self.shared_at(step) == step:
             kernels.adam_moments(mean, m, v, beta1=beta1, beta2=beta2, hold=hold)  # (1)
             g = None
-            yield
-            V.copy_(comm.worker_mean(v, WIRES[self.wire]))  # (0)
+            V.copy_((yield WorkerMean(v, WIRES[self.wire])))  # (0)
         error, encoding = unit.state[self._modulator.name], self._modulator.encoding(unit, comm, step)
         kernels.modulate_adam(g, m, v, error, V, **self._ratio(unit.group, step), hold=hold, **encoding)  # (1)-(3)
-        received = self._modulator.start_exchange(unit, comm, step)
-        if g is not None:
-            yield
-        unit.result = received()
+        unit.result = yield from self._modulator.exchange(unit, comm, step)
 
     def _ratio(self, group: dict[str, Any], step: int) -> dict[str, float]:
         """Options of `kernels.modulate_adam` for (1) and (2), with both corrections in two numbers."""

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Mean, Requests
 from birder.compress.masks import random_mask
 from birder.late import Late
 from birder.optimizers.adam import check_adam
@@ -159,14 +160,14 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
         mask = random_mask(p.numel(), self.fraction, seed=self.seed, step=step, start=start, device=unit.device)
         view.copy_(mask.view(p.shape))
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         m, v, (beta1, beta2) = unit.state["m"], unit.state["v"], unit.group["betas"]
         v.mul_(beta2).add_(grad.square().mul_(1 - beta2))  # (1)
         m.mul_(beta1).add_(grad.mul_(1 - beta1))
         mask, count = self._mask_and_count(unit, step)
         chosen = torch.nonzero_static(mask, size=count).view(-1)
         if count:  # the same on all ranks
-            m.index_copy_(0, chosen, self.comm.mean(m.index_select(0, chosen), WIRES[self.wire]))  # (2)
+            m.index_copy_(0, chosen, (yield Mean(m.index_select(0, chosen), WIRES[self.wire])))  # (2)
         self.grow_older(unit, mask)
         unit.result = mask
 
@@ -201,12 +202,12 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
             self._powers[age.device] = torch.tensor(powers, dtype=torch.float32).to(age.device)
         return self._powers[age.device].index_select(0, age.reshape(-1).int()).view(age.shape)
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
             for i, p in enumerate(unit.params):
                 self.move(unit, i, p, step)
         if self.syncs(step):
-            self.average_parameters()  # (7)
+            yield from self.average_parameters()  # (7)
 
     def _direction(self, unit: Unit, i: int, step: int) -> Tensor:
         """r of (4) for parameter i, in a new tensor."""

@@ -22,12 +22,13 @@ cosine transform. One-process reference: tests/helpers/reference_sparse_loco.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from birder.comm import GatherShards, GatherWorkers, Mean, Requests, ShardMean
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import pair, require, require_fraction, require_number, require_whole
@@ -129,7 +130,7 @@ class SparseLoCo(BucketOptimizer):
 
     # ---- math, collective, math ----------------------------------------------------------------------------------------
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         z, buffers = unit.state["common"], unit.buffers
         begins = (step - 1) % self.sync_every == 0
         if begins:  # every model is at the common point now
@@ -142,11 +143,10 @@ class SparseLoCo(BucketOptimizer):
         x = z.clone() if begins else self.flat_parameters(unit)  # read once: the caller may change it meanwhile
         self.watch.look(unit, x)
         drift = z - x.sub_(moved)
-        message = self._compress(unit, self.comm.shard_mean(drift))  # (3), (4)
-        received = self.comm.start_gather_workers(message, buffers["received"])
-        yield
-        mean = self._mean(unit, received())  # (5)
-        unit.result = self.comm.gather_shards(mean, buffers["result"])
+        message = self._compress(unit, (yield ShardMean(drift)))  # (3), (4)
+        rows = yield GatherWorkers(message, buffers["received"])
+        mean = self._mean(unit, rows)  # (5)
+        unit.result = yield GatherShards(mean, buffers["result"])
 
     def _inner_step(self, unit: Unit, grad: Tensor, step: int) -> Tensor:
         """What (2) takes from x, in the buffer of the gradient."""
@@ -192,11 +192,11 @@ class SparseLoCo(BucketOptimizer):
             mean.scatter_add_(1, places.long(), values.float())
         return mean.div_(self.comm.workers).view(-1)
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         syncs = plan is not Plan.SKIP
         for unit in self.units:
             self.watch.look(unit, late=syncs)
-        whole = syncs and self.sync_every > 1 and self.watch.anywhere(self.comm, self.units)
+        whole = syncs and self.sync_every > 1 and (yield from self.watch.anywhere(self.comm, self.units))
         for unit in self.units:
             if plan is Plan.SKIP:
                 torch._foreach_sub_(unit.params, unit.views(unit.result))
@@ -204,7 +204,7 @@ class SparseLoCo(BucketOptimizer):
                 continue
             z = unit.state["common"]
             if whole:
-                z.copy_(self._all_of(unit, unit.result))
+                z.copy_((yield from self._all_of(unit, unit.result)))
             else:
                 change = self._outer_step(unit, unit.result)
                 z.sub_(change)
@@ -221,9 +221,9 @@ class SparseLoCo(BucketOptimizer):
             mean = w * self.outer_momentum + mean
         return mean * self.outer_lr
 
-    def _all_of(self, unit: Unit, mean: Tensor) -> Tensor:
+    def _all_of(self, unit: Unit, mean: Tensor) -> Requests[Tensor]:
         """z once all of e has been sent, in the same bits on all ranks; e becomes 0."""
         error = unit.state["error"]
-        z = self.comm.mean(unit.state["common"] - mean - self.comm.gather_shards(error))
+        z = yield Mean(unit.state["common"] - mean - (yield GatherShards(error)))
         error.zero_()
         return z

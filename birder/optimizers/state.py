@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.comm import Pipeline, SingleProcess
+from birder.comm import Mean, Pipeline, Requests, SingleProcess, run
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
 from birder.optimizers.parameter_watch import ParameterWatch
@@ -106,11 +106,10 @@ class MethodState(Method):
         torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])
         return flat
 
-    @torch.no_grad()
-    def average_parameters(self) -> None:
-        """Replaces the parameters by their mean over all ranks. Every rank calls it."""
+    def average_parameters(self, counted: bool = True) -> Requests[None]:
+        """Replaces the parameters by their mean over all ranks."""
         for unit in self.units:
-            mean = self.comm.mean(self.flat_parameters(unit))
+            mean = yield Mean(self.flat_parameters(unit), counted=counted)
             torch._foreach_copy_(unit.params, unit.views(mean))
 
     @contextlib.contextmanager
@@ -124,8 +123,8 @@ class MethodState(Method):
             return
         self.pipeline.wait()
         saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
-        with self.comm.counter.uncounted():
-            self.average_parameters()
+        with torch.no_grad():
+            run(self.comm, self.average_parameters(counted=False))
         try:
             yield
         finally:

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder.comm import Mean, Requests, ShardMean
 from birder.optimizers import zero_one_schedule as schedule
 from birder.optimizers.adam import check_adam
 from birder.optimizers.checks import pair, require_choice, require_whole
@@ -132,13 +133,13 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         mean = signs = None
         if self.has_variance_round(step):
-            mean = self.comm.mean(grad, WIRES[self.wire])
+            mean = yield Mean(grad, WIRES[self.wire])
         self._accumulate(unit, grad)
         if self.synced(step):
-            signs = self.onebit_mean(unit, self.comm.shard_mean(unit.state["u"]))  # (4)
+            signs = yield from self.onebit_mean(unit, (yield ShardMean(unit.state["u"])))  # (4)
         unit.result = mean, signs
 
     def _accumulate(self, unit: Unit, grad: Tensor) -> None:
@@ -158,18 +159,18 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
         """What of (6) belongs to weight decay."""
         unit.state["sums"][1] *= 1.0 - lr * decay
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         changed = False
         if not self.synced(step - 1):
             for unit in self.units:
                 self.watch.look(unit)
-            changed = plan is not Plan.SKIP and self.watch.anywhere(self.comm, self.units)
+            changed = plan is not Plan.SKIP and (yield from self.watch.anywhere(self.comm, self.units))
         for unit in self.units:
             mean, signs = unit.result
             if plan is Plan.SKIP:
                 self._local_step(unit, step)
             else:
-                self._sync(unit, signs, step, changed)
+                yield from self._sync(unit, signs, step, changed)
                 if mean is not None:
                     self._update_variance(unit, mean)
 
@@ -186,12 +187,12 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
 
-    def _sync(self, unit: Unit, signs: Tensor, step: int, changed: bool) -> None:
+    def _sync(self, unit: Unit, signs: Tensor, step: int, changed: bool) -> Requests[None]:
         """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
         u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
         if changed:
-            start, kept = self.comm.mean(self._steps_taken_back(unit)), self._kept(unit)
+            start, kept = (yield Mean(self._steps_taken_back(unit))), self._kept(unit)
         self.write_mean(unit, u, signs)
         if not self.synced(step - 1):
             torch._foreach_copy_(unit.params, unit.views(start))

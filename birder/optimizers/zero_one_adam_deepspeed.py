@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from birder.comm import Mean, Requests, ShardMean
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.zero_one_adam import ZeroOneAdam
@@ -32,16 +33,16 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam, named="deepspeed"):
         """Whether the step is one of (9) and (10)."""
         return step <= self.warmup_steps
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
             unit.state["worker_error"].zero_()
             unit.state["server_error"].zero_()
         if not self.sends_gradient(step):
-            super().exchange(unit, grad, step)
+            yield from super().exchange(unit, grad, step)
         elif self.has_variance_round(step):
-            unit.result = self.comm.mean(grad, WIRES[self.wire]), None
+            unit.result = (yield Mean(grad, WIRES[self.wire])), None
         else:
-            unit.result = None, self.onebit_mean(unit, self.comm.shard_mean(grad))  # (9)
+            unit.result = None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
 
     def _decay(self, unit: Unit, lr: float, decay: float) -> None:
         """(2')"""
@@ -56,9 +57,9 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam, named="deepspeed"):
     def _kept(self, unit: Unit) -> float:
         return 1.0
 
-    def update(self, step: int, plan: Plan) -> None:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         if not self.sends_gradient(step):
-            super().update(step, plan)
+            yield from super().update(step, plan)
             return
         for unit in self.units:
             self._gradient_step(unit, *unit.result)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import ByteCounter, Topology
+from birder.comm import ByteCounter, Topology, finish
 from birder.comm import Link as Collectives
 from birder.comm.groups import part
 from birder.comm.link import backend_for
@@ -91,8 +91,8 @@ def _measure(
         rows = torch.zeros(n, nbytes // n, dtype=torch.uint8, device=device)
         tasks: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda t=floats: dist.all_reduce(t, group=link.group),  # type: ignore[misc]
-            "all_to_all": lambda t=rows: link.all_to_all(t),  # type: ignore[misc]
-            "all_gather": lambda t=rows: link.all_gather(t[0]),  # type: ignore[misc]
+            "all_to_all": lambda t=rows: finish(link.all_to_all(t)),  # type: ignore[misc]
+            "all_gather": lambda t=rows: finish(link.all_gather(t[0])),  # type: ignore[misc]
         }
         for name, task in tasks.items():
             spent = _agreed([_ms(task, device) for _ in range(ROUNDS + 1)][1:], world, device)

@@ -22,7 +22,7 @@ class Round:
     encode:   kernels that make a message, serve: those of the server, decode: those that read the result.
     phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, where scales do not travel behind the bits.
     layout:   bucket (DDP's) | unit (the optimizer's) | fused (one of everything, after backward).
-    split:    whether encoding has a thread of its own (a generator, birder/comm/pipeline.py); False: one thread does it all.
+    split:    whether encoding has a thread of its own (birder/comm/runtime.py); False: one thread does it all.
     screens:  what is no number is kept out of the error; a pass of its own where there is a cost for it ("screen").
     rank:     of PowerSGD.
     """

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from birder import OneBitAdam
+from birder.comm import AllGather, AllToAll, GatherWorkers, Requests
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
@@ -25,18 +26,18 @@ from birder.optimizers.layout import Unit
 class FusedOneBitAdam(OneBitAdam):
     """1-bit Adam with the eager, fused, serial collective. Attach it with overlap=False and one unit of everything."""
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> None:  # type: ignore[override]
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         state, comm = unit.state, self.comm
         beta1 = unit.group["betas"][0]
         m = state["m"]
         m.mul_(beta1).add_(grad, alpha=1 - beta1)
         z = m + state["worker_error"]
         scale = _split(z, state["worker_error"])
-        rows, scales = comm.scatter(_pack(z)), comm.gather_workers(scale.view(1)).view(-1)
+        rows, scales = (yield AllToAll(_pack(z))), (yield GatherWorkers(scale.view(1))).view(-1)
         parts = _unpack(rows).mul_((scales / comm.workers).unsqueeze(1))
         a = parts.sum(0).add_(state["server_error"])
         scale = _split(a, state["server_error"])
-        bits, scales = comm.gather(_pack(a)), comm.gather(scale.view(1))
+        bits, scales = (yield AllGather(_pack(a))), (yield AllGather(scale.view(1)))
         m.copy_(_unpack(bits.view(comm.workers, -1)).mul_(scales.unsqueeze(1)).view(-1))
 
     def update(self, step: int, plan: Plan) -> None:

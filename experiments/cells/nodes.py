@@ -12,17 +12,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor
 
 from birder.comm import Hierarchical, Topology, TwoPhase
+from birder.comm.link import Operation
 from experiments.cells.model import ReplayModel, pause_until
 
 
 class _Timed:
-    """Knows how long it has waited, for peers or for the clock."""
+    """Knows how long it has waited for the clock, and made what nobody else would have to."""
 
     waited_s = 0.0
 
@@ -63,33 +64,27 @@ class FlatNode(_Timed, TwoPhase):
         self.gather_copies = (n - 1) / (gpus * others) if ring else float(gpus)
         self.value_copies = (n - 1) / others if ring else float(gpus * gpus)
 
-    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+    def scatter(self, packed: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         rows = packed.view(self.workers, -1)
         if self.workers == 1:
-            return lambda: rows
+            return rows
         sent = _copies(rows, self.gpus)
-        finish = self.all.start_all_to_all(sent, self._received(sent.numel(), sent, out))
+        received = yield from self.all.all_to_all(sent, self._received(sent.numel(), sent, out))
+        return received[:, : rows.shape[1]].contiguous()
 
-        def result() -> Tensor:
-            with self.waiting():
-                received = finish()
-            return received[:, : rows.shape[1]].contiguous()
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        return (yield from self._gather(values, self.value_copies, out))
 
-        return result
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        return (yield from self._gather(chunk, self.gather_copies, out)).reshape(-1)
 
-    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._gather(values, self.value_copies, out)
-
-    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._gather(chunk, self.gather_copies, out).reshape(-1)
-
-    def _gather(self, part: Tensor, copies: float, out: Tensor | None) -> Tensor:
+    def _gather(self, part: Tensor, copies: float, out: Tensor | None) -> Operation[Tensor]:
         if self.workers == 1:
             return part.unsqueeze(0)
-        with self.waiting():
+        with self.waiting():  # copies that a node would not make
             sent = _copies(part.unsqueeze(0), copies)[0]
-            received = self._received(self.workers * sent.numel(), sent, out)
-            return self.all.all_gather(sent, received)[:, : part.numel()]
+        received = self._received(self.workers * sent.numel(), sent, out)
+        return (yield from self.all.all_gather(sent, received))[:, : part.numel()]
 
     def _received(self, numel: int, like: Tensor, out: Tensor | None) -> Tensor | None:
         """Where the copies of what belongs into `out` go: the same buffer in every step. None where there is no `out`."""
@@ -111,26 +106,13 @@ class HierarchicalNode(_Timed, Hierarchical):
         super().__init__(group, topology)
         self.model = model
 
-    def shard_mean(self, flat: Tensor) -> Tensor:
+    def shard_mean(self, flat: Tensor) -> Operation[Tensor]:
         self._inside(self.model.timeline.intra_node.reduce_scatter_ms * flat.numel())
         return flat
+        yield  # an operation, which asks for nothing
 
-    def start_scatter(self, packed: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
-        finish = super().start_scatter(packed, out)
-
-        def result() -> Tensor:
-            with self.waiting():
-                return finish()
-
-        return result
-
-    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        with self.waiting():
-            return super().gather_workers(values, out)
-
-    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Tensor:
-        with self.waiting():
-            bits = super().gather(chunk, out)
+    def gather(self, chunk: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        bits = yield from super().gather(chunk, out)
         self._inside(self.model.timeline.intra_node.all_gather_ms * 8 * bits.numel())
         return bits
 

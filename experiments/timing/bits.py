@@ -8,14 +8,14 @@ kernels are left out: threads that share a core with backward, ranks that wait f
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 import birder
-from birder.comm import Topology
+from birder.comm import AllGather, AllToAll, Requests, Topology
 from birder.optimizers import BucketOptimizer
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
@@ -40,12 +40,10 @@ class Bits(BucketOptimizer):
             "result": unit.bytes(unit.padded // 8),
         }
 
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Iterator[None]:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         bits, rows, result = unit.buffers["bits"], unit.buffers["rows"], unit.buffers["result"]
-        received = self.comm.start_scatter(bits, rows)
-        yield
-        received()
-        unit.result = self.comm.gather(bits[: len(bits) // self.comm.workers], result)
+        yield AllToAll(bits, rows)
+        unit.result = yield AllGather(bits[: len(bits) // self.comm.workers], result)
 
     def update(self, step: int, plan: Plan) -> None:
         pass

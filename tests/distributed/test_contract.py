@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
@@ -13,7 +12,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import BucketOptimizer, Plan, Topology, attach
-from birder.comm import Hierarchical, ThreadPipeline, TwoPhase
+from birder.comm import (
+    AllGather,
+    AllToAll,
+    GatherWorkers,
+    Hierarchical,
+    Mean,
+    Request,
+    Requests,
+    ThreadPipeline,
+    Total,
+    TwoPhase,
+    Union,
+)
+from birder.comm.runtime import performing
 from birder.optimizers.layout import Unit
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
@@ -29,31 +41,29 @@ def message(rank: int, task: int, call: int) -> Tensor:
 
 
 def crossing(rank: int, world: int, call: str, slow: int) -> list[str]:
-    """Tasks that begin an all-to-all, yield, and then communicate once more; on rank `slow` every task begins late."""
+    """Tasks that ask for an all-to-all, and then communicate once more; on rank `slow` every task begins late."""
     comm = TwoPhase(dist.group.WORLD, Topology.from_env(world))
-    pipeline, wrong = ThreadPipeline(), []
+    pipeline, wrong = ThreadPipeline(comm), []
 
-    def task(number: int) -> Iterator[None]:
+    def task(number: int) -> Requests[None]:
         if rank == slow and number:
             time.sleep(0.05)
-        received = comm.start_scatter(message(rank, number, 0).repeat(world))
-        yield
-        rows = received()
+        rows = yield AllToAll(message(rank, number, 0).repeat(world))
         wanted = torch.stack([message(peer, number, 0) for peer in range(world)])
         if not torch.equal(rows, wanted):
             wrong.append(f"task {number}: the first exchange")
         wanted = torch.stack([message(peer, number, 1) for peer in range(world)])
         if call == "mean":
-            got, wanted = comm.mean(message(rank, number, 1)), wanted.sum(0) / world
+            got, wanted = (yield Mean(message(rank, number, 1))), wanted.sum(0) / world
         elif call == "scatter":
-            got = comm.scatter(message(rank, number, 1).repeat(world))
+            got = yield AllToAll(message(rank, number, 1).repeat(world))
         elif call == "gather_workers":
-            got = comm.gather_workers(message(rank, number, 1))
+            got = yield GatherWorkers(message(rank, number, 1))
         elif call == "total":
-            got, wanted = comm.total(message(rank, number, 1)[0]), wanted[:, 0].sum()
+            got, wanted = (yield Total(message(rank, number, 1)[0])), wanted[:, 0].sum()
         else:
             mine = torch.arange(ROW * 8) % (number + 2) == rank
-            got = comm.union(mine)
+            got = yield Union(mine)
             wanted = torch.stack([torch.arange(ROW * 8) % (number + 2) == peer for peer in range(world)]).any(0)
         if not torch.equal(got, wanted):
             wrong.append(f"task {number}: {call}")
@@ -72,12 +82,22 @@ def test_messages_of_two_units_do_not_cross(call: str) -> None:
 
 
 def gathered(rank: int, world: int, hierarchical: bool) -> list:
-    """`start_gather` and `start_gather_workers`, two under way at once, taken in the other order."""
+    """Gathers of all and of workers, three under way at once, taken in the other order."""
     comm = (Hierarchical if hierarchical else TwoPhase)(dist.group.WORLD, Topology.from_env(world))
-    first = comm.start_gather(message(rank, 1, 0))
-    second = comm.start_gather_workers(message(rank, 2, 0))
-    third = comm.start_gather(message(rank, 3, 0), torch.empty(world * ROW))
-    return [third().view(-1, ROW)[:, 0].tolist(), second()[:, 0].tolist(), first().view(-1, ROW)[:, 0].tolist()]
+    into = torch.empty(world * ROW)
+    wanted = [AllGather(message(rank, 1, 0)), GatherWorkers(message(rank, 2, 0)), AllGather(message(rank, 3, 0), into)]
+    found: list = []
+
+    def asks(request: Request) -> Requests[None]:
+        found.append((yield request).view(-1, ROW)[:, 0].tolist())
+
+    begun = [performing(comm, asks(request)) for request in wanted]
+    for steps in begun:
+        next(steps)  # it is on its way
+    for steps in reversed(begun):
+        for _ in steps:
+            pass
+    return found
 
 
 def test_gathers_under_way_at_once() -> None:
@@ -161,14 +181,13 @@ class Late(BucketOptimizer):
                 torch._foreach_copy_(unit.params, unit.views(unit.state["mean"]))
             torch._foreach_add_(unit.params, unit.views(unit.result), alpha=-unit.group["lr"])
 
-    def after_update(self, step: int) -> Iterator[None]:
+    def after_update(self, step: int) -> Requests[None]:
         if step == self.fail_at:
             raise OSError("the wire was cut")
         sent = [(unit, self.flat_parameters(unit)) for unit in self.units]
-        yield
         time.sleep(self.wait_s)
         for unit, flat in sent:
-            unit.state["mean"].copy_(self.comm.mean(flat))
+            unit.state["mean"].copy_((yield Mean(flat)))
 
 
 def late_run(rank: int, world: int, overlap: bool, resume_at: int) -> tuple:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from birder import Topology, attach
-from birder.comm import TwoPhase
+from birder.comm import TwoPhase, Union, run
 from birder.comm.link import backend_for, new_group
 from birder.predict import measuring
 from experiments.training import rank_link
@@ -182,7 +182,7 @@ def test_a_group_across_two_nodes_counts_what_crosses(monkeypatch: pytest.Monkey
 def packed(rank: int, world: int, count: int) -> tuple:
     comm = TwoPhase(dist.group.WORLD, Topology.from_env(world))
     flags = torch.arange(count) % 5 == rank
-    union = comm.union(flags)
+    union = run(comm, Union(flags))
     return union.numpy(), comm.counter.total, comm.counter.collectives
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import BucketOptimizer, Plan, Topology, attach
-from birder.comm import Hierarchical, TwoPhase
+from birder.comm import Hierarchical, Mean, TwoPhase, run
 from birder.optimizers.layout import Unit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
@@ -24,7 +24,7 @@ def values(rank: int, size: int) -> Tensor:
 def mean_of(rank: int, world: int, size: int, hierarchical: bool, wire: torch.dtype) -> tuple:
     cls = Hierarchical if hierarchical else TwoPhase
     comm = cls(dist.group.WORLD, Topology.from_env(world))
-    return comm.mean(values(rank, size), wire).numpy(), comm.counter.total, comm.counter.collectives
+    return run(comm, Mean(values(rank, size), wire)).numpy(), comm.counter.total, comm.counter.collectives
 
 
 @pytest.mark.parametrize("world", [1, slow(2), 3, slow(4)])

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import Topology, VirtualRanks, attach
-from birder.comm.virtual import SEGMENT, Turns, communicators, ring_sum
+from birder.comm import Requests, Union
+from birder.comm.runtime import OwnTurn, lockstep
+from birder.comm.virtual import SEGMENT, communicators, ring_sum
 from experiments import compare
 from experiments.config import compose
 from experiments.records import labels, record
@@ -183,23 +185,29 @@ def test_the_order_of_a_dense_sum_is_that_of_gloos_ring(world: int) -> None:
             assert torch.equal(ring_sum(torch.stack(rows)), torch.from_numpy(x))
 
 
+FLAG = torch.ones(1, dtype=torch.bool)
+
+
 def test_ranks_that_wait_for_each_other_end_in_an_error() -> None:
-    turns = Turns(3)
+    def life(rank: int) -> Requests[None]:
+        for _ in range(rank):
+            yield Union(FLAG)
+
     with pytest.raises(RuntimeError, match="wait for each other"):
-        turns.run([lambda r=r: turns.wait_until(r, lambda: False) for r in range(3)])
+        lockstep(communicators(Topology(3, 1), False), [life(r) for r in range(3)], lambda rank: None)
 
 
 def test_an_error_of_one_rank_ends_the_others() -> None:
-    turns, ended = Turns(3), []
+    ended = []
 
-    def life(rank: int) -> None:
+    def life(rank: int) -> Requests[None]:
         if rank == 1:
             raise ArithmeticError("rank 1")
-        turns.wait_until(rank, lambda: False)
+        yield Union(FLAG)
         ended.append(rank)
 
     with pytest.raises(ArithmeticError, match="rank 1"):
-        turns.run([lambda r=r: life(r) for r in range(3)])
+        lockstep(communicators(Topology(3, 1), False), [life(r) for r in range(3)], lambda rank: None)
     assert not ended
 
 
@@ -284,17 +292,17 @@ def test_one_process_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("hierarchical", "workers"), [(False, 64), (True, 8)])
 def test_sixty_four_virtual_ranks_equal_the_reference(hierarchical: bool, workers: int) -> None:
     """`Birder` with communicators alone, against the one-process reference."""
-    topology, turns = Topology(8, 8), Turns(64)
-    made = communicators(turns, topology, hierarchical)
+    made = communicators(Topology(8, 8), hierarchical)
     params = [torch.nn.Parameter(torch.zeros(topology_tests.SIZE)) for _ in range(64)]
 
-    def life(rank: int) -> None:
+    def life(rank: int) -> Requests[None]:
         optimizer = birder.Birder([params[rank]], lr=0.1)
-        optimizer.bind(made[rank])
+        optimizer.bind(made[rank], OwnTurn())
         for step in range(1, topology_tests.STEPS + 1):
             params[rank].grad = topology_tests.gradient(rank, step)
-            optimizer.step()
+            yield from optimizer.stepping()
 
-    turns.run([functools.partial(life, rank) for rank in range(64)])
+    with torch.no_grad():
+        lockstep(made, [life(rank) for rank in range(64)], lambda rank: None)
     expected = topology_tests.oracle(workers, 64 // workers)
     assert all(torch.equal(p, expected) for p in params)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import birder
 from birder import kernels
-from birder.comm import ByteCounter, Hierarchical, Link, StreamPipeline, TwoPhase
+from birder.comm import ByteCounter, Communicator, Link, StreamPipeline, Union
 from birder.comm import link as link_module
 from birder.kernels import reference
 from tests.helpers.fake_cuda import FakeCuda, Stream
@@ -80,11 +80,7 @@ def nccl_link(size: int) -> Link:
 
 def communicator(kind: str):
     """On NCCL: 4 workers, or 2 nodes of 2 ranks."""
-    comm = (TwoPhase if kind == "flat" else Hierarchical).__new__(TwoPhase if kind == "flat" else Hierarchical)
-    comm.counter, comm.all, comm.world_size, comm.rank = ByteCounter(), nccl_link(4), 4, 1
-    comm.workers, comm.worker, comm.shards, comm.shard = (4, 1, 1, 0) if kind == "flat" else (2, 0, 2, 1)
-    comm.intra, comm.inter = nccl_link(2), nccl_link(2)
-    return comm
+    return Communicator(nccl_link(4)) if kind == "flat" else Communicator(nccl_link(4), nccl_link(2), nccl_link(2))
 
 
 def step(optimizer, fake: FakeCuda) -> None:
@@ -135,7 +131,7 @@ def test_the_second_half_of_a_unit_leaves_the_first_stream_to_the_next_unit():
 
     def task(k):
         seen.append((k, "encode", fake.current.number))
-        yield
+        yield Union(torch.zeros(1, dtype=torch.bool))
         seen.append((k, "rest", fake.current.number))
 
     pipeline.submit(functools.partial(task, 0))
@@ -152,9 +148,9 @@ def without(waiting: str):
     """A pipeline of which one order is missing: its streams' `wait_stream` does nothing where `waiting` calls it."""
 
     class Broken(StreamPipeline):
-        def submit(self, task, unit=None):
+        def submit(self, task, unit=None, whole=False):
             with missing() if waiting == "submit" else nothing():
-                super().submit(task, unit)
+                super().submit(task, unit, whole)
 
         def wait(self):
             with missing() if waiting == "wait" else nothing():
@@ -194,7 +190,7 @@ def test_a_missing_order_is_found(broken, says):
 def test_memory_given_away_too_early_is_found():
     def task():
         made = torch.ones(1000)
-        yield
+        yield Union(torch.zeros(1, dtype=torch.bool))
         made.add_(1)  # on the second stream; free on the host before that stream is there
 
     for broken, found in (("hold", True), ("nothing", False)):

@@ -8,7 +8,7 @@ each stream says what is certain to have happened before. `FakeCuda.faults` name
     an allocation while another stream may still use memory that has gone back to torch's allocator: that gives memory away
     again in the order of the stream that it was made on, and asks no other stream.
 
-`FakeCuda` has what birder/comm/pipeline.py asks of `torch.cuda`. For CPU tensors FSDP asks `torch.cpu` for streams, which do
+`FakeCuda` has what birder/comm/runtime.py asks of `torch.cuda`. For CPU tensors FSDP asks `torch.cpu` for streams, which do
 nothing. Inside `streams_of_cpu` they are those of the model, so that torch's own code of FSDP2 runs under it.
 """
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 from birder import Birder, OneBitAdam, Topology
-from birder.comm import Hierarchical, ThreadPipeline, TwoPhase
+from birder.comm import Hierarchical, Mean, ShardMean, ThreadPipeline, TwoPhase, run
 from tests.helpers import reference
 
 NODES, LOCAL, STEPS, SIZE = 8, 8, 5, 3001
@@ -89,9 +89,9 @@ def test_a_mean_leaves_the_gradient_of_the_node_alone():
     def ranks(self) -> None:
         rank = dist.get_rank()
         comm = Hierarchical(dist.group.WORLD, Topology(2, 2))
-        part = comm.shard_mean(gradient(rank, 1)[:3000])
+        part = run(comm, ShardMean(gradient(rank, 1)[:3000]))
         before = part.clone()
-        comm.mean(gradient(rank, 2)[:2000])
+        run(comm, Mean(gradient(rank, 2)[:2000]))
         other = []
         beside = threading.Thread(target=lambda: other.append(comm.intra._buffer(part)))
         beside.start()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from birder import CSER, EFSGD, QSparseLocalSGD
-from birder.comm import SingleProcess
+from birder.comm import SingleProcess, run
 from birder.compress.sparse import COMPRESSORS, SHARED, Largest, delta, kept
 from birder.optimizers.psync import SentOwn
 from tests.helpers import reference_cser, toy
@@ -51,7 +51,7 @@ def lost(compressor: str, v: Tensor, ratio: int, step: int) -> float:
             start -= p.numel()
             unit.view(flat, i).copy_(v[start : start + p.numel()])
         before = flat.clone()
-        made.send(unit, flat, ratio, step).clear(flat)
+        run(made.comm, made.send(unit, flat, ratio, step)).clear(flat)
         assert torch.equal(flat[flat != 0], before[flat != 0])  # what is left is as it was
         left += float(flat.square().sum())
     return left / float(v.square().sum())
@@ -109,7 +109,7 @@ def test_what_rounding_takes_stays_in_the_error() -> None:
     """mean + rest = v to the last bit of the rest, with values of 16 bits too."""
     v = vectors()["normal"]
     own = Largest.choose(v, (0, 1000, 1001, 1038), SIZES, 7, torch.bfloat16)
-    sent = SentOwn.exchange(own, len(v), SingleProcess(), torch.bfloat16)
+    sent = run(SingleProcess(), SentOwn.exchange(own, len(v), torch.bfloat16))
     rest = v.clone()
     sent.clear(rest)
     assert int((rest[own.places] != 0).sum()) > 0

@@ -15,6 +15,8 @@ from torch.testing._internal.common_distributed import spawn_threads_and_init_co
 import birder
 from birder import Topology
 from birder.comm import Hierarchical, TwoPhase
+from birder.comm import run as perform
+from birder.comm.link import Operation
 from birder.optimizers import seen
 
 BLOCK = seen.BLOCK
@@ -30,13 +32,14 @@ class Peer:
         self.shard = rank % shards
         self.sent: list[int] = []
 
-    def union(self, flags: Tensor) -> Tensor:
+    def union(self, flags: Tensor) -> Operation[Tensor]:
         self.sent.append(flags.numel())
         self.table[self.rank] = flags.clone()
         self.barrier.wait()
         whole = torch.stack([t for t in self.table if t is not None]).any(0)
         self.barrier.wait()
         return whole
+        yield  # an operation, which asks nobody else
 
 
 def unite(bs: list[Tensor], actives: list[Tensor], numels: list[int], shards: int = 1) -> list[Peer]:
@@ -59,7 +62,7 @@ def unite(bs: list[Tensor], actives: list[Tensor], numels: list[int], shards: in
             zeros=lambda: torch.zeros(padded),
         )
         try:
-            seen.unite_seen(peers[rank], [unit])  # type: ignore[arg-type, list-item]
+            perform(peers[rank], seen.unite_seen(peers[rank], [unit]))  # type: ignore[arg-type, list-item]
         except BaseException as error:
             failed.append(error)
             barrier.abort()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from birder import SLAMB
+from birder.comm import run
 from tests.distributed.test_slamb import OPTIONS
 from tests.helpers import toy
 
@@ -40,7 +41,7 @@ def test_staleness_counts_the_steps_since_an_element_was_sent(form: str) -> None
     (unit,) = optimizer.units
     age = [torch.zeros(p.shape) for p in unit.params]
     for step in range(1, 31):
-        optimizer.exchange(unit, unit.zeros(), step)
+        run(optimizer.comm, optimizer.exchange(unit, unit.zeros(), step))
         for i, (p, mask) in enumerate(zip(unit.params, masks(optimizer, step), strict=True)):
             age[i] = torch.where(mask, 0, age[i] + 1)
             if not optimizer.is_dense(p):
@@ -55,7 +56,7 @@ def test_staleness_stops_before_it_would_overflow() -> None:
     tau = unit.state["tau"]
     assert tau.dtype == torch.uint8
     tau.fill_(255)
-    optimizer.exchange(unit, unit.zeros(), 999)
+    run(optimizer.comm, optimizer.exchange(unit, unit.zeros(), 999))
     assert set(tau.tolist()) == {0, 255}
     # 8 bits would do neither for so slow a decay nor for so few elements.
     assert bound("paper", beta3=0.999, fraction=0.01).units[0].state["tau"].dtype == torch.int16
