@@ -29,12 +29,14 @@ class Request:
     _: KW_ONLY
     counted: bool = True
 
+    operation: ClassVar[str]
+    """Of the communicator, with the request's fields as its arguments."""
     early: ClassVar[bool] = False
     """Whether the method goes on where it was. After any other request it does so beside the next unit's beginning."""
 
     def on(self, comm: Communicator) -> Operation[Tensor]:
-        """The operation that answers it."""
-        raise NotImplementedError
+        given = [value for name, value in vars(self).items() if name != "counted"]
+        return getattr(comm, self.operation)(*given)
 
 
 Requests = Generator[Request, Tensor, T]
@@ -45,115 +47,93 @@ Requests = Generator[Request, Tensor, T]
 class ShardMean(Request):
     """This rank's shard of `flat`, averaged over the ranks of its worker. Valid until the next request."""
 
+    operation = "shard_mean"
+    early = True
     flat: Tensor
-    early: ClassVar[bool] = True
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.shard_mean(self.flat)
 
 
 @dataclass
 class AllToAll(Request):
     """Phase 1: every worker's bytes for the chunk that this rank serves."""
 
+    operation = "scatter"
     packed: Tensor
     out: Tensor | None = None
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.scatter(self.packed, self.out)
 
 
 @dataclass
 class AllGather(Request):
     """Phase 2: the served chunks of all shards and workers, in element order."""
 
+    operation = "gather"
     chunk: Tensor
     out: Tensor | None = None
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.gather(self.chunk, self.out)
 
 
 @dataclass
 class GatherWorkers(Request):
     """`values` of each worker, for this rank's shard."""
 
+    operation = "gather_workers"
     values: Tensor
     out: Tensor | None = None
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.gather_workers(self.values, self.out)
 
 
 @dataclass
 class GatherShards(Request):
     """The parts of all shards, in element order."""
 
+    operation = "gather_shards"
     part: Tensor
     out: Tensor | None = None
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.gather_shards(self.part, self.out)
 
 
 @dataclass
 class GatherRanks(Request):
     """`values` of every rank, in rank order."""
 
+    operation = "gather_ranks"
     values: Tensor
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.gather_ranks(self.values)
 
 
 @dataclass
 class Mean(Request):
     """The mean over all ranks, added up in their order, sent as `wire`."""
 
+    operation = "mean"
     flat: Tensor
     wire: torch.dtype = torch.float32
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.mean(self.flat, self.wire)
 
 
 @dataclass
 class WorkerMean(Request):
     """The mean over workers of what each has for this rank's shard, sent as `wire`."""
 
+    operation = "worker_mean"
     part: Tensor
     wire: torch.dtype = torch.float32
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.worker_mean(self.part, self.wire)
 
 
 @dataclass
 class Union(Request):
     """The union of flags over all ranks."""
 
+    operation = "union"
     flags: Tensor
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.union(self.flags)
 
 
 @dataclass
 class Total(Request):
     """The sum of a scalar over all ranks."""
 
+    operation = "total"
     value: Tensor
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.total(self.value)
 
 
 @dataclass
 class AcrossHolders(Request):
     """The sum, or the maximum, over the ranks that hold the other parts of the same parameters."""
 
+    operation = "across_holders"
     values: Tensor
     largest: bool = False
-
-    def on(self, comm: Communicator) -> Operation[Tensor]:
-        return comm.across_holders(self.values, self.largest)

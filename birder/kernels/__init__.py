@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from birder.kernels import bits as packed
 from birder.kernels import reference
+from birder.kernels.bits import unpack
 from birder.kernels.message import message_bytes, scales_of
-from birder.kernels.reference import ratio, unpack
+from birder.kernels.reference import ratio
 from birder.kernels.reference_feedback import partial_sums
 from birder.kernels.reference_sigma import adam_moments, settle
 
@@ -124,15 +125,38 @@ def _whole_bytes(flat: Tensor, parts: int = 1) -> None:
         )
 
 
-def encode(g: Tensor, m: Tensor, b: Tensor, **options: Any) -> Tensor:
-    """See `reference.encode`."""
-    _whole_bytes(g)
-    return backend(g.device).encode(g, m, b, **options)
+def _served(name: str, by: int = 0, whole: bool = False) -> Callable[..., Any]:
+    """The kernel of that name, which the back end for the device of its argument number `by` serves.
+
+    whole: that argument must make whole bytes of bits, in each of `parts`.
+    """
+
+    @functools.wraps(getattr(reference, name))
+    def kernel(*args: Any, **options: Any) -> Any:
+        if whole:
+            _whole_bytes(args[by], options.get("parts", 1))
+        return getattr(backend(args[by].device), name)(*args, **options)
+
+    return kernel
 
 
-def binarize(u: Tensor, **options: Any) -> Tensor:
-    """See `reference.binarize`."""
-    return backend(u.device).binarize(u, **options)
+encode = _served("encode", whole=True)
+binarize = _served("binarize")
+reduce_bits = _served("reduce_bits")
+owned = _served("owned")
+assemble = _served("assemble")
+modulate = _served("modulate", whole=True)
+modulate_adam = _served("modulate_adam", by=1, whole=True)
+serve_sigma = _served("serve_sigma")
+unseen_blocks = _served("unseen_blocks")
+pack_signs = _served("pack_signs", whole=True)
+average_signs = _served("average_signs")
+sum_squares = _served("sum_squares")
+add_message = _served("add_message")
+add_momentum = _served("add_momentum")
+add_average = _served("add_average")
+split_signs = _served("split_signs", whole=True)
+write_signs = _served("write_signs")
 
 
 def random_mask(numel: int, limit: int, *, device: torch.device, **options: int) -> Tensor:
@@ -143,40 +167,6 @@ def random_mask(numel: int, limit: int, *, device: torch.device, **options: int)
 def chosen_blocks(first: int, count: int, ratio: int, *, device: torch.device, **options: int) -> Tensor:
     """See `draw.chosen_blocks`."""
     return backend(device).chosen_blocks(first, count, ratio, device=device, **options)
-
-
-def reduce_bits(rows: Tensor, **options: Any) -> Tensor:
-    """See `reference.reduce_bits`."""
-    return backend(rows.device).reduce_bits(rows, **options)
-
-
-def owned(bits: Tensor, **options: Any) -> Tensor:
-    """See `one_phase.owned`."""
-    return backend(bits.device).owned(bits, **options)
-
-
-def assemble(rows: Tensor, **options: Any) -> Tensor:
-    """See `one_phase.assemble`."""
-    return backend(rows.device).assemble(rows, **options)
-
-
-def modulate(u: Tensor, error: Tensor, **options: Any) -> Tensor:
-    """See `reference_sigma.modulate`."""
-    _whole_bytes(u)
-    return backend(u.device).modulate(u, error, **options)
-
-
-def modulate_adam(
-    g: Tensor | None, m: Tensor, v: Tensor, error: Tensor, shared: Tensor | None, **options: Any
-) -> Tensor:
-    """See `reference_sigma.modulate_adam`."""
-    _whole_bytes(m)
-    return backend(m.device).modulate_adam(g, m, v, error, shared, **options)
-
-
-def serve_sigma(rows: Tensor, error: Tensor, **options: Any) -> Tensor:
-    """See `reference_sigma.serve_sigma`."""
-    return backend(rows.device).serve_sigma(rows, error, **options)
 
 
 def apply_bits(params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, **options: Any) -> None:
@@ -198,55 +188,6 @@ def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], **option
         reference.take(flat, [grads[i] for i in odd], [offsets[i] for i in odd], **options)
     if even:
         backend(flat.device).take(flat, [grads[i] for i in even], [offsets[i] for i in even], **options)
-
-
-def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
-    """See `reference.unseen_blocks`."""
-    return backend(b.device).unseen_blocks(b, active, block)
-
-
-def pack_signs(z: Tensor) -> Tensor:
-    """See `reference_feedback.pack_signs`."""
-    _whole_bytes(z)
-    return backend(z.device).pack_signs(z)
-
-
-def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
-    """See `reference_feedback.average_signs`."""
-    return backend(rows.device).average_signs(rows, scales)
-
-
-def sum_squares(z: Tensor, mask: Tensor | None = None) -> Tensor:
-    """See `reference_feedback.sum_squares`."""
-    return backend(z.device).sum_squares(z, mask)
-
-
-def add_message(error: Tensor, z: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
-    """See `reference_feedback.add_message`."""
-    return backend(error.device).add_message(error, z, mask, sums=sums)
-
-
-def add_momentum(error: Tensor, g: Tensor, m: Tensor, **options: Any) -> Tensor:
-    """See `reference_feedback.add_momentum`."""
-    return backend(error.device).add_momentum(error, g, m, **options)
-
-
-def add_average(error: Tensor, messages: Tensor, mask: Tensor | None, *, sums: Tensor | None = None) -> Tensor:
-    """See `reference_feedback.add_average`."""
-    return backend(error.device).add_average(error, messages, mask, sums=sums)
-
-
-def split_signs(
-    error: Tensor, scale: Tensor, mask: Tensor | None, *, parts: int = 1, out: Tensor | None = None
-) -> Tensor:
-    """See `reference_feedback.split_signs`."""
-    _whole_bytes(error, parts)
-    return backend(error.device).split_signs(error, scale, mask, parts=parts, out=out)
-
-
-def write_signs(out: Tensor, messages: Tensor, mask: Tensor | None) -> None:
-    """See `reference_feedback.write_signs`."""
-    backend(out.device).write_signs(out, messages, mask)
 
 
 def move_adam(params: list[Tensor], m: list[Tensor], v: list[Tensor], **options: float) -> None:

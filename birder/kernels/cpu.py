@@ -31,31 +31,6 @@ from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STR
 from birder.kernels.reference import binarize, chosen_blocks, random_mask  # rarely needed on CPU
 from birder.kernels.reference_many import take  # one pass for each gradient as it is
 
-__all__ = [
-    "add_average",
-    "add_message",
-    "add_momentum",
-    "apply_bits",
-    "assemble",
-    "average_signs",
-    "binarize",
-    "chosen_blocks",
-    "encode",
-    "modulate",
-    "modulate_adam",
-    "move_adam",
-    "owned",
-    "pack_signs",
-    "random_mask",
-    "reduce_bits",
-    "serve_sigma",
-    "split_signs",
-    "sum_squares",
-    "take",
-    "unseen_blocks",
-    "write_signs",
-]
-
 
 BYTES = 4096
 """Bytes of bits that `_copied` works on at a time: drawing and copying take turns."""

@@ -31,31 +31,6 @@ from birder.kernels.cuda_many import apply_bits, move_adam, take
 from birder.kernels.cuda_sigma import modulate, modulate_adam, serve_sigma
 from birder.kernels.philox import LANES, SELECT_STREAM, SERVER_STREAM
 
-__all__ = [
-    "add_average",
-    "add_message",
-    "add_momentum",
-    "apply_bits",
-    "assemble",
-    "average_signs",
-    "binarize",
-    "chosen_blocks",
-    "encode",
-    "modulate",
-    "modulate_adam",
-    "move_adam",
-    "owned",
-    "pack_signs",
-    "random_mask",
-    "reduce_bits",
-    "serve_sigma",
-    "split_signs",
-    "sum_squares",
-    "take",
-    "unseen_blocks",
-    "write_signs",
-]
-
 
 @triton.jit(do_not_specialize=["shift", "k0", "k1", "step", "stream", "block"])
 def _encode(

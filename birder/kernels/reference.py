@@ -28,36 +28,6 @@ from birder.kernels.reference_feedback import (
 from birder.kernels.reference_many import apply_bits, take
 from birder.kernels.reference_sigma import adam_moments, modulate, modulate_adam, serve_sigma, settle
 
-__all__ = [
-    "adam_moments",
-    "add_average",
-    "add_message",
-    "add_momentum",
-    "apply_bits",
-    "assemble",
-    "average_signs",
-    "binarize",
-    "chosen_blocks",
-    "encode",
-    "modulate",
-    "modulate_adam",
-    "move_adam",
-    "owned",
-    "pack",
-    "pack_signs",
-    "random_mask",
-    "ratio",
-    "reduce_bits",
-    "serve_sigma",
-    "settle",
-    "split_signs",
-    "sum_squares",
-    "take",
-    "unpack",
-    "unseen_blocks",
-    "write_signs",
-]
-
 HALF_RANGE = 32768.0  # 2^15: maps u in [-1, 1] to a threshold in [0, 2^16], exact to 2^-17 in probability
 
 

@@ -1,7 +1,5 @@
 """Optimizers: one file for each method, `base.py` for what they share."""
 
-# Imported for their classes, which enter themselves as forms and variants of SLAMB and 0/1 Adam.
-from birder.optimizers import slamb_released, zero_one_adam_deepspeed  # noqa: F401
 from birder.optimizers.adam import AdamW, BertAdam
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.birder import Birder
@@ -15,8 +13,10 @@ from birder.optimizers.qsparse import QSparseLocalSGD
 from birder.optimizers.sgdm import SGDM
 from birder.optimizers.sigma_delta import SigmaDeltaAdam
 from birder.optimizers.slamb import SLAMB
+from birder.optimizers.slamb_released import SLAMBv1, SLAMBv2
 from birder.optimizers.sparse_loco import SparseLoCo
 from birder.optimizers.zero_one_adam import ZeroOneAdam
+from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam
 
 __all__ = [
     "CSER",
@@ -28,10 +28,13 @@ __all__ = [
     "BertAdam",
     "Birder",
     "BucketOptimizer",
+    "DeepSpeedZeroOneAdam",
     "OneBitAdam",
     "OneBitLAMB",
     "Plan",
     "QSparseLocalSGD",
+    "SLAMBv1",
+    "SLAMBv2",
     "SigmaDeltaAdam",
     "SparseLoCo",
     "ZeroOneAdam",

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Requests, ShardMean
-from birder.kernels import weyl
+from birder.comm import AllGather, AllToAll, Requests, ShardMean
+from birder.optimizers import birder_options as options_of
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require_choice, require_flag, require_fraction, require_number
 from birder.optimizers.contract import Plan
@@ -79,6 +79,8 @@ class Birder(SeenMap, BucketOptimizer):
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})
     seen_by: ClassVar[str] = "b"
+    _option: options_of.Option | None = None
+    """What takes the place of the paper's exchange; chosen when the optimizer is bound."""
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class Birder(SeenMap, BucketOptimizer):
         self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
         super().__init__(params, defaults, **options)
-        self._modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
+        self.modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
+        self.draws = options_of.Draws(self.seed) if bits != "weyl" else options_of.Weyl(self.seed, reduce)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -121,12 +124,13 @@ class Birder(SeenMap, BucketOptimizer):
 
     def init_unit(self, unit: Unit) -> None:
         comm = self.comm
+        self._option = options_of.chosen(self.bits, self.reduce, self.intra if comm.shards > 1 else "gradient")
         kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)
         unit.state["m"] = unit.zeros(kept)
         unit.state["b"] = unit.zeros(kept)
         self.init_seen(unit)
         if self.bits == "sigma_delta":
-            self._modulator.init_unit(unit, comm)
+            self.modulator.init_unit(unit, comm)
             return
         bits = unit.padded // comm.shards // 8
         unit.buffers = {
@@ -141,85 +145,38 @@ class Birder(SeenMap, BucketOptimizer):
             torch._foreach_add_(slots, params, alpha=group["weight_decay"])
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        averages = self._averages(unit.group, step)
-        if self.bits == "none":
-            unit.result = yield from self._exchange_floats(unit, grad, averages)
-        elif self.bits == "sigma_delta":
-            u = yield from self._shard_ratio(unit, grad, averages)
-            encoding = self._modulator.encoding(unit, self.comm, step)
-            kernels.modulate(u, unit.state[self._modulator.name], **encoding)
-            unit.result = yield from self._modulator.exchange(unit, self.comm, step)
-        else:
-            unit.result = yield from self._exchange_bits(unit, grad, averages, step)
+        if self._option is not None:
+            unit.result = yield from self._option(self, unit, grad, step)
+            return
+        g = yield ShardMean(grad)
+        bits = self.encode(unit, g, step)  # (1)-(4)
+        rows = yield AllToAll(bits, unit.buffers["rows"])
+        chunk = self.serve(unit, rows, step)  # (5)
+        unit.result = yield AllGather(chunk, unit.buffers["result"])
 
-    def _exchange_bits(self, unit: Unit, grad: Tensor, averages: dict[str, Any], step: int) -> Requests[Tensor]:
-        comm, buffers = self.comm, unit.buffers
-        size = unit.padded // comm.shards
-        runs = unit.numbered(comm.shard * size, size)  # one, but with FSDP
-        workers, servers, owners = self._draws(step)
-        m, b, bits = unit.state["m"], unit.state["b"], buffers["bits"]
-        if self.intra == "gradient" or comm.shards == 1:
-            g = yield ShardMean(grad)
-            for at, start in runs:  # (1)-(4)
-                draw = {**workers, "start": start}
-                kernels.encode(g[at], m[at], b[at], **averages, **draw, out=bits[packed(at)])
-        else:
-            u = yield from self._shard_ratio(unit, grad, averages)
-            for at, start in runs:  # (4)
-                kernels.binarize(u[at], **workers, start=start, out=bits[packed(at)])
-        rows, chunk = buffers["rows"], buffers["chunk"]
-        if self.reduce == "one_phase":
-            n = comm.workers
-            for at, start in runs:
-                mine = bits[packed(at)]
-                kernels.owned(mine, n=n, worker=comm.worker, start=start, **owners, out=chunk[packed(at, n)])
-            rows = yield GatherWorkers(chunk, rows)
-            for at, start in runs:
-                kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
-            return (yield GatherShards(bits, buffers["result"]))  # (5)
-        rows = yield AllToAll(bits, rows)
-        served = size // comm.workers
-        for at, start in unit.numbered(comm.shard * size + comm.worker * served, served):
-            kernels.reduce_bits(columns(rows, packed(at)), start=start, **servers, out=chunk[packed(at)])
-        return (yield AllGather(chunk, buffers["result"]))  # (5)
+    def encode(self, unit: Unit, g: Tensor, step: int) -> Tensor:
+        """(1) to (4) of this rank's shard: fp32[padded/shards] -> uint8[padded/(8 shards)]."""
+        m, b, bits, draws = unit.state["m"], unit.state["b"], unit.buffers["bits"], self.draws.worker(self.comm, step)
+        for at, start in unit.shard_runs(self.comm):
+            kernels.encode(
+                g[at], m[at], b[at], **self.averages(unit.group, step), **draws, start=start, out=bits[packed(at)]
+            )
+        return bits
 
-    def _shard_ratio(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Requests[Tensor]:
-        """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next request."""
-        m, b = unit.state["m"], unit.state["b"]
-        if self.intra == "gradient" or self.comm.shards == 1:
-            return kernels.ratio((yield ShardMean(grad)), m, b, **averages)
-        u = yield ShardMean(kernels.ratio(grad, m, b, **averages))  # mean over the node
-        return u if self.bits == "none" else u.clamp_(-1.0, 1.0)
+    def serve(self, unit: Unit, rows: Tensor, step: int) -> Tensor:
+        """(5) of the chunk that this rank serves: uint8[workers, c] -> uint8[c]."""
+        chunk, draws = unit.buffers["chunk"], self.draws.server(step)
+        for at, start in unit.chunk_runs(self.comm):
+            kernels.reduce_bits(columns(rows, packed(at)), **draws, start=start, out=chunk[packed(at)])
+        return chunk
 
-    def _exchange_floats(self, unit: Unit, grad: Tensor, averages: dict[str, Any]) -> Requests[Tensor]:
-        """The workers' mean of u, added up in their order: fp32[padded]."""
-        u = yield from self._shard_ratio(unit, grad, averages)
-        total, *others = (yield GatherWorkers(u.clone())).unbind()  # the next unit may use the buffer
-        total = total.clone()
-        for other in others:
-            total.add_(other)
-        return (yield GatherShards(total.div_(self.comm.workers)))
-
-    def _averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+    def averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         """What `kernels.ratio` is told of (1) to (3), or of (2') and (3') with both corrections in two numbers."""
         beta, beta2, eps, hold = group["beta"], group["beta2"], group["eps"], self.idle == "hold"
         if beta2 is None:
             return {"beta": beta, "eps": eps, "hold": hold}
         reached = 1.0 - beta2**step
         return {"beta": beta, "beta2": beta2, "scale": reached / (1.0 - beta**step), "eps": eps * reached, "hold": hold}
-
-    def _draws(self, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Where the random numbers of a step come from: those of workers, of servers, and of owners in one phase."""
-        comm, drawn = self.comm, {"seed": self.seed, "step": step}
-        if self.bits == "independent":
-            return {**drawn, "worker": comm.worker}, drawn, drawn
-        once = {"seed": self.seed, "step": weyl.STEP}
-        apart: dict[str, int] = {} if self.reduce == "one_phase" else {"worker": comm.worker, "workers": comm.workers}
-        return (
-            {**once, "worker": 0, "shift": weyl.turned(step, **apart)},
-            {**once, "shift": weyl.turned(step, by=weyl.ROOT)},
-            {**once, "turn": step % comm.workers},
-        )
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

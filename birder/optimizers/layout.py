@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birder.comm import Communicator
 from birder.optimizers.checks import check_gradient, require
 
 ALIGN = 32
@@ -102,6 +103,16 @@ class Unit:
             if low < high:
                 found.append((slice(low - begin, high - begin), number + low - place))
         return found
+
+    def shard_runs(self, comm: Communicator) -> list[tuple[slice, int]]:
+        """`numbered` of this rank's shard; one run, but with FSDP."""
+        size = self.padded // comm.shards
+        return self.numbered(comm.shard * size, size)
+
+    def chunk_runs(self, comm: Communicator) -> list[tuple[slice, int]]:
+        """`numbered` of the chunk that this rank serves."""
+        size = self.padded // (comm.shards * comm.workers)
+        return self.numbered((comm.shard * comm.workers + comm.worker) * size, size)
 
     def zeros(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""

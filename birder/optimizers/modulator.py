@@ -67,7 +67,7 @@ class Modulator:
             unit.state["server_error"] = unit.zeros(size // comm.workers, kind)
         if self.start == "uniform":
             one = UNITS[self.limit] if self.errors == "int8" else 1
-            for at, first in unit.numbered(comm.shard * size, size):
+            for at, first in unit.shard_runs(comm):
                 drawn = uniform16(
                     at.stop - at.start, seed=self.seed, step=0, stream=comm.worker, start=first, device=unit.device
                 )
@@ -100,10 +100,9 @@ class Modulator:
         return (yield AllGather(chunk, unit.buffers["result"]))
 
     def _one_phase(self, unit: Unit, comm: Communicator, step: int) -> Requests[Tensor]:
-        n, size = comm.workers, unit.padded // comm.shards
+        n, runs = comm.workers, unit.shard_runs(comm)
         bits, chunk, error = unit.buffers["bits"], unit.buffers["chunk"], unit.state["owner_error"]
         owners: dict[str, Any] = {"seed": self.seed, "step": weyl.STEP, "turn": step % n}
-        runs = unit.numbered(comm.shard * size, size)  # one, but with FSDP
         for at, start in runs:
             mine = {"n": n, "worker": comm.worker, "start": start, **owners}
             kernels.owned(bits[packed(at)], **mine, out=chunk[packed(at, n)])

@@ -34,13 +34,12 @@ from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import pair, require_choice, require_flag, require_number, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
-from birder.optimizers.variants import Variants
 
 SMALLEST = 2.0**-15
 """Smallest share of elements sent in a step."""
 
 
-class SLAMB(Variants, BucketOptimizer, by="form"):
+class SLAMB(BucketOptimizer):
     """SLAMB (see the module's docstring for the equations). Parameters differ between ranks but for after (7).
 
     lr, betas, eps, weight_decay: as in LAMB. eps must be above 0.
@@ -105,6 +104,10 @@ class SLAMB(Variants, BucketOptimizer, by="form"):
         require_flag("bias_correction", bias_correction)
         self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
         self.form, self.unseen = form, unseen
+        if type(self) is SLAMB and form != "paper":
+            from birder.optimizers.slamb_released import FORMS  # which derive from this class
+
+            self.__class__ = FORMS[form]
         self.sync_every = sync_every
         self.sync_phase = self.first_sync if sync_phase is None else sync_phase
         self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction

@@ -23,8 +23,8 @@ from birder.optimizers.layout import Unit
 from birder.optimizers.slamb import SLAMB
 
 
-class SLAMBv2(SLAMB, named="v2"):
-    """`SLAMB(form="v2")`."""
+class SLAMBv2(SLAMB):
+    """What `SLAMB(form="v2")` makes."""
 
     first_sync: ClassVar[int] = 1
 
@@ -32,8 +32,8 @@ class SLAMBv2(SLAMB, named="v2"):
         return eps
 
 
-class SLAMBv1(SLAMB, named="v1"):
-    """`SLAMB(form="v1")`."""
+class SLAMBv1(SLAMB):
+    """What `SLAMB(form="v1")` makes."""
 
     first_sync: ClassVar[int] = 1
 
@@ -73,3 +73,6 @@ class SLAMBv1(SLAMB, named="v1"):
             phi = (s * phi1 + (1 - s) * phi0).clamp_(self.min_coeff, self.max_coeff)
             rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
         p.sub_(r.mul_(rate))  # (6')
+
+
+FORMS: dict[str, type[SLAMB]] = {"v1": SLAMBv1, "v2": SLAMBv2}

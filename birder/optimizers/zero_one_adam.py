@@ -37,10 +37,9 @@ from birder.optimizers.checks import pair, require_choice, require_whole
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.onebit import OneBitMethod
-from birder.optimizers.variants import Variants
 
 
-class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
+class ZeroOneAdam(OneBitMethod):
     """0/1 Adam (see the module's docstring for the equations). Between syncs every rank has a model of its own.
 
     warmup_steps:   at least 1: until then every step is a sync and the variance is refreshed; then it is frozen. The paper
@@ -101,6 +100,10 @@ class ZeroOneAdam(Variants, OneBitMethod, by="variant"):
         require_choice("variant", variant, "paper", "deepspeed")
         self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, variant
         self.local_doubling, self.local_limit = local_doubling, local_limit
+        if type(self) is ZeroOneAdam and variant != "paper":
+            from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam  # which derives from this class
+
+            self.__class__ = DeepSpeedZeroOneAdam
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ from birder.optimizers.layout import Unit
 from birder.optimizers.zero_one_adam import ZeroOneAdam
 
 
-class DeepSpeedZeroOneAdam(ZeroOneAdam, named="deepspeed"):
-    """`ZeroOneAdam(variant="deepspeed")` (see the module's docstring for the equations)."""
+class DeepSpeedZeroOneAdam(ZeroOneAdam):
+    """What `ZeroOneAdam(variant="deepspeed")` makes (see the module's docstring for the equations)."""
 
     aligned: ClassVar[bool] = True
 

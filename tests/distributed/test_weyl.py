@@ -167,7 +167,7 @@ def test_two_betas_are_both_corrected_and_clipped() -> None:
         state = optimizer.units[0].state
         assert torch.allclose(state["m"], m, rtol=1e-6)
         assert torch.allclose(state["b"], b, rtol=1e-6)
-        averages = optimizer._averages(optimizer.param_groups[0], step)
+        averages = optimizer.averages(optimizer.param_groups[0], step)
         u = reference.ratio(torch.zeros(32), m / beta, b / beta2, **averages)
         wanted = (m / (1 - beta**step) / (b / (1 - beta2**step))).clamp(-1, 1)
         # To a few roundings; m and b of zero gradients are those of the step before them.
