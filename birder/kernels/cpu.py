@@ -31,7 +31,6 @@ from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STR
 from birder.kernels.reference import binarize, chosen_blocks, random_mask  # rarely needed on CPU
 from birder.kernels.reference_many import take  # one pass for each gradient as it is
 
-
 BYTES = 4096
 """Bytes of bits that `_copied` works on at a time: drawing and copying take turns."""
 

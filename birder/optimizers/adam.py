@@ -13,7 +13,7 @@ from birder.comm.runtime import asking
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import is_pair, pair, require, require_number
 from birder.optimizers.contract import Plan
-from birder.optimizers.layout import Unit, with_gradient
+from birder.optimizers.layout import Unit, fusible, with_gradient
 from birder.optimizers.norms import norms
 
 Tensors = list[Tensor]
@@ -107,6 +107,12 @@ class AdamW(DenseAdam):
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]  # torch takes a tensor as well
+        if fusible(params, grads):  # in one pass
+            torch._fused_adamw_(
+                params, grads, m, v, [], [torch.full((), float(step))] * len(params), lr=lr, beta1=beta1, beta2=beta2,
+                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         adam_moments(m, v, grads, beta1, beta2)
         denominator = torch._foreach_sqrt(v)

@@ -151,6 +151,11 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
     return units
 
 
+def fusible(params: list[Tensor], grads: list[Tensor]) -> bool:
+    """Whether torch's fused CPU kernels serve these: they go through memory in order, and states stand in logical order."""
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in (*params, *grads))
+
+
 def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
     """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
     found = {i: g for i, p in enumerate(unit.wholes) if (g := gradient(p)) is not None}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import birder
 from birder import BucketOptimizer, Plan, Topology, attach
 from birder.comm import (
     AllGather,
@@ -277,3 +278,36 @@ def test_the_model_of_the_contract_is_a_linear_layer() -> None:
             model(torch.ones(1, 3)).square().sum().backward()
             optimizer.step()
     assert torch.equal(ours.weight, theirs.weight)
+
+
+PIPELINED = {
+    "Birder": {},
+    "OneBitLAMB": {"warmup_steps": 1},
+    "ZeroOneAdam": {"warmup_steps": 1, "local_doubling": 9},
+    "CSER": {"gradient_ratio": 2, "block": 8},
+    "SLAMB": {"dense_below": 10},
+}
+
+
+def threads(rank: int, world: int) -> dict[str, list[int]]:
+    """On how many threads each unit's exchange ran in the third step."""
+    found = {}
+    for name, options in PIPELINED.items():
+        model = toy.make()
+        ddp = DistributedDataParallel(model)
+        optimizer = getattr(birder, name)(model.parameters(), lr=1e-3, **options)
+        attachment = attach(ddp, optimizer, unit_mb=0.0008)
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+        work = [s for s in optimizer.pipeline.trace.last if s.kind == "work" and s.unit is not None]
+        found[name] = [len({s.thread for s in work if s.unit == u.index}) for u in optimizer.units]
+        attachment.close()
+    return found
+
+
+def test_every_method_makes_the_next_units_message_while_one_is_on_the_wire() -> None:
+    """The first thread leaves a unit once its message is on its way, the second one waits for it."""
+    for found in run_ranks(threads, 2):
+        assert all(set(counts) == {2} and len(counts) > 1 for counts in found.values())

@@ -152,3 +152,8 @@ def test_a_grad_scaler_asks_and_hands_over() -> None:
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)
     needs(optimizer.handed, "GradScaler that hands over found_inf", "birder/optimizers/base.py")
+
+
+def test_fused_dense_steps_are_those_of_torchs_optimizers() -> None:
+    for name in ("_fused_adamw_", "_fused_sgd_"):
+        needs(hasattr(torch, name), f"torch.{name}", "birder/optimizers/adam.py, sgdm.py")
