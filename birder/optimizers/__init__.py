@@ -12,11 +12,9 @@ from birder.optimizers.onebit_lamb import OneBitLAMB
 from birder.optimizers.qsparse import QSparseLocalSGD
 from birder.optimizers.sgdm import SGDM
 from birder.optimizers.sigma_delta import SigmaDeltaAdam
-from birder.optimizers.slamb import SLAMB
-from birder.optimizers.slamb_released import SLAMBv1, SLAMBv2
+from birder.optimizers.slamb import SLAMB, SLAMBv1, SLAMBv2
 from birder.optimizers.sparse_loco import SparseLoCo
-from birder.optimizers.zero_one_adam import ZeroOneAdam
-from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam
+from birder.optimizers.zero_one_adam import DeepSpeedZeroOneAdam, ZeroOneAdam
 
 __all__ = [
     "CSER",

@@ -14,7 +14,15 @@ On rank i, with its own gradient g_i, in step t (products and quotients of vecto
     (6) x_i = x_i - lr (s phi1 + (1 - s) phi0 / sqrt(n)) (r + weight_decay x_i)
     (7) every H steps, after (6): x_i = mean_j x_j
 
-Where a norm in (5) is 0, phi1 = 1 and phi0 = 0. The forms of the released code: birder/optimizers/slamb_released.py.
+Where a norm in (5) is 0, phi1 = 1 and phi0 = 0.
+
+The code released with it differs in two forms. v2, the fused one: in (4) eps is added to the uncorrected root, and (7) comes
+in steps t with t mod H = 1. v1, the plain one: the mask goes through the int(1/k) chunks of a fixed random permutation, chunk
+t mod int(1/k) in step t; (7) as in v2; (4) includes weight_decay x, so that the norms see it, and
+
+    (5') phi1 = |x|/|r|, phi0 = |x|/|r|, both 1 where a norm is 0
+    (6') x_i = x_i - lr clamp(s phi1 + (1 - s) phi0) (s + (1 - s)/sqrt(n)) r;   tensors of one dimension: - lr phi1 r
+
 One-process reference: tests/helpers/reference_slamb.py.
 """
 
@@ -27,7 +35,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Mean, Requests
-from birder.compress.masks import random_mask
+from birder.compress.masks import cyclic_chunks, random_mask
 from birder.late import Late
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
@@ -105,9 +113,7 @@ class SLAMB(BucketOptimizer):
         self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
         self.form, self.unseen = form, unseen
         if type(self) is SLAMB and form != "paper":
-            from birder.optimizers.slamb_released import FORMS  # which derive from this class
-
-            self.__class__ = FORMS[form]
+            self.__class__ = SLAMBv1 if form == "v1" else SLAMBv2
         self.sync_every = sync_every
         self.sync_phase = self.first_sync if sync_phase is None else sync_phase
         self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
@@ -245,3 +251,55 @@ class SLAMB(BucketOptimizer):
         if decay:
             r.add_(x * decay)
         p.sub_(r.mul_(rate))  # (6)
+
+
+class SLAMBv2(SLAMB):
+    """What `SLAMB(form="v2")` makes."""
+
+    first_sync: ClassVar[int] = 1
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        return eps
+
+
+class SLAMBv1(SLAMB):
+    """What `SLAMB(form="v1")` makes."""
+
+    first_sync: ClassVar[int] = 1
+
+    def init_ages(self, unit: Unit) -> None:
+        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if self.chunks <= 256 else torch.int16)
+        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
+            if not self.is_dense(p):
+                start = unit.start + offset
+                chunks = cyclic_chunks(p.numel(), self.chunks, seed=self.seed, start=start, device=unit.device)
+                view.copy_(chunks.view(p.shape))
+
+    def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        torch.eq(unit.view(unit.state["chunk"], i), step % self.chunks, out=view)
+
+    def grow_older(self, unit: Unit, mask: Tensor) -> None:
+        """tau follows from the number of the chunk."""
+
+    def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
+        chunk = unit.view(unit.state["chunk"], i).int()
+        # Before its first turn an element is as old as the run.
+        return self.look_up(self.chunks, chunk.neg_().add_(step).remainder_(self.chunks).clamp_(max=step))
+
+    def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        lr, decay = unit.group["lr"], unit.group["weight_decay"]
+        r, x = self._direction(unit, i, step), p.float()
+        if decay:
+            r.add_(x * decay)
+        if self.is_dense(p):
+            rate = self._ratio(x, r, 1.0)  # (5')
+            if p.dim() > 1:
+                rate.clamp_(self.min_coeff, self.max_coeff)
+            rate.mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1, phi0 = self._ratio(x * fresh, r * fresh, 1.0), self._ratio(x * ~fresh, r * ~fresh, 1.0)
+            s = self.freshness(unit, i, step)
+            phi = (s * phi1 + (1 - s) * phi0).clamp_(self.min_coeff, self.max_coeff)
+            rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
+        p.sub_(r.mul_(rate))  # (6')

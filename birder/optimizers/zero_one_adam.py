@@ -18,8 +18,19 @@ Worker i in every step t; T_u and T_v are the steps with a 1-bit round and with 
 Where a caller has changed parameters since the last sync (`ParameterWatch`), (6) starts not from x', but from the mean of
 what ranks have when their local steps are taken from their x_i again; it is sent in fp32.
 
-The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py. `variant="deepspeed"`, the reference implementation's rules:
-birder/optimizers/zero_one_adam_deepspeed.py. One-process reference: tests/helpers/reference_zero_one_adam.py.
+The steps of T_u and T_v: birder/optimizers/zero_one_schedule.py.
+
+The reference implementation (DeepSpeed) has other rules. Until `warmup_steps` the ranks' models are the same, and it is the
+gradient that is sent:
+
+    (9)  t in T_v:  g = mean_i g_i in floats;  v as in (8);   otherwise  g = 1-bit mean of g_i
+    (10) m = beta1 m + (1 - beta1) g;   x = x - lr (m / (sqrt(v) + eps) + weight_decay x)
+
+afterwards (1)-(7) with the decay in the buffer and none in (6):
+
+    (2') u_i = u_i + lr (m_i + weight_decay x_i (sqrt(v) + eps))
+
+One-process reference: tests/helpers/reference_zero_one_adam.py.
 """
 
 from __future__ import annotations
@@ -101,8 +112,6 @@ class ZeroOneAdam(OneBitMethod):
         self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, variant
         self.local_doubling, self.local_limit = local_doubling, local_limit
         if type(self) is ZeroOneAdam and variant != "paper":
-            from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam  # which derives from this class
-
             self.__class__ = DeepSpeedZeroOneAdam
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
@@ -241,3 +250,55 @@ class ZeroOneAdam(OneBitMethod):
         beta2 = unit.group["betas"][1]
         unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
         self.forget_support(unit)
+
+
+class DeepSpeedZeroOneAdam(ZeroOneAdam):
+    """What `ZeroOneAdam(variant="deepspeed")` makes (see the module's docstring for the equations)."""
+
+    aligned: ClassVar[bool] = True
+
+    def sends_gradient(self, step: int) -> bool:
+        """Whether the step is one of (9) and (10)."""
+        return step <= self.warmup_steps
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
+            unit.state["worker_error"].zero_()
+            unit.state["server_error"].zero_()
+        if not self.sends_gradient(step):
+            yield from super().exchange(unit, grad, step)
+        elif self.has_variance_round(step):
+            unit.result = (yield Mean(grad, WIRES[self.wire])), None
+        else:
+            unit.result = None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
+
+    def _decay(self, unit: Unit, lr: float, decay: float) -> None:
+        """(2')"""
+        if decay:
+            unit.state["u"].addcmul_(self.flat_parameters(unit), self._denominator(unit), value=lr * decay)
+
+    def _summed_now(self, unit: Unit) -> Tensor:
+        added = super()._summed_now(unit)
+        rate = unit.group["lr"] * unit.group["weight_decay"]
+        return added.addcmul_(self.flat_parameters(unit), self._denominator(unit), value=rate) if rate else added
+
+    def _kept(self, unit: Unit) -> float:
+        return 1.0
+
+    def update(self, step: int, plan: Plan) -> Requests[None]:
+        if not self.sends_gradient(step):
+            yield from super().update(step, plan)
+            return
+        for unit in self.units:
+            self._gradient_step(unit, *unit.result)
+
+    def _gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        """(10), and of (9) what follows the exchange. All ranks do the same."""
+        if mean is not None:
+            self._update_variance(unit, mean)
+        else:
+            assert signs is not None
+            mean = unit.zeros()
+            self.write_mean(unit, mean, signs)
+        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
+        self._move(unit)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from birder import SLAMB, ZeroOneAdam
-from birder.optimizers.slamb_released import SLAMBv1, SLAMBv2
-from birder.optimizers.zero_one_adam_deepspeed import DeepSpeedZeroOneAdam
+from birder import SLAMB, DeepSpeedZeroOneAdam, SLAMBv1, SLAMBv2, ZeroOneAdam
 
 CASES: list[tuple[type, dict[str, Any], type]] = [
     (SLAMB, {}, SLAMB),
