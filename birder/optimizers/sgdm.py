@@ -10,7 +10,7 @@ import torch
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import require_flag, require_fraction
 from birder.optimizers.contract import Plan
-from birder.optimizers.layout import Unit, fusible, with_gradient
+from birder.optimizers.layout import Unit, with_gradient
 
 
 def check_momentum(group: dict[str, Any]) -> None:
@@ -56,12 +56,6 @@ class SGDM(BucketOptimizer):
             group = unit.group
             if group["weight_decay"]:
                 grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-            if group["momentum"] and fusible(params, grads):  # what follows, in one pass
-                torch._fused_sgd_(
-                    params, grads, bufs, weight_decay=0.0, momentum=group["momentum"], lr=float(group["lr"]),
-                    dampening=0.0, nesterov=group["nesterov"], maximize=False, is_first_step=False,
-                )  # fmt: skip
-                continue
             torch._foreach_mul_(bufs, group["momentum"])
             torch._foreach_add_(bufs, grads)
             if group["nesterov"]:
