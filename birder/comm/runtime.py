@@ -145,7 +145,7 @@ class Turn:
 class Pipeline:
     """Runs tasks in the order in which they were submitted, the same on every rank. This one runs them at once.
 
-    comm: what performs their requests; `bind` of an optimizer sets it.
+    comm: what performs their requests; an optimizer's is its own.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:

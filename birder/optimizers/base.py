@@ -90,7 +90,6 @@ class BucketOptimizer(GradientExchange, MethodState):
             raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
         self.comm = comm or SingleProcess()
         self.pipeline = pipeline or Pipeline()
-        self.pipeline.comm = self.comm
         self.units = make_units(self.param_groups, int(unit_mb * 2**20), self.alignment)
         multiple = math.lcm(self.comm.multiple, self.alignment * self.comm.shards)
         for unit in self.units:
@@ -214,7 +213,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         trace.end_step()
         self.steps, self._stepping = step, False
         if type(self).after_update is not Method.after_update:
-            self.pipeline.submit(functools.partial(self.after_update, step))
+            self._submit(functools.partial(self.after_update, step))
 
     def _check_reach(self) -> None:
         """Sees to it that every parameter with a gradient takes part in the step.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import AcrossHolders, Requests, Total
+from birder.comm.runtime import Task
 from birder.optimizers.checks import check_gradient, check_parameter
 from birder.optimizers.contract import Method, Plan
 from birder.optimizers.layout import Unit, gradient
@@ -84,7 +85,11 @@ class GradientExchange(Method):
         if not unit.waiting:
             for i in unit.missing:
                 unit.kept[i] = {name: part.clone() for name, part in parts(self, unit, i).items()}
-            self.pipeline.submit(functools.partial(self.exchange, unit, grad, step), unit.index)
+            self._submit(functools.partial(self.exchange, unit, grad, step), unit.index)
+
+    def _submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
+        self.pipeline.comm = self.comm  # whatever pipeline has been put there
+        self.pipeline.submit(task, unit, whole)
 
     def note_options(self) -> None:
         """Called when the first gradients of a step come: from now on these hyper-parameters must stay as they are."""
@@ -151,7 +156,7 @@ class GradientExchange(Method):
         for unit in self.units:
             if unit.waiting:  # after feeding: what no hook was called for
                 self._put(unit, [(i, gradient(unit.wholes[i])) for i in sorted(unit.waiting)], factor)
-        self.pipeline.submit(functools.partial(self.after_units, step), None, True)
+        self._submit(functools.partial(self.after_units, step), whole=True)
         self._feeding = False
         yield from self.pipeline.waiting()
 
