@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,12 +11,23 @@ from birder import kernels
 from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Requests, ShardMean
 from birder.kernels import weyl
 from birder.optimizers.layout import Unit
-from birder.optimizers.modulator import columns, packed
+from birder.optimizers.modulator import Modulator, columns, packed
 
-if TYPE_CHECKING:
-    from birder.optimizers.birder import Birder
 
-Option = Callable[["Birder", Unit, Tensor, int], Requests[Tensor]]
+class Birder(Protocol):
+    """What these ask of `birder.Birder`."""
+
+    comm: Communicator
+    intra: str
+    draws: Draws
+    modulator: Modulator
+
+    def averages(self, group: dict[str, Any], step: int) -> dict[str, Any]: ...
+    def encode(self, unit: Unit, g: Tensor, step: int) -> Tensor: ...
+    def serve(self, unit: Unit, rows: Tensor, step: int) -> Tensor: ...
+
+
+Option = Callable[[Birder, Unit, Tensor, int], Requests[Tensor]]
 """From a unit's gradient, in step t, to what (6) applies."""
 
 
