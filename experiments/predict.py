@@ -66,8 +66,6 @@ KINDS = ("hf", "torchvision", "params")
 EXAMPLES = record.ROOT / "docs" / "predict_examples.md"
 STEPS = 10
 """That are recorded of a function where none are said."""
-INSIDE_REACHED = 230 / 300
-"""Share of NVLink's or PCIe's rate that large collectives reach inside a node: that of 8 A100 (`NVLINK`)."""
 SHOWN = (
     "fp32",
     "bf16",
@@ -189,10 +187,7 @@ def _scaled(t: Timeline, q: Question) -> Timeline:
 
 def cluster_of(q: Question, m: Model) -> Cluster:
     """The cluster, with the GPU's own link inside a node where none was said."""
-    link = q.cluster.inside
-    if q.inside is None and m.gpu is not None:
-        rate = INSIDE_REACHED * m.gpu.inside_gb_per_s
-        link = Link(8 * rate, link.latency_us, source=f"{rate:.3g} GB/s by {m.gpu.inside}: assumed")
+    link = m.gpu.link if q.inside is None and m.gpu is not None else q.cluster.inside
     return replace(q.cluster, inside=link, borders=True)
 
 

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from birder.predict.cluster import NVLINK, Link
+
 REACHED = {"fp32": 0.85, "tf32": 0.35, "bf16": 0.8, "fp16": 0.8}
 """Share of the peak that large matrix products reach. TF32 is far below: its kernels take one layout of operands."""
 KINDS = {"": 1.0, "attention": 0.6, "convolution": 0.7}
@@ -24,6 +26,8 @@ MEMORY = 0.85
 UNSURE = 0.3
 """A time from an architecture may be so much shorter or longer, relative: eight of ten published ones are not further off
 (results/published/tables/step_times.md)."""
+INSIDE_REACHED = NVLINK.gbps / 8 / 300
+"""Share of NVLink's or PCIe's rate that large collectives reach inside a node: that of 8 A100."""
 PRECISIONS = tuple(REACHED)
 
 
@@ -58,6 +62,12 @@ class GPU:
             share = self.attention or share
         compute = flops / (share * self.peak(precision) * 1e9) if flops else 0.0
         return compute + nbytes / (MEMORY * self.gb_per_s * 1e6)
+
+    @property
+    def link(self) -> Link:
+        """To the other GPUs of a node, as large collectives find it."""
+        rate = INSIDE_REACHED * self.inside_gb_per_s
+        return Link(8 * rate, NVLINK.latency_us, source=f"{rate:.3g} GB/s by {self.inside}: assumed")
 
 
 NVLINK2, NVLINK3, NVLINK4, NVLINK5 = ((gb, "NVLink") for gb in (150.0, 300.0, 450.0, 900.0))

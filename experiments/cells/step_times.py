@@ -30,7 +30,6 @@ EAGER = "eager"
 NIC_GBPS = 1600.0
 """Of a node where the source does not say: eight NICs of 200 Gbit/s."""
 LATENCY_US = 5.0
-INSIDE_REACHED = 230 / 300
 
 
 class Shape(BaseModel):
@@ -140,8 +139,7 @@ def beside(row: Shape) -> Beside:
     )
     work = architectures.work(asked, None if row.torchvision else _config(row))
     there, each = gpu_of(row), min(row.gpus, 8)
-    inside = Link(8 * INSIDE_REACHED * there.inside_gb_per_s, LATENCY_US)
-    cluster = Cluster(max(1, row.gpus // 8), each, Link(row.nic_gbps, LATENCY_US), inside, borders=True)
+    cluster = Cluster(max(1, row.gpus // 8), each, Link(row.nic_gbps, LATENCY_US), there.link, borders=True)
     optimizer = "sgd" if row.torchvision else "adamw"
     method = "none" if row.gpus == 1 else {2: "bf16", 4: "fp32"}[row.wide]
     t = work.timeline(there, gpus_per_node=each, optimizer=optimizer)

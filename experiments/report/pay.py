@@ -18,8 +18,6 @@ CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
 PRECISION = "bf16"
 LATENCY_US = 20.0
-INSIDE_REACHED = 230 / 300
-"""Share of NVLink's or PCIe's rate that large collectives reach inside a node: 230 GB/s of 8 A100."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,10 @@ def data(choice: Choice | None = None) -> dict[str, Any]:
 
 
 def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
-    inside = Link(8 * INSIDE_REACHED * gpu.inside_gb_per_s, 5.0)
     t = work.timeline(gpu)
     return [
         [
-            [_cell(t, Cluster(nodes, ranks, Link(rate, LATENCY_US), inside, borders=True)) for rate in choice.gbps]
+            [_cell(t, Cluster(nodes, ranks, Link(rate, LATENCY_US), gpu.link, borders=True)) for rate in choice.gbps]
             for nodes in choice.nodes
         ]
         for ranks in choice.ranks

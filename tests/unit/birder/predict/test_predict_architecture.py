@@ -33,6 +33,8 @@ def test_a_kernel_takes_its_operations_and_its_bytes() -> None:
     assert gpu.ms(1e12, 0, "bf16") == pytest.approx(1e3 / (312 * REACHED["bf16"]))
     assert gpu.ms(0, 1e9, "bf16") == pytest.approx(1e3 / (2039 * MEMORY))
     assert gpu.ms(1e12, 0, "bf16", "attention") == pytest.approx(gpu.ms(1e12, 0, "bf16") / KINDS["attention"])
+    assert gpu.link.gbps == pytest.approx(8 * 230)  # of NVLink's 300 GB/s
+    assert find("4090").link.gbps == pytest.approx(8 * 230 * 32 / 300)
     assert find("h100").ms(1e12, 0, "bf16", "attention") == pytest.approx(1e3 / (989 * HOPPER))
 
 

@@ -32,9 +32,8 @@ def content() -> dict[str, Any]:
 def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
     work = architectures.work(Asked("torchvision:resnet18", 64, "bf16"))
     gpu = gpus.find("rtx4090")
-    inside = Link(8 * pay.INSIDE_REACHED * gpu.inside_gb_per_s, 5.0)
     found = answer(
-        work.timeline(gpu), Cluster(8, 8, Link(10, 20.0), inside, borders=True), methods=pay.SHOWN, unsure=gpus.UNSURE
+        work.timeline(gpu), Cluster(8, 8, Link(10, 20.0), gpu.link, borders=True), methods=pay.SHOWN, unsure=gpus.UNSURE
     )
     cell = content["cells"][0][1][1][0][1][1]
     assert cell[:-2] == [pytest.approx(found.prediction[m].ms, rel=1e-3) for m in pay.SHOWN]
