@@ -85,7 +85,7 @@ def _steps(rank: int, world: int, name: str, rank_of_p: int, steps: int = 4) -> 
 def test_half_hooks_average_and_send_two_bytes_an_element(name: str, limit: float) -> None:
     elements = sum(torch.Size(s).numel() for s in SHAPES)
     for found in run_ranks(_steps, 3, name, 1, ranks_per_node=1):
-        assert 1e-3 < max(found["off"]) < limit
+        assert 1e-4 < max(found["off"]) < limit  # half a unit in the last place of fp16 is 5e-4
         for counted, collectives, reduced, _ in [(*s, None) for s in found["steps"]]:
             assert sum(reduced) == 2 * elements
             assert counted == pytest.approx(2 * 2 / 3 * 2 * elements, abs=collectives)
