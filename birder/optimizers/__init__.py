@@ -7,6 +7,7 @@ from birder.optimizers.contract import Plan
 from birder.optimizers.cser import CSER, overall_ratio
 from birder.optimizers.ef_sgd import EFSGD
 from birder.optimizers.lamb import LAMB
+from birder.optimizers.lion import Lion
 from birder.optimizers.onebit_adam import OneBitAdam
 from birder.optimizers.onebit_lamb import OneBitLAMB
 from birder.optimizers.qsparse import QSparseLocalSGD
@@ -27,6 +28,7 @@ __all__ = [
     "Birder",
     "BucketOptimizer",
     "DeepSpeedZeroOneAdam",
+    "Lion",
     "OneBitAdam",
     "OneBitLAMB",
     "Plan",

@@ -111,6 +111,11 @@ class SigmaDeltaAdam(Optimizer):
     idle: Literal["decay", "hold"] = doc("v where the gradient is exactly 0")
 
 
+class Lion(Optimizer):
+    betas: Betas = doc("weights of the past in the step and in the momentum")
+    vote: Literal["majority", "average"] = doc("1 bit down, or 8")
+
+
 class _Blocks(_Momentum):
     nesterov: Switch = doc("Nesterov's form of the momentum")
     variant: Literal["paper", "released"] = doc("as published, or as in the released code")
@@ -169,6 +174,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         ZeroOneAdam,
         Birder,
         SigmaDeltaAdam,
+        Lion,
         CSER,
         QSparseLocalSGD,
         EFSGD,

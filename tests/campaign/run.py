@@ -39,6 +39,7 @@ METHODS = {
     "zero_one_adam": ["optimizer.lr=1e-3", "optimizer.eps=1e-4"],
     "birder": [],
     "sigma_delta": [],
+    "lion": [],
     "slamb": ["optimizer.lr=1e-3"],
     "cser": ["optimizer.lr=0.02"],
     "csea": ["optimizer.lr=0.02"],

@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, options) for nam
 VARIANTS |= {
     "Birder, u": ("Birder", {"intra": "u"}),
     "Birder, sigma-delta": ("Birder", {"bits": "sigma_delta"}),
+    "Lion": ("Lion", {}),
     "SigmaDeltaAdam, one phase": ("SigmaDeltaAdam", {"reduce": "one_phase"}),
     "SigmaDeltaAdam, int8": ("SigmaDeltaAdam", {"errors": "int8"}),
     "SLAMB v1": ("SLAMB", {"form": "v1", "sync_every": 3}),

@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ZeroOneAdam": {"warmup_steps": 2, "local_doubling": 1},
     "Birder": {},
     "SigmaDeltaAdam": {},
+    "Lion": {},
     "CSER": {"block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 2},
     "EFSGD": {"block": 32, "ratio": 2},
     "QSparseLocalSGD": {"block": 32, "ratio": 2, "sync_every": 3},

@@ -31,6 +31,7 @@ METHODS: dict[str, list[type]] = {
     "onebit_lamb": [birder.OneBitLAMB],
     "zero_one_adam": [birder.ZeroOneAdam],
     "cser": [birder.CSER, birder.QSparseLocalSGD, birder.EFSGD],
+    "lion": [birder.Lion],
     "slamb": [birder.SLAMB],
     "sparse_loco": [birder.SparseLoCo],
     "block_scaled": [birder.BlockScaled],

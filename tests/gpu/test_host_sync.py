@@ -38,6 +38,8 @@ MORE = {
     "Birder hold": {"idle": "hold"},
     "Birder u": {"intra": "u"},
     "SigmaDeltaAdam": {},
+    "Lion": {},
+    "Lion average": {"vote": "average"},
     "SigmaDeltaAdam local": {"variance": "local", "errors": "int8"},
     "SigmaDeltaAdam one-phase": {"reduce": "one_phase"},
     "ZeroOneAdam deepspeed": {"warmup_steps": 2, "local_doubling": 1, "local_limit": 2, "variant": "deepspeed"},

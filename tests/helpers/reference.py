@@ -48,6 +48,19 @@ def element_numbers(params: list[Tensor]) -> list[np.ndarray]:
     return numbers[::-1]
 
 
+def copied(bits: Tensor, elements: np.ndarray, seed: int, step: int) -> Tensor:
+    """The bit of one of n = 2^k workers for each element, drawn by k random bits: bool[n, d] -> bool[d]."""
+    worker = np.zeros(len(elements), np.int64)
+    block, place = elements // 128, elements % 128
+    zero = np.zeros_like(block)
+    for level in range(len(bits).bit_length() - 1):
+        counter = [block & 0xFFFFFFFF, block >> 32, zero + step, zero + SELECT + level]
+        words = np.stack(philox(counter, [seed & 0xFFFFFFFF, seed >> 32]))
+        word = words[place // 32, np.arange(len(elements))]
+        worker += ((word >> (place % 32).astype(np.uint64)) & np.uint64(1)).astype(np.int64) << level
+    return bits.gather(0, torch.from_numpy(worker).unsqueeze(0)).squeeze(0)
+
+
 class Birder:
     """Birder over `workers` workers: state m, b [workers, numel] for each parameter, x shared."""
 
@@ -109,15 +122,7 @@ class Birder:
         if n & (n - 1):
             draw = draws(elements, seed=self.seed, step=self.steps, stream=SERVER)
             return draw < (bits.sum(0) * 65536 + n // 2) // n
-        worker = np.zeros(len(elements), np.int64)
-        block, place = elements // 128, elements % 128
-        zero = np.zeros_like(block)
-        for level in range(n.bit_length() - 1):
-            counter = [block & 0xFFFFFFFF, block >> 32, zero + self.steps, zero + SELECT + level]
-            words = np.stack(philox(counter, [self.seed & 0xFFFFFFFF, self.seed >> 32]))
-            word = words[place // 32, np.arange(len(elements))]
-            worker += ((word >> (place % 32).astype(np.uint64)) & np.uint64(1)).astype(np.int64) << level
-        return bits.gather(0, torch.from_numpy(worker).unsqueeze(0)).squeeze(0)
+        return copied(bits, elements, self.seed, self.steps)
 
     def _owners(self, elements: np.ndarray) -> Tensor:
         """The worker whose bit each element takes: one draw for every n words of 32 elements of a shard."""
@@ -156,6 +161,53 @@ class Birder:
             ahead = w * 2**32 // self.workers if self.parts is None else 0
             return self._turned(self.elements[i], 0, 0x9E3779B9, ahead) < threshold
         return draws(self.elements[i], seed=self.seed, step=self.steps, stream=w) < threshold
+
+
+class Lion:
+    """Distributed Lion over `workers` workers: m [workers, numel] for each parameter, x shared."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        workers: int,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        average: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.params, self.workers, self.lr, self.betas, self.seed = params, workers, lr, betas, seed
+        self.weight_decay, self.average = weight_decay, average
+        self.elements = element_numbers(params)
+        self.m = [torch.zeros(workers, p.numel()) for p in params]
+        self.active = [torch.zeros(p.numel(), dtype=torch.bool) for p in params]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, grads: list[list[Tensor]]) -> None:
+        """grads[worker][parameter]."""
+        self.steps += 1
+        (beta1, beta2), n = self.betas, self.workers
+        for i, p in enumerate(self.params):
+            g = torch.stack([grads[w][i].flatten() for w in range(n)])
+            plus = torch.lerp(g, self.m[i], beta1) >= 0
+            self.m[i].lerp_(g, 1.0 - beta2)
+            ones = plus.sum(0)
+            if self.average:
+                q = ones.float() * (2 / n) - 1.0
+            else:
+                tie = self._drawn(plus, self.elements[i])
+                q = torch.where(torch.where(2 * ones == n, tie, 2 * ones > n), 1.0, -1.0)
+            self.active[i] |= (self.m[i] != 0).any(0)
+            p.mul_(1.0 - self.lr * self.weight_decay)
+            p.sub_((q * self.active[i]).view_as(p), alpha=self.lr)
+
+    def _drawn(self, plus: Tensor, elements: np.ndarray) -> Tensor:
+        """Where votes are even: the bit of one worker, or a bit that is drawn against their average."""
+        n = self.workers
+        if n & (n - 1):
+            return draws(elements, seed=self.seed, step=self.steps, stream=SERVER) < 65536 // 2
+        return copied(plus, elements, self.seed, self.steps)
 
 
 class OneBitAdam:

@@ -75,6 +75,8 @@ METHODS = {
     "Birder no bits": Method("Birder", {"lr": 1e-3, "bits": "none"}),
     "Birder u": Method("Birder", {"lr": 1e-3, "intra": "u"}),
     "Birder clipped": Method("Birder", {"lr": 1e-3, "max_grad_norm": 5.0}, elementwise=False),
+    "Lion": Method("Lion", {"lr": 1e-3}),
+    "Lion average": Method("Lion", {"lr": 1e-3, "vote": "average"}),
     "SigmaDeltaAdam": Method("SigmaDeltaAdam", {"lr": 1e-3}),
     "SigmaDeltaAdam local": Method("SigmaDeltaAdam", {"lr": 1e-3, "variance": "local", "errors": "int8"}),
     "SigmaDeltaAdam one phase": Method("SigmaDeltaAdam", {"lr": 1e-3, "reduce": "one_phase"}, elementwise=False),
