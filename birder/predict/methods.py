@@ -136,6 +136,14 @@ _FLAT = (
         about="this project's; the all-reduces of the variance, 111 in 100,000 steps, not counted",
     ),
     Method(
+        "lion",
+        "Distributed Lion",
+        (replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs")),),
+        ("apply_bits",),
+        lambda n, s: 4.0 / s,
+        about="majority vote",
+    ),
+    Method(
         "onebit_adam",
         "1-bit Adam",
         (_FEEDBACK,),
@@ -170,6 +178,9 @@ METHODS: dict[str, Method] = {
         _dense("fp32", "DDP fp32", 4.0, ("scale",), ()),
         _dense("bf16", "DDP bf16", 2.0, ("cast",), ("widen",)),
         _dense("fp16", "DDP fp16", 2.0, ("cast",), ("widen",)),
+        # A scale of two bytes for every 256 elements; a server reads the messages of all workers, 1/n of the elements each.
+        _dense("fp8", "fp8 all-reduce", 1.0 + 2 / 256, ("eager",) * 4, ("eager",) * 4, about="eager passes"),
+        _dense("int4", "4-bit all-reduce", 0.5 + 2 / 256, ("eager",) * 6, ("eager",) * 8, about="eager passes"),
         _low_rank(1),
         _low_rank(4),
         *_FLAT,

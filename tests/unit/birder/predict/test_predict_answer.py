@@ -174,6 +174,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("SGDM", {}),
     "birder": ("Birder", {}),
     "sigma_delta": ("SigmaDeltaAdam", {}),
+    "lion": ("Lion", {}),
     "onebit_adam": ("OneBitAdam", {"warmup_steps": 1}),
     "onebit_lamb": ("OneBitLAMB", {"warmup_steps": 1}),
     "zero_one_adam": ("ZeroOneAdam", {"warmup_steps": 1, "local_doubling": 1}),
