@@ -14,7 +14,7 @@ from tests.helpers.tiers import slow
 
 FAMILIES = {
     "cser_": ["SGDM", "EFSGD", "QSparseLocalSGD", "CSER"],
-    "zero_one_": ["AdamW", "OneBitAdam", "ZeroOneAdam"],
+    "zero_one_": ["AdamW", "OneBitAdam", "Birder", "ZeroOneAdam"],
     "slamb_": ["SGDM", "BertAdam", "LAMB", "OneBitLAMB", "SLAMB"],
 }
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml") if p.stem.startswith(tuple(FAMILIES)))
