@@ -209,7 +209,7 @@ def _unseen_blocks(b, active, block, out):
         seen, known = b[i * block : (i + 1) * block], active[i * block : (i + 1) * block]
         hits = np.int32(0)
         for e in range(seen.size):
-            hits |= np.int32(seen[e] != np.float32(0)) & np.int32(known[e] == 0)
+            hits |= np.int32(abs(seen[e]) > np.float32(0)) & np.int32(known[e] == 0)
         out[i] = hits > 0
 
 

@@ -121,7 +121,7 @@ def _unseen(b, active, out, numel, block, WIDTH: tl.constexpr):
     place = tl.arange(0, WIDTH)
     e = i * block + place
     live = (place < block) & (e < numel)
-    new = (tl.load(b + e, mask=live, other=0.0) != 0.0) & (tl.load(active + e, mask=live, other=1) == 0)
+    new = (tl.abs(tl.load(b + e, mask=live, other=0.0)) > 0.0) & (tl.load(active + e, mask=live, other=1) == 0)
     tl.store(out + i, (tl.sum(new.to(tl.int32), axis=0) > 0).to(tl.uint8))
 
 

@@ -1,6 +1,6 @@
 """Which coordinates have ever had a gradient on any rank: `unit.state["active"]`, bool[padded], until all of them have.
 
-A coordinate has been seen on a rank when the mean of g, |g| or g^2 that the method keeps (`seen_by`) is not 0 there. There
+A coordinate has been seen on a rank when the mean of g, |g| or g^2 that the method keeps (`seen_by`) is above 0 or below it. There
 are two ways to unite what ranks know:
 
 many unseen: a flag for every BLOCK coordinates in each step, and where a flag is up also a bit for each coordinate. The host
@@ -51,7 +51,7 @@ class SeenMap(Method):
     """The part of a method that keeps the map: to be named before `BucketOptimizer` among its bases."""
 
     seen_by: ClassVar[str]
-    """The state, fp32[padded] or this rank's shard, that is not 0 where a coordinate has had a gradient here."""
+    """The state, fp32[padded] or this rank's shard, that is above 0 or below it where a coordinate has had a gradient here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._few: dict[int, Few] = {}
@@ -168,10 +168,10 @@ def _had_gradient(comm: Communicator, unit: Unit, places: Tensor, by: str) -> Te
     """Whether the state `by` is above 0 there: bool[k]. False where another rank keeps it."""
     b = unit.state[by]
     if b.numel() == unit.padded:
-        return b.index_select(0, places) != 0
+        return b.index_select(0, places).abs() > 0
     own = places - comm.shard * b.numel()
     inside = (own >= 0) & (own < b.numel())
-    return (b.index_select(0, own.clamp(0, b.numel() - 1)) != 0) & inside
+    return (b.index_select(0, own.clamp(0, b.numel() - 1)).abs() > 0) & inside
 
 
 def _unite(comm: Communicator, unit: Unit, blocks: Tensor, by: str) -> Requests[None]:
@@ -179,7 +179,7 @@ def _unite(comm: Communicator, unit: Unit, blocks: Tensor, by: str) -> Requests[
     b, active = _everywhere(comm, unit, by), unit.state["active"]
     for some in blocks.split(PART):
         known = _rows(active, some)
-        united = yield Union(((_rows(b, some) != 0) & ~known).flatten())
+        united = yield Union(((_rows(b, some).abs() > 0) & ~known).flatten())
         known |= united.view(-1, BLOCK)
         inner, end = _inner(active, some), len(active) // BLOCK * BLOCK
         active[:end].view(-1, BLOCK).index_copy_(0, inner, known[: len(inner)])

@@ -210,7 +210,7 @@ def _sending(sent: Transfer, cluster: Cluster, costs: Costs, layout: Layout, num
     """What sending costs a rank's cores, in ms; nothing where backward is elsewhere. number_bytes: as in `EXCHANGES`."""
     if not layout.shared:
         return 0.0
-    return costs.sending_ms(EXCHANGES[int(number_bytes)], sent.nbytes / cluster.ranks_per_node)
+    return costs.sending_ms(EXCHANGES.get(int(number_bytes), "pairwise"), sent.nbytes / cluster.ranks_per_node)
 
 
 def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Costs, layout: Layout) -> None:

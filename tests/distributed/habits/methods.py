@@ -14,7 +14,7 @@ import birder
 class Method:
     """elementwise: what one parameter does depends on its own gradients alone, not on other parameters of its unit.
 
-    norms:  lengths of whole tensors have a part in it, whose last bits depend on the order of a sum.
+    norms:  last bits depend on memory formats: of lengths of whole tensors by the order of a sum, of AdamW by its fused step.
     scaled: the step depends on the parameter's value (trust ratios, weight decay).
     """
 
@@ -62,7 +62,7 @@ METHODS = {
     "torch SGD": Method("torch.SGD", {"lr": 0.01, "momentum": 0.9}),
     "torch AdamW": Method("torch.AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
     "SGDM": Method("SGDM", {"lr": 0.01}),
-    "AdamW": Method("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
+    "AdamW": Method("AdamW", {"lr": 1e-3, "weight_decay": 0.0}, norms=True),
     "BertAdam": Method("BertAdam", {"lr": 1e-3, "weight_decay": 0.0}, norms=True),
     "LAMB": Method("LAMB", {"lr": 1e-3}, norms=True, scaled=True),
     "Birder": Method("Birder", {"lr": 1e-3}),

@@ -124,7 +124,7 @@ def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]
         (["span=1"], "span=1 must be a number above 1"),
         (["optimizer="], "optimizer=a,b,c"),
         (["optimizer.lr=0.1"], "rates, seeds and lengths"),
-        (["optimizer=lion"], "lion"),
+        (["optimizer=tiger"], "tiger"),
         (["held_out=0"], "held_out=0 must be"),
         (["trian.threads=1"], "train.threads"),
     ],
