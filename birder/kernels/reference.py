@@ -124,6 +124,6 @@ def _copied(rows: Tensor, *, seed: int, step: int, first: int) -> Tensor:
 
 
 def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
-    """For every `block` elements, if |b| > 0 where `active` is False: fp32[d], bool[d] -> bool[ceil(d/block)]."""
+    """Of every `block` elements, whether |b| > 0 in one where `active` is False: fp32[d], bool[d] -> bool[ceil(d/block)]."""
     news = (b.abs() > 0) & ~active
     return torch.nn.functional.pad(news, (0, -news.numel() % block)).view(-1, block).any(1)

@@ -1,6 +1,6 @@
 """Which coordinates have ever had a gradient on any rank: `unit.state["active"]`, bool[padded], until all of them have.
 
-A coordinate has been seen on a rank when the mean of g, |g| or g^2 that the method keeps (`seen_by`) is above 0 or below it. There
+A coordinate has been seen on a rank when the mean of g, |g| or g^2 that the method keeps (`seen_by`) is not 0 there. There
 are two ways to unite what ranks know:
 
 many unseen: a flag for every BLOCK coordinates in each step, and where a flag is up also a bit for each coordinate. The host
