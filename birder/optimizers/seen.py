@@ -51,7 +51,7 @@ class SeenMap(Method):
     """The part of a method that keeps the map: to be named before `BucketOptimizer` among its bases."""
 
     seen_by: ClassVar[str]
-    """The state, fp32[padded] or this rank's shard, that is above 0 or below it where a coordinate has had a gradient here."""
+    """The state, fp32[padded] or this rank's shard, not 0 where a coordinate has had a gradient here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._few: dict[int, Few] = {}
