@@ -48,14 +48,7 @@ def oracle_run(workers: int, per_worker: int, options: dict) -> torch.Tensor:
     model = toy.make()
     oracle = reference.Birder(list(model.parameters()), workers, **options)
     for step in range(1, STEPS + 1):
-        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
-        grads = []
-        for w in range(workers):
-            mean = local[w * per_worker]
-            for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
-                mean = [a + b for a, b in zip(mean, other, strict=True)]
-            grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
-        oracle.step(grads)
+        oracle.step(reference.worker_gradients(model, toy.loss, workers, per_worker, step))
     return toy.flat(model)
 
 

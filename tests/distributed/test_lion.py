@@ -51,14 +51,7 @@ def oracle_run(workers: int, per_worker: int, vote: str) -> np.ndarray:
     model = toy.make()
     oracle = reference.Lion(list(model.parameters()), workers, average=vote == "average", **OPTIONS)
     for step in range(1, STEPS + 1):
-        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
-        grads = []
-        for w in range(workers):
-            mean = local[w * per_worker]
-            for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
-                mean = [a + b for a, b in zip(mean, other, strict=True)]
-            grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
-        oracle.step(grads)
+        oracle.step(reference.worker_gradients(model, toy.loss, workers, per_worker, step))
     return toy.flat(model).numpy()
 
 

@@ -71,14 +71,7 @@ def oracle(workers: int, per_worker: int, options: dict[str, Any]) -> np.ndarray
     model = toy.make()
     method = SigmaDelta(list(model.parameters()), workers, 0.01, **options)
     for step in range(1, STEPS + 1):
-        local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
-        grads = []
-        for w in range(workers):
-            mean = local[w * per_worker]
-            for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
-                mean = [a + b for a, b in zip(mean, other, strict=True)]
-            grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
-        method.step(grads)
+        method.step(reference.worker_gradients(model, toy.loss, workers, per_worker, step))
     return toy.flat(model).numpy()
 
 

@@ -40,8 +40,8 @@ FAULTS = [
     fault(
         "a mean is not divided by n",
         "comm/link.py",
-        "self._sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)",
-        "self._sum_of_rows((yield from self.all_to_all(rows)))",
+        "self.sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)",
+        "self.sum_of_rows((yield from self.all_to_all(rows)))",
         f"{DISTRIBUTED}mean.py",
     ),
     fault(

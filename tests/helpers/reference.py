@@ -274,3 +274,17 @@ def local_gradients(
         loss(model, w, step).backward()
         grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
     return grads
+
+
+def worker_gradients(
+    model: nn.Module, loss: Callable[[nn.Module, int, int], Tensor], workers: int, per_worker: int, step: int
+) -> list[list[Tensor]]:
+    """grads[worker][parameter]: the mean of `local_gradients` over a worker's `per_worker` ranks, in their order."""
+    local = local_gradients(model, loss, workers * per_worker, step)
+    grads = []
+    for w in range(workers):
+        mean = local[w * per_worker]
+        for other in local[w * per_worker + 1 : (w + 1) * per_worker]:
+            mean = [a + b for a, b in zip(mean, other, strict=True)]
+        grads.append([g / per_worker for g in mean] if per_worker > 1 else mean)
+    return grads
