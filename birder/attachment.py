@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -172,6 +173,27 @@ def all_finite(values: Tensor) -> Tensor:
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
     return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
+def done(value: Tensor) -> Future[Any]:
+    """A future that has its value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def on_thread(thread: ThreadPoolExecutor, work: Callable[[], Tensor]) -> Future[Any]:
+    """What `work` will return there, or raise."""
+    later: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            later.set_result(work())
+        except Exception as e:
+            later.set_exception(e)
+
+    thread.submit(run)
+    return later
 
 
 def queue_after_backward(call: Callable[[], None]) -> None:

@@ -21,14 +21,13 @@ bf16 takes 2. What is rounded in (5) is not fed back.
 # No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from birder.attachment import Detached
+from birder.attachment import Detached, done, on_thread
 from birder.comm import ByteCounter, Link, Topology, finish
 from birder.comm.link import backend_for, new_group
 
@@ -93,9 +92,7 @@ class BlockScaled:
         """What DDP calls for every bucket that is ready, in the same order on every rank."""
         buffer, params = bucket.buffer(), bucket.parameters()
         if self.link.size == 1:
-            done: Future[Any] = Future()
-            done.set_result(buffer)
-            return done
+            return done(buffer)
 
         def run() -> Tensor:
             return self.reduce(buffer, params)
@@ -108,16 +105,7 @@ class BlockScaled:
         """One bucket follows the other, beside backward."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)
-        later: Future[Any] = Future()
-
-        def finish() -> None:
-            try:
-                later.set_result(run())
-            except Exception as e:
-                later.set_exception(e)
-
-        self._thread.submit(finish)
-        return later
+        return on_thread(self._thread, run)
 
     def _on_stream(self, buffer: Tensor, run: Callable[[], Tensor]) -> Future[Tensor]:
         device = buffer.device
@@ -144,9 +132,7 @@ class BlockScaled:
             parts = torch.where(e.isfinite(), e, 0.0).split([p.numel() for p in params])
             self._errors.update(zip(params, parts, strict=True))
         received = decode(finish(self.link.all_to_all(message)), self.code, self.block)  # (4)
-        h = received[0]
-        for row in received[1:]:  # in rank order, so that timing has no part in the sum
-            h = h + row
+        h = self.link.sum_of_rows(received)
         message = encode(h.div_(n).view(1, -1), self.code, self.block).view(-1)
         result = finish(self.link.all_gather(message))  # (5)
         return buffer.copy_(decode(result, self.code, self.block).view(-1)[:size])

@@ -12,7 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.attachment import Attachment, Detached, check_agreement, mark_overflow, pipeline_for, queue_after_backward
+from birder.attachment import (
+    Attachment,
+    Detached,
+    check_agreement,
+    done,
+    mark_overflow,
+    pipeline_for,
+    queue_after_backward,
+)
 from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase, run
 from birder.comm.groups import borrow
 from birder.comm.nodes import agreed as agreed_topology
@@ -74,7 +82,7 @@ class BucketHook:
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
         buffer, params = bucket.buffer(), bucket.parameters()
         if any(a._paused or not a.communicate for a in self.attachments):
-            return _done(buffer)
+            return done(buffer)
         attached = [a for a in self.attachments if not a.closed]
         if bucket.index() == 0:
             self._begin(attached)
@@ -110,7 +118,7 @@ class BucketHook:
         """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks."""
         buffer, first = bucket.buffer(), self.attachments[0]
         if not sent:
-            return _done(buffer)
+            return done(buffer)
         if len(sent) == 1:
             ((wire, numbers),) = sent.items()
             if len(numbers) == len(bucket.parameters()):
@@ -124,13 +132,13 @@ class BucketHook:
                 torch._foreach_copy_(parts, list(future.value().split([p.numel() for p in parts])))
 
             futures.append(first.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
-        done = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+        every = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
         def whole(future: Future[Any]) -> Tensor:
             future.value()  # raises what a collective met
             return buffer
 
-        return done.then(whole)
+        return every.then(whole)
 
 
 def hook(state: BucketHook, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -248,9 +256,3 @@ def _after_ddp(call: Callable[[], None]) -> None:
     """Calls it when the backward pass under way is over, and DDP has put its gradients where they belong."""
     # DDP queues the end of its work after the last bucket's hook: what is queued when this call's turn comes, comes after.
     queue_after_backward(lambda: queue_after_backward(call))
-
-
-def _done(value: Tensor) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

@@ -257,7 +257,7 @@ class Link:
                 return _arrival(dist.reduce_scatter_tensor(part, flat, group=self.group, async_op=True), part)
 
             return (yield Post(self, rows[0].numel() * rows.element_size(), start)).div_(self.size)
-        return self._sum_of_rows((yield from self.all_to_all(rows, received))).div_(self.size)
+        return self.sum_of_rows((yield from self.all_to_all(rows, received))).div_(self.size)
 
     def _buffer(self, like: Tensor) -> Tensor:
         """As large as `like`, the same in all calls from one thread and stream: units take turns with it."""
@@ -283,11 +283,11 @@ class Link:
 
             return (yield Post(self, sent.numel() * sent.element_size(), start, ring=True)).float()
         rows = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size)).to(wire).view(self.size, -1)
-        part = self._sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)
+        part = self.sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)
         return (yield from self.all_gather(part.to(wire))).view(-1)[: flat.numel()].float()
 
     @staticmethod
-    def _sum_of_rows(rows: Tensor) -> Tensor:
+    def sum_of_rows(rows: Tensor) -> Tensor:
         """[n, c] -> fp32[c]. Overwrites the first row, if it is fp32."""
         total = rows[0].float()
         for row in rows[1:]:

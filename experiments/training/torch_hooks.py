@@ -27,6 +27,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import BlockScaled, BucketOptimizer
+from birder.attachment import done, on_thread
 from birder.block_scaled import LARGEST
 from birder.comm import ByteCounter, Link, Topology, Trace
 from birder.comm.link import backend_for
@@ -163,23 +164,14 @@ class HookAttachment:
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
         """What DDP calls for every bucket that is ready."""
         if self._paused:
-            done: Future[Any] = Future()
-            done.set_result(bucket.buffer())
-            return done
+            return done(bucket.buffer())
         if self.scaled is None:
             self._count(bucket)
         if self._in_order is None:
             return self._run(bucket) if self.scaled is None else self.scaled.on_bucket(bucket)
-        later: Future[Any] = Future()
-
-        def finish() -> None:
-            try:
-                later.set_result(self._run(bucket).wait() if self.scaled is None else self._reduce(bucket))
-            except Exception as e:
-                later.set_exception(e)
-
-        self._in_order.submit(finish)
-        return later
+        return on_thread(
+            self._in_order, lambda: self._run(bucket).wait() if self.scaled is None else self._reduce(bucket)
+        )
 
     def _reduce(self, bucket: dist.GradBucket) -> Tensor:
         assert self.scaled is not None
