@@ -28,9 +28,13 @@ def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: f
 
 def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError for betas or eps out of range."""
+    check_betas(group)
+    require_number("eps", group["eps"])
+
+
+def check_betas(group: dict[str, Any]) -> None:
     betas = pair(group["betas"])
     require(is_pair(betas) and all(0 <= beta < 1 for beta in betas), "betas", betas, "two numbers in [0, 1)")
-    require_number("eps", group["eps"])
 
 
 class DenseAdam(BucketOptimizer):

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import AllGather, AllToAll, Requests, ShardMean
+from birder.optimizers.adam import check_betas
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import pair, require, require_choice, require_fraction
+from birder.optimizers.checks import pair, require, require_choice
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.modulator import columns, packed
@@ -64,8 +65,7 @@ class Lion(SeenMap, BucketOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
-            require_fraction(name, beta)
+        check_betas(group)
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED

@@ -103,15 +103,15 @@ FAULTS = [
     fault(
         "random numbers of workers from the next word",
         "optimizers/birder.py",
-        'draw = {**workers, "start": start}',
-        'draw = {**workers, "start": start + 32}',
+        "**draws, start=start, out=bits",
+        "**draws, start=start + 32, out=bits",
         f"{DISTRIBUTED}birder.py",
     ),
     fault(
         "all servers draw as the first",
-        "optimizers/birder.py",
-        "unit.numbered(comm.shard * size + comm.worker * served, served)",
-        "unit.numbered(comm.shard * size, served)",
+        "optimizers/layout.py",
+        "self.numbered((comm.shard * comm.workers + comm.worker) * size, size)",
+        "self.numbered(comm.shard * comm.workers * size, size)",
         f"{DISTRIBUTED}birder.py",
     ),
     fault(
@@ -138,8 +138,8 @@ FAULTS = [
     fault(
         "the error has the other sign",
         "optimizers/cser.py",
-        'unit.state["error"].sub_(p)',
-        'unit.state["error"].add_(p)',
+        "self.flat_parameters(unit).sub_(p).sub_(z)",
+        "self.flat_parameters(unit).add_(p).sub_(z)",
         f"{DISTRIBUTED}cser.py",
     ),
     fault(
