@@ -34,12 +34,15 @@ def _serve(pipe: Any, rank: int, world: int, local: int, store: str) -> None:
         )
         wait = timedelta(seconds=COLLECTIVE_S)
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=wait)
+    environment = dict(os.environ)  # Lightning takes WORLD_SIZE out of it, Accelerate writes a port
     while True:
         module, name, args = pipe.recv()
         try:
             answer = ("ok", getattr(importlib.import_module(module), name)(rank, world, *args))
         except BaseException:
             answer = ("error", traceback.format_exc())
+        os.environ.clear()
+        os.environ.update(environment)
         pipe.send(answer)
         if getattr(answer[1], "dies", False):
             os._exit(1)
