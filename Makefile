@@ -11,7 +11,8 @@ READY := $(if $(filter .venv,$(VENV)),.venv/.ready)
 # A misspelt variable would be ignored without a word: those that are typed must be used below.
 USED = $(shell grep -oE '\$$\([A-Z]+\)' $(firstword $(MAKEFILE_LIST)) | tr -d '$$()') SHELL MAKEFLAGS
 LISTED = $(shell sed -n 's/^.= \([A-Z]*\) = .*/\1/p' $(firstword $(MAKEFILE_LIST)))
-NEAR = import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].upper(), sys.argv[2:], 1, 0))
+NEAR = import difflib as d, sys; _, x, *all = sys.argv; $\
+print(max(all, key=lambda k: d.SequenceMatcher(None, x.lower(), k.lower()).ratio()))
 TYPED := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$v))
 $(if $(TYPED),$(foreach v,$(filter-out $(USED),$(TYPED)),$(error no variable $v: did you mean $\
 $(shell $(PYTHON) -c '$(NEAR)' '$v' $(LISTED) 2>/dev/null || echo one of $(LISTED))? make help lists them)))
@@ -22,99 +23,104 @@ OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks
 
 EXPERIMENTS := resnet50 bert_squad cifar100 fashion_mnist digits ptb wikipedia
 
-resnet50:      ## ResNet-50 on ImageNet: SGDM fp32 and bf16, 1-bit Adam, Birder (the main table)
-bert_squad:    ## BERT-Base fine-tuned on SQuAD 1.1
-cifar100:      ## ResNet on CIFAR-100
-fashion_mnist: ## small images: Fashion-MNIST
-digits:        ## small images that need no download: scikit-learn's digits
-ptb:           ## word-level LSTM on Penn Treebank
-wikipedia:     ## masked-language-model pre-training of BERT-Base
+resnet50:      ## try: ResNet-50, synthetic images: does compression pay? 4 minutes
+bert_squad:    ## reproduce: BERT-Base fine-tuned on SQuAD 1.1
+cifar100:      ## reproduce: ResNet on CIFAR-100
+fashion_mnist: ## reproduce: small images: Fashion-MNIST
+digits:        ## try: small images that need no download, with accuracies
+ptb:           ## reproduce: word-level LSTM on Penn Treebank
+wikipedia:     ## reproduce: masked-language-model pre-training of BERT-Base
 
 $(EXPERIMENTS): $(READY)
 	@$(BIN)/python experiments/compare.py +exp=$@ $(OVERRIDES)
 
-nodes: $(READY)  ## an experiment on 1, 2, 4 and 8 nodes, one after the other: make nodes EXP=resnet50 RANKS=2
+nodes: $(READY)  ## reproduce: on 1, 2, 4, 8 nodes: make nodes EXP=resnet50 RANKS=2
 	@for n in 1 2 4 8; do $(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES) "cluster.nodes=$$n" || exit $$?; done
 
-exp: $(READY)  ## any other experiment of conf/exp: make exp EXP=NAME
+exp: $(READY)  ## reproduce: any other file of conf/exp: make exp EXP=NAME
 	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
 
 cser zero_one_adam slamb: $(READY)
 	@$(BIN)/python experiments/compare.py --paper $@ $(OVERRIDES)
 
-cser:          ## CSER (NeurIPS 2020) and its family against SGD and 1-bit Adam, 5 minutes
-zero_one_adam: ## 0/1 Adam (ICLR 2023) against Adam and 1-bit Adam, and its volume over whole runs, 5 minutes
-slamb:         ## SLAMB (ICML 2023) against LAMB, 1-bit LAMB and 1-bit Adam, 5 minutes
+cser:          ## reproduce: CSER (NeurIPS 2020) and its family, 5 minutes
+zero_one_adam: ## reproduce: 0/1 Adam (ICLR 2023) and its volume, 5 minutes
+slamb:         ## reproduce: SLAMB (ICML 2023) and relatives, 5 minutes
 
-methods: $(READY)  ## every method on Fashion-MNIST, tuned, 3 seeds: make methods DATA=ROOT (45 minutes, resumable)
+methods: $(READY)  ## reproduce: every method on Fashion-MNIST, 3 seeds, 45 minutes
 	@$(BIN)/python experiments/all_methods.py $(OVERRIDES)
 
-paper-table: $(READY)  ## the paper's speedup table, replayed on 1 to 8 emulated nodes of 8 A100 (17 minutes)
+paper-table: $(READY)  ## reproduce: the paper's speedups, replayed (17 minutes)
 	@$(BIN)/python experiments/replay.py suite=paper $(ARGS)
 
-bench: $(READY)  ## step time, bytes and memory beside PyTorch's hooks and others; the kernels (22 minutes)
+bench: $(READY)  ## reproduce: beside PyTorch's hooks; the kernels (22 minutes)
 	@$(BIN)/python experiments/replay.py suite=bench $(ARGS)
 
-gpu-check: $(READY)  ## everything that wants a GPU: correctness, kernels, hooks, timelines, accuracy (20 minutes at most)
+gpu-check: $(READY)  ## reproduce: everything that needs a GPU (20 minutes at most)
 	@$(BIN)/python experiments/gpu_check.py $(ARGS)
 
-predict: $(READY)  ## will it pay? make predict MODEL=hf:gpt2-medium GPU=h100 BATCH=8 SEQ=1024 NODES=4 RANKS=8 GBPS=100
+predict: $(READY)  ## try: will it pay? MODEL=hf:gpt2 GPU=h100 BATCH=8 NODES=4 GBPS=25
 	@$(BIN)/python experiments/predict.py $(if $(MODEL),'model=$(MODEL)') $(if $(BATCH),'batch=$(BATCH)') \
 	  $(if $(GPU),'gpu=$(GPU)') $(if $(SEQ),'seq=$(SEQ)') $(if $(PRECISION),'precision=$(PRECISION)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
 
-tables: $(READY)  ## write tables, plots and the figures of README and docs again, from the records: results/published, results/local
+tables: $(READY)  ## reproduce: tables, plots and pages again, from the records
 	@$(BIN)/python experiments/tables.py
 
-page: $(READY)  ## one page to look at, for any browser, without a network: results/published/index.html (some minutes)
+page: $(READY)  ## try: all results as one page for a browser (some minutes)
 	@$(BIN)/python experiments/page.py
 
-publish: $(READY)  ## move a group of runs of committed code to results/published: make publish GROUP=NAME (or EXP=NAME)
+publish: $(READY)  ## develop: a group of runs to results/published: GROUP=NAME
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
 
 # As many workers as cores, files and tests in random order (after a failure the seed is printed).
 pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
 
-test: $(READY)  ## run the tests that protect a change
+test: $(READY)  ## develop: the tests that protect a change
 	@$(pytest) -m "not slow and not gpu and not cluster and not campaign and not habits"
 
-test-all: $(READY)  ## run all tests but those of whole clusters
+test-all: $(READY)  ## develop: all tests but those of whole clusters
 	@$(pytest) -m "not cluster and not campaign and not habits"
 
-test-clusters: $(READY)  ## run the tests of whole clusters: emulated, ssh, SLURM, faults
+test-clusters: $(READY)  ## develop: tests of whole clusters: emulated, ssh, SLURM, faults
 	@$(BIN)/python -m pytest -q -p no:randomly -m cluster
 
-mutants: $(READY)  ## put 24 faults into a copy of birder, one at a time: do the tests find them?
+mutants: $(READY)  ## develop: 24 faults in a copy of birder: do the tests find them?
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations
 
-test-habits: $(READY)  ## the whole table of habits: what ordinary scripts do, with every method (docs/frameworks.md)
+test-habits: $(READY)  ## develop: what ordinary scripts do, with every method (1 hour)
 	@$(pytest) tests/distributed/test_habits.py
 
-campaign: $(READY)  ## random faults on every optimizer, then resume; 30 minutes, goes on where it stopped (docs/reliability.md)
+campaign: $(READY)  ## develop: random faults, then resume (30 minutes, resumable)
 	@$(BIN)/python -m pytest -q -s -m campaign
 
-soak: $(READY)  ## 16 ranks, 2,000 steps: memory, threads and files must stay flat
+soak: $(READY)  ## develop: 16 ranks, 2,000 steps: memory and files stay flat
 	@$(BIN)/python -m tests.campaign.soak
 
-check: $(READY)  ## lint, format and type checks
+check: $(READY)  ## develop: lint, format, types, imports
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
 
-test-torch:  ## tests that rest on private parts of torch, with another version: make test-torch TORCH=2.11.0
+test-torch:  ## develop: with another torch: make test-torch TORCH=2.11.0
 	@$(if $(TORCH),,echo "error: which version of torch? make test-torch TORCH=2.11.0" >&2; exit 2)
 	@$(PYTHON) -m venv --upgrade-deps .venv-torch-$(TORCH)
 	@.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)' -e ".[cpu]" --group dev
 	@.venv-torch-$(TORCH)/bin/python -m pytest -q tests/unit/birder tests/gpu tests/distributed
 
-format: $(READY)  ## format the code
+format: $(READY)  ## develop: format the code
 	@$(BIN)/python -m ruff check --fix .
 	@$(BIN)/python -m ruff format .
 
-setup: $(READY)  ## make or update the environment and nothing else
+dist: $(READY)  ## develop: wheel and sdist in dist/, checked with twine
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist
+	@$(BIN)/python -m twine check --strict dist/*
 
-clean:  ## remove the environment and caches; keeps outputs/ and results/
+setup: $(READY)  ## develop: make or update the environment and nothing else
+
+clean:  ## develop: remove environment and caches; keeps results/
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -129,30 +135,37 @@ clean:  ## remove the environment and caches; keeps outputs/ and results/
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[cpu,hf,lightning]" --group dev
 	@touch $@
 
-help:  ## show this text
-	@echo "Targets:"
-	@awk -F ':.*## *' '/^[a-z0-9_-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+help:  ## develop: show this text
+	@for group in try reproduce develop; do echo "To $$group:"; \
+	  awk -F ":.*## *$$group: " '/^[a-z0-9_-]+:.*## / && NF > 1 {printf "  %-14s %s\n", $$1, $$2}' \
+	  $(firstword $(MAKEFILE_LIST)); done
 	@echo "Variables (unset: what the experiment's file says):"
 	@awk '/^#= /{name = $$2; $$1 = $$2 = $$3 = ""; sub(/^ +/, ""); printf "  %-14s %s\n", name, $$0}' $(firstword $(MAKEFILE_LIST))
-#= NODES = number of nodes; without a cluster they are emulated on this machine
+#= NODES = number of nodes; without a cluster all are on this machine
 #= RANKS = ranks (GPUs) per node
 #= OPT = which optimizers, e.g. sgdm,birder
 #= EXP = of make exp and make publish: a file of conf/exp
 #= SEED = random seed
 #= DATA = folder or file of the data set
-#= CLUSTER = how nodes are started: local, emulated, virtual, ssh, slurm (a file of conf/cluster)
+#= CLUSTER = local, emulated, virtual, ssh, slurm (a file of conf/cluster)
 #= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
-#= MODEL = for make predict: hf:gpt2-medium, torchvision:resnet101, package.module:function, 'params:1.3B layers=24', resnet50
-#= BATCH = for make predict: samples per GPU
-#= GPU = for make predict: e.g. a100, h100, rtx4090
-#= SEQ = for make predict: tokens of a sample
-#= PRECISION = for make predict: bf16, fp16, tf32 or fp32
-#= GBPS = for make predict: Gbit/s of a node's NIC
-#= ARGS = anything else for experiments/compare.py or replay.py, e.g. ARGS="optimizer.lr=0.01 train.max_steps=50"
+#= MODEL = for predict: hf:gpt2, torchvision:resnet101, 'params:1.3B ...'
+#= BATCH = for predict: samples per GPU
+#= GPU = for predict: e.g. a100, h100, rtx4090
+#= SEQ = for predict: tokens of a sample
+#= PRECISION = for predict: bf16, fp16, tf32 or fp32
+#= GBPS = for predict: Gbit/s of a node's NIC
+#= ARGS = anything else: ARGS="optimizer.lr=0.01 train.max_steps=50"
 #= GROUP = of make publish: the group of runs to move
 #= TORCH = of make test-torch: a version of torch
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 
-.PHONY: page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-habits test-torch mutants campaign soak check format setup clean help
+# A misspelt target: the nearest one, or how an experiment without a target of its own is run.
+TARGETS = $(shell sed -n 's/^\([a-z][a-z0-9_-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))
+.DEFAULT:
+	@$(if $(wildcard conf/exp/$@.yaml),near="exp EXP=$@",near=$$($(PYTHON) -c '$(NEAR)' '$@' $(TARGETS))); \
+	echo "error: no target '$@'; did you mean make $$near? make help lists them" >&2; exit 2
+
+.PHONY: dist page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-habits test-torch mutants campaign soak check format setup clean help

@@ -35,6 +35,7 @@ from experiments.runs.study import Grid, Study, close, name_of, told
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
+from launch.words import there_are
 
 PARTS = ("tune", "seeds", "time")
 SEEDS = (0, 1, 2)
@@ -67,7 +68,7 @@ def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
         rows.append(Variant(tuple(overrides), tuple(map(float, json.loads(tune[0]))) if tune else ()))
     known = sorted({row.optimizer for row in rows})
     if unknown := [m for m in methods or () if m not in known]:
-        raise UserError(f"experiment '{base.config.exp}' has no '{unknown[0]}'; it has: {', '.join(known)}")
+        raise UserError(f"experiment '{base.config.exp}' has no '{unknown[0]}'{there_are(unknown[0], known)}")
     return [row for row in rows if methods is None or row.optimizer in methods]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -30,6 +31,7 @@ from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
+from launch.words import there_are
 
 BY_NODES = "comm.topology=hierarchical"
 """Of a variant that is compared only where nodes have more than one rank."""
@@ -61,7 +63,7 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
         return made
     known = sorted({m.choices["optimizer"] for m in made})
     if unknown := [m for m in methods if m not in known]:
-        raise UserError(f"experiment '{base.config.exp}' compares no '{unknown[0]}'; it has: {', '.join(known)}")
+        raise UserError(f"experiment '{base.config.exp}' compares no '{unknown[0]}'{there_are(unknown[0], known)}")
     return [m for m in made if m.choices["optimizer"] in methods]
 
 
@@ -151,7 +153,7 @@ def in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
     return status, failed
 
 
-def of_paper(name: str, given: list[str], methods: list[str] | None) -> int:
+def of_paper(name: str, given: list[str], methods: list[str] | None, verbose: bool = False) -> int:
     """Runs and prints all comparisons of a paper; returns the worst exit status. Raises UserError before anything has run."""
     if any(o.startswith("+exp=") for o in given):
         raise UserError("experiments are the paper's own: python experiments/compare.py +exp=NAME runs one of them")
@@ -159,11 +161,11 @@ def of_paper(name: str, given: list[str], methods: list[str] | None) -> int:
     parts = [(part, part.kept(given, methods)) for part in paper.asked(given)]
     known = {m for part in paper.parts for m in part.kept(given, None)}
     if unknown := [m for m in methods or () if m not in known]:
-        raise UserError(f"'{name}' compares no '{unknown[0]}'; it has: {', '.join(sorted(known))}")
-    status = 0
+        raise UserError(f"'{name}' compares no '{unknown[0]}'{there_are(unknown[0], sorted(known))}")
+    status, show = 0, functools.partial(comparison.show, verbose=verbose)
     for part, chosen in parts:
         if chosen:
-            status = max(status, compare(part.given(given), chosen, comparison.show))
+            status = max(status, compare(part.given(given), chosen, show))
     resolved = compose.resolve(compose.compose(paper.parts[0].given(given)))
     if paper.volume and not resolved["cluster"]["dry_run"]:
         schedule = volume.Setting()
@@ -208,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--paper", choices=papers.names(), help="the methods of a paper, in the place of one experiment"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
+    parser.add_argument("--verbose", action="store_true", help="also how it was measured, and what was published")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, +exp=NAME among them")
     options = parser.parse_intermixed_args(arguments)
     methods = command.names(options.methods)
@@ -216,7 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--paper starts runs of its own: not under torchrun")
         return join(options.overrides, methods)
     overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
-    return of_paper(options.paper, overrides, methods) if options.paper else compare(overrides, methods)
+    if options.paper:
+        return of_paper(options.paper, overrides, methods, options.verbose)
+    return compare(overrides, methods, functools.partial(tables.print_group, verbose=True) if options.verbose else None)
 
 
 def _slug(variant: list[str]) -> str:

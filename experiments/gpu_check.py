@@ -32,17 +32,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from launch import interrupt
-
-    interrupt.ends_silently()
+if not __package__:  # run as a script
+    import _script  # noqa: F401
 
 from experiments.bench.sizes import LARGEST
 from experiments.records.record import ROOT
 from experiments.report.table import Table
 from experiments.runs import command
 from launch.errors import UserError
+from launch.words import there_are
 
 LIMITS = {
     "kernels": 240,
@@ -211,7 +209,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.parts = options.parts.split(",")
     options.command = command.typed("gpu_check", list(arguments if arguments is not None else sys.argv[1:]))
     if odd := [name for name in options.parts if name not in LIMITS]:
-        raise UserError(f"--parts knows no {odd[0]!r}; there are: {', '.join(LIMITS)}")
+        raise UserError(f"--parts knows no {odd[0]!r}{there_are(odd[0], LIMITS)}")
     if options.minutes <= 0:
         raise UserError(f"--minutes must be positive, got {options.minutes:g}")
     return options

@@ -30,6 +30,7 @@ from launch.emulated import launcher as emulated
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
+from launch.words import there_are
 
 WORKER = Path(__file__).resolve().parent / "cells" / "engine.py"
 LISTS = ("models", "nodes", "methods", "links", "rates")
@@ -193,7 +194,7 @@ def _known(suite: Suite | None, option: str) -> tuple[list[str], list[str]]:
 def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
     given = [name for name in text.split(",") if name]
     if unknown := [name for name in given if name not in known]:
-        raise UserError(f"--{option} knows no '{unknown[0]}'; there are: {', '.join(known) or 'none'}")
+        raise UserError(f"--{option} knows no '{unknown[0]}'{there_are(unknown[0], known)}")
     if not given and known:
         raise UserError(f"--{option} is empty; there are: {', '.join(known)}")
     return [name for name in known if name in given]

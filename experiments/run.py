@@ -1,52 +1,77 @@
-"""Runs one experiment: `python experiments/run.py +exp=bert_squad [key=value ...]`, with Hydra's whole syntax.
+"""Trains one method on one task, and writes a record of time, bytes and accuracy.
 
-Composes once, starts its own workers (`cluster=...` says where) and waits for them. Under torchrun it starts nothing
-and trains in that world. `-m` runs one job after the other. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+    python experiments/run.py +exp=NAME [key=value ...]
+
+    python experiments/run.py +exp=digits optimizer=birder          one run; NAME is a file of conf/exp
+    python experiments/run.py +exp=digits cluster.nodes=4 --dry-run prints the commands of its nodes, starts nothing
+    python experiments/run.py -m +exp=digits optimizer=sgdm,birder  a job for each value, one after the other
+    python experiments/run.py +exp=digits --cfg job --resolve       prints the whole configuration, starts nothing
+    torchrun --nproc-per-node 2 experiments/run.py +exp=digits      trains in the world that torchrun has made
+    python experiments/run.py +exp=digits run_name=mine checkpoint.every=100 resume=auto
+                                                   saves, and resumes from the last checkpoint when typed again
+
+Keys and their values are in docs/configuration.md, the syntax is Hydra's (--hydra-help). All methods of an experiment side by
+side: experiments/compare.py. --version says what this is. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from experiments.config import compose
-from experiments.runs import command, start
+from experiments.records import record
+from experiments.records.record import ResultRecord
+from experiments.report import formats, metrics
+from experiments.report.formats import DASH
+from experiments.report.table import Table, terminal
+from experiments.runs import command, start, study
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
+from launch.spec import RunSpec
 
 
 def main() -> int:
     """The Hydra application."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print((__doc__ or "").strip())
+        return 0
     # Hydra wants its flags before the overrides; users write them anywhere.
     typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
     arguments = compose.as_of_now(compose.quote_hosts(sorted(typed_in, key=_is_override)))
     sys.argv[1:] = arguments
-    jobs = 0
-    failed: list[tuple[str, int]] = []
+    jobs: list[Job] = []
     bugs: list[Exception] = []
 
     def job(config: DictConfig) -> None:
-        nonlocal jobs
-        jobs += 1
         hydra_config = HydraConfig.get()
         composed = compose.composed(config, dict(hydra_config.runtime.choices), list(hydra_config.overrides.task))
+        mine = Job(composed.overrides)
+        jobs.append(mine)
+        if hydra_config.mode is RunMode.MULTIRUN and not start.under_torchrun():
+            print(f"job {len(jobs)} of {count(arguments)}: {' '.join(composed.overrides)}", flush=True)
         try:
             line = command.typed("run", composed.overrides)
             if start.under_torchrun():
                 start.join(composed, command=line)
             else:
-                start.launch(composed, command=line, alone=True)
+                mine.spec = start.launch(composed, command=line, alone=True)
         except (UserError, RunFailed) as error:
             # The other jobs of a sweep go on.
-            failed.append((" ".join(composed.overrides), command.report(error)))
+            mine.said, mine.status = str(error), command.report(error)
         except Exception as error:
             bugs.append(error)
             raise
@@ -61,12 +86,49 @@ def main() -> int:
         return command.report(compose.explain(error, [a for a in arguments if _is_override(a)]))
     except (KeyboardInterrupt, Stopped, UserError) as error:
         return command.report(error)
-    if jobs > 1 and failed:
-        print(f"{len(failed)} of {jobs} jobs failed:", file=sys.stderr)
-        for overrides, _ in failed:
-            print(f"  {overrides}", file=sys.stderr)
-        return 1
-    return failed[0][1] if failed else 0
+    failed = [one for one in jobs if one.status]
+    if len(jobs) > 1:
+        if any(one.record() is not None for one in jobs):
+            as_table(jobs).show(terminal())
+        if failed:
+            print(f"{len(failed)} of {len(jobs)} jobs failed:", file=sys.stderr)
+            for one in failed:
+                print(f"  {' '.join(one.overrides)}", file=sys.stderr)
+            return 1
+    return failed[0].status if failed else 0
+
+
+@dataclass
+class Job:
+    """One run of a sweep. said, status: of one that failed, why and the exit status."""
+
+    overrides: list[str]
+    spec: RunSpec | None = None
+    said: str = ""
+    status: int = 0
+
+    def record(self) -> ResultRecord | None:
+        """What it has measured; None where nothing was run to its end."""
+        path = record.place(self.spec.config["results_dir"], self.spec.id) if self.spec else None
+        return record.read(path) if path is not None and path.is_file() else None
+
+
+def count(arguments: Sequence[str]) -> int:
+    """How many jobs the overrides of a sweep make."""
+    parsed = OverridesParser.create().parse_overrides([a for a in arguments if _is_override(a)])
+    return math.prod(len(list(o.sweep_iterator())) for o in parsed if o.is_sweep_override())
+
+
+def as_table(jobs: Sequence[Job]) -> Table:
+    """What the jobs of a sweep have come to: what differs between them, step time and metric."""
+    shared = set.intersection(*(set(job.overrides) for job in jobs))
+    rows = []
+    for number, job in enumerate(jobs, start=1):
+        r = job.record()
+        result = f"failed: {job.said}" if r is None else study.told(r) if r.metric or r.status != "completed" else DASH
+        time = DASH if r is None else formats.number(metrics.step_ms(r))
+        rows.append([f"{number}", " ".join(o for o in job.overrides if o not in shared), time, result])
+    return Table.text(["job", "overrides", "step ms", "result"], rows)
 
 
 def _is_override(argument: str) -> bool:

@@ -22,6 +22,8 @@ if not __package__:  # run as a script
 from experiments.config import compose, sweeps
 from experiments.config.sweeps import Row
 from experiments.records.record import PUBLISHED
+from experiments.report import accuracy
+from experiments.report.table import terminal
 from experiments.runs import command
 from experiments.runs.study import Grid, Study, close
 from launch.errors import UserError
@@ -54,6 +56,8 @@ def sweep(
         grid.list()
         return 0
     grid.run()
+    for scored in accuracy.build([r for row in rows if (r := grid.of(row.overrides)) is not None]):
+        accuracy.as_table(scored).show(terminal(), verbose=False)
     return close(results_dir, exp, study.failed, f" of {len(rows)}", written=len(grid.tried) > study.failed)
 
 

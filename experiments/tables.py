@@ -1,5 +1,6 @@
-"""Tables, plots and pages from records alone: `python experiments/tables.py [--results DIR] [--exp E] [--group G] [--check]`.
+"""Tables, plots and pages from records alone: `python experiments/tables.py [--results DIR] [--exp E] [--check]`.
 
+`--group G [--verbose]` prints the table of a group of runs and writes nothing.
 Brings the tables and plots of the published records (results/published) and of one's own (results/local) up to date, or
 those of DIR, and with the published ones the figures of README and docs (experiments/report/documents.py).
 Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help=f"results folder; default: the published one and {LOCAL}")
     parser.add_argument("--exp", help="this experiment only")
-    parser.add_argument("--group", help="also print the table of this group of runs")
+    parser.add_argument("--group", help="print the table of this group of runs, write nothing")
+    parser.add_argument("--verbose", action="store_true", help="with --group: also how it was measured and how to read it")
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
     args = parser.parse_args(argv)
     own = Path(LOCAL)
@@ -68,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wrong:
             print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
         return int(bool(wrong))
-    written = [path for f in folders for path in write(f, args.exp)]
     if args.group:
-        tables.print_group(args.results or own, args.group)
-    else:
-        print("\n".join(map(str, written)) or f"no tables: no records in {args.results or own}/records")
+        tables.print_group(args.results or own, args.group, verbose=args.verbose)
+        return 0
+    written = [path for f in folders for path in write(f, args.exp)]
+    print("\n".join(map(str, written)) or f"no tables: no records in {args.results or own}/records")
     return 0
 
 

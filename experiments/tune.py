@@ -27,14 +27,12 @@ from typing import Any
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
-from rich.console import Console
-
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import labels
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
-from experiments.report.table import WIDTH, Column, Note, Table
+from experiments.report.table import Column, Note, Table, terminal
 from experiments.runs import command
 from experiments.runs.study import Study, close, score
 from experiments.tracking import start as tracking
@@ -192,7 +190,7 @@ def tune_all(request: Request) -> int:
         print(f"{runs.todo} runs to do at least, of {len(tuned)} methods: how many go on depends on how they do")
         return 0
     table = as_table(tuned, request)
-    table.show(Console(width=WIDTH))
+    table.show(terminal())
     track(table, first)
     return close(runs.results_dir, runs.exp, runs.failed)
 

@@ -25,7 +25,6 @@ if not __package__:  # run as a script
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +34,7 @@ from experiments.records.record import LOCAL, PUBLISHED
 from experiments.report import documents
 from experiments.report import resized as report
 from experiments.report.resized import CHANGE, METHODS, STEPS
-from experiments.report.table import WIDTH
+from experiments.report.table import terminal
 from experiments.runs import command
 from experiments.training.method import Length
 from experiments.training.virtual import VirtualMethod
@@ -173,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(lines, PUBLISHED if options.publish else Path(LOCAL))
     if options.publish:
         documents.write()
-    report.table(lines).show(Console(width=WIDTH))
+    report.table(lines).show(terminal())
     return 0
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from birder.predict.gpus import nearest
+
 LOW_RANK_RATE = 2
 """PowerSGD compresses a matrix where this saves more than this factor: torch's default."""
 
@@ -297,7 +299,7 @@ def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[M
     if names is None:
         names = [n for n in DEFAULT if min(nodes, ranks_per_node) > 1 or not METHODS[n].hierarchical]
     if unknown := [n for n in names if n not in METHODS]:
-        raise ValueError(f"no method {unknown[0]!r}; there are: {', '.join(METHODS)}")
+        raise ValueError(f"no method {unknown[0]!r}{nearest(unknown[0], METHODS)}")
     return [METHODS[n] for n in names]
 
 

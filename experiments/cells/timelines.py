@@ -11,6 +11,7 @@ from birder.predict import timeline as files
 from birder.predict.timeline import Timeline
 from experiments.records.record import ROOT
 from launch.errors import UserError
+from launch.words import there_are
 
 FOLDER = ROOT / "results" / "timelines"
 
@@ -23,7 +24,7 @@ def load(name: str | Path) -> Timeline:
     try:
         return files.read(path)
     except FileNotFoundError:
-        raise UserError(f"no timeline {name!s}; there are: {', '.join(names()) or 'none'}") from None
+        raise UserError(f"no timeline {name!s}{there_are(str(name), names())}") from None
     except OSError as error:
         raise UserError(f"{path} is not a readable timeline: {error.strerror}") from None
     except ValueError as error:

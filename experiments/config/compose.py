@@ -30,7 +30,7 @@ from experiments.config.construct import launcher as launcher
 from experiments.config.construct import workload as workload
 from experiments.config.data_files import CONF
 from experiments.config.explain import CONFIG_ERRORS
-from experiments.records import old_keys
+from experiments.records import labels, old_keys
 from launch import hosts
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -187,8 +187,7 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
     """
     resolved = resolve(composed)
     exp = resolved["exp"]
-    optimizer = composed.choices.get("optimizer") or resolved["optimizer"]["_target_"].rpartition(".")[2].lower()
-    run_id = new_name(exp, optimizer)
+    run_id = new_name(exp, labels.slug(resolved))
     run_dir = Path(resolved["output_dir"]) / exp / (resolved["run_name"] or run_id)
     if (run_dir / "spec.yaml").exists():
         if resolved["resume"] != "auto":

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from experiments.records.record import ROOT
 from launch.errors import UserError
+from launch.words import there_are
 
 CONF = ROOT / "conf"
 
@@ -48,8 +49,8 @@ class DataFiles(Generic[Kind]):
         try:
             return self.model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except OSError:
-            known = ", ".join(self.names())
-            raise UserError(f"no {self.name} '{name}'; there are: {known}, or the path of a YAML file") from None
+            known = there_are(str(name), self.names(), ", or the path of a YAML file")
+            raise UserError(f"no {self.name} '{name}'{known}") from None
         except ValidationError as error:
             first = error.errors()[0]
             said = first["msg"].removeprefix("Value error, ")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import omegaconf
@@ -14,7 +13,7 @@ from experiments.config import validate
 from experiments.config.construct import user_error
 from experiments.config.kinds import shown
 from launch.errors import UserError
-from launch.words import one_line
+from launch.words import one_line, there_are
 
 CONFIG_ERRORS: tuple[type[Exception], ...] = (
     HydraException,
@@ -22,8 +21,6 @@ CONFIG_ERRORS: tuple[type[Exception], ...] = (
     # What Hydra and OmegaConf raise besides, for overrides that they do not foresee.
     *(TypeError, ValueError, KeyError, AttributeError, AssertionError, RecursionError),
 )
-LISTED = 180
-"""Characters of a list of files in a message."""
 
 
 def explain(error: Exception, config_dir: Path, known: Callable[[str], list[str]]) -> UserError:
@@ -35,7 +32,7 @@ def explain(error: Exception, config_dir: Path, known: Callable[[str], list[str]
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         files = error.options or [p.stem for p in (config_dir / group).glob("*.yaml")]
         words = {"exp": "experiment"}.get(group, group)
-        return UserError(f"no {words} {shown(name)}; there are: {_listed(name, files)}" if group else one_line(text))
+        return UserError(f"no {words} {shown(name)}{there_are(name, sorted(files))}" if group else one_line(text))
     if isinstance(error, OverrideParseException):
         return UserError(
             f"cannot read the override {shown(str(error.override))}: write key=value, and quote special characters"
@@ -62,15 +59,3 @@ def explain(error: Exception, config_dir: Path, known: Callable[[str], list[str]
     # OmegaConf writes "<what happened>\n    full_key: <where>\n    object_type=..."
     where = re.search(r"full_key: (\S+)", text)
     return UserError(one_line(text) + (f" (at {one_line(where[1])})" if where else ""))
-
-
-def _listed(name: str, files: Sequence[str]) -> str:
-    """All of `files` where they fit into a message, else those nearest to `name` and how many more there are."""
-    if not files:
-        return "none"
-    if len(text := ", ".join(sorted(files))) <= LISTED:
-        return text
-    near = sorted(files, key=lambda f: -difflib.SequenceMatcher(None, name, f).ratio())
-    while len(text := ", ".join(near)) > LISTED:
-        near.pop()
-    return f"{text} and {len(files) - len(near)} more"

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from experiments.config.data_files import Data, DataFiles
 from launch.errors import UserError
+from launch.words import there_are
 
 Value = int | float | str | None
 
@@ -94,7 +95,7 @@ def rows(
     With `choose` the runs of a setting that choose come before its others. Of one rate, further seeds are run in any case.
     """
     if unknown := [m for m in methods or () if m not in sweep.methods]:
-        raise UserError(f"this sweep has no '{unknown[0]}'; it has: {', '.join(sweep.methods)}")
+        raise UserError(f"this sweep has no '{unknown[0]}'{there_are(unknown[0], sweep.methods)}")
     wanted = seeds if seeds is not None else sweep.seeds
     found = []
     for optimizer, method in sweep.methods.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 # What a configuration says that has no `method` section. Classes whose `wire` option speaks of their dense phase only:
@@ -69,6 +70,11 @@ def method(config: dict[str, Any]) -> str:
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":
         label += " hierarchical"
     return label + sharded
+
+
+def slug(config: dict[str, Any]) -> str:
+    """`method` as a part of a file's name: "sgdm-bf16", "birder-hierarchical"."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", "", method(config).lower())).strip("-")
 
 
 def is_compressed(wire: str) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.records.record import ResultRecord
 from experiments.report import captions, speedup_table, tables
-from experiments.report.formats import DASH, fraction, mean_sd, number, size
+from experiments.report.formats import DASH, fraction, number, size
 from experiments.report.speedup import Row, SpeedupTable
-from experiments.report.table import WIDTH, Column, Note, Table
+from experiments.report.table import Column, Note, Table
 
 NOTE = (
     "Payload: bytes that a node sends per step. Rounds: share of the steps in which anything is sent; collectives per step. "
@@ -19,9 +17,11 @@ NOTE = (
 )
 
 
-def show(results_dir: str | Path, group: str, console: Console | None = None) -> list[Table]:
-    """Prints a group of runs as the papers compare methods, with the published numbers. Returns as `tables.print_group`."""
-    return tables.print_group(results_dir, group, console or Console(width=WIDTH), comparison, ("speedup", "accuracy"))
+def show(
+    results_dir: str | Path, group: str, console: Console | None = None, *, verbose: bool = False
+) -> list[Table]:
+    """Prints a group of runs as the papers compare methods. Arguments and what it returns: as of `tables.print_group`."""
+    return tables.print_group(results_dir, group, console, comparison, ("speedup", "accuracy"), verbose)
 
 
 def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
@@ -39,7 +39,7 @@ def comparison(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table
         measured("step ms", _milliseconds),
         measured("speed vs fp32", lambda row: captions.versus(table, row, "fp32")),
         *([speedup_table.published_column(beside)] if beside else []),
-        measured(_metric_name(table.records), lambda row: _metric(row.record)),
+        speedup_table.metric_column(table),
     ]
     footnotes = (Note(NOTE), *shown.footnotes)
     return Table.of(columns, table.rows, title=shown.title, notes=shown.notes, footnotes=footnotes)
@@ -49,12 +49,3 @@ def _milliseconds(row: Row) -> str:
     if row.seconds is None:
         return DASH
     return ("mean " if row.uneven else "") + number(1000 * row.seconds)
-
-
-def _metric(r: ResultRecord) -> str:
-    trained = r.wire != "none" and not r.data.get("synthetic")
-    return mean_sd(r.metric.get("value"), None) if trained else DASH
-
-
-def _metric_name(records: Sequence[ResultRecord]) -> str:
-    return next((str(r.metric["name"]) for r in records if r.metric.get("name")), "metric")

@@ -20,8 +20,10 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
     cluster, scale, exp = resolved["cluster"], resolved["scale"]["name"], resolved["exp"]
     nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
     shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
-    here = cluster["name"] in ("local", "emulated")
-    place = f"Emulated: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
+    here = {"local": "Local", "emulated": "Emulated"}.get(cluster["name"])
+    place = f"{here}: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
+    if here == "Local" and nodes > 1:
+        place += ", joined by loopback"
     if labels.is_virtual(resolved):
         place = f"Virtual workers: {shape}, all in one process, for accuracy and bytes, never for times"
     if shaped:

@@ -15,7 +15,7 @@ from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.speedup import Row
-from experiments.report.table import WIDTH, Column, Note, Table
+from experiments.report.table import Column, Note, Table, terminal
 from launch.errors import UserError
 
 EXP = "methods"
@@ -197,7 +197,7 @@ def show(results_dir: str | Path, console: Console | None = None) -> None:
     known = build(evidence.records(results_dir, EXP))
     for table in tables:
         beside = [t for t in known if t.scores.title == table.scores.title]
-        as_table(table, beside[-1] if beside else None).show(console or Console(width=WIDTH))
+        as_table(table, beside[-1] if beside else None).show(console or terminal())
 
 
 def _trained(name: str, value: Callable[[Any], str], *, short: str = "", terminal: bool = True) -> Column:

@@ -19,7 +19,7 @@ from experiments.report.replay_plots import plot
 from experiments.report.replay_sections import SECTIONS, Block
 from experiments.report.replayed import Results, load
 from experiments.report.sentences import hardware
-from experiments.report.table import WIDTH, Note, Table
+from experiments.report.table import Note, Table, terminal
 
 
 def mark(suite: Suite) -> str:
@@ -77,7 +77,7 @@ def show(
     """Prints what the page says, honesty first: its sections for a terminal, the kernels of `device`, where the files are."""
     results = load(suite, results_dir)
     results = replace(results, kernels={d: r for d, r in results.kernels.items() if d == device})
-    console = console or Console(width=WIDTH)
+    console = console or terminal()
     if results.records and not kernels_only:
         Note(replay_words.honesty(results), "caution").show(console)
         for said, cautious in replay_words.rounds(results):

@@ -8,7 +8,7 @@ from experiments.records.record import ResultRecord
 from experiments.report.formats import number
 
 EMULATED = {"loopback", "emulated", "netns", "veth"}
-"""Kinds of link that connect nodes emulated on one machine."""
+"""Kinds of link that connect nodes which are all on one machine."""
 
 
 def title(r: ResultRecord) -> str:
@@ -37,7 +37,8 @@ def honesty(records: tuple[ResultRecord, ...] | list[ResultRecord]) -> str:
     if r.nodes == 1:
         words.append("one node, nothing crosses a network")
     elif r.link["kind"] in EMULATED:
-        words.append(f"{r.nodes} nodes emulated on one machine")
+        how = "as processes" if r.cluster == "local" else "emulated"
+        words.append(f"{r.nodes} nodes {how} on one machine")
     if r.nodes > 1 and r.link["shaped"]:
         words.append(_shaped(done))
     elif r.nodes > 1 and r.link["kind"] in EMULATED:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from experiments.records.record import ResultRecord
 from experiments.report import arithmetic, captions, sentences, trained
-from experiments.report.formats import DASH, fraction, number, size, times
+from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
 from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import Column, Note, Table
 
@@ -33,7 +35,7 @@ def columns(table: SpeedupTable) -> list[Column]:
         measured("speedup vs bf16", lambda row: captions.versus(table, row, "bf16"), short="vs bf16"),
         measured("% of no-communication bound", lambda row: _of_bound(table, row), short="of bound"),
         *([update] if any("update_ms" in row.record.timing for row in table.rows) else []),
-        measured("payload per node and step", payload, short="payload/node/step"),
+        measured("payload per node and step", payload, short="payload per node, step"),
         measured("payload vs fp32", lambda row: fraction(table.payload_ratio(row)), terminal=False),
         measured("NIC tx per node and step", lambda row: size(row.record.bytes_per_step["nic_tx"]), short="NIC tx"),
         measured("collectives per step", lambda row: number(row.record.collectives_per_step), terminal=False),
@@ -87,6 +89,29 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
         footnotes.append(Note(summary, "strong"))
     shown = [*columns(table), *([published_column(beside)] if beside else [])]
     return Table.of(shown, table.rows, title=sentences.title(r), notes=tuple(notes), footnotes=tuple(footnotes))
+
+
+def closing(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+    """`as_table` with what the methods have learnt, where they were trained on real data: how a comparison ends."""
+    made = as_table(table, beside)
+    metric = metric_column(table)
+    values = [metric.value(row) if metric.value else DASH for row in table.rows]
+    if set(values) <= {DASH}:
+        return made
+    columns = (made.columns[0], metric, *made.columns[1:])
+    rows = tuple((row[0], value, *row[1:]) for row, value in zip(made.rows, values, strict=True))
+    return replace(made, columns=columns, rows=rows)
+
+
+def metric_column(table: SpeedupTable) -> Column:
+    """The metric of what was trained on real data."""
+    name = next((str(r.metric["name"]) for r in table.records if r.metric.get("name")), "metric")
+    return measured(name, lambda row: _metric(row.record))
+
+
+def _metric(r: ResultRecord) -> str:
+    trained = r.wire != "none" and not r.data.get("synthetic")
+    return mean_sd(r.metric.get("value"), None) if trained else DASH
 
 
 def published_column(published: SpeedupTable) -> Column:

@@ -9,12 +9,15 @@ heading on a terminal; `terminal=False` leaves the column to the page, which has
 whose rows are text already is made with `Table.text(names, rows)`. A sentence about the table goes to `notes` (above
 it) or `footnotes` (below it); both renderers show it.
 
-Cells and notes are inline Markdown: **bold**, `code`, [text](target). A terminal shows their text.
+Cells and notes are inline Markdown: **bold**, `code`, [text](target). A terminal shows their text, and a table that is wider
+than the terminal gives way in this order: an interval goes to a line of its own in its cell; it is left out; columns are left
+out, the last one first, and a line names them. No word is broken.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,8 +29,17 @@ from rich.text import Text
 Kind = Literal["plain", "caution", "strong", "failure"]
 STYLES: dict[Kind, str] = {"plain": "dim", "caution": "yellow", "strong": "bold", "failure": "red"}
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+INTERVAL = re.compile(r" ([\[(][^\[\]()]*[\])])( =)?$")
 WIDTH = 118
-"""Characters of a line where a terminal does not say."""
+"""Characters of a line at most, and where nobody says how wide the terminal is, as in a pipe."""
+NARROWEST = 40
+CELL = 28
+"""Characters of a cell's line that is not broken between words."""
+
+
+def terminal() -> Console:
+    """Where tables are printed: as wide as the terminal, within `NARROWEST` and `WIDTH`."""
+    return Console(width=min(WIDTH, max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns)))
 
 
 @dataclass(frozen=True)
@@ -109,22 +121,40 @@ class Table:
         headings = [self.columns[place].short or self.columns[place].name for place in kept]
         return headings, [[_plain(row[place]) for place in kept] for row in self.rows]
 
-    def show(self, console: Console) -> None:
-        """Prints title, notes, grid and footnotes."""
-        if self.title:
-            Note(self.title, "strong").show(console)
-        for note in self.notes:
+    def show(self, console: Console, verbose: bool = True) -> None:
+        """Prints the title, what the table says (strong notes), the grid, cautions and failures; verbose: all other notes."""
+        said = [*self.notes, *self.footnotes]
+        for note in [*[Note(self.title, "strong")] * bool(self.title), *(n for n in said if n.kind == "strong")]:
             note.show(console)
+        lines, widths = self.laid_out(console.width)
         shown = Grid()
-        kept = [c for c in self.columns if c.terminal]
-        headings, rows = self.printed()
-        for heading, column in zip(headings, kept, strict=True):
-            shown.add_column(Text(heading), justify=column.align, overflow="fold")
-        for row in rows:
-            shown.add_row(*map(Text, row))
+        for heading, column, width in zip(lines[0], [c for c in self.columns if c.terminal], widths):
+            shown.add_column(Text(heading), justify=column.align, width=width)
+        for row in lines[1:]:
+            shown.add_row(*map(Text, row[: len(widths)]))
         console.print(shown)
-        for note in self.footnotes:
-            note.show(console)
+        if left_out := self.printed()[0][len(widths) :]:
+            Note(f"Left out, for want of room: {', '.join(left_out)}.").show(console)
+        for note in said:
+            if note.kind in ("caution", "failure") or (verbose and note.kind == "plain"):
+                note.show(console)
+
+    def laid_out(self, width: int) -> tuple[list[list[str]], list[int]]:
+        """Headings and rows as they fit into `width` characters, and the widths of the columns that do."""
+        headings, rows = self.printed()
+        for give_way in (str, lambda cell: INTERVAL.sub(r"\2\n\1", cell), lambda cell: INTERVAL.sub(r"\2", cell)):
+            lines = [[line[0], *map(give_way, line[1:])] for line in (headings, *rows)]
+            columns = list(zip(*lines, strict=True))
+            needed = [max([_longest(c[0].split()), *map(_needed, c[1:])]) for c in columns]
+            if _whole(needed) <= width:
+                break
+        while len(needed) > 2 and _whole(needed) > width:
+            needed.pop()
+        spare = max(0, width - _whole(needed))
+        for place, column in enumerate(columns[: len(needed)]):
+            more = min(spare, max(0, max(_longest(cell.split("\n")) for cell in column) - needed[place]))
+            needed[place], spare = needed[place] + more, spare - more
+        return lines, needed
 
 
 def _paragraphs(notes: Sequence[Note]) -> list[str]:
@@ -137,6 +167,20 @@ def _paragraphs(notes: Sequence[Note]) -> list[str]:
         else:
             lines += [note.text if note.kind == "plain" else f"**{note.text}**", ""]
     return lines
+
+
+def _longest(parts: Iterable[str]) -> int:
+    return max(map(len, parts), default=0)
+
+
+def _needed(cell: str) -> int:
+    """Characters that a cell's column must have, so that no word and no short line of it is broken."""
+    return max(_longest(cell.split()), _longest(line for line in cell.split("\n") if len(line) <= CELL))
+
+
+def _whole(widths: Sequence[int]) -> int:
+    """Characters of a line of the grid: the columns with a space on both sides, and what stands between them."""
+    return sum(widths) + 3 * len(widths) + 1
 
 
 def _plain(text: str) -> str:

@@ -6,13 +6,12 @@ those it wrote before whose records are gone.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.records.record import ResultRecord, place, read_all, write_file
+from experiments.records.record import LOCAL, ResultRecord, place, read_all, write_file
 from experiments.report import (
     accuracy,
     accuracy_page,
@@ -27,7 +26,7 @@ from experiments.report import (
     speedup_table,
 )
 from experiments.report.formats import DASH
-from experiments.report.table import WIDTH, Table
+from experiments.report.table import Table, terminal
 from launch.errors import UserError
 
 NOTES = """\
@@ -102,19 +101,20 @@ def print_group(
     results_dir: str | Path,
     group: str,
     console: Console | None = None,
-    view: Callable[[speedup.SpeedupTable, speedup.SpeedupTable | None], Table] = speedup_table.as_table,
+    view: Callable[[speedup.SpeedupTable, speedup.SpeedupTable | None], Table] = speedup_table.closing,
     kinds: Sequence[str] = ("speedup",),
+    verbose: bool = False,
 ) -> list[Table]:
-    """Prints the speedup table of a group of runs, and where its records, table and plot lie. Raises UserError.
+    """Prints what a group of runs has come to: the verdict, the table, where records, table and plot lie. Raises UserError.
 
     Returns the tables that it has printed.
 
-    view:  what is shown of the measured table and of the published one of the same setting (None: there is none).
-    kinds: of the papers' numbers beside it, "speedup" and "accuracy".
+    view:    what is shown of the measured table and of the published one of the same setting (None: there is none).
+    kinds:   of the papers' numbers beside it, "speedup" and "accuracy".
+    verbose: also how it was measured, how to read it, and what was published.
     """
     results = Path(results_dir)
-    # A pipe has no width: rich would squeeze the table into 80 columns.
-    console = console or Console(width=min(WIDTH, max(100, shutil.get_terminal_size((WIDTH, 24)).columns)))
+    console = console or terminal()
     records = [r for r in read_all(results) if r.group == group]
     if not records:
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
@@ -123,18 +123,22 @@ def print_group(
     if not timed:  # virtual workers
         for scored in accuracy.build(records):
             printed.append(accuracy.as_table(scored))
-            printed[-1].show(console)
+            printed[-1].show(console, verbose)
     for table in timed:
         known = evidence.records(results, table.records[0].exp)
         theirs = evidence.matching(table, known)
         printed.append(view(table, theirs))
-        printed[-1].show(console)
-        for note in evidence.note(table, theirs, known):
+        printed[-1].show(console, verbose)
+        for note in evidence.note(table, theirs, known) if verbose else ():
             note.show(console)
-    for exp in sorted({r.exp for r in records}):
+    for exp in sorted({r.exp for r in records}) if verbose else ():
         for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
             console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
     print_places(console, results, group)
+    if not verbose:
+        folder = "" if str(results) == LOCAL else f" --results {results}"
+        again = f"python experiments/tables.py{folder} --group {group} --verbose"
+        console.print("more:   " + again, style="dim", soft_wrap=True, markup=False, highlight=False)
     return printed
 
 

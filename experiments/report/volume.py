@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.records.record import write_file
 from experiments.report import published
-from experiments.report.table import WIDTH, Note, Table
+from experiments.report.table import Note, Table, terminal
 from launch.errors import UserError
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def markdown(setting: Setting, lengths: Sequence[int]) -> str:
 
 def show(setting: Setting, lengths: Sequence[int], console: Console | None = None) -> None:
     """Prints the page's tables."""
-    console = console or Console(width=WIDTH)
+    console = console or terminal()
     Note(TITLE, "strong").show(console)
     caution(setting).show(console)
     for table in tables(setting, lengths):

@@ -16,8 +16,11 @@ from experiments.config.compose import Composed
 from experiments.records import record
 from experiments.report.headline import headline
 from experiments.timing import calibrate
+from experiments.runs.command import typed
 from launch import lock
 from launch.errors import UserError
+from launch.failure import RunFailed
+from launch.process import Stopped
 from launch.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -29,15 +32,31 @@ _keep: list[object] = []  # the store of a world that rank 0 hosts must outlive 
 def launch(composed: Composed, *, command: str, group: str | None = None, alone: bool = False) -> RunSpec:
     """Checks, starts and waits for one run. Raises UserError or RunFailed.
 
-    alone: no part of a comparison, so that its first line says what its numbers are.
+    alone: no part of a comparison, so that its first line says what its numbers are, and its last one, where it ends too
+           early, how it is resumed.
     """
     workload = compose.check(composed)
     if alone:
         introduce(composed, workload)
     calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
-    compose.launcher(spec.config).launch(spec)
+    try:
+        compose.launcher(spec.config).launch(spec)
+    except (RunFailed, KeyboardInterrupt, Stopped):
+        if alone and spec.path.exists():
+            print(how_to_resume(spec), flush=True)
+        raise
     return spec
+
+
+def how_to_resume(spec: RunSpec) -> str:
+    """How a run that ended too early is resumed, in a line."""
+    steps = sorted(int(p.name[5:]) for p in spec.path.glob("checkpoints/step-*") if p.name[5:].isdigit())
+    if not steps:
+        return "no checkpoint was saved: checkpoint.every=N saves one every N steps"
+    kept = [o for o in spec.overrides if o.partition("=")[0] not in ("run_name", "resume")]
+    again = typed("run", [*kept, f"run_name={spec.path.name}", "resume=auto"])
+    return f"a checkpoint of step {steps[-1]} is there; to resume: {again}"
 
 
 def introduce(composed: Composed, workload: Workload) -> None:

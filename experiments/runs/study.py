@@ -31,6 +31,7 @@ from experiments.runs import command, start
 from launch import lock
 from launch.errors import UserError
 from launch.failure import RunFailed
+from launch.process import Stopped
 
 OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
 DIVERGED = "the loss is "
@@ -178,6 +179,9 @@ class Study:
         except (RunFailed, UserError) as error:
             command.report(error)
             self.failed += not (isinstance(error, RunFailed) and diverged(str(error)))
+        except (KeyboardInterrupt, Stopped):
+            print("the same command continues here: runs that are recorded are not run again", flush=True)
+            raise
 
     def run(
         self, what: str, composed: Composed, group: str | None = None, asked_for: bool = True

@@ -80,8 +80,8 @@ class _Run:
 
     def run(self) -> None:
         done = self._resume()
-        sample = self.workload.sample
-        with Tracker(self.spec, self.main, total=self.length.total, start=done, sample=sample) as tracker:
+        names = {"sample": self.workload.sample, "metric": self.workload.metric}
+        with Tracker(self.spec, self.main, total=self.length.total, start=done, **names) as tracker:
             self._loop(done, tracker)
 
     def _loop(self, done: int, tracker: Tracker) -> None:
@@ -148,6 +148,8 @@ class _Run:
             raise UserError(f"this run ends at step {self.length.total}, and {found.folder} is of step {found.step}")
         prime_buckets(self.ddp, self.attachment, self.workload, next(self.method.batches(self.config, self.shard, 0)))
         self.checkpoints.apply(found)
+        if self.main:
+            print(f"resumed from step {found.step}", flush=True)
         return found.step
 
     def _evaluation_due(self, step: int) -> bool:

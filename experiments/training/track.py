@@ -25,13 +25,22 @@ class Tracker:
 
     total:  optimizer steps of the whole run.
     start:  the step that a resumed run goes on from, 0 for a new one; make the tracker after loading the checkpoint.
-    sample: what a sample is called in rates.
+    sample: what a sample is called in rates; metric: what the metric is called.
 
     Raises UserError when the curve cannot be written, or `tracker` or `wandb.mode` is unknown. A tracker itself never raises.
     """
 
-    def __init__(self, spec: RunSpec, is_main: bool, *, total: int, start: int = 0, sample: str = "samples") -> None:
-        self.total, self.sample = total, sample
+    def __init__(
+        self,
+        spec: RunSpec,
+        is_main: bool,
+        *,
+        total: int,
+        start: int = 0,
+        sample: str = "samples",
+        metric: str = "metric",
+    ) -> None:
+        self.total, self.sample, self.metric = total, sample, metric
         self._main = is_main
         self._closed = not is_main
         tracking.check(spec.config)
@@ -105,9 +114,10 @@ class Tracker:
         if "loss" in self._shown:
             words.append(f"loss {float(self._shown['loss']):.4g}")
         if "metric" in self._shown:
-            words.append(f"metric {float(self._shown['metric']):.4g}")
+            words.append(f"{self.metric} {float(self._shown['metric']):.4g}")
         if "samples_per_s" in self._shown:
-            words.append(f"{float(self._shown['samples_per_s']):.4g} {self.sample}/s")
+            rate = float(f"{float(self._shown['samples_per_s']):.4g}")
+            words.append(f"{rate:,.0f} {self.sample}/s" if rate >= 1000 else f"{rate:g} {self.sample}/s")
         return "  ".join(words)
 
     def _make_bar(self) -> Progress:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 from pathlib import Path
 
@@ -59,10 +61,14 @@ def train(rank: int, world: int, spec: RunSpec, stop: int) -> str:
             log(self, step, **values)
 
         training.Tracker.log = log_until
+    began, said = checkpoint.latest(spec.path / "checkpoints"), io.StringIO()
     try:
-        training.train(spec)
+        with contextlib.redirect_stdout(said):
+            training.train(spec)
     except Interrupted:
         return "interrupted"
+    if began is not None:
+        assert (f"resumed from step {began[0]}\n" in said.getvalue()) == (rank == 0)
     step, folder = checkpoint.latest(spec.path / "checkpoints") or (0, Path())
     assert step == STEPS
     digest = hashlib.sha256()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.docs.test_readme import blocks
 from tests.helpers import ROOT
@@ -76,6 +78,26 @@ def test_the_wheel_holds_the_library_and_nothing_else(built: Path) -> None:
     needed = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist", []) if "extra" not in line}
     assert needed == {"torch", "numpy", "safetensors"}
     assert "License-File" in metadata
+
+
+def test_an_index_takes_both(built: Path) -> None:
+    """Their metadata and the README as it would be shown."""
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(built.iterdir()))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_the_papers_are_cited_alike_wherever_they_are() -> None:
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    cited = {r["title"]: (r["year"], [a["family-names"] for a in r["authors"]]) for r in cff["references"]}
+    field = r"(title|author|year) += \{(.*)\},?\n"
+    entries = [dict(re.findall(field, e)) for e in (ROOT / "CITATION.bib").read_text().split("@inproceedings")[1:]]
+    authors = [[name.strip("{}") for name in e["author"].split(" and ")] for e in entries]
+    assert cited == {e["title"]: (int(e["year"]), a) for e, a in zip(entries, authors, strict=True)}
+    sources = "\n".join(json.loads(p.read_text())["paper"] for p in (ROOT / "results/paper").glob("*.json"))
+    for title, (year, names) in cited.items():
+        assert re.search(rf"^{re.escape(', '.join(names))}: {re.escape(title)}, \w+ {year}$", sources, re.MULTILINE)
 
 
 def test_the_sdist_holds_no_tests(built: Path) -> None:

@@ -124,6 +124,8 @@ def test_betas(betas: str) -> None:
     ("overrides", "words"),
     [
         (["+exp=bert_squat"], "no experiment 'bert_squat'; there are: bert_squad, "),  # the nearest first
+        (["+exp=digts"], "; did you mean digits?"),
+        (["optimizer=Bidrer"], "; did you mean birder?"),
         (["+exp=nothing"], f" and {len(EXPERIMENTS) - 12} more"),
         (["exp=digits"], "+exp=NAME"),
         (["optimizer=sgd"], "no optimizer 'sgd'; there are: " + ", ".join(OPTIMIZERS)),
@@ -231,12 +233,23 @@ def test_variants_of_a_comparison() -> None:
     assert len(names) == len(every)
     assert all(compose.resolve(v)["cluster"]["nodes"] == 4 for v in every)
     assert {v.choices["optimizer"] for v in compare.variants(base, ["birder"])} == {"birder"}
-    with pytest.raises(UserError, match="compares no 'lion'; it has: birder, onebit_adam, sgdm"):
+    with pytest.raises(UserError, match="compares no 'lion'; there are: birder, onebit_adam, sgdm"):
         compare.variants(base, ["lion"])
     with pytest.raises(UserError, match="--methods"):
         compare.variants(compose.compose(["+exp=resnet50", "optimizer=birder"]), None)
     with pytest.raises(UserError, match="nothing to compare"):
         compare.variants(compose.compose([]), None)
+
+
+def test_a_run_is_named_after_its_variant(tmp_path: Path) -> None:
+    def name(*overrides: str) -> str:
+        composed = compose.compose(["+exp=digits", f"output_dir={tmp_path}", *overrides])
+        return Path(compose.make_spec(composed, command="").run_dir).name.split("-", 2)[2].rpartition("-")[0]
+
+    assert name("optimizer=sgdm", "optimizer.wire=bf16") == "digits-sgdm-bf16"
+    assert name("comm.topology=hierarchical") == "digits-birder-hierarchical"
+    assert name("comm.enabled=false") == "digits-no-communication"
+    assert name("++optimizer.reduce=one_phase") == "digits-birder-one-phase"
 
 
 def test_nodes_as_workers_are_compared_where_nodes_have_several_ranks() -> None:
@@ -259,7 +272,7 @@ def test_headline_says_what_it_is() -> None:
 def test_headline_of_a_run_that_no_file_describes() -> None:
     config = resolved("workload=digits", "scale=quick")
     line = headline.headline(config, compose.workload(config), nodes_given=False)
-    assert line.startswith("Emulated: 1 node of 2 ranks as processes on this machine; ")
+    assert line.startswith("Local: 1 node of 2 ranks as processes on this machine; ")
     assert "make" not in line
 
 

@@ -105,18 +105,18 @@ def test_published_figures_stand_beside_ones_own(tmp_path: Path, monkeypatch: py
     known = [r for r in record.read_all(published) if r.exp == "resnet50"]
     monkeypatch.setattr(evidence, "records", lambda results_dir, exp: known)
     out = io.StringIO()
-    tables.print_group(results, "mine", Console(file=out, width=118))
+    tables.print_group(results, "mine", Console(file=out, width=118), verbose=True)
     text = out.getvalue()
     row = next(line for line in text.splitlines() if line.startswith("│ Birder"))
     assert "1.88x" in row
     assert row.rstrip(" │").endswith("3.75x")
-    assert "Published: 4 nodes emulated on one machine" in text
+    assert "Published: 4 nodes as processes on one machine" in text
     assert str(PUBLISHED.relative_to(ROOT)) in text
     assert max(len(line) for line in text.splitlines() if line.startswith("│")) <= 118
 
     other = save(tmp_path / "other", *(dataclasses.replace(r, nodes=8) for r in mine))
     out = io.StringIO()
-    tables.print_group(other, "mine", Console(file=out, width=118))
+    tables.print_group(other, "mine", Console(file=out, width=118), verbose=True)
     assert "Published: nothing of this setting" in out.getvalue()
 
 

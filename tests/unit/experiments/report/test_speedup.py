@@ -139,7 +139,8 @@ def test_seeds_share_a_row_and_variants_do_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "4 nodes emulated on one machine; loopback network, not shaped"),
+        ({}, "4 nodes as processes on one machine; loopback network, not shaped"),
+        ({"cluster": "emulated"}, "4 nodes emulated on one machine; loopback network, not shaped"),
         ({}, "synthetic data; quick scale"),
         ({"data": {"name": "ImageNet", "synthetic": False}, "scale": "paper"}, "no real link behaves like this"),
         (

@@ -109,6 +109,22 @@ def test_a_missing_curve_is_not_passed_over(tmp_path: Path) -> None:
         tables.write(results)
 
 
+def test_a_comparison_that_was_trained_ends_with_its_accuracies(tmp_path: Path) -> None:
+    def trained(method: str, ms: float, top1: float) -> ResultRecord:
+        metric = {"name": "top1", "value": top1, "target": None, "higher_is_better": True}
+        return run(method, ms, id=method.replace(" ", "_"), metric=metric, data={"name": "digits", "synthetic": False})
+
+    bound = trained("no communication", 5.0, 11.0)
+    results = save(tmp_path / "r", trained("SGDM fp32", 10.0, 97.5), trained("Birder", 8.0, 96.25), bound)
+    out = io.StringIO()
+    (table,) = tables.print_group(results, "g", Console(file=out, width=80))
+    headings, rows = table.printed()
+    place = headings.index("top1")
+    found = {row[0]: row[place] for row in rows}
+    assert (found["SGDM fp32"], found["Birder"], found["no communication"]) == ("97.50", "96.25", "—")
+    assert any("Birder" in line and "96.25" in line for line in out.getvalue().splitlines())
+
+
 def test_print_group_fits_a_terminal_and_says_where_things_lie(tmp_path: Path) -> None:
     broken = run("Birder", id="broken", status="failed", reason="rank 1 died", seed=4)
     results = save(tmp_path / "r", *full_group(), broken, run("Birder", 1.0, id="elsewhere", group="other", exp="ptb"))
@@ -124,6 +140,13 @@ def test_print_group_fits_a_terminal_and_says_where_things_lie(tmp_path: Path) -
     assert f"table:  {results}/tables/resnet50.md" in text
     assert f"plot:   {results}/plots/resnet50_quick_local_4x1_step_time.png" in text
     assert "elsewhere" not in text
+    # The verdict, the table, what is to be careful with, the paths; the rest when it is asked for.
+    said = [text.index(words) for words in ("Faster than fp32 DDP", "│ Birder", "4 nodes as processes", "record: ")]
+    assert said == sorted(said)
+    out = io.StringIO()
+    tables.print_group(results, "g", Console(file=out, width=118), verbose=True)
+    assert "Published: " in out.getvalue()
+    assert "Published: " not in text
     with pytest.raises(UserError, match="no record of group 'absent'"):
         tables.print_group(results, "absent")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import birder
 from experiments import compare, run
 from experiments.config import compose
+from experiments.records import record
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
+from launch.spec import RunSpec
 from tests.helpers import ROOT
 from tests.helpers.tiers import slow
 
@@ -82,11 +86,11 @@ def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.Monkey
 
 
 def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    """One run and a comparison begin alike: emulated, synthetic, quick."""
+    """One run and a comparison begin alike: where, with what data, at what scale."""
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
     assert typed(monkeypatch, "+exp=bert_squad", "scale=quick") == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("Emulated: 2 nodes of 2 ranks as processes on this machine; synthetic data (")
+    assert first.startswith("Local: 2 nodes of 2 ranks as processes on this machine, joined by loopback; synthetic data (")
     assert "quick scale: shows step time and bytes, not accuracy." in first
     assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
     monkeypatch.setattr(compare.tables, "write", lambda *a: None)
@@ -101,6 +105,59 @@ def test_scripts_from_any_folder(name: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no experiment 'nothing'; there are: ")
     assert done.stderr.count("\n") == 1
+
+
+SCRIPTS = sorted(
+    p.relative_to(ROOT).as_posix()
+    for folder in ("experiments", "studies")
+    for p in (ROOT / folder).glob("*.py")
+    if not p.name.startswith("_")
+)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_python_without_the_packages_is_one_line(name: str) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    command = [sys.executable, "-S", str(ROOT / name)]  # -S: nothing that was installed is found
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ")
+    assert "make setup" in done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_version(name: str) -> None:
+    done = subprocess.run([sys.executable, "-S", str(ROOT / name), "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"birder-repro {birder.__version__}, commit ")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_says_what_run_is_for(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, flag) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("--dry-run", "-m", "+exp=digits", "resume=auto"))
+
+
+def test_an_interrupted_run_says_how_it_is_resumed(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """And the command that it names goes on with the same run."""
+
+    def interrupted(self: LocalLauncher, spec: RunSpec) -> None:
+        specs.append(spec)
+        spec.save()
+        for step in (100, 3250)[: int(spec.config["checkpoint"]["every"])]:
+            (spec.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+        raise KeyboardInterrupt
+
+    specs: list[RunSpec] = []
+    monkeypatch.setattr(LocalLauncher, "launch", interrupted)
+    assert typed(monkeypatch, "+exp=digits") == 130
+    assert "checkpoint.every=N" in capsys.readouterr().out
+    assert typed(monkeypatch, "+exp=digits", "checkpoint.every=2") == 130
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "step 3250" in line]
+    again = shlex.split(line.partition("python experiments/run.py ")[2])
+    assert typed(monkeypatch, *again) == 130
+    assert specs[2].id == specs[1].id != specs[0].id
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
@@ -170,6 +227,27 @@ def test_sweep_goes_on_after_a_failed_job(monkeypatch: pytest.MonkeyPatch, capsy
     ]
 
 
+def test_a_sweep_counts_its_jobs_and_ends_with_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def recorded(self: LocalLauncher, spec: RunSpec) -> None:
+        if "optimizer=sgdm" in spec.overrides and spec.seed == 2:
+            raise RunFailed("rank 1 on node 0 was killed")
+        metric = {"name": "top1", "value": 90.0 + spec.seed, "target": None, "higher_is_better": True}
+        timing = {"steps": 9, "median_ms": 12.5}
+        record.write(record.from_spec(spec, metric=metric, timing=timing), spec.config["results_dir"])
+
+    monkeypatch.setattr(LocalLauncher, "launch", recorded)
+    assert typed(monkeypatch, "-m", "+exp=digits", "optimizer=sgdm,birder", "seed=1,2") == 1
+    shown = capsys.readouterr()
+    assert re.findall(r"^job (\d) of 4: ", shown.out, re.MULTILINE) == ["1", "2", "3", "4"]
+    rows = [[c.strip() for c in line.split("│")[1:-1]] for line in shown.out.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["1", "optimizer=sgdm seed=1", "12.5", "top1 91.00"],
+        ["2", "optimizer=sgdm seed=2", "—", "failed: rank 1 on node 0 was killed"],
+        ["3", "optimizer=birder seed=1", "12.5", "top1 91.00"],
+        ["4", "optimizer=birder seed=2", "12.5", "top1 92.00"],
+    ]
+
+
 def test_comparison_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     def fail_once(self: LocalLauncher, spec: object) -> None:
         groups.append(spec.group)  # type: ignore[attr-defined]
@@ -186,7 +264,7 @@ def test_comparison_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch, 
     assert printed == [groups[0]]
     assert len(set(groups)) == 1
     shown = capsys.readouterr()
-    assert shown.out.startswith("Emulated: ")
+    assert shown.out.startswith("Local: ")
     assert shown.err.startswith("error: rank 1 on node 1 was killed\n")
 
 
@@ -240,6 +318,26 @@ def test_make_help_lists_targets_and_variables() -> None:
     assert make(folder=ROOT).stdout == shown
     named = makefile.partition("EXPERIMENTS := ")[2].partition("\n")[0].split()
     assert all((compose.CONF / "exp" / f"{n}.yaml").exists() for n in named)
+
+
+def test_make_help_fits_a_terminal_and_lists_every_target_once() -> None:
+    shown = make("help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    told = re.findall(r"^([a-z0-9_-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^  ([a-z0-9_-]+) ", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(told)
+    groups = [line for line in shown.splitlines() if line.startswith("To ")]
+    assert groups == ["To try:", "To reproduce:", "To develop:"]
+
+
+@pytest.mark.parametrize(
+    ("target", "near"), [("digts", "make digits"), ("tset", "make test"), ("resnet50_b128", "make exp EXP=resnet50_b128")]
+)
+def test_make_with_an_unknown_target(target: str, near: str) -> None:
+    done = make(f"VENV={sys.prefix}", target)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode == 2
+    assert lines == [f"error: no target '{target}'; did you mean {near}? make help lists them"]
 
 
 def test_make_passes_only_what_is_set() -> None:

@@ -117,7 +117,7 @@ def test_the_comparison_of_a_group(tmp_path: Path) -> None:
 def test_the_comparison_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
     record.write(run("SGDM fp32", 10.0, exp="cser_cifar100"), tmp_path)
     out = io.StringIO()
-    comparison.show(tmp_path, "g", Console(file=out, width=118))
+    comparison.show(tmp_path, "g", Console(file=out, width=118), verbose=True)
     assert "acceleration, CIFAR-100, nearly: 10x (CSER, NeurIPS 2020, abstract; verified)" in out.getvalue()
     line = next(line for line in out.getvalue().splitlines() if line.startswith("│ SGDM"))
     assert line.rstrip("│ ").endswith("—")  # synthetic data: no accuracy

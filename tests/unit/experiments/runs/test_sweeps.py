@@ -73,7 +73,7 @@ def test_a_part_of_a_grid() -> None:
     assert only.overrides == ("+exp=cser_cifar100", "optimizer=sgdm_nesterov", "optimizer.lr=0.1", "seed=3")
     first = sweeps.rows(grid, ["cser"], None, [0])[0]
     assert first.title == "cser, gradient_ratio=4, model_ratio=2, reset_every=2, lr=0.05, seed=0"
-    with pytest.raises(UserError, match="no 'lion'; it has: sgdm_nesterov, cser, "):
+    with pytest.raises(UserError, match="no 'lion'; there are: sgdm_nesterov, cser, "):
         sweeps.rows(grid, ["lion"])
 
 

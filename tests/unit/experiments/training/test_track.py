@@ -121,6 +121,12 @@ def test_lines_instead_of_a_bar_where_there_is_no_terminal(tmp_path: Path, monke
     assert len(lines) == 4
 
 
+def test_progress_reads_as_people_write_it(tmp_path: Path, capsys: Any) -> None:
+    with Tracker(make_spec(tmp_path), True, total=1, sample="images", metric="top1") as tracker:
+        tracker.log(1, loss=1.5, samples_per_s=31854.2, metric=93.25)
+    assert capsys.readouterr().out.splitlines()[-1] == "step 1/1  loss 1.5  top1 93.25  31,850 images/s"
+
+
 def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
