@@ -51,7 +51,9 @@ def say_what_is_missing(kind, error, trace):  # type: ignore[no-untyped-def]
 
 interrupt.ends_silently()
 if sys.version_info < OLDEST:
-    print(f"error: Python 3.11 or later is needed, this is {sys.version.split()[0]} ({sys.executable})", file=sys.stderr)
+    print(
+        f"error: Python 3.11 or later is needed, this is {sys.version.split()[0]} ({sys.executable})", file=sys.stderr
+    )
     raise SystemExit(2)
 if "--version" in sys.argv[1:]:
     print(version())

@@ -43,10 +43,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 if not __package__:  # run as a script
     import _script  # noqa: F401
+
+import yaml
 
 from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
 from birder.predict.gpus import GPU, UNSURE

@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help=f"results folder; default: the published one and {LOCAL}")
     parser.add_argument("--exp", help="this experiment only")
     parser.add_argument("--group", help="print the table of this group of runs, write nothing")
-    parser.add_argument("--verbose", action="store_true", help="with --group: also how it was measured and how to read it")
+    parser.add_argument(
+        "--verbose", action="store_true", help="with --group: also how it was measured and how to read it"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
     args = parser.parse_args(argv)
     own = Path(LOCAL)

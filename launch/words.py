@@ -40,4 +40,6 @@ def there_are(wrong: str, known: Iterable[str], or_else: str = "") -> str:
             listed.pop()
     more = f" and {len(names) - len(listed)} more" * (len(listed) < len(names))
     meant = difflib.get_close_matches(wrong.lower(), [name.lower() for name in near[:1]], cutoff=0.6)
-    return f"; there are: {', '.join(listed) or 'none'}{more}{or_else}" + (f"; did you mean {near[0]}?" if meant else "")
+    return f"; there are: {', '.join(listed) or 'none'}{more}{or_else}" + (
+        f"; did you mean {near[0]}?" if meant else ""
+    )

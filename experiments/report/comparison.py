@@ -17,9 +17,7 @@ NOTE = (
 )
 
 
-def show(
-    results_dir: str | Path, group: str, console: Console | None = None, *, verbose: bool = False
-) -> list[Table]:
+def show(results_dir: str | Path, group: str, console: Console | None = None, *, verbose: bool = False) -> list[Table]:
     """Prints a group of runs as the papers compare methods. Arguments and what it returns: as of `tables.print_group`."""
     return tables.print_group(results_dir, group, console, comparison, ("speedup", "accuracy"), verbose)
 

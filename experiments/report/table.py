@@ -142,14 +142,16 @@ class Table:
     def laid_out(self, width: int) -> tuple[list[list[str]], list[int]]:
         """Headings and rows as they fit into `width` characters, and the widths of the columns that do."""
         headings, rows = self.printed()
-        for give_way in (str, lambda cell: INTERVAL.sub(r"\2\n\1", cell), lambda cell: INTERVAL.sub(r"\2", cell)):
-            lines = [[line[0], *map(give_way, line[1:])] for line in (headings, *rows)]
+        for interval in (r" \1\2", r"\2\n\1", r"\2"):  # as it is, below the value, left out
+            lines = [[line[0], *(INTERVAL.sub(interval, cell) for cell in line[1:])] for line in (headings, *rows)]
             columns = list(zip(*lines, strict=True))
             needed = [max([_longest(c[0].split()), *map(_needed, c[1:])]) for c in columns]
             if _whole(needed) <= width:
                 break
         while len(needed) > 2 and _whole(needed) > width:
             needed.pop()
+        if _whole(needed) > width:
+            needed[0] = max(_longest(cell.split()) for cell in columns[0])
         spare = max(0, width - _whole(needed))
         for place, column in enumerate(columns[: len(needed)]):
             more = min(spare, max(0, max(_longest(cell.split("\n")) for cell in column) - needed[place]))

@@ -15,8 +15,8 @@ from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import record
 from experiments.report.headline import headline
-from experiments.timing import calibrate
 from experiments.runs.command import typed
+from experiments.timing import calibrate
 from launch import lock
 from launch.errors import UserError
 from launch.failure import RunFailed

@@ -90,7 +90,9 @@ def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
     assert typed(monkeypatch, "+exp=bert_squad", "scale=quick") == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("Local: 2 nodes of 2 ranks as processes on this machine, joined by loopback; synthetic data (")
+    assert first.startswith(
+        "Local: 2 nodes of 2 ranks as processes on this machine, joined by loopback; synthetic data ("
+    )
     assert "quick scale: shows step time and bytes, not accuracy." in first
     assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
     monkeypatch.setattr(compare.tables, "write", lambda *a: None)
@@ -331,7 +333,8 @@ def test_make_help_fits_a_terminal_and_lists_every_target_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "near"), [("digts", "make digits"), ("tset", "make test"), ("resnet50_b128", "make exp EXP=resnet50_b128")]
+    ("target", "near"),
+    [("digts", "make digits"), ("tset", "make test"), ("resnet50_b128", "make exp EXP=resnet50_b128")],
 )
 def test_make_with_an_unknown_target(target: str, near: str) -> None:
     done = make(f"VENV={sys.prefix}", target)
