@@ -91,7 +91,7 @@ def test_an_index_takes_both(built: Path) -> None:
 def test_the_papers_are_cited_alike_wherever_they_are() -> None:
     cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     cited = {r["title"]: (r["year"], [a["family-names"] for a in r["authors"]]) for r in cff["references"]}
-    field = r"(title|author|year) += \{(.*)\},?\n"
+    field = r"\b(title|author|year) += \{(.*)\},?\n"
     entries = [dict(re.findall(field, e)) for e in (ROOT / "CITATION.bib").read_text().split("@inproceedings")[1:]]
     authors = [[name.strip("{}") for name in e["author"].split(" and ")] for e in entries]
     assert cited == {e["title"]: (int(e["year"]), a) for e, a in zip(entries, authors, strict=True)}
