@@ -21,29 +21,7 @@ if TYPE_CHECKING:
     from birder.block_scaled import BlockScaled, block_scaled_hook
     from birder.comm import Topology
     from birder.ddp import attach
-    from birder.optimizers import (
-        CSER,
-        EFSGD,
-        LAMB,
-        SGDM,
-        SLAMB,
-        AdamW,
-        BertAdam,
-        Birder,
-        BucketOptimizer,
-        DeepSpeedZeroOneAdam,
-        Lion,
-        OneBitAdam,
-        OneBitLAMB,
-        Plan,
-        QSparseLocalSGD,
-        SigmaDeltaAdam,
-        SLAMBv1,
-        SLAMBv2,
-        SparseLoCo,
-        ZeroOneAdam,
-        overall_ratio,
-    )
+    from birder.optimizers import *
     from birder.virtual import VirtualRanks
 
 __version__ = "0.1.0"

@@ -21,12 +21,14 @@ from birder.comm import (
     Requests,
     StreamPipeline,
     ThreadPipeline,
+    Topology,
     Union,
     finish,
     run,
 )
 from birder.comm.groups import give_back
 from birder.comm.link import backend_for
+from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.exchange import TWICE
@@ -210,11 +212,29 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup) -> Pipeline:
     return ThreadPipeline() if backend_for(group, device) == "gloo" else Pipeline()
 
 
-def check_agreement(link: Link, digest: int, device: torch.device) -> None:
-    """Raises RuntimeError when ranks have different digests."""
-    digests = finish(link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device))).view(-1).tolist()
+def agree(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    optimizer: BucketOptimizer,
+    given: Topology | None,
+    hier: bool,
+    *how: Any,
+) -> Topology:
+    """The topology of the ranks of `group`, once they agree on it, on model and optimizer, and on `how` they attach.
+
+    All ranks call it, before anything else that they do together: those that differ would wait for each other. Raises
+    ValueError for nodes that are not known or unequal, RuntimeError when ranks differ.
+    """
+    topology = agreed_topology(group, device, given, hier)
+    digest = torch.tensor([optimizer.digest(topology, hier, *how)], dtype=torch.int64, device=device)
+    digests = finish(Link(group, topology, ByteCounter()).all_gather(digest)).view(-1).tolist()
     odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise RuntimeError(
             f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them alike"
         )
+    if topology.world_size != dist.get_world_size(group):
+        raise ValueError(
+            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
+        )
+    return topology

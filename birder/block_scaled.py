@@ -18,7 +18,8 @@ A rank sends 2 (n-1)/n (bits/8 + 2/B) bytes for an element: 0.51 of int4 and 1.0
 bf16 takes 2. What is rounded in (5) is not fed back.
 """
 
-# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+from __future__ import annotations
+
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,8 +29,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from birder.attachment import Detached, done, on_thread
+from birder.bucket_hook import bucket_hook
 from birder.comm import ByteCounter, Link, Topology, finish
 from birder.comm.link import backend_for, new_group
+from birder.optimizers.checks import require, require_choice
 
 LARGEST = {"int4": 7.0, "fp8": 448.0}
 """Of each code, Q."""
@@ -61,10 +64,9 @@ class BlockScaled:
         group: dist.ProcessGroup | None = None,
         topology: Topology | None = None,
     ) -> None:
-        if code not in LARGEST:
-            raise ValueError(f"code must be int4 or fp8, got {code!r}")
-        if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
-            raise ValueError(f"block must be an even number of at least 2, got {block!r}")
+        require_choice("code", code, *LARGEST)
+        even = isinstance(block, int) and not isinstance(block, bool) and block >= 2 and block % 2 == 0
+        require(even, "block", block, "an even number of at least 2")
         self.code, self.block, self.error_feedback = code, block, error_feedback
         self.counter = ByteCounter()
         # A group of its own: its messages run beside DDP's, in an order of their own.
@@ -138,9 +140,8 @@ class BlockScaled:
         return buffer.copy_(decode(result, self.code, self.block).view(-1)[:size])
 
 
-def block_scaled_hook(state: BlockScaled, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
-    return state.on_bucket(bucket)
+block_scaled_hook = bucket_hook
+"""The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
 
 
 def encode(rows: Tensor, code: str, block: int) -> Tensor:

@@ -1,6 +1,7 @@
 """`attach`: connects an optimizer of this package to DistributedDataParallel, with the only hook there is, or to FSDP2."""
 
-# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from birder.attachment import (
     Attachment,
     Detached,
-    check_agreement,
+    agree,
     done,
     mark_overflow,
     pipeline_for,
     queue_after_backward,
 )
+from birder.bucket_hook import bucket_hook
 from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase, run
 from birder.comm.groups import borrow
-from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import WIRES, Plan
 from birder.wrappers import check_reducer, unwrap_method, unwrap_model
@@ -141,11 +142,6 @@ class BucketHook:
         return every.then(whole)
 
 
-def hook(state: BucketHook, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
-    return state.on_bucket(bucket)
-
-
 def attach(
     model: nn.Module,
     optimizer: BucketOptimizer,
@@ -167,13 +163,14 @@ def attach(
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
                   torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.
     optimizer:    one of `birder.optimizers`, over (some of) the model's parameters. Accelerate may have wrapped it.
-    mesh:         for FSDP2: replicas x shards, 2-D; parameters are sharded over its second dimension alone
-                  (birder/fsdp.py). `hierarchical` and `communicator` are not for it.
-    hierarchical: nodes are the workers: reduce-scatter inside a node, 1 bit between nodes. For methods that compress.
-    communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
-                  same on every rank. `hierarchical` then has no say.
+    mesh:         which ranks are one worker. With DDP: all of them by itself (1-D, or None), or nodes x ranks per node (2-D):
+                  reduce-scatter inside a node, 1 bit between nodes. With FSDP2: replicas x shards (2-D); parameters are
+                  sharded over its second dimension alone (birder/fsdp.py).
+    hierarchical: the 2-D mesh with the nodes of `topology`. For methods that compress.
     topology:     nodes x ranks per node. When not given, what the launcher says (torchrun, mpirun, srun), or the names of
                   hosts where they differ.
+    communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
+                  same on every rank. `hierarchical` then has no say.
     overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
                   GradScaler (ranks then agree on overflow), whenever you change `p.grad` before `step`, and where a loop
                   sets a hyper-parameter that the method uses during backward between backward and `step`. An optimizer
@@ -187,19 +184,24 @@ def attach(
     has another hook.
     """
     model, optimizer = unwrap_model(model), unwrap_method(optimizer)
-    if mesh is not None:
-        from birder.fsdp import attach_shards  # loads FSDP, which takes its time
-
-        if hierarchical or communicator is not None:
-            raise ValueError("FSDP shards inside a node itself: leave out hierarchical and communicator with mesh=")
-        return attach_shards(
-            model, optimizer, mesh, topology=topology, overlap=overlap, communicate=communicate, unit_mb=unit_mb
-        )
+    if mesh is not None and (hierarchical or communicator is not None):
+        raise ValueError("mesh= says which ranks are one worker: leave out hierarchical and communicator")
     if not isinstance(model, DistributedDataParallel):
+        if mesh is not None:
+            from birder.fsdp import attach_shards  # loads FSDP, which takes its time
+
+            return attach_shards(
+                model, optimizer, mesh, topology=topology, overlap=overlap, communicate=communicate, unit_mb=unit_mb
+            )
         raise TypeError(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first "
             "(one that FSDP's fully_shard made needs mesh=)"
         )
+    if mesh is not None:
+        if topology is not None:
+            raise ValueError("mesh= says which ranks share a node: leave out topology")
+        topology = _nodes(mesh, model.process_group)
+        hierarchical = topology is not None and topology.ranks_per_node > 1
     buckets = _bucket_hook(model)
     names = {p: name for name, p in model.module.named_parameters()}
     mine = {p for g in optimizer.param_groups for p in g["params"]}
@@ -213,21 +215,14 @@ def attach(
     group = model.process_group
     overlap = overlap and optimizer.max_grad_norm is None
     device = next(model.parameters()).device
-    topology = agreed_topology(group, device, topology, hierarchical and communicator is None)
-    # Before anything that ranks do together: those that differ would wait for each other.
-    digest = optimizer.digest(topology, hierarchical, overlap, communicate, unit_mb)
-    agreed = Link(group, topology, ByteCounter())
-    check_agreement(agreed, digest, device)
-    if topology.world_size != dist.get_world_size(group):
-        raise ValueError(
-            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
-        )
+    by_nodes = hierarchical and communicator is None
+    topology = agree(group, device, optimizer, topology, by_nodes, hierarchical, overlap, communicate, unit_mb)
     own: dist.ProcessGroup | None = None
     comm: Communicator | None = None
     pipeline = Pipeline()
     if optimizer.compressed and communicate:
         # A group of its own: these collectives run beside DDP's, in an order of their own.
-        own = borrow(agreed, device)
+        own = borrow(Link(group, topology, ByteCounter()), device)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:
             pipeline = pipeline_for(device, own)
@@ -238,9 +233,19 @@ def attach(
     attachment.replace(names)
     if buckets is None:
         buckets = BucketHook(model)
-        model.register_comm_hook(buckets, hook)
+        model.register_comm_hook(buckets, bucket_hook)
     buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer] + [attachment]
     return attachment
+
+
+def _nodes(mesh: DeviceMesh, group: dist.ProcessGroup) -> Topology | None:
+    """Nodes x ranks per node of a 2-D mesh. Raises ValueError unless the mesh has the ranks of `group`, in their order."""
+    if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != dist.get_process_group_ranks(group):
+        raise ValueError(
+            f"mesh must be nodes x ranks per node over the {dist.get_world_size(group)} ranks of the model, in their order, "
+            f"got {' x '.join(map(str, mesh.shape))}: init_device_mesh(device, (nodes, ranks_per_node))"
+        )
+    return Topology(*mesh.shape) if mesh.ndim == 2 else None
 
 
 def _bucket_hook(model: DistributedDataParallel) -> BucketHook | None:

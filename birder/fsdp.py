@@ -26,10 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from birder.attachment import Attachment, check_agreement, pipeline_for, queue_after_backward
-from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology, finish
+from birder.attachment import Attachment, agree, pipeline_for, queue_after_backward
+from birder.comm import Link, Pipeline, Replicas, Topology, finish
 from birder.comm.link import backend_for, new_group
-from birder.comm.nodes import agreed as agreed_topology
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import gradient, local
@@ -129,9 +128,7 @@ def attach_shards(
     when ranks disagree.
     """
     if not isinstance(model, FSDPModule):
-        raise TypeError(f"with mesh= attach needs a model that fully_shard made, got {type(model).__name__}")
-    if not isinstance(optimizer, BucketOptimizer):
-        raise TypeError(f"attach needs an optimizer of the birder package, got {type(optimizer).__name__}")
+        raise TypeError(f"with mesh= attach needs DDP or a model that fully_shard made, got {type(model).__name__}")
     if not optimizer.on_shards:
         raise TypeError(
             f"{type(optimizer).__name__} works on whole parameters, FSDP shards them: use Birder, OneBitAdam, OneBitLAMB "
@@ -141,13 +138,10 @@ def attach_shards(
     _check_parameters(model, optimizer, mesh)
     overlap = overlap and optimizer.max_grad_norm is None
     device = local(next(model.parameters())).device
-    topology = agreed_topology(_world(), device, topology, False)
-    digest = optimizer.digest(topology, tuple(mesh.shape), overlap, communicate, unit_mb)
-    check_agreement(Link(_world(), topology, ByteCounter()), digest, device)
-    if not topology.world_size == mesh.size() == dist.get_world_size():
+    topology = agree(_world(), device, optimizer, topology, False, tuple(mesh.shape), overlap, communicate, unit_mb)
+    if mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the world has {dist.get_world_size()} ranks, the mesh {mesh.size()}, the topology {topology.world_size}: "
-            "all three must be the whole world"
+            f"the world has {dist.get_world_size()} ranks, the mesh {mesh.size()}: it must be the whole world"
         )
     replica, shard = mesh.get_coordinate() or (0, 0)
     peers = mesh.mesh[:, shard].tolist()

@@ -80,7 +80,7 @@ def _meta(attachment: ShardAttachment) -> str:
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     replicas = attachment.mesh.size(0)
     return json.dumps({
-        "method": type(optimizer).__name__, "steps": optimizer.steps, "replicas": replicas, "groups": groups
+        "method": optimizer.kind, "steps": optimizer.steps, "replicas": replicas, "groups": groups
     })  # fmt: skip
 
 

@@ -5,10 +5,10 @@ For accuracy at many workers without as many processes: one model, one process, 
 (birder/comm/virtual.py). Never for times.
 """
 
-# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.attachment import mark_overflow
+from birder.attachment import done, mark_overflow
+from birder.bucket_hook import bucket_hook
 from birder.comm import ByteCounter, Communicator, Requests, Topology
 from birder.comm.runtime import OwnTurn, lockstep
 from birder.comm.virtual import communicators, links, ring_sum
@@ -117,7 +118,7 @@ class VirtualRanks:
         self._states = [self._random() for _ in range(self.size)]
         if seeds is not None:
             self.seed(seeds)
-        model.register_comm_hook(self, hook)
+        model.register_comm_hook(self, bucket_hook)
         self._load(0)
 
     def seed(self, seeds: Sequence[int]) -> None:
@@ -209,10 +210,14 @@ class VirtualRanks:
         """Bytes of optimizer state, of all ranks together."""
         return self._equal * sum(optimizer.state_bytes() for optimizer in self._bound)
 
-    def note(self, bucket: dist.GradBucket) -> None:
-        """Keeps which parameters a bucket holds: rank 0's, whose first backward precedes DDP's rebuilding of its buckets."""
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Leaves a bucket as it is, since nothing is sent during backward, and keeps which parameters it holds.
+
+        Rank 0's, whose first backward precedes DDP's rebuilding of its buckets.
+        """
         if self._here == 0:
             self._buckets.append(list(bucket.parameters()))
+        return done(bucket.buffer())
 
     def _average(self) -> None:
         """What DDP's all-reduce leaves in the gradients of all ranks."""
@@ -261,14 +266,6 @@ class VirtualRanks:
         torch.set_rng_state(state[0])
         if len(state) > 1:
             torch.cuda.set_rng_state(state[1], self._device)
-
-
-def hook(state: VirtualRanks, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Leaves a bucket as it is: nothing is sent during backward."""
-    state.note(bucket)
-    future: Future[Any] = Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:

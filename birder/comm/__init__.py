@@ -21,34 +21,3 @@ from birder.comm.requests import (
 from birder.comm.runtime import Pipeline, StreamPipeline, ThreadPipeline, run
 from birder.comm.topology import Topology
 from birder.comm.trace import Span, Trace
-
-__all__ = [
-    "AcrossHolders",
-    "AllGather",
-    "AllToAll",
-    "ByteCounter",
-    "Communicator",
-    "GatherRanks",
-    "GatherShards",
-    "GatherWorkers",
-    "Hierarchical",
-    "Link",
-    "Mean",
-    "Pipeline",
-    "Replicas",
-    "Request",
-    "Requests",
-    "ShardMean",
-    "SingleProcess",
-    "Span",
-    "StreamPipeline",
-    "ThreadPipeline",
-    "Topology",
-    "Total",
-    "Trace",
-    "TwoPhase",
-    "Union",
-    "WorkerMean",
-    "finish",
-    "run",
-]

@@ -33,43 +33,11 @@ from birder.kernels.reference import ratio
 from birder.kernels.reference_feedback import partial_sums
 from birder.kernels.reference_sigma import adam_moments, settle
 
-__all__ = [
-    "adam_moments",
-    "add_average",
-    "add_message",
-    "add_momentum",
-    "apply_bits",
-    "assemble",
-    "average_signs",
-    "binarize",
-    "chosen_blocks",
-    "encode",
-    "message_bytes",
-    "modulate",
-    "modulate_adam",
-    "move_adam",
-    "owned",
-    "pack_signs",
-    "partial_sums",
-    "random_mask",
-    "ratio",
-    "reduce_bits",
-    "scales_of",
-    "serve_sigma",
-    "settle",
-    "split_signs",
-    "sum_squares",
-    "take",
-    "unpack",
-    "unseen_blocks",
-    "write_signs",
-]
-
 
 @functools.cache
 def _cpu() -> ModuleType:
     try:
-        import numba  # noqa: F401
+        import numba
     except Exception as error:  # not there; or it, or its LLVM, does not load
         missing = isinstance(error, ModuleNotFoundError) and error.name == "numba"
         why = "numba is not installed" if missing else f"numba does not load ({_reason(error)})"

@@ -16,27 +16,3 @@ from birder.optimizers.sigma_delta import SigmaDeltaAdam
 from birder.optimizers.slamb import SLAMB, SLAMBv1, SLAMBv2
 from birder.optimizers.sparse_loco import SparseLoCo
 from birder.optimizers.zero_one_adam import DeepSpeedZeroOneAdam, ZeroOneAdam
-
-__all__ = [
-    "CSER",
-    "EFSGD",
-    "LAMB",
-    "SGDM",
-    "SLAMB",
-    "AdamW",
-    "BertAdam",
-    "Birder",
-    "BucketOptimizer",
-    "DeepSpeedZeroOneAdam",
-    "Lion",
-    "OneBitAdam",
-    "OneBitLAMB",
-    "Plan",
-    "QSparseLocalSGD",
-    "SLAMBv1",
-    "SLAMBv2",
-    "SigmaDeltaAdam",
-    "SparseLoCo",
-    "ZeroOneAdam",
-    "overall_ratio",
-]

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from birder.comm import Communicator, Pipeline, Requests, SingleProcess, run
+from birder.comm import Communicator, GatherRanks, Pipeline, Requests, SingleProcess, run
 from birder.comm.runtime import asking
 from birder.optimizers import relayout
-from birder.optimizers.checks import check_parameter, require_number
-from birder.optimizers.contract import Method
+from birder.optimizers.checks import check_gradient, check_parameter, require_number
+from birder.optimizers.contract import Method, Plan
 from birder.optimizers.exchange import GradientExchange
 from birder.optimizers.layout import make_units, round_up, sharded
 from birder.optimizers.shards import lay_out
@@ -26,6 +26,10 @@ AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
     "layers after attach instead, with find_unused_parameters=True"
 )
+
+
+REFUSES = 2
+"""What a rank says that cannot take a step; 1: it can, 0: it has no gradient."""
 
 
 class BucketOptimizer(GradientExchange, MethodState):
@@ -55,15 +59,7 @@ class BucketOptimizer(GradientExchange, MethodState):
     Raises ValueError for arguments out of range, and for parameters that are not fp32.
     """
 
-    _stepping = False
-    """Whether `step` has begun and not ended."""
-    _in_backward = False
-    """Whether an attachment takes messages during backward, in steps that are not DENSE."""
-    attachment: Any = None
-    """The `birder.attachment.Attachment` that `attach` made last."""
     _unit_mb = 25.0
-    _unstepped = False
-    """Whether a backward pass has sent, or will send, messages for a step that has not come yet."""
 
     # ---- binding ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +80,7 @@ class BucketOptimizer(GradientExchange, MethodState):
                 )
             self.pipeline.wait()
             saved = relayout.taken(self)
-            self._where = {}
+            self._where, self.state, self._shown = {}, self._others(), {}
         self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
         if self._sharded and comm is None:
             raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
@@ -105,6 +101,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         self._watch.forget()
         if saved is not None:
             relayout.put_back(self, saved)
+        self._show(self.units)
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:
             self.load_state_dict(pending)
@@ -134,7 +131,7 @@ class BucketOptimizer(GradientExchange, MethodState):
             + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
-        text = repr((type(self).__name__, options, groups, more))
+        text = repr((self.kind, options, groups, more))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     # ---- the step --------------------------------------------------------------------------------------------------
@@ -180,17 +177,52 @@ class BucketOptimizer(GradientExchange, MethodState):
         if not self._feeding and all(p.grad is None for p in self._where):
             self._watch.forget()
             return False
+        for p in self._where if not self._feeding else ():
+            if p.grad is not None:
+                check_gradient(p.grad)
         self._refresh_shards()
         self._check_options()
         self._check_fingerprint()
         self._check_untouched()
         self._check_weights()
+        self._check_shown()
         self.check_step(self.steps + 1)
         return True
 
+    def _all_ready(self) -> Requests[bool]:
+        """`_ready`. Where ranks meet in `step` alone (overlap=False, or clipping), and one refuses the step, all do.
+
+        Elsewhere, and on a GPU, where the host would wait, the others are left to the process group's timeout.
+        """
+        comm, attached = self.comm, self.attachment is not None and self.attachment.communicate
+        meets = (
+            attached and self.compressed and not self._in_backward and comm.holders == 1 and self.device.type == "cpu"
+        )
+        meets = meets and self.plan(self.steps + 1) is not Plan.SKIP
+        ready, refused = False, None
+        try:
+            ready = self._ready()
+        except Exception as error:
+            if not meets:
+                raise
+            refused = error
+        if not meets:
+            return ready
+        mine = torch.tensor([REFUSES if refused is not None else int(ready)], dtype=torch.int64)
+        said = (yield GatherRanks(mine, counted=False)).view(-1).tolist()
+        if refused is not None:
+            raise refused
+        if REFUSES in said:
+            raise RuntimeError(f"rank {said.index(REFUSES)} has refused this step, and says why: no rank has taken it")
+        if len(set(said)) > 1:
+            raise RuntimeError(
+                f"rank {said.index(0)} has no gradient at all in this step, rank {said.index(1)} has some"
+            )
+        return ready
+
     def stepping(self) -> Requests[None]:
         """One update, for a driver to perform: `step` does so at once."""
-        if not self._ready():
+        if not (yield from self._all_ready()):
             return
         step = self.steps + 1
         plan = self.plan(step)
@@ -210,6 +242,7 @@ class BucketOptimizer(GradientExchange, MethodState):
             for unit in {unit.index: unit for unit, _, _ in still}.values():
                 self.watch.follow(unit)
         self._note_moves(plan)
+        self._show(unit for unit in self.units if unit.shown != tuple(unit.state))
         trace.end_step()
         self.steps, self._stepping = step, False
         if type(self).after_update is not Method.after_update:

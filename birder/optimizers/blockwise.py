@@ -20,7 +20,7 @@ from birder.comm import Mean, Requests
 from birder.compress.blocks import Blocks
 from birder.compress.sparse import COMPRESSORS, SHARED, Largest
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import require, require_choice, whole_number
+from birder.optimizers.checks import require, require_choice, require_whole
 from birder.optimizers.contract import WIRES
 from birder.optimizers.layout import Unit
 from birder.optimizers.psync import Sent, SentAlike, SentOwn
@@ -60,7 +60,7 @@ class BlockwiseSGD(BucketOptimizer):
         require(known, "compressor", compressor, "one of " + ", ".join(COMPRESSORS))
         self.compressor = compressor
         require_choice("variant", variant, "paper", "released")
-        self.block, self.variant = whole_number("block", block), variant
+        self.block, self.variant = require_whole("block", block), variant
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults, **options)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
+import warnings
 from typing import Any
 
 import torch
@@ -30,10 +32,11 @@ def require_choice(name: str, value: Any, *choices: str) -> None:
     require(isinstance(value, str) and value in choices, name, value, f"{', '.join(first)} or {last}")
 
 
-def require_whole(name: str, value: Any, minimum: int = 1) -> None:
-    """Raises ValueError unless `value` is a whole number, `minimum` or more. True is none."""
+def require_whole(name: str, value: Any, minimum: int = 1) -> int:
+    """`value`; raises ValueError unless it is a whole number, `minimum` or more. True is none."""
     ok = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MOST
     require(ok, name, value, f"a whole number >= {minimum}")
+    return int(value)
 
 
 def is_number(value: Any) -> bool:
@@ -93,7 +96,7 @@ def check_gradient(g: torch.Tensor) -> None:
         raise RuntimeError("gradients must be dense, got a sparse one: use torch.nn.Embedding(..., sparse=False)")
 
 
-def whole_number(name: str, value: Any) -> int:
-    """`value`, if it is a whole number from 1; raises ValueError."""
-    require_whole(name, value)
-    return int(value)
+@functools.cache
+def warn_of_old_way(old: str, new: str) -> None:
+    """Says once in a process what to write instead."""
+    warnings.warn(f"{old} is an old way to say {new}: use that", FutureWarning, stacklevel=4)

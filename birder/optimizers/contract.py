@@ -12,8 +12,7 @@ from torch import Tensor
 from birder.comm import Communicator, Pipeline, Requests, SingleProcess
 from birder.optimizers.checks import require, require_number
 from birder.optimizers.layout import ALIGN, Unit
-from birder.optimizers.parameter_watch import ParameterWatch
-from birder.optimizers.watch import GradientWatch, Marks
+from birder.optimizers.watch import GradientWatch, Marks, ParameterWatch
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types that a dense all-reduce can carry."""
@@ -88,6 +87,13 @@ class Method(torch.optim.Optimizer):
         self.seed = seed
         self.steps = 0
         """Completed steps. A step that a GradScaler skips does not count."""
+        self.disconnect()
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            self.check_group(group)
+
+    def disconnect(self) -> None:
+        """Begins without units and peers: what a copy does not take over."""
         self.units: list[Unit] = []
         self.comm: Communicator = SingleProcess()
         self.pipeline = Pipeline()
@@ -103,16 +109,28 @@ class Method(torch.optim.Optimizer):
         """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""
         self._read: list[dict[str, Any]] | None = None
         """The hyper-parameters of each group that messages have been made with."""
+        self._shown: dict[Tensor, dict[str, Tensor]] = {}
+        """By parameter: the views of `unit.state` that are in `self.state`."""
         self.watch = ParameterWatch()
         """Of methods that keep a model of the last synchronisation."""
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            self.check_group(group)
+        self._stepping = False
+        """Whether `step` has begun and not ended."""
+        self._in_backward = False
+        """Whether an attachment takes messages during backward, in steps that are not DENSE."""
+        self._unstepped = False
+        """Whether a backward pass has sent, or will send, messages for a step that has not come yet."""
+        self.attachment: Any = None
+        """The `birder.attachment.Attachment` that `attach` made last."""
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError when a hyper-parameter of the group is out of range."""
         require_number("lr", group["lr"])
         require_number("weight_decay", group["weight_decay"])
+
+    @property
+    def kind(self) -> str:
+        """By what name checkpoints and other ranks know the method."""
+        return type(self).__name__
 
     @property
     def alignment(self) -> int:

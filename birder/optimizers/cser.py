@@ -13,7 +13,7 @@ Implementation I, rank i, with e_i = 0 at first (Algorithm 2; with momentum Algo
 
 z = x_i - e_i is the same on all ranks: z = z - mean_j C2(p_j), and in (3) z = z + mean_j C1(e_j). It is z that is kept here,
 at first x, and e_i = x_i - z: whatever the caller does to x_i (clips it, loads another) is then a part of e_i, and averaged.
-With top_k, after such a change, (3) is followed by x_i = z = mean_j x_j, sent in fp32 (parameter_watch.py).
+With top_k, after such a change, (3) is followed by x_i = z = mean_j x_j, sent in fp32 (watch.py).
 
 Implementation II is the same in exact arithmetic when all ranks choose the same coordinates, as they do with all compressors
 but top_k, and keeps no z:
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests
 from birder.optimizers.blockwise import BlockwiseSGD
-from birder.optimizers.checks import require, require_choice, whole_number
+from birder.optimizers.checks import require, require_choice, require_whole
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.psync import SentAlike
@@ -109,9 +109,9 @@ class CSER(BlockwiseSGD):
         **options: Any,
     ) -> None:
         none = gradient_ratio is None or (isinstance(gradient_ratio, float) and gradient_ratio == math.inf)
-        self.gradient_ratio = None if none else whole_number("gradient_ratio", gradient_ratio)
-        self.model_ratio = whole_number("model_ratio", model_ratio)
-        self.reset_every = whole_number("reset_every", reset_every)
+        self.gradient_ratio = None if none else require_whole("gradient_ratio", gradient_ratio)
+        self.model_ratio = require_whole("model_ratio", model_ratio)
+        self.reset_every = require_whole("reset_every", reset_every)
         require_choice("implementation", implementation, "I", "II")
         self.implementation = implementation
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from birder.comm import Requests
 from birder.optimizers.blockwise import BlockwiseSGD
-from birder.optimizers.checks import whole_number
+from birder.optimizers.checks import require_whole
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
@@ -54,7 +54,7 @@ class EFSGD(BlockwiseSGD):
         compressor: str = "blocks",
         **options: Any,
     ) -> None:
-        self.ratio = whole_number("ratio", ratio)
+        self.ratio = require_whole("ratio", ratio)
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
 
     def decay_in_momentum(self) -> bool:

@@ -68,6 +68,8 @@ class Unit:
     """(place in the flat buffers, element number) where each run of consecutive numbers begins; none: one from `start`."""
     padded: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()
+    """Names of the states of which there are views in `optimizer.state`."""
     grad: Tensor | None = None
     result: Any = None
     buffers: dict[str, Tensor] = field(default_factory=dict)

@@ -9,7 +9,6 @@ The compressors are those of birder/compress/sparse.py.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -20,40 +19,23 @@ from birder.compress.blocks import Blocks
 from birder.compress.sparse import Largest
 
 
-class Sent(ABC):
-    """C(v_i) of this rank, and mean_j C(v_j), the same on all ranks."""
-
-    @abstractmethod
-    def clear(self, v: Tensor) -> None:
-        """r_i, in the place of v_i."""
-
-    @abstractmethod
-    def put_mean(self, r: Tensor) -> None:
-        """v'_i, in the place of r_i as `clear` has left it."""
-
-    @abstractmethod
-    def add_mean(self, flat: Tensor, sign: int = 1) -> None:
-        """Adds mean_j C(v_j) to any vector; with sign -1 takes it away."""
-
-    @abstractmethod
-    def change(self, v: Tensor) -> Tensor:
-        """v'_i - v_i = mean_j C(v_j) - C(v_i), fp32 of v's size; v_i as it was before `clear`."""
-
-
 @dataclass(frozen=True)
-class SentAlike(Sent):
-    """All ranks have chosen the same elements. mean: fp32[k], compact."""
+class SentAlike:
+    """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements. mean: fp32[k], compact."""
 
     chosen: Blocks
     mean: Tensor
 
     def clear(self, v: Tensor) -> None:
+        """r_i, in the place of v_i."""
         self.chosen.clear(v)
 
     def put_mean(self, r: Tensor) -> None:
+        """v'_i, in the place of r_i as `clear` has left it."""
         self.chosen.scatter(r, self.mean)
 
     def add_mean(self, flat: Tensor, sign: int = 1) -> None:
+        """Adds mean_j C(v_j) to any vector; with sign -1 takes it away."""
         self.chosen.scatter(flat, self.chosen.gather(flat).add_(self.mean, alpha=sign))
 
     def set_mean(self, now: Tensor, own: Tensor) -> None:
@@ -61,14 +43,15 @@ class SentAlike(Sent):
         self.chosen.scatter(now, self.chosen.gather(now).sub_(own).add_(self.mean))
 
     def change(self, v: Tensor) -> Tensor:
+        """v'_i - v_i = mean_j C(v_j) - C(v_i), fp32 of v's size; v_i as it was before `clear`."""
         made = torch.zeros_like(v)
         self.chosen.scatter(made, self.mean - self.chosen.gather(v))
         return made
 
 
 @dataclass(frozen=True)
-class SentOwn(Sent):
-    """Every rank has chosen elements of its own. mean: fp32[d], of whole size."""
+class SentOwn:
+    """The same where every rank has chosen elements of its own. mean: fp32[d], of whole size."""
 
     own: Largest
     mean: Tensor
@@ -97,3 +80,6 @@ class SentOwn(Sent):
         made = self.mean.clone()
         self.own.clear(made)
         return made
+
+
+Sent = SentAlike | SentOwn

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests
 from birder.optimizers.blockwise import BlockwiseSGD
-from birder.optimizers.checks import whole_number
+from birder.optimizers.checks import require_whole
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
@@ -59,7 +59,7 @@ class QSparseLocalSGD(BlockwiseSGD):
         compressor: str = "blocks",
         **options: Any,
     ) -> None:
-        self.ratio, self.sync_every = whole_number("ratio", ratio), whole_number("sync_every", sync_every)
+        self.ratio, self.sync_every = require_whole("ratio", ratio), require_whole("sync_every", sync_every)
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
 
     def plan(self, step: int) -> Plan:

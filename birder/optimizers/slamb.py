@@ -39,12 +39,121 @@ from birder.compress.masks import cyclic_chunks, random_mask
 from birder.late import Late
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import pair, require_choice, require_flag, require_number, require_whole
+from birder.optimizers.checks import (
+    pair,
+    require_choice,
+    require_flag,
+    require_number,
+    require_whole,
+    warn_of_old_way,
+)
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 
 SMALLEST = 2.0**-15
 """Smallest share of elements sent in a step."""
+
+
+class Rules:
+    """The paper's, where the released code's forms differ."""
+
+    form = "paper"
+    first_sync = 0
+    """sync_phase where none is given."""
+
+    def init_ages(self, slamb: SLAMB, unit: Unit) -> None:
+        """The state from which `freshness` follows."""
+        unit.state["tau"] = unit.zeros(dtype=torch.uint8 if slamb.tau_limit == 255 else torch.int16)
+
+    def choose(self, slamb: SLAMB, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        """Writes M_t for parameter i into `view`, bool in its shape."""
+        p, start = unit.params[i], unit.start + unit.offsets[i]
+        mask = random_mask(p.numel(), slamb.fraction, seed=slamb.seed, step=step, start=start, device=unit.device)
+        view.copy_(mask.view(p.shape))
+
+    def grow_older(self, slamb: SLAMB, unit: Unit, mask: Tensor) -> None:
+        """tau of (3)."""
+        tau = unit.state["tau"]
+        tau.add_(tau < slamb.tau_limit).mul_(~mask)
+
+    def freshness(self, slamb: SLAMB, unit: Unit, i: int, step: int) -> Tensor:
+        """s of (3) for parameter i, fp32 in its shape."""
+        return slamb.look_up(slamb.tau_limit + 1, unit.view(unit.state["tau"], i))
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        """What is added to sqrt(v), with root = sqrt(1 - beta2^t): by (4) eps is added to the corrected root."""
+        return eps * root
+
+    def move(self, slamb: SLAMB, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        """(5) and (6) of parameter i."""
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], slamb.min_coeff, slamb.max_coeff
+        r, x = slamb.direction(unit, i, step), p.float()
+        if slamb.is_dense(p):
+            rate = slamb.ratio(x, r, 1.0).clamp_(low, high).mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1 = slamb.ratio(x * fresh, r * fresh, 1.0).clamp_(low, high)  # (5)
+            phi0 = slamb.ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, high)
+            s = self.freshness(slamb, unit, i, step)
+            rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / slamb.comm.world_size**0.5))
+        if decay:
+            r.add_(x * decay)
+        p.sub_(r.mul_(rate))  # (6)
+
+
+class Fused(Rules):
+    """Of v2."""
+
+    form, first_sync = "v2", 1
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        return eps
+
+
+class Plain(Rules):
+    """Of v1."""
+
+    form, first_sync = "v1", 1
+
+    def init_ages(self, slamb: SLAMB, unit: Unit) -> None:
+        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if slamb.chunks <= 256 else torch.int16)
+        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
+            if not slamb.is_dense(p):
+                start = unit.start + offset
+                chunks = cyclic_chunks(p.numel(), slamb.chunks, seed=slamb.seed, start=start, device=unit.device)
+                view.copy_(chunks.view(p.shape))
+
+    def choose(self, slamb: SLAMB, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        torch.eq(unit.view(unit.state["chunk"], i), step % slamb.chunks, out=view)
+
+    def grow_older(self, slamb: SLAMB, unit: Unit, mask: Tensor) -> None:
+        """tau follows from the number of the chunk."""
+
+    def freshness(self, slamb: SLAMB, unit: Unit, i: int, step: int) -> Tensor:
+        chunk = unit.view(unit.state["chunk"], i).int()
+        # Before its first turn an element is as old as the run.
+        return slamb.look_up(slamb.chunks, chunk.neg_().add_(step).remainder_(slamb.chunks).clamp_(max=step))
+
+    def move(self, slamb: SLAMB, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], slamb.min_coeff, slamb.max_coeff
+        r, x = slamb.direction(unit, i, step), p.float()
+        if decay:
+            r.add_(x * decay)
+        if slamb.is_dense(p):
+            rate = slamb.ratio(x, r, 1.0)  # (5')
+            if p.dim() > 1:
+                rate.clamp_(low, high)
+            rate.mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1, phi0 = slamb.ratio(x * fresh, r * fresh, 1.0), slamb.ratio(x * ~fresh, r * ~fresh, 1.0)
+            s = self.freshness(slamb, unit, i, step)
+            phi = (s * phi1 + (1 - s) * phi0).clamp_(low, high)
+            rate = phi.mul_(s * lr + (1 - s) * (lr / slamb.comm.world_size**0.5))
+        p.sub_(r.mul_(rate))  # (6')
+
+
+FORMS = {rules.form: rules for rules in (Rules(), Fused(), Plain())}
 
 
 class SLAMB(BucketOptimizer):
@@ -54,18 +163,16 @@ class SLAMB(BucketOptimizer):
     beta3:       what a step without being averaged leaves of an element's weight as a fresh one, in [0, 1].
     fraction:    k, the share of elements sent in a step, in [2^-15, 1].
     sync_every:  H, steps from one averaging of the parameters to the next.
-    sync_phase:  they are averaged in steps t with t mod H = sync_phase mod H. None: 0; 1 with form="v1" or "v2".
+    sync_phase:  they are averaged in steps t with t mod H = sync_phase mod H. None: 0; 1 in the released code's forms.
     dense_below: tensors of fewer elements are sent whole, as are those of one dimension.
-    form:        "paper": (1)-(7), with a mask drawn anew in every step. "v2": the released code's fused form: the same, but
-                 eps is added to the uncorrected root. "v1": the released code's plain form: the mask goes through the
-                 int(1/k) chunks of a fixed random permutation, chunk t mod int(1/k) in step t; (5') and (6').
+    form:        old: "v1" and "v2" are the classes `SLAMBv1` and `SLAMBv2`.
     unseen:      what an element does of which v_i is 0, because only other ranks have had a gradient there. "step": (4) as it
                  stands; the step is of size m_i/eps. "hold" (this project's): r is 0 there.
     min_coeff, max_coeff: bounds of layer-wise ratios.
     bias_correction: divide by 1 - beta^t in (4).
     options:     wire (of the momentum), max_grad_norm, seed (of the masks); see `BucketOptimizer`.
 
-    State, rank-local: m and v, fp32[d], and tau, uint8[d] (int16 where 8 bits could be too few); with form="v1" instead of
+    State, rank-local: m and v, fp32[d], and tau, uint8[d] (int16 where 8 bits could be too few); `SLAMBv1` has instead of
     tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows. Between steps also the
     mask of the next one, bool[d], drawn ahead so that the host need not wait for the number of its elements.
 
@@ -76,8 +183,8 @@ class SLAMB(BucketOptimizer):
     local_models: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay"})
-    first_sync: ClassVar[int] = 0
-    """sync_phase where none is given."""
+    rules = FORMS["paper"]
+    """What the released code's forms have in the place of the paper's."""
 
     def __init__(
         self,
@@ -110,12 +217,13 @@ class SLAMB(BucketOptimizer):
         require_number("max_coeff", max_coeff)
         require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
         require_flag("bias_correction", bias_correction)
+        if form not in ("paper", self.rules.form):
+            warn_of_old_way(f"SLAMB(form={form!r})", f"birder.SLAMB{form}(...)")
+            self.rules = FORMS[form]
         self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
-        self.form, self.unseen = form, unseen
-        if type(self) is SLAMB and form != "paper":
-            self.__class__ = SLAMBv1 if form == "v1" else SLAMBv2
+        self.form, self.unseen = self.rules.form, unseen
         self.sync_every = sync_every
-        self.sync_phase = self.first_sync if sync_phase is None else sync_phase
+        self.sync_phase = self.rules.first_sync if sync_phase is None else sync_phase
         self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
         self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
@@ -126,6 +234,10 @@ class SLAMB(BucketOptimizer):
         super().check_group(group)
         check_adam(group)
         require_number("eps", group["eps"], "above 0", above=True)
+
+    @property
+    def kind(self) -> str:
+        return f"SLAMB{self.form}" if type(self) is SLAMB and self.form != "paper" else type(self).__name__
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED
@@ -147,11 +259,7 @@ class SLAMB(BucketOptimizer):
     def init_unit(self, unit: Unit) -> None:
         unit.state["m"] = unit.zeros()
         unit.state["v"] = unit.zeros()
-        self.init_ages(unit)
-
-    def init_ages(self, unit: Unit) -> None:
-        """The state from which `freshness` follows."""
-        unit.state["tau"] = unit.zeros(dtype=torch.uint8 if self.tau_limit == 255 else torch.int16)
+        self.rules.init_ages(self, unit)
 
     def mask(self, unit: Unit, step: int) -> Tensor:
         """M_t of (2): bool[padded], the same on all ranks."""
@@ -160,14 +268,8 @@ class SLAMB(BucketOptimizer):
             if self.is_dense(p):
                 view.fill_(True)
             else:
-                self.choose(unit, i, step, view)
+                self.rules.choose(self, unit, i, step, view)
         return mask
-
-    def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
-        """Writes M_t for parameter i into `view`, bool in its shape."""
-        p, start = unit.params[i], unit.start + unit.offsets[i]
-        mask = random_mask(p.numel(), self.fraction, seed=self.seed, step=step, start=start, device=unit.device)
-        view.copy_(mask.view(p.shape))
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         m, v, (beta1, beta2) = unit.state["m"], unit.state["v"], unit.group["betas"]
@@ -177,13 +279,8 @@ class SLAMB(BucketOptimizer):
         chosen = torch.nonzero_static(mask, size=count).view(-1)
         if count:  # the same on all ranks
             m.index_copy_(0, chosen, (yield Mean(m.index_select(0, chosen), WIRES[self.wire])))  # (2)
-        self.grow_older(unit, mask)
+        self.rules.grow_older(self, unit, mask)  # tau of (3)
         unit.result = mask
-
-    def grow_older(self, unit: Unit, mask: Tensor) -> None:
-        """tau of (3)."""
-        tau = unit.state["tau"]
-        tau.add_(tau < self.tau_limit).mul_(~mask)
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
         """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
@@ -200,10 +297,6 @@ class SLAMB(BucketOptimizer):
     def forget_derived(self) -> None:
         self._ahead.clear()
 
-    def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
-        """s of (3) for parameter i, fp32 in its shape."""
-        return self.look_up(self.tau_limit + 1, unit.view(unit.state["tau"], i))
-
     def look_up(self, ages: int, age: Tensor) -> Tensor:
         """beta3^age for whole numbers below `ages`, fp32 in the shape of `age`."""
         if age.device not in self._powers:
@@ -214,92 +307,33 @@ class SLAMB(BucketOptimizer):
     def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
             for i, p in enumerate(unit.params):
-                self.move(unit, i, p, step)
+                self.rules.move(self, unit, i, p, step)
         if self.syncs(step):
             yield from self.average_parameters()  # (7)
 
-    def _direction(self, unit: Unit, i: int, step: int) -> Tensor:
+    def direction(self, unit: Unit, i: int, step: int) -> Tensor:
         """r of (4) for parameter i, in a new tensor."""
         beta1, beta2 = unit.group["betas"]
         first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
-        eps = self.scaled_eps(unit.group["eps"], root)
+        eps = self.rules.scaled_eps(unit.group["eps"], root)
         v = unit.view(unit.state["v"], i)
         r = unit.view(unit.state["m"], i).div(v.sqrt().add_(eps)).mul_(root / first)
         return r.masked_fill_(v == 0, 0.0) if self.unseen == "hold" else r
 
-    def scaled_eps(self, eps: float, root: float) -> float:
-        """What is added to sqrt(v), with root = sqrt(1 - beta2^t): by (4) eps is added to the corrected root."""
-        return eps * root
-
     @staticmethod
-    def _ratio(x: Tensor, r: Tensor, otherwise: float) -> Tensor:
+    def ratio(x: Tensor, r: Tensor, otherwise: float) -> Tensor:
         """|x|/|r|, fp32[]; `otherwise` where one of them is 0."""
         x_norm, r_norm = torch.linalg.vector_norm(x), torch.linalg.vector_norm(r)
         return torch.where((x_norm > 0) & (r_norm > 0), x_norm / r_norm, otherwise)
 
-    def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
-        lr, decay = unit.group["lr"], unit.group["weight_decay"]
-        r, x = self._direction(unit, i, step), p.float()
-        if self.is_dense(p):
-            rate = self._ratio(x, r, 1.0).clamp_(self.min_coeff, self.max_coeff).mul_(lr)
-        else:
-            fresh = unit.view(unit.result, i)
-            phi1 = self._ratio(x * fresh, r * fresh, 1.0).clamp_(self.min_coeff, self.max_coeff)  # (5)
-            phi0 = self._ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, self.max_coeff)
-            s = self.freshness(unit, i, step)
-            rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / self.comm.world_size**0.5))
-        if decay:
-            r.add_(x * decay)
-        p.sub_(r.mul_(rate))  # (6)
+
+class SLAMBv1(SLAMB):
+    """SLAMB by the released code's plain form: chunks of a fixed permutation in the place of (2); (5') and (6')."""
+
+    rules = FORMS["v1"]
 
 
 class SLAMBv2(SLAMB):
-    """What `SLAMB(form="v2")` makes."""
+    """SLAMB by the released code's fused form: as the paper's, with eps beside the uncorrected root in (4)."""
 
-    first_sync: ClassVar[int] = 1
-
-    def scaled_eps(self, eps: float, root: float) -> float:
-        return eps
-
-
-class SLAMBv1(SLAMB):
-    """What `SLAMB(form="v1")` makes."""
-
-    first_sync: ClassVar[int] = 1
-
-    def init_ages(self, unit: Unit) -> None:
-        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if self.chunks <= 256 else torch.int16)
-        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
-            if not self.is_dense(p):
-                start = unit.start + offset
-                chunks = cyclic_chunks(p.numel(), self.chunks, seed=self.seed, start=start, device=unit.device)
-                view.copy_(chunks.view(p.shape))
-
-    def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
-        torch.eq(unit.view(unit.state["chunk"], i), step % self.chunks, out=view)
-
-    def grow_older(self, unit: Unit, mask: Tensor) -> None:
-        """tau follows from the number of the chunk."""
-
-    def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
-        chunk = unit.view(unit.state["chunk"], i).int()
-        # Before its first turn an element is as old as the run.
-        return self.look_up(self.chunks, chunk.neg_().add_(step).remainder_(self.chunks).clamp_(max=step))
-
-    def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
-        lr, decay = unit.group["lr"], unit.group["weight_decay"]
-        r, x = self._direction(unit, i, step), p.float()
-        if decay:
-            r.add_(x * decay)
-        if self.is_dense(p):
-            rate = self._ratio(x, r, 1.0)  # (5')
-            if p.dim() > 1:
-                rate.clamp_(self.min_coeff, self.max_coeff)
-            rate.mul_(lr)
-        else:
-            fresh = unit.view(unit.result, i)
-            phi1, phi0 = self._ratio(x * fresh, r * fresh, 1.0), self._ratio(x * ~fresh, r * ~fresh, 1.0)
-            s = self.freshness(unit, i, step)
-            phi = (s * phi1 + (1 - s) * phi0).clamp_(self.min_coeff, self.max_coeff)
-            rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
-        p.sub_(r.mul_(rate))  # (6')
+    rules = FORMS["v2"]

@@ -3,100 +3,68 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from birder.comm import Mean, Pipeline, Requests, SingleProcess, run
+from birder.comm import Mean, Requests, run
 from birder.optimizers.contract import Method
 from birder.optimizers.layout import Unit
-from birder.optimizers.parameter_watch import ParameterWatch
-from birder.optimizers.watch import GradientWatch
+from birder.optimizers.relayout import parts
 
-NOT_COPIED = {
-    *("comm", "pipeline", "units", "step", "attachment", "watch"),
-    *(
-        "_where",
-        "_watch",
-        "_weights",
-        "_names",
-        "_reduced",
-        "_read",
-        "_bound",
-        "_feeding",
-        "_unstepped",
-        "_sharded",
-        "_in_backward",
-    ),
-}
-"""Attributes that stay behind when an optimizer is copied or pickled: what belongs to this process and its peers."""
-
-BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
-"""The module that gathers and sets state parameter by parameter."""
-
-
-EMPTIED = (
-    "optimizer.state cannot be replaced or emptied, this optimizer keeps its state by unit: to begin afresh load a "
-    "state_dict that was saved before the first step, or build a new optimizer and model wrapper"
+BY_UNIT = (
+    "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by unit, and "
+    "another one on every rank: use optimizer.state_dict() and birder.checkpoint on every rank"
 )
-
-
-class NoState(defaultdict[Any, Any]):
-    """`optimizer.state`, empty but for what others put there: state is kept by unit, not by parameter.
-
-    torch.distributed.checkpoint.get_optimizer_state_dict takes empty for "no step yet", makes one on gradients of 0 to have
-    the state made, and would then keep none of it. Raises RuntimeError when it asks.
-    """
-
-    def __init__(self, entries: dict[Any, Any] | None = None) -> None:
-        super().__init__(dict, entries or {})
-        self.bound = False
-        """Whether the optimizer keeps state, elsewhere."""
-
-    def clear(self) -> None:
-        """In torch it begins afresh. Raises RuntimeError where that would leave the state as it is."""
-        if self.bound:
-            raise RuntimeError(EMPTIED)
-        super().clear()
-
-    def __bool__(self) -> bool:
-        if sys._getframe(1).f_globals.get("__name__") == BY_PARAMETER:
-            raise RuntimeError(
-                "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by "
-                "unit, and another one on every rank: use optimizer.state_dict() and birder.checkpoint on every rank"
-            )
-        return len(self) > 0
-
-    def __reduce__(self) -> tuple[type[NoState], tuple[dict[Any, Any]]]:
-        return NoState, (dict(self.items()),)
+"""A key in what `state_dict` returns: who takes keys for parameters, as those functions of torch do, raises it."""
+EMPTIED = (
+    "optimizer.state cannot be replaced or emptied, its tensors are views of this optimizer's buffers: change them in place; "
+    "to begin afresh load a state_dict that was saved before the first step, or build a new optimizer and model wrapper"
+)
 
 
 class MethodState(Method):
     """The part of `BucketOptimizer` that saves and restores state, and averages models."""
 
-    _no_state: NoState | None = None
     _pending: dict[str, Any] | None = None
     """State to be loaded when the optimizer is bound."""
     _fingerprint: int | None = None
     """`fingerprint` of the parameters that belong to the loaded state, until the next step has seen them."""
 
-    @property
-    def state(self) -> NoState:  # type: ignore[override]
-        """What others have put there; `state_dict` has that, and what the method keeps."""
-        if self._no_state is None:
-            self._no_state = NoState()
-        self._no_state.bound = bool(self.__dict__.get("_bound"))
-        return self._no_state
+    # ---- state by parameter, to look at -------------------------------------------------------------------------------
 
-    @state.setter
-    def state(self, value: dict[Any, Any]) -> None:
-        """What torch's constructor does. Raises RuntimeError later: to put an empty one there begins afresh in torch."""
-        if self.__dict__.get("_bound"):
-            raise RuntimeError(EMPTIED)
+    def _show(self, units: Iterable[Unit]) -> None:
+        """Puts views of the units' buffers into `self.state`, beside what others keep there.
+
+        In the parameter's shape; in one dimension where other ranks keep the rest; not where the host alone keeps them.
+        """
+        for unit in units:
+            unit.shown = tuple(unit.state)
+            for i, (whole, p) in enumerate(zip(unit.wholes, unit.params, strict=True)):
+                entry = self.state[whole]
+                for name in self._shown.pop(whole, ()):
+                    entry.pop(name, None)
+                found = {n: t.view(p.shape) if t.numel() == p.numel() else t for n, t in parts(self, unit, i).items()}
+                self._shown[whole] = {n: t for n, t in found.items() if t.device == p.device}
+                entry.update(self._shown[whole])
+
+    def _others(self) -> defaultdict[Any, dict[Any, Any]]:
+        """What others keep in `self.state`."""
+        kept = {
+            p: {k: v for k, v in entry.items() if k not in self._shown.get(p, ())} if isinstance(entry, dict) else entry
+            for p, entry in self.state.items()
+        }
+        return defaultdict(dict, {p: entry for p, entry in kept.items() if entry or p not in self._shown})
+
+    def _check_shown(self) -> None:
+        """Raises RuntimeError where the views in `self.state` are not those that were put there."""
+        for p, views in self._shown.items():
+            entry = self.state.get(p, {})
+            if any(entry.get(name) is not view for name, view in views.items()):
+                raise RuntimeError(EMPTIED)
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 
@@ -160,7 +128,7 @@ class MethodState(Method):
         """This rank's state, as plain data and tensors, which are not copied:
 
         {"method", "steps", "signature", "rank", "fingerprint", "changed", "units": [{name: flat tensor}],
-         "param_groups", "state": {}}
+         "param_groups", "state": what others have put into `optimizer.state`}
 
         Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
         first step there is none: "units" is None then, or what `load_state_dict` was given.
@@ -181,8 +149,13 @@ class MethodState(Method):
         return found
 
     def _whole_state(self) -> dict[str, Any]:
-        with self._hooks_set_aside("state_dict_pre", "state_dict_post"):
-            torchs = super().state_dict()
+        shown, self.state = self.state, self._others()
+        try:
+            with self._hooks_set_aside("state_dict_pre", "state_dict_post"):
+                torchs = super().state_dict()
+        finally:
+            self.state = shown
+        torchs["state"][BY_UNIT] = {}
         if self._pending is not None:
             return self._pending | torchs
         self.pipeline.wait()
@@ -190,7 +163,7 @@ class MethodState(Method):
         for unit in self.units:
             self.watch.look(unit)
         return {
-            "method": type(self).__name__,
+            "method": self.kind,
             "steps": self.steps,
             "signature": list(self.comm.signature),
             "rank": self.comm.rank,
@@ -234,13 +207,15 @@ class MethodState(Method):
                 self._load_units(state_dict)
         elif state_dict["units"] is None:
             self._pending = None
+        others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
         with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
-            super().load_state_dict({"state": state_dict.get("state", {}), "param_groups": state_dict["param_groups"]})
+            super().load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
         for unit in self.units:  # torch replaces the group dicts
             unit.group = next(g for g in self.param_groups if any(p is unit.wholes[0] for p in g["params"]))
         self.steps = int(state_dict["steps"])
         self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
+        self._show(self.units)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -255,10 +230,10 @@ class MethodState(Method):
         self._fingerprint = None
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
-        name = type(self).__name__
+        name = self.kind
         missing = [key for key in ("steps", "signature", "units", "param_groups") if key not in state_dict]
         if missing:
-            raise ValueError(f"this is no state of {name}: it has no {', '.join(missing)}")
+            raise ValueError(f"this is no state of {name}: it has no {', '.join(missing)} ({BY_UNIT})")
         saved = state_dict.get("method", name)
         if saved != name:
             raise ValueError(
@@ -269,7 +244,7 @@ class MethodState(Method):
             raise ValueError(f"the saved state has parameter groups of {theirs} tensors, this optimizer of {ours}")
 
     def _load_units(self, state_dict: dict[str, Any]) -> None:
-        name, mine = type(self).__name__, self.comm.signature
+        name, mine = self.kind, self.comm.signature
         saved = tuple(state_dict["signature"])
         differs = self.compressed or self.comm.holders > 1  # from rank to rank
         if differs and saved != mine:
@@ -296,18 +271,14 @@ class MethodState(Method):
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: all but hooks, as in torch, and the connection to other ranks. The copy has to be
         attached anew."""
-        hooks = {k for k in vars(self) if k.startswith("_optimizer_") and k.endswith("_hooks")}
-        kept = {k: v for k, v in vars(self).items() if k not in NOT_COPIED | hooks}
+        own = {"step"} | {k for k in vars(self) if k.startswith("_optimizer_") and k.endswith("_hooks")}
+        blank = object.__new__(type(self))
+        blank.disconnect()
+        kept = {k: v for k, v in vars(self).items() if k not in vars(blank).keys() | own}
         kept["_pending"] = self.state_dict() if self._bound else self._pending
-        return kept
+        return kept | {"state": self._others()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
-            self.comm, self.pipeline = SingleProcess(), Pipeline()
-            self.units, self._where, self._watch, self._names, self._reduced = [], {}, GradientWatch(), {}, set()
-            self._bound = self._feeding = self._sharded = False
-            self._read = self._weights = None
-            self.watch = ParameterWatch()
+            self.disconnect()
         super().__setstate__(state)
-        if "state" in vars(self):  # torch puts a loaded one behind the property
-            self._no_state = NoState(vars(self).pop("state"))

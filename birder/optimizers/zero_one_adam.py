@@ -44,10 +44,86 @@ from torch import Tensor
 from birder.comm import Mean, Requests, ShardMean
 from birder.optimizers import zero_one_schedule as schedule
 from birder.optimizers.adam import check_adam
-from birder.optimizers.checks import pair, require_choice, require_whole
+from birder.optimizers.checks import pair, require_choice, require_whole, warn_of_old_way
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
 from birder.optimizers.onebit import OneBitMethod
+
+Sent = tuple[Tensor | None, Tensor | None]
+"""Of a step: what came of its round in floats, and of that in one bit."""
+
+
+class Rules:
+    """The paper's, where the reference implementation has others."""
+
+    variant = "paper"
+    aligned = False
+    """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
+
+    def sends_gradient(self, method: ZeroOneAdam, step: int) -> bool:
+        """Whether the step is one of (9) and (10)."""
+        return False
+
+    def mean_gradient(self, method: ZeroOneAdam, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        """The exchange of (9)."""
+        raise NotImplementedError
+
+    def gradient_step(self, method: ZeroOneAdam, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        """(10), and of (9) what follows the exchange. All ranks do the same."""
+        raise NotImplementedError
+
+    def decay(self, method: ZeroOneAdam, unit: Unit, lr: float, decay: float) -> None:
+        """What of (6) belongs to weight decay."""
+        unit.state["sums"][1] *= 1.0 - lr * decay
+
+    def summed_now(self, method: ZeroOneAdam, unit: Unit) -> Tensor:
+        """What (2) has added in this step."""
+        return unit.state["m"] * unit.group["lr"]
+
+    def kept(self, unit: Unit) -> float:
+        """What this step's weight decay leaves of x in (6)."""
+        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
+
+
+class DeepSpeedRules(Rules):
+    """Those of the reference implementation."""
+
+    variant = "deepspeed"
+    aligned = True
+
+    def sends_gradient(self, method: ZeroOneAdam, step: int) -> bool:
+        return 0 < step <= method.warmup_steps
+
+    def mean_gradient(self, method: ZeroOneAdam, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        if method.has_variance_round(step):
+            return (yield Mean(grad, WIRES[method.wire])), None
+        return None, (yield from method.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
+
+    def gradient_step(self, method: ZeroOneAdam, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        if mean is not None:
+            method.update_variance(unit, mean)
+        else:
+            assert signs is not None
+            mean = unit.zeros()
+            method.write_mean(unit, mean, signs)
+        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
+        method.move(unit)
+
+    def decay(self, method: ZeroOneAdam, unit: Unit, lr: float, decay: float) -> None:
+        """(2')"""
+        if decay:
+            unit.state["u"].addcmul_(method.flat_parameters(unit), method.denominator(unit), value=lr * decay)
+
+    def summed_now(self, method: ZeroOneAdam, unit: Unit) -> Tensor:
+        added = super().summed_now(method, unit)
+        rate = unit.group["lr"] * unit.group["weight_decay"]
+        return added.addcmul_(method.flat_parameters(unit), method.denominator(unit), value=rate) if rate else added
+
+    def kept(self, unit: Unit) -> float:
+        return 1.0
+
+
+VARIANTS = {rules.variant: rules for rules in (Rules(), DeepSpeedRules())}
 
 
 class ZeroOneAdam(OneBitMethod):
@@ -59,7 +135,7 @@ class ZeroOneAdam(OneBitMethod):
     local_doubling: after the warm-up, the steps in which the interval between syncs doubles, from 1 on: those in which
                     the learning rate halves. (32,678 is published; 32,768 may have been meant.)
     local_limit:    the largest interval.
-    variant:        "paper": Algorithm 1. "deepspeed": the reference implementation's rules.
+    variant:        old: "deepspeed" is the class `DeepSpeedZeroOneAdam`.
     options:        wire (of variance rounds), max_grad_norm, seed; see `BucketOptimizer`.
 
     There is no bias correction: after k variance rounds v holds 1 - beta2^k of what it estimates, and steps are
@@ -86,8 +162,8 @@ class ZeroOneAdam(OneBitMethod):
         "last": "copy",
         "sums": "copy",
     }
-    aligned: ClassVar[bool] = False
-    """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
+    rules = VARIANTS["paper"]
+    """What the reference implementation has in the place of the paper's."""
 
     def __init__(
         self,
@@ -109,24 +185,30 @@ class ZeroOneAdam(OneBitMethod):
         require_whole("local_doubling", local_doubling)
         require_whole("local_limit", local_limit)
         require_choice("variant", variant, "paper", "deepspeed")
-        self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, variant
+        if variant not in ("paper", self.rules.variant):
+            warn_of_old_way(f"ZeroOneAdam(variant={variant!r})", "birder.DeepSpeedZeroOneAdam(...)")
+            self.rules = VARIANTS[variant]
+        self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, self.rules.variant
         self.local_doubling, self.local_limit = local_doubling, local_limit
-        if type(self) is ZeroOneAdam and variant != "paper":
-            self.__class__ = DeepSpeedZeroOneAdam
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         check_adam(group)
 
+    @property
+    def kind(self) -> str:
+        old = type(self) is ZeroOneAdam and self.variant == "deepspeed"
+        return "DeepSpeedZeroOneAdam" if old else type(self).__name__
+
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
     def synced(self, step: int) -> bool:
         """Whether all ranks have the same model after step `step`."""
-        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.aligned)
+        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.rules.aligned)
 
     def has_variance_round(self, step: int) -> bool:
-        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.aligned)
+        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.rules.aligned)
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
@@ -146,6 +228,12 @@ class ZeroOneAdam(OneBitMethod):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        if self.rules.sends_gradient(self, step):
+            unit.result = yield from self.rules.mean_gradient(self, unit, grad, step)
+            return
+        if self.rules.sends_gradient(self, step - 1):  # errors change their unit, from gradient to buffer
+            unit.state["worker_error"].zero_()
+            unit.state["server_error"].zero_()
         mean = signs = None
         if self.has_variance_round(step):
             mean = yield Mean(grad, WIRES[self.wire])
@@ -165,13 +253,13 @@ class ZeroOneAdam(OneBitMethod):
             state["m"].mul_(mask)
         state["u"].add_(state["m"], alpha=lr)
         state["sums"][0] += lr
-        self._decay(unit, lr, unit.group["weight_decay"])
-
-    def _decay(self, unit: Unit, lr: float, decay: float) -> None:
-        """What of (6) belongs to weight decay."""
-        unit.state["sums"][1] *= 1.0 - lr * decay
+        self.rules.decay(self, unit, lr, unit.group["weight_decay"])
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
+        if self.rules.sends_gradient(self, step):
+            for unit in self.units:
+                self.rules.gradient_step(self, unit, *unit.result)
+            return
         changed = False
         if not self.synced(step - 1):
             for unit in self.units:
@@ -184,16 +272,16 @@ class ZeroOneAdam(OneBitMethod):
             else:
                 yield from self._sync(unit, signs, step, changed)
                 if mean is not None:
-                    self._update_variance(unit, mean)
+                    self.update_variance(unit, mean)
 
     def _local_step(self, unit: Unit, step: int) -> None:
         """(3)"""
         if self.synced(step - 1):
             unit.state["last"].copy_(self.flat_parameters(unit))
-        self._move(unit)
+        self.move(unit)
         self.watch.note(unit)
 
-    def _move(self, unit: Unit) -> None:
+    def move(self, unit: Unit) -> None:
         lr, decay = unit.group["lr"], unit.group["weight_decay"]
         if decay:
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
@@ -204,7 +292,7 @@ class ZeroOneAdam(OneBitMethod):
         u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
         if changed:
-            start, kept = (yield Mean(self._steps_taken_back(unit))), self._kept(unit)
+            start, kept = (yield Mean(self._steps_taken_back(unit))), self.rules.kept(unit)
         self.write_mean(unit, u, signs)
         if not self.synced(step - 1):
             torch._foreach_copy_(unit.params, unit.views(start))
@@ -219,16 +307,8 @@ class ZeroOneAdam(OneBitMethod):
 
     def _steps_taken_back(self, unit: Unit) -> Tensor:
         """This rank's x, with its local steps since the last sync added to it again: fp32[padded]."""
-        done = unit.state["u"] - self._summed_now(unit)  # this step's part of u has not moved x
+        done = unit.state["u"] - self.rules.summed_now(self, unit)  # this step's part of u has not moved x
         return self.flat_parameters(unit).add_(self._quotient(unit, done))
-
-    def _summed_now(self, unit: Unit) -> Tensor:
-        """What (2) has added in this step."""
-        return unit.state["m"] * unit.group["lr"]
-
-    def _kept(self, unit: Unit) -> float:
-        """What this step's weight decay leaves of x in (6)."""
-        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
 
     def _subtract(self, unit: Unit, numerator: Tensor, rate: float) -> None:
         """x = x - rate numerator / (sqrt(v) + eps), within the support."""
@@ -236,16 +316,16 @@ class ZeroOneAdam(OneBitMethod):
 
     def _quotient(self, unit: Unit, numerator: Tensor) -> Tensor:
         """numerator / (sqrt(v) + eps), 0 outside the support."""
-        step = numerator / self._denominator(unit)
+        step = numerator / self.denominator(unit)
         mask = self.support(unit).mask
         if mask is not None:
             step.masked_fill_(~mask, 0.0)  # not a product: 0 / 0 when eps is 0
         return step
 
-    def _denominator(self, unit: Unit) -> Tensor:
+    def denominator(self, unit: Unit) -> Tensor:
         return unit.state["v"].sqrt().add_(unit.group["eps"])
 
-    def _update_variance(self, unit: Unit, mean: Tensor) -> None:
+    def update_variance(self, unit: Unit, mean: Tensor) -> None:
         """(8). The mean is the same on all ranks, and so is the new support."""
         beta2 = unit.group["betas"][1]
         unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
@@ -253,52 +333,6 @@ class ZeroOneAdam(OneBitMethod):
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
-    """What `ZeroOneAdam(variant="deepspeed")` makes (see the module's docstring for the equations)."""
+    """0/1 Adam by the reference implementation's rules (see the module's docstring for the equations)."""
 
-    aligned: ClassVar[bool] = True
-
-    def sends_gradient(self, step: int) -> bool:
-        """Whether the step is one of (9) and (10)."""
-        return step <= self.warmup_steps
-
-    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
-            unit.state["worker_error"].zero_()
-            unit.state["server_error"].zero_()
-        if not self.sends_gradient(step):
-            yield from super().exchange(unit, grad, step)
-        elif self.has_variance_round(step):
-            unit.result = (yield Mean(grad, WIRES[self.wire])), None
-        else:
-            unit.result = None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
-
-    def _decay(self, unit: Unit, lr: float, decay: float) -> None:
-        """(2')"""
-        if decay:
-            unit.state["u"].addcmul_(self.flat_parameters(unit), self._denominator(unit), value=lr * decay)
-
-    def _summed_now(self, unit: Unit) -> Tensor:
-        added = super()._summed_now(unit)
-        rate = unit.group["lr"] * unit.group["weight_decay"]
-        return added.addcmul_(self.flat_parameters(unit), self._denominator(unit), value=rate) if rate else added
-
-    def _kept(self, unit: Unit) -> float:
-        return 1.0
-
-    def update(self, step: int, plan: Plan) -> Requests[None]:
-        if not self.sends_gradient(step):
-            yield from super().update(step, plan)
-            return
-        for unit in self.units:
-            self._gradient_step(unit, *unit.result)
-
-    def _gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
-        """(10), and of (9) what follows the exchange. All ranks do the same."""
-        if mean is not None:
-            self._update_variance(unit, mean)
-        else:
-            assert signs is not None
-            mean = unit.zeros()
-            self.write_mean(unit, mean, signs)
-        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
-        self._move(unit)
+    rules = VARIANTS["deepspeed"]

@@ -29,6 +29,14 @@ Part = Callable[..., None]
 """Told of the parts of a step as they end: `part(name)`, or `part(name, seconds)` (`StepClock.part`)."""
 
 
+RELEASED: dict[tuple[type, Any], Any] = {
+    (birder.SLAMB, "v1"): birder.SLAMBv1,
+    (birder.SLAMB, "v2"): birder.SLAMBv2,
+    (birder.ZeroOneAdam, "deepspeed"): birder.DeepSpeedZeroOneAdam,
+}
+"""The classes of what a configuration names by a word."""
+
+
 def make_optimizer(
     config: dict[str, Any], groups: list[dict[str, Any]], seed: int, total_steps: int
 ) -> BucketOptimizer:
@@ -43,6 +51,7 @@ def make_optimizer(
             options[name] = max(1, round(options[name] * total_steps))
     try:
         cls = hydra.utils.get_class(config["optimizer"]["_target_"])
+        cls = RELEASED.get((cls, options.get("form") or options.get("variant")), cls)
         return cls(groups, weight_decay=config["optimizer"].get("weight_decay", 0.0), seed=seed, **options)
     except (TypeError, ValueError) as e:
         raise UserError(f"optimizer: {e}") from e

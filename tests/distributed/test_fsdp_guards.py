@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import attach
@@ -63,7 +62,7 @@ def before_training(rank: int, world: int) -> dict[str, str]:
         "late": said(lambda: attach(late, optimizer, mesh=mesh)),
         "1-D": try_attach(shard(toy.make(), mesh), mesh=mesh["shard"]),
         "no mesh": try_attach(shard(toy.make(), mesh)),
-        "ddp": try_attach(DistributedDataParallel(toy.make()), mesh=mesh),
+        "plain": try_attach(toy.make(), mesh=mesh),
         "hierarchical": try_attach(shard(toy.make(), mesh), mesh=mesh, hierarchical=True),
         "method": try_attach(shard(toy.make(), mesh), "EFSGD", mesh=mesh),
         "bind": said(alone.bind),
@@ -100,7 +99,7 @@ WORDS = {
     "late": "build it from model.parameters() after fully_shard",
     "1-D": "mesh must be replicas x shards",
     "no mesh": "needs mesh=",
-    "ddp": "needs a model that fully_shard made, got DistributedDataParallel",
+    "plain": "needs DDP or a model that fully_shard made, got Net",
     "hierarchical": "leave out hierarchical",
     "method": "EFSGD works on whole parameters",
     "bind": "birder.attach(model, optimizer, mesh=mesh)",

@@ -297,3 +297,50 @@ def test_sparse_gradients_are_refused(name: str) -> None:
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="gradients must be dense"):
         optimizer.step()
+
+
+# ---- one rank refuses a step -------------------------------------------------------------------------------------------
+
+
+def one_refuses(rank: int, world: int) -> dict[str, list[str]]:
+    """What each rank hears of steps that rank 1 alone cannot take, and whether they go on together afterwards."""
+    found = {}
+    for name, options in (("Birder", {}), ("OneBitAdam", {}), ("Birder", {"max_grad_norm": 1.0})):
+        model = toy.make()
+        ddp = DistributedDataParallel(model)
+        optimizer = make(name, model, lr=0.01, **options)
+        attachment = attach(ddp, optimizer, overlap=False)
+        train(ddp, optimizer, range(1, 4), rank)
+        heard = []
+        for what in ("sparse", "none", "option"):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, 4).backward()
+            first = next(iter(model.parameters()))
+            kept = first.grad
+            if rank == 1 and what == "sparse":
+                first.grad = kept.to_sparse()  # type: ignore[union-attr]
+            elif rank == 1 and what == "none":
+                optimizer.zero_grad()
+            elif rank == 1:
+                optimizer.state[first]["m"] = torch.zeros_like(first)
+            try:
+                optimizer.step()
+            except RuntimeError as e:
+                heard.append(str(e))
+            if what == "option":
+                optimizer.load_state_dict(optimizer.state_dict())
+        train(ddp, optimizer, range(4, 6), rank)
+        found[f"{name} {options}"] = [*heard, str(toy.flat(model).tolist())]
+        attachment.close()
+    return found
+
+
+def test_a_step_that_one_rank_refuses_is_refused_by_all_and_nobody_waits() -> None:
+    first, second = run_ranks(one_refuses, 2)
+    for case, heard in first.items():
+        theirs = second[case]
+        assert heard[0] == heard[2] == "rank 1 has refused this step, and says why: no rank has taken it"
+        assert "gradients must be dense" in theirs[0]
+        assert heard[1] == theirs[1] == "rank 1 has no gradient at all in this step, rank 0 has some"
+        assert "optimizer.state cannot be replaced" in theirs[2]
+        assert heard[3] == theirs[3]

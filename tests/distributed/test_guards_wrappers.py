@@ -38,7 +38,9 @@ def test_state_by_parameter_is_refused_and_no_step_is_made(name: str) -> None:
         lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []}),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match=r"by unit, .* use optimizer.state_dict\(\) and birder.checkpoint"):
+        with pytest.raises(
+            (KeyError, ValueError), match=r"by unit, .* use optimizer.state_dict\(\) and birder.checkpoint"
+        ):
             call()
     assert optimizer.steps == 3
     assert torch.equal(parameters, toy.flat(model))
@@ -47,13 +49,35 @@ def test_state_by_parameter_is_refused_and_no_step_is_made(name: str) -> None:
     assert len(get_model_state_dict(model)) == len(list(model.parameters()))
 
 
-def test_state_by_parameter_is_empty_for_everyone_else() -> None:
-    optimizer = make("Birder", toy.make())
-    assert not optimizer.state
+@pytest.mark.parametrize("name", METHODS)
+def test_state_shows_views_of_what_is_kept_by_unit(name: str) -> None:
+    """What others see there is what training uses, before and after a load, an attachment and a copy."""
+    model = toy.make()
+    optimizer = make(name, model, lr=0.01)
     assert dict(optimizer.state) == {}
-    optimizer.bind()
-    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(1, 4))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    shown = 0
+    for unit in optimizer.units:
+        for i, p in enumerate(unit.params):
+            for key, tensor in optimizer.state[p].items():
+                if key in optimizer.by_tensor:
+                    continue
+                assert tensor.shape == p.shape
+                tensor.fill_(1)
+                assert bool((unit.view(unit.state[key], i) == 1).all())
+                shown += 1
+    assert shown >= len(list(model.parameters()))
     assert not copy.deepcopy(optimizer).state
+    saved = optimizer.state_dict()
+    assert [k for k in saved["state"] if not isinstance(k, str)] == []
+    optimizer.bind()
+    train(model, optimizer, range(4, 6))
+    for entry in optimizer.state.values():
+        entry.clear()
+        break
+    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced or emptied.*change them in place"):
+        train(model, optimizer, range(6, 7))
 
 
 # ---- parameters that become bf16 -----------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from birder import Birder, Topology, attach
 from tests.distributed.test_ddp import wrap
@@ -63,7 +65,7 @@ def attached(rank: int, **options) -> tuple[int, int] | str:
         return str(e)
     attachment.close()
     comm = optimizer.comm
-    return (comm.workers, comm.shards) if options.get("hierarchical") else (1, comm.workers)
+    return (comm.workers, comm.shards) if {"hierarchical", "mesh"} & options.keys() else (1, comm.workers)
 
 
 def starts(rank: int, world: int) -> dict[tuple[str, bool], tuple[int, int] | str]:
@@ -85,6 +87,12 @@ def starts(rank: int, world: int) -> dict[tuple[str, bool], tuple[int, int] | st
     ends["given on one rank", True] = attached(rank, hierarchical=True, topology=Topology(2, 2) if rank == 2 else None)
     ends["of another size", True] = attached(rank, topology=Topology(2, 3 if rank == 2 else 2))
     ends["of another size on all", True] = attached(rank, topology=Topology(2, 3))
+    nodes, turned = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", torch.arange(4).view(2, 2).t())
+    ends["2 x 2", True] = attached(rank, mesh=nodes)
+    ends["4", True] = attached(rank, mesh=init_device_mesh("cpu", (4,)))
+    ends["turned", True] = attached(rank, mesh=turned)
+    ends["with hierarchical", True] = attached(rank, mesh=nodes, hierarchical=True)
+    ends["with topology", True] = attached(rank, mesh=nodes, topology=Topology(2, 2))
     return ends
 
 
@@ -105,6 +113,22 @@ def test_nodes_are_found_or_refused_on_all_ranks_alike(ends, kind: str) -> None:
         assert isinstance(nested, str)
         assert "\n" not in nested
     assert isinstance(flat, str) == (kind in REFUSED_FLAT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken"),
+    [
+        ("2 x 2", (2, 2)),
+        ("4", (4, 1)),
+        ("turned", "mesh must be nodes x ranks per node over the 4 ranks of the model, in their order, got 2 x 2"),
+        ("with hierarchical", "leave out hierarchical"),
+        ("with topology", "leave out topology"),
+    ],
+)
+def test_a_mesh_says_which_ranks_are_one_worker_and_nothing_else_may(ends, kind: str, taken) -> None:
+    for of_rank in ends:
+        found = of_rank[kind, True]
+        assert found == taken or (isinstance(found, str) and taken in found and "\n" not in found)
 
 
 @pytest.mark.parametrize("kind", ["given on one rank", "of another size", "of another size on all"])

@@ -100,14 +100,22 @@ def test_groups_of_other_lengths_are_refused_and_change_nothing(name: str) -> No
     assert torch.equal(toy.flat(model), toy.flat(before[0]))
 
 
-def test_a_replaced_or_emptied_state_is_refused() -> None:
+@pytest.mark.parametrize("how", ["replaced", "emptied", "moved"])
+def test_a_replaced_or_emptied_state_is_refused_in_the_next_step(how: str) -> None:
     model, optimizer = built("Birder")
     optimizer.state.clear()  # there is none yet
     train(model, optimizer, range(1, 3))
-    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced.*before the first step"):
+    before = toy.flat(model)
+    first = next(iter(model.parameters()))
+    if how == "replaced":
         optimizer.state = {}
-    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be .*emptied.*before the first step"):
+    elif how == "emptied":
         optimizer.state.clear()
+    else:
+        optimizer.state[first]["m"] = torch.zeros_like(first)
+    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced or emptied.*before the first step"):
+        train(model, optimizer, range(3, 4))
+    assert torch.equal(before, toy.flat(model))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,0 +1,14 @@
+"""The form of a hook that `DistributedDataParallel.register_comm_hook` wants."""
+
+# No postponed annotations here: DDP inspects them and wants the classes themselves.
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+def bucket_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Hands each bucket that is ready to `state.on_bucket`. DDP calls it in the same order on every rank."""
+    found: Future[Tensor] = state.on_bucket(bucket)
+    return found
