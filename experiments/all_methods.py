@@ -31,7 +31,7 @@ from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
 from experiments.runs import command
-from experiments.runs.study import Grid, Study, close, name_of, told
+from experiments.runs.study import Grid, Study, asked, close, told
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
@@ -104,20 +104,19 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
         for c in composed:
             study.run("step time", c, group, asked_for)
         return
-    there = [study.done(name_of(c)) for c in composed]
-    said = [f"recorded, {told(r)}" if r is not None else "to run, in turns" for r in there]
-    if None in there:
-        if not asked_for:
-            return
-        said = ["to run, in turns"] * len(composed)
-    for c, words in zip(composed, said, strict=True):
+    group_there = study.together(composed)
+    if group_there is None and not asked_for:
+        return
+    for c in composed:
+        there = None if group_there is None else study.done(asked(c.overrides))
+        words = "to run, in turns" if there is None else f"recorded, {told(there)}"
         print(f"{labels.method(compose.resolve(c))}, step time: {words}", flush=True)
-    if None in there and not study.dry_run:
+    if group_there is None and not study.dry_run:
         with TrackedComparison(composed, group) as comparison:
             comparison.status, _ = compare.in_turns(composed, group)
             comparison.record(study.results_dir, [])
         study.read()
-        study.failed += sum(study.done(name_of(c)) is None for c in composed)
+        study.failed += sum(study.done(asked(c.overrides)) is None for c in composed)
 
 
 def apart(composed: Sequence[Composed]) -> str | None:
@@ -170,10 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = tuple(p for p in options.only.split(",") if p)
     if not parts or set(parts) - set(PARTS):
         raise UserError(f"--only={options.only}: give some of {', '.join(PARTS)}")
-    if not all(s.isdigit() for s in options.seeds.split(",")):
+    seeds = command.whole("seeds", options.seeds)
+    if not seeds:
         raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
-    seeds = tuple(dict.fromkeys(int(s) for s in options.seeds.split(",")))
-    plan = Plan(options.overrides, seeds, parts, options.dry_run)
+    plan = Plan(options.overrides, tuple(seeds), parts, options.dry_run)
     return all_methods(plan, command.names(options.methods))
 
 

@@ -4,7 +4,8 @@ Runs the variants that the experiment lists under `compare` on the same machine,
 files in `results` up to date. What is only timed takes turns in one world of ranks (experiments/timing/turns.py); where
 accuracy counts, one run follows the other: `timing.mode` says. Under torchrun methods take turns in that world.
 `--paper cser|slamb|zero_one_adam` in the place of +exp=NAME: the methods of that paper side by side (conf/paper), with what
-the paper compares: bytes per step, rounds, step time and metric, against dense methods and 1-bit Adam.
+the paper compares: bytes per step, rounds, step time and metric, against dense methods and 1-bit Adam. A comparison that is
+recorded is not made again, so that the same command goes on after an interruption.
 Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
@@ -27,6 +28,7 @@ from experiments.records import labels
 from experiments.report import comparison, tables, volume
 from experiments.report.table import Table
 from experiments.runs import command, start
+from experiments.runs.study import Study
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
@@ -165,13 +167,26 @@ def of_paper(name: str, given: list[str], methods: list[str] | None, verbose: bo
     status, show = 0, functools.partial(comparison.show, verbose=verbose)
     for part, chosen in parts:
         if chosen:
-            status = max(status, compare(part.given(given), chosen, show))
+            status = max(status, _part(part.given(given), chosen, show))
     resolved = compose.resolve(compose.compose(paper.parts[0].given(given)))
     if paper.volume and not resolved["cluster"]["dry_run"]:
         schedule = volume.Setting()
         volume.show(schedule, volume.LENGTHS)
         print(f"table: {volume.write(schedule, volume.LENGTHS, resolved['results_dir'])}")
     return status
+
+
+def _part(overrides: list[str], methods: list[str], show: Callable[[str, str], list[Table]]) -> int:
+    """One comparison of a paper, unless it is recorded: then it is shown again. Returns as `compare`."""
+    made = variants(compose.compose(overrides), methods)
+    first = compose.resolve(made[0])
+    study = Study(first["exp"], first["results_dir"])
+    study.read()
+    if first["cluster"]["dry_run"] or (group := study.together(made)) is None:
+        return compare(overrides, methods, show)
+    print(f"{study.exp}: recorded as {group}; with results_dir=FOLDER it is measured anew", flush=True)
+    show(study.results_dir, group)
+    return 0
 
 
 def join(overrides: list[str], methods: list[str] | None) -> int:

@@ -19,15 +19,9 @@ Defaults are in conf/predict, all keys in docs/configuration.md.
     --all, --json                       the whole table; the answer as data
     --sweep gbps | nodes                a table and a plot over link rates, or over nodes up to 1,024
     --crossover                         below which link rate each method pays
-    --evaluate                          every replayed cell, and every comparison in turns, beside its prediction:
-                                        results/published/tables/predict.md
-    --step-times                        timelines from architectures beside recorded ones and published throughputs (minutes):
-                                        results/published/tables/step_times.md
     --examples                          the page of worked examples: docs/predict_examples.md
-    --fit                               fits what --evaluate predicts with, from the records of replayed cells (minutes)
-    --validate                          real training on emulated links beside its prediction: 1.8 hours, quiet machine;
-                                        a part: --validate resnet50 nodes=2,4 gbps=2.5,10
 
+How good predictions are: studies/predicted.py, step_times.py and validate.py make the pages.
 Exit status: 0; 2 bad input; 130 Ctrl-C.
 """
 
@@ -38,6 +32,7 @@ import contextlib
 import io
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +59,8 @@ SWEEPS: dict[str, tuple[float, ...]] = {
 KINDS = ("hf", "torchvision", "params")
 """Models that are counted by their name; with another prefix it is a module's."""
 EXAMPLES = record.ROOT / "docs" / "predict_examples.md"
+STUDIES = {"--evaluate": "predicted", "--step-times": "step_times", "--validate": "validate"}
+"""What were options here."""
 STEPS = 10
 """That are recorded of a function where none are said."""
 SHOWN = (
@@ -269,55 +266,6 @@ def examples(path: Path = EXAMPLES) -> Path:
     return path
 
 
-def evaluate(results: str) -> None:
-    """Writes results/published/tables/predict.md and the plot of the paper's speedups. Raises UserError."""
-    from experiments.records.record import read_all, write_file
-    from experiments.report import crossover_plot, prediction, prediction_plots, trained
-
-    outcomes = prediction.evaluate(read_all(results), prediction.load(results))
-    if not outcomes:
-        raise UserError(f"no replayed cell in {results}/records: run make paper-table or make bench")
-    parts = [prediction.markdown(outcomes), trained.markdown(results), prediction_plots.published()]
-    page = "\n\n".join(filter(None, parts)) + "\n"
-    path = Path(results) / "tables" / "predict.md"
-    write_file(path, page.encode(), "the table of predictions")
-    print(f"{path}: {len(outcomes)} cells")
-    print(prediction_plots.draw_paper(Path(results) / "plots" / "predict_paper.png"))
-    path = Path(results) / "plots" / "predict_crossover.png"
-    write_file(path, crossover_plot.picture(), "the plot")
-    print(path)
-    for name in ("resnet50_b32_tf32", "bert_base_b12_tf32"):
-        t = timelines.load(name)
-        found = sweep(t, ask([]).cluster, "nodes", SWEEPS["nodes"], SHOWN, costs_of(t))
-        print(prediction_plots.draw_sweep(found, "nodes", Path(results) / "plots" / f"predict_{name}_nodes.png"))
-
-
-def fit(results: str) -> None:
-    """Writes results/predict/machines.json."""
-    from experiments.cells import fit as fits
-    from experiments.cells import predicted
-    from experiments.records.record import read_all, write_file
-    from experiments.report import prediction
-
-    records = read_all(results)
-    kernels, pairs = predicted.kernel_rates(records), prediction.cases(records)
-    if not kernels or not pairs:
-        raise UserError(
-            f"{results}/records lacks replayed cells or the kernel benchmark: run make paper-table and make bench"
-        )
-    machines: dict[str, dict[str, dict[str, float]]] = {}
-    for link in predicted.START:
-        here = [p for p in pairs if p[0].link == link]
-        for model in sorted({of.model for of, _ in here}):
-            others = [p for p in here if p[0].model != model]
-            if others:
-                machines.setdefault(link, {})[model] = dict(fits.fit(others, link, kernels).values)
-                print(f"{link}, {model}: fitted to {len(others)} cells of other models", flush=True)
-    path = Path(results) / prediction.FOLDER / prediction.FILE
-    write_file(path, prediction.dump(machines).encode(), "what was fitted")
-    print(path)
-
-
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
@@ -328,28 +276,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", choices=tuple(SWEEPS))
     parser.add_argument("--crossover", action="store_true")
     parser.add_argument("--out", type=Path, help="file of a sweep's plot")
-    parser.add_argument("--evaluate", action="store_true")
-    parser.add_argument("--step-times", action="store_true")
     parser.add_argument("--examples", action="store_true")
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--validate", action="store_true")
     parser.add_argument("--results", default=str(record.PUBLISHED))
-    options = parser.parse_args(arguments)
-    if options.fit:
-        fit(options.results)
-    elif options.examples:
+    given = sys.argv[1:] if arguments is None else arguments
+    if moved := [STUDIES[a] for a in given if a in STUDIES]:
+        raise UserError(f"this is a study of its own now: python studies/{moved[0]}.py")
+    options = parser.parse_args(given)
+    if options.examples:
         print(examples())
-    elif options.step_times:
-        from experiments.report import step_times
-
-        print(step_times.write())
-    elif options.evaluate:
-        evaluate(options.results)
-    elif options.validate:
-        from experiments import compare
-        from experiments.runs import validation
-
-        validation.run(options.question, lambda overrides: compare.compare(overrides, None))
     else:
         answer(ask(options.question), options)
     return 0

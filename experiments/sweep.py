@@ -49,7 +49,7 @@ def sweep(
     for row in {row.optimizer: row for row in rows}.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
-    study = Study(exp, results_dir, others, by_command=True, dry_run=dry_run)
+    study = Study(exp, results_dir, others, dry_run=dry_run)
     grid = Grid(rows, study, given, wandb_group)
     study.read()
     if dry_run:
@@ -59,16 +59,6 @@ def sweep(
     for scored in accuracy.build([r for row in rows if (r := grid.of(row.overrides)) is not None]):
         accuracy.as_table(scored).show(terminal(), verbose=False)
     return close(results_dir, exp, study.failed, f" of {len(rows)}", written=len(grid.tried) > study.failed)
-
-
-def numbers(name: str, text: str | None) -> list[float] | None:
-    """The numbers of an option, separated by commas. Raises UserError."""
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",") if part]
-    except ValueError:
-        raise UserError(f"--{name}={text}: give numbers, such as 0,1,2") from None
 
 
 @command.told
@@ -86,11 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(named) != 1:
         raise UserError(f"say which sweep: sweep=NAME, one of {', '.join(sweeps.names())}")
     chosen = sweeps.load(named[0])
-    seeds = numbers("seeds", options.seeds)
-    whole = None if seeds is None else [int(s) for s in seeds]
-    if seeds is not None and seeds != whole:
-        raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
-    rows = sweeps.rows(chosen, command.names(options.methods), numbers("rates", options.rates), whole)
+    rates, seeds = command.numbers("rates", options.rates), command.whole("seeds", options.seeds)
+    rows = sweeps.rows(chosen, command.names(options.methods), rates, seeds)
     given = [o for o in options.overrides if not o.startswith("sweep=")]
     others = [PUBLISHED] if options.published else []
     return sweep(rows, chosen.exp, given, options.dry_run, others, f"sweep-{Path(named[0]).stem}")

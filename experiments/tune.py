@@ -16,19 +16,23 @@ group tune-NAME. Exit status: 0; 1 a run failed otherwise than by its loss; 2 ba
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
-from experiments.config import compose
+from pydantic import Field
+
+from experiments.config import compose, validate
 from experiments.config.compose import Composed
+from experiments.config.kinds import Count, CountOrZero, doc
+from experiments.config.schema import Section
 from experiments.records import labels
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
@@ -43,44 +47,39 @@ EDGE = 0.1
 """A best rate within this share of an end of the range, in the logarithm, is at its edge."""
 
 
+class Budget(Section):
+    """Keys of the tuner's own."""
+
+    budget: Count = doc("trials of each method, the same for all", 8)
+    held_out: Count | None = doc("how much of the training data is kept back to choose by, in the workload's unit", None)
+    span: Annotated[float, Field(strict=True, gt=1, le=1e6)] = doc("rates are tried from lr/span to lr*span", 10.0)
+    rungs: Count = doc("lengths of training: each twice the one before, up to the whole", 3)
+    seeds: CountOrZero = doc("with how many seeds the chosen rate is then trained", 5)
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for."""
 
     optimizers: tuple[str, ...]
     overrides: tuple[str, ...]
-    budget: int = 8
-    held_out: int | None = None
-    span: float = 10.0
-    rungs: int = 3
-    seeds: int = 5
+    keys: Budget = field(default_factory=Budget)
     dry_run: bool = False
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> Request:
+    def of(cls, arguments: Sequence[str], dry_run: bool = False) -> Request:
         """Raises UserError for what is no number, out of range or missing."""
-        own: dict[str, Any] = {}
-        names: tuple[str, ...] = ()
-        rest = []
-        for argument in arguments:
-            key, _, value = argument.partition("=")
-            if argument == "--dry-run":
-                own["dry_run"] = True
-            elif key in ("budget", "held_out", "rungs", "seeds"):
-                own[key] = _whole(key, value, 0 if key == "seeds" else 1)
-            elif key == "span":
-                own[key] = _span(value)
-            elif key == "optimizer":
-                names = tuple(dict.fromkeys(n for n in value.split(",") if n))
-            elif key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs"):
-                raise UserError(
-                    f"{argument}: rates, seeds and lengths are the tuner's own; give span=, seeds= and rungs="
-                )
-            else:
-                rest.append(argument)
-        if not names:
+        given = [(argument, *argument.partition("=")[::2]) for argument in arguments]
+        if wrong := [a for a, key, _ in given if key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs")]:
+            raise UserError(f"{wrong[0]}: rates, seeds and lengths are the tuner's own; give span=, seeds= and rungs=")
+        own = {key: command.value(value) for _, key, value in given if key in Budget.model_fields}
+        validate.check_section(Budget, own)
+        names = [value for _, key, value in given if key == "optimizer"]
+        chosen = tuple(dict.fromkeys(command.names(names[-1] if names else "") or ()))
+        if not chosen:
             raise UserError("give the methods to tune: optimizer=a,b,c")
-        return cls(names, tuple(rest), **own)
+        rest = tuple(a for a, key, _ in given if key not in Budget.model_fields and key != "optimizer")
+        return cls(chosen, rest, Budget(**own), dry_run)
 
     @property
     def wandb_group(self) -> str:
@@ -89,7 +88,7 @@ class Request:
         return f"tune-{named[-1] if named else 'custom'}"
 
     def compose(self, optimizer: str, *more: str) -> Composed:
-        kept = [] if self.held_out is None else [f"++workload.held_out={self.held_out}"]
+        kept = [] if self.keys.held_out is None else [f"++workload.held_out={self.keys.held_out}"]
         group = compose.unless_given([f"wandb.group={self.wandb_group}"], self.overrides)
         return compose.compose([*self.overrides, f"optimizer={optimizer}", *kept, *group, *more])
 
@@ -134,8 +133,8 @@ def tune(request: Request, optimizer: str, runs: Study) -> Tuned:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     resolved = compose.resolve(request.compose(optimizer))
     lr = float(resolved["optimizer"]["lr"])
-    found = Tuned(optimizer, labels.method(resolved), lr / request.span, lr * request.span)
-    rungs = lengths(resolved, request.rungs)
+    found = Tuned(optimizer, labels.method(resolved), lr / request.keys.span, lr * request.keys.span)
+    rungs = lengths(resolved, request.keys.rungs)
 
     def objective(trial: optuna.Trial) -> float:
         rate = float(f"{trial.suggest_float('lr', found.low, found.high, log=True):.3g}")
@@ -161,7 +160,7 @@ def tune(request: Request, optimizer: str, runs: Study) -> Tuned:
         sampler = optuna.samplers.QMCSampler(scramble=True, seed=0, warn_independent_sampling=False)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
         study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
-        study.optimize(objective, n_trials=request.budget)
+        study.optimize(objective, n_trials=request.keys.budget)
     return found
 
 
@@ -182,8 +181,8 @@ def tune_all(request: Request) -> int:
     for method in tuned:
         if method.best is None:
             continue
-        length = lengths(resolved[method.optimizer], request.rungs)[-1]
-        for seed in range(request.seeds):
+        length = lengths(resolved[method.optimizer], request.keys.rungs)[-1]
+        for seed in range(request.keys.seeds):
             composed = request.compose(method.optimizer, f"optimizer.lr={method.best!r}", f"seed={seed}", length)
             runs.run(f"chosen: lr {method.best:g}, seed {seed}", composed)
     if request.dry_run:
@@ -215,34 +214,18 @@ def as_table(tuned: Sequence[Tuned], request: Request) -> Table:
         Column("at whole length", value=lambda t: f"{t.whole}"),
     ]
     warned = tuple(Note(f"Warning: {t.warning}.", "caution") for t in tuned if t.warning)
-    title = f"{request.budget} trials of each method, chosen by a part of the training data that was held out"
+    title = f"{request.keys.budget} trials of each method, chosen by a part of the training data that was held out"
     return Table.of(columns, tuned, title=title, footnotes=warned)
-
-
-def _whole(key: str, value: str, least: int) -> int:
-    if not value.isascii() or not value.isdigit() or not least <= int(value) < 10**9:
-        raise UserError(f"{key}={value} must be a whole number, {least} or more")
-    return int(value)
-
-
-def _span(value: str) -> float:
-    try:
-        span = float(value)
-    except ValueError:
-        span = math.nan
-    if not 1 < span <= 1e6:
-        raise UserError(f"span={value} must be a number above 1: rates are tried from lr/span to lr*span")
-    return span
 
 
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or "--help" in given or "-h" in given:
-        print(__doc__)
-        return 0 if given else 2
-    return tune_all(Request.of(given))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the keys above, and Hydra overrides")
+    options = parser.parse_intermixed_args(arguments)
+    return tune_all(Request.of(options.overrides, options.dry_run))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,20 @@ three times, with the same batches in all: unchanged; on k workers with what bir
 zeros for the rest (`zeros`). What counts is the loss over all training images after each of the steps that follow the change,
 as a share of the unchanged run's.
 
-Prints a table and writes the losses to results/local/resize.jsonl; --publish writes them to results/published, and the
-table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad input.
+Prints a table and writes it and the losses ({method, before, after, rule, seed, losses}, one loss for each step after the
+change) to results/local/tables/resize.md and results/local/resize.jsonl; --publish writes to results/published, and the table into
+docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import math
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from birder import BucketOptimizer, elastic
 from experiments.config import compose
-from experiments.records.record import LOCAL, PUBLISHED
-from experiments.report import documents
-from experiments.report import resized as report
-from experiments.report.resized import CHANGE, METHODS, STEPS
-from experiments.report.table import terminal
+from experiments.records.record import LOCAL, PUBLISHED, write_file
+from experiments.report import documents, paired
+from experiments.report.formats import DASH
+from experiments.report.table import Table, terminal
 from experiments.runs import command
 from experiments.training.method import Length
 from experiments.training.virtual import VirtualMethod
@@ -42,6 +45,16 @@ from experiments.workloads.base import Shard
 from experiments.workloads.digits import Digits
 from launch.errors import UserError
 
+METHODS = {"birder": "Birder", "onebit_adam": "1-bit Adam"}
+"""Variants of conf/exp/methods_digits.yaml, with its learning rates, constant here. 0/1 Adam is none of them: it diverges
+at a constant rate, unchanged too."""
+CHANGE, STEPS = 100, 160
+"""After which step the number changes, and after which the run ends."""
+SOON, LATER = slice(0, 20), slice(-20, None)
+"""Of the steps after the change."""
+FILE = "resize.jsonl"
+PAGE = "tables/resize.md"
+"""Of a results folder; docs/elastic.md has its table."""
 CHANGES = {4: (2, 3), 2: (8,)}
 """Workers before: after."""
 RULES = ("unchanged", "mean", "zeros")
@@ -159,6 +172,54 @@ def study(seeds: int) -> list[dict[str, Any]]:
     return lines
 
 
+# ---- the table --------------------------------------------------------------------------------------------------------
+
+
+def table(lines: Iterable[dict[str, Any]]) -> Table:
+    """A row for each method and change."""
+    means: dict[tuple[Any, ...], dict[int, float]] = {}
+    for line in lines:
+        for name, part in (("soon", SOON), ("later", LATER)):
+            key = (line["method"], line["before"], line["after"], line["rule"], name)
+            means.setdefault(key, {})[line["seed"]] = statistics.fmean(line["losses"][part])
+    rows = []
+    for method, before, after in dict.fromkeys(key[:3] for key in means):
+        of = {key[3:]: value for key, value in means.items() if key[:3] == (method, before, after)}
+        base = {when: of["unchanged", when] for when in ("soon", "later")}
+        cells = [f"{statistics.fmean(base['soon'].values()):.3f}"]
+        for rule, when in (("mean", "soon"), ("zeros", "soon"), ("mean", "later"), ("zeros", "later")):
+            cells.append(share(of[rule, when], base[when]))
+        rows.append([f"{METHODS[method]}, {before} → {after}", *cells])
+    soon, later = f"steps 1 to {SOON.stop}", f"the last {-LATER.start} of {STEPS - CHANGE} steps"
+    names = ["method, workers", f"loss unchanged, {soon}", f"`mean`, {soon}", f"`zeros`, {soon}"]
+    return Table.text([*names, f"`mean`, {later}", f"`zeros`, {later}"], rows)
+
+
+def share(values: dict[int, float], base: dict[int, float]) -> str:
+    """By how much the losses differ from the unchanged runs', by seed; or how many are no numbers."""
+    lost = sum(not (math.isfinite(value) and math.isfinite(base[seed])) for seed, value in values.items())
+    if lost:
+        return f"no number in {lost} of {len(values)}"
+    found = paired.difference(values, base, relative=True)
+    return found.text(relative=True) if found else DASH
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that `write` made; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def page(lines: Sequence[dict[str, Any]]) -> str:
+    """The text of `PAGE`."""
+    return f"# What a change of the number of workers costs\n\n## Losses\n\n{table(lines).grid()}"
+
+
+def write(lines: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Writes the losses and their table into a results folder."""
+    write_file(folder / FILE, "".join(json.dumps(line) + "\n" for line in lines).encode(), "losses")
+    write_file(folder / PAGE, page(lines).encode(), "table of losses")
+
+
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
@@ -169,10 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seeds < 1:
         raise UserError("--seeds is a number of 1 or more")
     lines = study(options.seeds)
-    report.write(lines, PUBLISHED if options.publish else Path(LOCAL))
+    write(lines, PUBLISHED if options.publish else Path(LOCAL))
     if options.publish:
         documents.write()
-    report.table(lines).show(terminal())
+    table(lines).show(terminal())
     return 0
 
 

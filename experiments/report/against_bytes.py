@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from experiments.report.curves import baseline
-from experiments.report.formats import fraction, metric_gap
+from experiments.report.formats import between, fraction, metric_gap
 from experiments.report.methods_table import Line, MethodsTable
 from experiments.report.paired import difference
 
@@ -43,8 +43,7 @@ class Point:
         """-51.9 [-94.2, -9.5]; the difference alone where it has no interval."""
         if self.difference is None:
             return "failed"
-        between = "" if self.low is None or self.high is None else f" [{self.low:.1f}, {self.high:.1f}]"
-        return f"{self.difference:+.1f}{between}"
+        return f"{self.difference:+.1f}{between(self.low, self.high, 1)}"
 
     def drawn(self) -> list[object]:
         """What a picture shows of it."""

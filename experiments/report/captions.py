@@ -12,7 +12,7 @@ from typing import Any
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
-from experiments.report.formats import metric_gap, number, percent, times
+from experiments.report.formats import between, metric_gap, number, percent, times
 from experiments.report.metrics import FASTER, OPEN, SLOWER, Speedup
 from experiments.report.paired import Difference
 from experiments.report.speedup import Row, SpeedupTable
@@ -27,14 +27,14 @@ def faster(found: Speedup | None, same: bool = False) -> str:
     if found is None or found.interval is None or same:
         return times(None if found is None else found.value)
     at = found.interval
-    return f"{times(found.value)} [{at.low:.2f}, {at.high:.2f}]{TIE if at.tie else ''}"
+    return f"{times(found.value)}{between(at.low, at.high)}{TIE if at.tie else ''}"
 
 
 def share(found: Speedup | None, same: bool = False) -> str:
     """A share of the bound's rate: 97 %, or 97 % [95, 99]."""
     if found is None or found.interval is None or same:
         return percent(None if found is None else found.value)
-    return f"{percent(found.value)} [{100 * found.interval.low:.0f}, {100 * found.interval.high:.0f}]"
+    return percent(found.value) + between(found.interval.low, found.interval.high, 0, 100)
 
 
 def versus(table: SpeedupTable, row: Row, wire: str) -> str:

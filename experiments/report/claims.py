@@ -1,16 +1,23 @@
 """The papers' headline claims beside what this project has run, computed or predicted of them. No torch.
 
-Each `Claim` is one row of docs/claims.md. Numbers come from published records, from results/paper, or from the predictor; a
-verdict is decided by them, not written down. docs/claims.md holds the table (documents.py).
+claims.yaml has the rows of docs/claims.md as data; the numbers come from published records, from results/paper, or from the
+predictor (claims_evidence.py), and a verdict is decided by them, not written down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from experiments.config.data_files import Data
+from experiments.records.record import ResultRecord
 from experiments.report import published
+from experiments.report.claims_evidence import CLOSE as CLOSE
+from experiments.report.claims_evidence import EVIDENCE, STEPS, TABLES
 from experiments.report.formats import times
 from experiments.report.table import Column, Table
 
@@ -18,11 +25,48 @@ Kind = Literal["trained", "replayed", "predicted", "computed", "nothing"]
 VERDICTS = ("confirmed", "exceeded", "not reached", "not decided", "cannot be tried here")
 NEAR = 0.15
 """A factor is met by what is as close as this to it."""
-CLOSE = 0.01
-"""Margin of an accuracy, as a share of the baseline's, where the experiment states none."""
 COLUMNS = ("claim", "source", "what was run", "result", "verdict")
-TABLES = "../results/published/tables"
-"""As seen from the page."""
+FILE = Path(__file__).with_name("claims.yaml")
+
+
+class Entry(Data):
+    """A row, or one for each of `each`; left out where nothing of it was run.
+
+    claim, run, result, verdict: text that names in {}: keys of `each`, what the evidence found, `value`, `met`; of factors
+              `least`, `most` and `count`.
+    paper:    how quantity and source of the claim's number, `value`, begin in results/paper; or source: where the claim stands.
+    kind:     what was done of it.
+    evidence: a function of claims_evidence.EVIDENCE. each: what it is given.
+    why:      why a factor is not reached, behind `met`.
+    """
+
+    claim: str
+    paper: tuple[str, str] | None = None
+    source: str = ""
+    kind: Kind
+    evidence: str = ""
+    each: tuple[dict[str, Any], ...] = ({},)
+    run: str = ""
+    result: str = "—"
+    verdict: str = "{met}"
+    why: str = ""
+
+    def rows(self, records: Sequence[ResultRecord]) -> Iterator[Claim]:
+        for given in self.each:
+            value, source = 0.0, self.source
+            if self.paper is not None:
+                quantity, who = (text.format(**given) for text in self.paper)
+                value, source = paper(quantity, who)
+            found = EVIDENCE[self.evidence](records, value, **given) if self.evidence else {}
+            if found is None:
+                continue
+            names = {"value": value, "tables": TABLES, "steps": STEPS, **given}
+            if factors := sorted(found.get("factors", ())):
+                ends = {"least": times(factors[0][0]), "most": times(factors[-1][0]), "count": len(factors)}
+                names |= {"met": met(value, factors, self.why), **ends}
+            names |= found
+            said = (text.format(**names) for text in (self.run, self.result, self.verdict))
+            yield Claim(self.claim.format(**names), source, self.kind, *said)
 
 
 @dataclass(frozen=True)
@@ -44,6 +88,12 @@ class Claim:
     def cells(self) -> tuple[str, ...]:
         run = f"{self.kind}: {self.run}" if self.run else self.kind
         return self.text, self.source, run, self.result, self.verdict
+
+
+def collect(records: Sequence[ResultRecord], file: Path = FILE) -> list[Claim]:
+    """All rows, in the order of the file."""
+    entries = map(Entry.model_validate, yaml.safe_load(file.read_text(encoding="utf-8")))
+    return [row for entry in entries for row in entry.rows(records)]
 
 
 def grid(claims: Sequence[Claim]) -> str:
@@ -76,8 +126,3 @@ def met(factor: float, found: Sequence[tuple[float, str]], why: str = "") -> str
 def listed(found: Sequence[tuple[float, str]]) -> str:
     """Each name with its factor."""
     return ", ".join(f"{name} ({times(value)})" for value, name in found)
-
-
-def joined(names: Sequence[Any]) -> str:
-    """a, b and c"""
-    return " and ".join(map(str, names)) if len(names) < 3 else ", ".join(map(str, names[:-1])) + f" and {names[-1]}"

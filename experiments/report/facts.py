@@ -6,6 +6,7 @@ A template calls the methods of `Facts` by name and goes on with what they retur
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,6 @@ from experiments.report import (
     arithmetic,
     captions,
     claims,
-    claims_page,
     methods_table,
     metrics,
     prediction,
@@ -35,14 +35,13 @@ from experiments.report import (
     replay_check,
     replay_sections,
     replayed,
-    resized,
     speedup_table,
     trained,
     volume,
 )
 from experiments.report import spread as spreads
 from experiments.report.accuracy import AccuracyTable, Cell
-from experiments.report.claims_measured import newest
+from experiments.report.claims_evidence import newest
 from experiments.report.formats import mean_sd, number, percent, size, times
 from experiments.report.paired import difference
 from experiments.report.replayed import Results
@@ -239,9 +238,15 @@ class Facts:
         """The summary of these errors."""
         return trained.summary(trained.rows([*self._records, *self._worlds])).grid()
 
+    def table_of(self, page: str, heading: str) -> str:
+        """The first table below a heading of a page in the tables folder."""
+        lines = (self.results / "tables" / f"{page}.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+        whole = itertools.dropwhile(lambda line: not line.startswith("|"), lines.splitlines())
+        return "\n".join(itertools.takewhile(lambda line: line.startswith("|"), whole))
+
     def replayed_rows(self) -> str:
         """The summary of the errors of replayed cells."""
-        return prediction.table(prediction.evaluate(self._records, prediction.load(self.results))).grid()
+        return prediction.table(prediction.load(self.results, self._records)).grid()
 
     # ---- accuracy -----------------------------------------------------------------------------------------------------
 
@@ -268,7 +273,7 @@ class Facts:
 
     def claims(self) -> str:
         """The table of the papers' claims."""
-        return claims.grid(claims_page.collect(self._records))
+        return claims.grid(claims.collect(self._records))
 
     def paper(self, quantity: str, source: str) -> str:
         """A published value, with its unit."""
@@ -281,10 +286,6 @@ class Facts:
         setting = volume.Setting()
         readings = [measure for _, measure in volume.readings(setting, kind)]
         return sorted(m(setting.rounds(steps, False)) for m in readings for steps in volume.LENGTHS)
-
-    def resized(self) -> str:
-        """What a change of the number of workers costs."""
-        return resized.table(resized.read(self.results / resized.FILE)).grid()
 
     def keys(self) -> str:
         """The table of all configuration keys."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from birder.predict import METHODS, Method
+from jinja2 import Template
+
+from birder.predict import METHODS
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
 from experiments.report import (
@@ -25,12 +27,12 @@ from experiments.report import (
     sentences,
     speedup,
 )
-from experiments.report.claims_measured import newest
+from experiments.report.claims_evidence import newest
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import metric_axis, metric_unit, size
 from experiments.report.paired import Difference
 
-TEMPLATE = Path(__file__).with_name("page.html")
+FOLDER = Path(__file__).parent
 EXP = "resnet50"
 """The experiment of the main table."""
 
@@ -168,29 +170,10 @@ def _interval(found: Difference | None, scale: float = 1.0) -> dict[str, float |
 
 def replays(results_dir: str | Path, records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
     """Every replayed cell on links of a set rate beside its prediction, which knows none of its times."""
-    outcomes = prediction.evaluate(records, prediction.load(results_dir))
-    return [
-        {
-            "id": o.case.id,
-            "kind": _kind(o.case.method),
-            "replayed": o.measured_ms,
-            "predicted": o.predicted_ms,
-        }
-        for o in outcomes
-        if o.case.link == "emulated" and o.sends
-    ]
-
-
-def _kind(method: Method) -> str:
-    """What cells are told apart by in one chart."""
-    if method.dense:
-        return "all-reduce"
-    if method.hierarchical:
-        return "Birder, hierarchical"
-    for begin, kind in (("birder", "Birder, flat"), ("powersgd", "PowerSGD")):
-        if method.name.startswith(begin):
-            return kind
-    return "1-bit Adam"
+    cells = prediction.load(results_dir, records)
+    shown = cells[(cells.link == "emulated") & (cells.sends == 1)].reset_index()
+    shown = shown.rename(columns={"measured_ms": "replayed", "predicted_ms": "predicted"})
+    return [dict(row) for row in shown[["id", "kind", "replayed", "predicted"]].to_dict("records")]
 
 
 def predicted(grid: Grid) -> dict[str, Any]:
@@ -229,16 +212,7 @@ def html(content: dict[str, Any], library: str) -> str:
     """The page. library: the text of plotly's script."""
     # Within a script element nothing may look like its end.
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
-    page = TEMPLATE.read_text(encoding="utf-8")
-    own = {
-        f"/*{kind.upper()}*/": TEMPLATE.with_suffix(f".{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
-    }
-    for mark, part in (
-        *own.items(),
-        ("/*PAYJS*/", TEMPLATE.with_name("pay.js").read_text(encoding="utf-8")),
-        ("/*DATA*/", text),
-        ("/*PLOTLY*/", library),
-    ):  # none is looked for in what was put in
-        before, _, after = page.partition(mark)
-        page = before + part + after
-    return page
+    parts = {"css": "page.css", "js": "page.js", "pay": "pay.js"}
+    own = {name: FOLDER.joinpath(file).read_text(encoding="utf-8") for name, file in parts.items()}
+    page = Template(FOLDER.joinpath("page.html").read_text(encoding="utf-8"), keep_trailing_newline=True)
+    return page.render(**own, data=text, plotly=library)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.report.formats import between
+
 LEVEL = 0.95
 """Of the intervals."""
 PARITY, BETTER, WORSE, OPEN = "parity", "better", "worse", "not decided"
@@ -73,10 +75,7 @@ class Difference:
     def text(self, relative: bool, digits: int = 2) -> str:
         """ "+0.31 [-0.12, 0.74]", in per cent where differences are relative."""
         scale, unit = (100, " %") if relative else (1, "")
-        shown = f"{scale * self.value:+.{digits}f}"
-        if self.low is not None and self.high is not None:
-            shown += f" [{scale * self.low:.{digits}f}, {scale * self.high:.{digits}f}]"
-        return shown + unit
+        return f"{scale * self.value:+.{digits}f}{between(self.low, self.high, digits, scale)}{unit}"
 
 
 def difference(method: Mapping[int, float], baseline: Mapping[int, float], relative: bool = False) -> Difference | None:

@@ -72,8 +72,11 @@ def _gpu(results: Results, c: Cell) -> str:
 
 def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
     """What is predicted, on a clock that is so many times slower than the cluster's, and how far off it is."""
-    o = results.predicted.get(c)
-    return DASH if o is None else f"{number(clock * o.predicted_ms)} ({100 * o.error:+.1f} %)"
+    name = results.records[c].id
+    if name not in results.predicted.index:
+        return DASH
+    found = results.predicted.loc[name]
+    return f"{number(clock * found.predicted_ms)} ({100 * found.error:+.1f} %)"
 
 
 def _of_step(results: Results, c: Cell, *keys: str) -> str:

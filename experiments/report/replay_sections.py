@@ -63,8 +63,8 @@ def _check(results: Results, section: Section) -> Iterator[Block]:
 
 def _predicted(results: Results, section: Section) -> Iterator[Block]:
     """How far the cells are from what is predicted for them."""
-    if results.predicted:
-        yield prediction.table(list(results.predicted.values()))
+    if len(results.predicted):
+        yield prediction.table(results.predicted)
 
 
 def _times(results: Results, section: Section) -> Iterator[Block]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from experiments.cells.suite import Place
 from experiments.report import captions, published
-from experiments.report.formats import percent
+from experiments.report.formats import between, percent
 from experiments.report.metrics import FASTER, OPEN, SLOWER
 from experiments.report.replayed import Results
 
@@ -77,7 +77,6 @@ def _fastest(results: Results, place: Place) -> Iterator[str]:
         name = ranking[0][1]
         if (found := results.compared(place, "fp32", name)) is not None:
             at = found.interval
-            between = "" if at is None else f" [{at.low:.2f}, {at.high:.2f}]"
-            longer = f"takes {found.value:.2f}{between} times as long as fp32 DDP"
+            longer = f"takes {found.value:.2f}{between(at.low, at.high) if at else ''} times as long as fp32 DDP"
             advice = {FASTER: "do not compress: ", OPEN: "not decided whether to compress: ", SLOWER: ""}[found.verdict]
             yield f"{where}: {advice}{suite.methods[name].label}, the fastest compressed method, {longer}."

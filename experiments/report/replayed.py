@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import pandas as pd
 
 from experiments.cells.suite import Cell, Place, Setting, Suite
 from experiments.records.record import ResultRecord, read_all
@@ -15,12 +17,12 @@ from launch.errors import UserError
 
 @dataclass(frozen=True)
 class Results:
-    """All cells of a suite that have been measured, the kernels by device, and cells beside what is predicted for them."""
+    """All cells of a suite that have been measured, the kernels by device, and what is predicted (`prediction.load`)."""
 
     suite: Suite
     records: dict[Cell, ResultRecord]
     kernels: dict[str, ResultRecord]
-    predicted: Mapping[Cell, prediction.Outcome] = field(default_factory=dict)
+    predicted: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False)
 
     def ms(self, place: Place, method: str, key: str = "median_ms") -> float | None:
         """`clock` of what this place of a table shows; None where nothing was measured."""
@@ -106,5 +108,4 @@ def load(suite: Suite, results_dir: str | Path) -> Results:
     results = collect(suite, known)
     if not results.records and not results.kernels:
         raise UserError(f"no record of {suite.subject} in {results_dir}/records: leave out --tables-only")
-    found = prediction.beside(results_dir, known)
-    return replace(results, predicted={c: found[r.id] for c, r in results.records.items() if r.id in found})
+    return replace(results, predicted=prediction.load(results_dir, list(results.records.values())))

@@ -1,19 +1,18 @@
-"""Real training in turns beside its prediction from bound, links and machine: rows, table, summary. No torch."""
+"""Real training in turns beside its prediction from bound, links and machine. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from experiments.cells import trained
 from experiments.cells.trained import Trained
-from experiments.records.record import ResultRecord, read_all
+from experiments.records.record import ResultRecord
 from experiments.report.formats import number
 from experiments.report.prediction import quantiles
 from experiments.report.table import Table
 
 FOLDER = "validation"
-"""Of a results folder: the records of `python experiments/predict.py --validate`."""
+"""Of a results folder: the records of `python studies/validate.py`."""
 HEAD = ("trained", "rows", "median", "95th percentile", "worst")
 
 
@@ -24,24 +23,6 @@ def rows(records: Sequence[ResultRecord]) -> list[Trained]:
         worlds.setdefault(r.turns.get("world", ""), []).append(r)
     found = [row for name, world in sorted(worlds.items()) if name for row in trained.of_world(world)]
     return sorted(found, key=lambda t: (t.record.exp, t.record.nodes, t.record.link.get("link_gbps") or 0.0))
-
-
-def table(found: Sequence[Trained]) -> Table:
-    """One line for each row."""
-    head = ("experiment", "nodes", "Gbit/s", "method", "predicted, ms", "trained, ms", "difference")
-    lines = [
-        [
-            t.record.exp,
-            str(t.record.nodes),
-            number(t.record.link.get("link_gbps")),
-            t.record.method,
-            number(t.predicted_ms),
-            number(t.measured_ms),
-            f"{t.error:+.1%}",
-        ]
-        for t in found
-    ]
-    return Table.text(head, lines)
 
 
 def summary(found: Sequence[Trained]) -> Table:
@@ -56,24 +37,6 @@ def summary(found: Sequence[Trained]) -> Table:
 
 def _line(name: str, part: Sequence[Trained]) -> list[str]:
     return [name, str(len(part)), *(f"{error:.1%}" for error in quantiles([t.error for t in part]))]
-
-
-def markdown(results: str | Path) -> str:
-    """The section of a page about the worlds in a results folder and in its folder of the validation; empty without any."""
-    folders = [folder for folder in (Path(results), Path(results) / FOLDER) if folder.is_dir()]
-    found = rows([r for folder in folders for r in read_all(folder)])
-    if not found:
-        return ""
-    return "\n\n".join(
-        [
-            "## Real training on emulated links",
-            "Methods in turns in one world, predicted from its bound, the dense update, its links and what kernels cost "
-            "there: `python experiments/predict.py --validate`, and the published comparisons. Milliseconds are those of "
-            "the machine that trained.",
-            summary(found).grid().rstrip(),
-            table(found).grid().rstrip(),
-        ]
-    )
 
 
 def sentence(records: Sequence[ResultRecord]) -> str:

@@ -73,3 +73,29 @@ def typed(script: str, arguments: list[str]) -> str:
 def names(option: str | None) -> list[str] | None:
     """The names in an option's value, separated by commas; None where the option was not given."""
     return None if option is None else [name for name in option.split(",") if name]
+
+
+def numbers(name: str, option: str | None) -> list[float] | None:
+    """The numbers in the value of the option --name, separated by commas. Raises UserError."""
+    try:
+        return None if option is None else [float(part) for part in option.split(",") if part]
+    except ValueError:
+        raise UserError(f"--{name}={option}: give numbers, such as 0,1,2") from None
+
+
+def whole(name: str, option: str | None) -> list[int] | None:
+    """The same of whole numbers of 0 or more, each once."""
+    found = numbers(name, option)
+    if found is not None and any(n < 0 or n != int(n) for n in found):
+        raise UserError(f"--{name}={option}: give whole numbers, such as 0,1,2")
+    return None if found is None else list(dict.fromkeys(int(n) for n in found))
+
+
+def value(text: str) -> int | float | str:
+    """A number where `text` is one, else the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

@@ -1,4 +1,4 @@
-"""Runs that are made once: the engine of sweep.py, tune.py and all_methods.py.
+"""Runs that are made once: the engine of sweep.py, tune.py, all_methods.py and compare.py --paper.
 
 What is recorded is not run again, so that the same command goes on after an interruption; processes that run the same command
 share the runs among themselves. A run whose loss became no number counts as run; one that failed otherwise is tried again the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import sys
 import time
@@ -26,14 +25,12 @@ from experiments.records import labels, old_keys, privacy, record
 from experiments.records.record import ResultRecord
 from experiments.report import tables
 from experiments.report.accuracy import HELD_OUT
-from experiments.report.differences import distinguishing
 from experiments.runs import command, start
 from launch import lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 
-OF_THE_CLUSTER = ("name", "nodes", "ranks_per_node", "link_gbps", "dilation")
 DIVERGED = "the loss is "
 """How a reason begins that is the method's own doing (experiments/training/loop.py)."""
 NOT_BEST = "its learning rate is not the best"
@@ -44,27 +41,17 @@ POLL_S = 5.0
 # ---- which runs are the same --------------------------------------------------------------------------------------------
 
 
-def identity(config: dict[str, Any]) -> str:
-    """What two runs must share to be the same run: seed, shape, link and every key that may tell variants apart."""
-    cluster = [config["cluster"].get(key) for key in OF_THE_CLUSTER]
-    about = [config["exp"], config["seed"], config["scale"]["name"], cluster, distinguishing(config)]
-    return json.dumps(about, sort_keys=True)
-
-
-def name_of(composed: Composed) -> str:
-    """The identity of the run that `composed` describes."""
-    return identity(json.loads(json.dumps(privacy.clean(compose.resolve(composed), Path.cwd()))))
-
-
 def asked(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """What a command line asks to be run.
+    """What a command line asks to be run: two runs of which this is equal are the same run. The only rule.
 
-    Its keys in any order, without those that only say how a run is kept or how its sums are ordered; of a key given twice
-    the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
+    Its keys in any order, without those that only say how a run is kept or, but for times, how its sums are ordered; of a key
+    given twice the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
+    What is not typed does not count, so that a study goes on when defaults have changed.
     """
     clean = (old_keys.override(privacy.clean_text(o, Path.cwd())).lstrip("+").partition("=") for o in overrides)
     last = {key: of_number(value) for key, _, value in clean}
-    return tuple(sorted((k, v) for k, v in last.items() if not within(k, (*BOOKKEEPING, *SAME_NUMBERS))))
+    ignored = (*BOOKKEEPING, *(() if last.get("evaluate") == "false" else SAME_NUMBERS))
+    return tuple(sorted((k, v) for k, v in last.items() if not within(k, ignored)))
 
 
 def of_number(text: str) -> str:
@@ -126,8 +113,6 @@ class Study:
     """The runs of one experiment.
 
     results_dir: where runs are recorded. others: folders whose records count too; nothing is written there.
-    by_command:  runs are the same by what their command lines ask for (`asked`), so that a study goes on when defaults have
-                 changed; else by their configurations (`identity`).
     dry_run:     run nothing, say what would be.
     known:       the latest record of each run, a good one before any other.
     failed:      runs that failed otherwise than by their loss. todo: runs that were not recorded.
@@ -136,7 +121,6 @@ class Study:
     exp: str
     results_dir: str
     others: Sequence[Path] = ()
-    by_command: bool = False
     dry_run: bool = False
     known: dict[Hashable, ResultRecord] = field(default_factory=dict)
     failed: int = 0
@@ -147,12 +131,9 @@ class Study:
         folders = [folder for folder in (*self.others, Path(self.results_dir)) if folder.is_dir()]
         for r in (r for folder in folders for r in record.read_all(folder)):
             if r.exp == self.exp:
-                name = asked(r.overrides) if self.by_command else identity(r.config)
+                name = asked(r.overrides)
                 if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
                     self.known[name] = r
-
-    def name(self, composed: Composed) -> Hashable:
-        return asked(composed.overrides) if self.by_command else name_of(composed)
 
     def done(self, name: Hashable) -> ResultRecord | None:
         """The record of a run that need not be made again."""
@@ -173,6 +154,12 @@ class Study:
                     self.read()
         return mine
 
+    def together(self, composed: Sequence[Composed]) -> str | None:
+        """The group in which all of these are recorded, so that they can be compared; None where there is none."""
+        there = [self.done(asked(c.overrides)) for c in composed]
+        groups = {r.group if r is not None else None for r in there}
+        return groups.pop() if len(groups) == 1 else None
+
     def _launch(self, composed: Composed, group: str | None) -> None:
         try:
             start.launch(composed, command=command.typed("run", composed.overrides), group=group)
@@ -187,7 +174,7 @@ class Study:
         self, what: str, composed: Composed, group: str | None = None, asked_for: bool = True
     ) -> ResultRecord | None:
         """The record of `composed`, which is run if it is not there and it is asked for. None: there is none."""
-        name, title = self.name(composed), f"{labels.method(compose.resolve(composed))}, {what}"
+        name, title = asked(composed.overrides), f"{labels.method(compose.resolve(composed))}, {what}"
         if (there := self.done(name)) is not None:
             print(f"{title}: recorded, {told(there)}", flush=True)
         elif asked_for:
@@ -217,12 +204,9 @@ class Grid:
     elsewhere: set[Hashable] = field(default_factory=set)
     said: dict[int, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.name = functools.cache(self._name)
-
-    def _name(self, overrides: tuple[str, ...]) -> Hashable:
+    def name(self, overrides: Sequence[str]) -> Hashable:
         """Of a row, by its overrides."""
-        return asked([*overrides, *self.given]) if self.study.by_command else name_of(self.composed(overrides))
+        return asked([*overrides, *self.given])
 
     def composed(self, overrides: Sequence[str]) -> Composed:
         own = [] if self.wandb_group is None else [f"wandb.group={self.wandb_group}"]

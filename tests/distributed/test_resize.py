@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from experiments.records.record import PUBLISHED
-from experiments.report import resized as report
 from experiments.workloads.base import Shard
 from experiments.workloads.digits import Digits
 from studies import resize
@@ -51,7 +50,7 @@ def test_losses_of_every_change_and_rule() -> None:
 
 
 def line(rule: str, seed: int, loss: float) -> dict[str, Any]:
-    count = report.STEPS - report.CHANGE
+    count = resize.STEPS - resize.CHANGE
     told = {"method": "birder", "before": 4, "after": 2, "rule": rule, "seed": seed}
     return {**told, "losses": [loss] * (count // 2) + [loss / 2] * (count - count // 2)}
 
@@ -59,14 +58,15 @@ def line(rule: str, seed: int, loss: float) -> dict[str, Any]:
 def test_the_table_shows_shares_of_the_unchanged_runs_loss() -> None:
     lines = [line("unchanged", s, 1.0) for s in (0, 1)]
     lines += [line("mean", s, 1.0 + 0.01 * s) for s in (0, 1)] + [line("zeros", s, 1.1) for s in (0, 1)]
-    (row,) = report.table(lines).rows
+    (row,) = resize.table(lines).rows
     # Student's t with one degree of freedom: 12.706 times the standard error, 0.5 %.
     assert row == ("Birder, 4 → 2", "1.000", *["+0.50 [-5.85, 6.85] %", "+10.00 [10.00, 10.00] %"] * 2)
 
 
 def test_published_losses_have_a_value_for_each_step_after_the_change() -> None:
-    lines = report.read(PUBLISHED / report.FILE)
-    assert {len(item["losses"]) for item in lines} <= {report.STEPS - report.CHANGE}
+    lines = resize.read(PUBLISHED / resize.FILE)
+    assert {len(item["losses"]) for item in lines} <= {resize.STEPS - resize.CHANGE}
+    assert resize.page(lines) == (PUBLISHED / resize.PAGE).read_text(encoding="utf-8")
 
 
 def test_a_bad_number_of_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

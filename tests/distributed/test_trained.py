@@ -18,11 +18,11 @@ from experiments.records.record import PUBLISHED, ResultRecord, read_all, write
 from experiments.report import speedup, speedup_table
 from experiments.report import trained as report
 from experiments.report.prediction import quantiles
-from experiments.runs import validation
 from experiments.timing import profiled
 from experiments.timing.shared_ddp import SharedDDP
 from launch.emulated.network import GOODPUT, burst_bytes
 from launch.failure import RunFailed
+from studies import validate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.records import run
 from tests.helpers.tiers import slow
@@ -230,9 +230,9 @@ def test_all_ranks_have_the_same_profile(ranks: int) -> None:
 
 
 def test_the_commands_of_the_validation_compose(tmp_path: Path) -> None:
-    every = list(validation.worlds())
+    every = list(validate.worlds())
     assert len(every) == 3 * 3 * 3
-    assert every == list(validation.worlds(list(validation.MODELS)))
+    assert every == list(validate.worlds(list(validate.MODELS)))
     for one in every:
         composed = compose.compose(one.overrides(tmp_path))
         assert composed.config.cluster.nodes == one.nodes
@@ -241,9 +241,9 @@ def test_the_commands_of_the_validation_compose(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_validation_and_what_is_recorded() -> None:
-    part = list(validation.worlds(["resnet50", "nodes=4,2", "gbps=10,2.5", "results_dir=x"]))
+    part = list(validate.worlds(["resnet50", "nodes=4,2", "gbps=10,2.5", "results_dir=x"]))
     assert [(w.nodes, w.gbps) for w in part] == [(2, 2.5), (2, 10.0), (4, 2.5), (4, 10.0)]
-    of = validation.World(world()[0].exp, 2, 10.0)
+    of = validate.World(world()[0].exp, 2, 10.0)
     assert of.made(world())
     assert not of.made([*world(), dataclasses.replace(world()[0], status="failed")])
     assert not dataclasses.replace(of, gbps=5.0).made(world())
@@ -257,9 +257,9 @@ def test_a_validation_makes_what_is_not_recorded_and_stops_where_a_comparison_fa
         write(dataclasses.replace(r, exp="resnet50"), tmp_path)
     made: list[list[str]] = []
     with pytest.raises(RunFailed, match="2 nodes, 5 Gbit/s: ended with status 1; the command again goes on from here"):
-        validation.run(asked, lambda overrides: made.append(overrides) or 1)  # type: ignore[func-returns-value]
+        validate.run(asked, lambda overrides: made.append(overrides) or 1)  # type: ignore[func-returns-value]
     assert [o for o in made[0] if "gbps" in o] == ["cluster.link_gbps=5"]
-    validation.run([*asked[:2], "gbps=10", asked[3]], lambda _: pytest.fail("it is recorded"))
+    validate.run([*asked[:2], "gbps=10", asked[3]], lambda _: pytest.fail("it is recorded"))
     assert "| resnet50 | 2 | 10.0 | SGDM fp32 |" in capsys.readouterr().out
 
 

@@ -133,7 +133,7 @@ def test_commands_take_as_long_as_their_records_say() -> None:
     hours = facts.validation()["hours"]
     for page, words in (
         ("docs/predict.md", f"{hours} hours on a quiet machine"),
-        ("experiments/predict.py", f"{hours} hours, quiet machine"),
+        ("studies/validate.py", f"{hours} hours on a quiet machine"),
     ):
         assert words in (ROOT / page).read_text(encoding="utf-8"), page
     assert minutes([]) == 0

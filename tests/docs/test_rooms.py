@@ -53,3 +53,15 @@ def test_every_room_has_its_place() -> None:
         f"experiments.{name}" for name in (*COMMANDS, *ROOMS)
     )
     assert {word for word in re.findall(r"\w+", PICTURE) if word in ROOMS} == set(ROOMS)
+
+
+def test_newcomers_find_what_they_look_for_where_the_architecture_says() -> None:
+    """Each row of "Where is ...": its files are there, and what it names is defined in them."""
+    rows = [line.split("|")[2:4] for line in ARCHITECTURE.partition("## Where is")[2].partition("\n## ")[0].splitlines()]
+    named = [re.findall(r"`([^`]+)`", "".join(cells)) for cells in rows if len(cells) == 2 and "`" in cells[0]]
+    assert len(named) >= 8
+    for words in named:
+        files = [ROOT / word for word in words if "/" in word]
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        for name in (part for word in words if "/" not in word for part in word.split(".")):
+            assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), name

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from birder.predict import gpus
-from experiments.cells import architectures, step_times, timelines
+from experiments.cells import architectures, timelines
 from experiments.cells.architectures import Asked, gpt, quantity, work
-from experiments.report import step_times as report
 from launch.errors import UserError
+from studies import step_times
 
 PUBLISHED = {
     "hf:gpt2": 124.4e6,
@@ -83,16 +83,16 @@ def test_the_timelines_that_there_are_come_out_of_the_architecture(name: str, me
     """The targets: 15 % of the step, 10 % of it for every gradient. A record that is the rate of a large batch, scaled, does
     not know the host, which starts the kernels of a small one: without it the targets hold. All are on the page."""
     (found,) = step_times.recorded((name,))
-    assert report.met(found) is met
+    assert step_times.met(found) is met
     assert (found.waits > 0.2) is not met
     alone = replace(found, work=replace(found.work, host_us=(0.0, 0.0)))
     assert abs(alone.error) < 0.15
     assert alone.readiness < 0.10
-    assert report.own([found]).grid().splitlines()[2] in report.PAGE.read_text(encoding="utf-8")
+    assert step_times.own([found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
 
 
 def test_a_row_is_computed_on_the_gpu_that_its_source_says() -> None:
-    row = next(r for r in step_times.rows() if r.watts)
+    row = next(r for r in step_times.shapes() if r.watts)
     usual, found = gpus.find(row.gpu), step_times.gpu_of(row)
     assert found.gb_per_s == row.gb_per_s == 2400
     assert found.peak("bf16") == pytest.approx(usual.peak("bf16") * (5 / 7) ** (1 / 3))
@@ -100,11 +100,11 @@ def test_a_row_is_computed_on_the_gpu_that_its_source_says() -> None:
 
 
 def test_published_throughputs_were_written_down_and_are_on_the_page() -> None:
-    rows = step_times.rows()
+    rows = step_times.shapes()
     assert len(rows) >= 10
     assert {r.source for r in rows} <= set(step_times.sources())
     (row,) = (r for r in rows if r.torchvision == "resnet18")
     found = step_times.beside(row)
-    assert report.rows([found]).grid().splitlines()[2] in report.PAGE.read_text(encoding="utf-8")
-    assert report.why(found)
+    assert step_times.rows([found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
+    assert step_times.why(found)
     assert len(timelines.names()) == 8

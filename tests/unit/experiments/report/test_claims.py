@@ -12,8 +12,8 @@ import torch
 from birder.predict import METHODS, Cluster, Link
 from experiments.cells import claimed
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import claims, claims_page, replayed
-from experiments.report import claims_measured as measured
+from experiments.report import claims, replayed
+from experiments.report import claims_evidence as evidence
 from experiments.report.claims import Claim
 from experiments.workloads import cifar_models
 from tests.helpers.records import run, score
@@ -21,7 +21,7 @@ from tests.helpers.records import run, score
 
 @pytest.fixture(scope="module")
 def rows() -> list[Claim]:
-    return claims_page.collect(read_all(PUBLISHED))
+    return claims.collect(read_all(PUBLISHED))
 
 
 def test_every_row_says_what_was_run_and_ends_in_a_verdict(rows: list[Claim]) -> None:
@@ -76,9 +76,9 @@ def beside(method: str, values: list[float | None], base: list[float], **changes
 
 
 def verdict(records: list[ResultRecord]) -> str:
-    row = measured.same_accuracy(records, "x", "y", ("Birder",), ("SGDM fp32",))
-    assert row is not None
-    return row.verdict
+    found = evidence.accuracy(records, 0.0, ("Birder",), ("SGDM fp32",))
+    assert found is not None
+    return str(found["tasks"])
 
 
 def test_accuracy_is_decided_by_the_seeds_intervals_not_by_means() -> None:
@@ -92,20 +92,20 @@ def test_accuracy_is_decided_by_the_seeds_intervals_not_by_means() -> None:
         ([90.0, 90.4, None], "not reached on digits"),  # as good where it does not diverge
     ):
         assert verdict(beside("Birder", values, base)).startswith(begin), values
-    assert measured.same_accuracy(beside("Birder", [90.0], [90.0]), "x", "y", ("Birder",), ("SGDM fp32",)) is None
+    assert evidence.accuracy(beside("Birder", [90.0], [90.0]), 0.0, ("Birder",), ("SGDM fp32",)) is None
 
 
 def test_a_claim_is_judged_over_all_tasks_what_was_lost_first() -> None:
     good = beside("Birder", [90.0, 90.4, 89.6], [90.0, 90.4, 89.6], nodes=2)
     bad = beside("Birder", [60.0, 60.4, 59.6], [90.0, 90.4, 89.6], nodes=8)
     for records in ([*good, *bad], [*bad, *good]):
-        row = measured.same_accuracy(records, "x", "y", ("Birder",), ("SGDM fp32",))
-        assert row is not None
-        lost, kept = row.result.split("<br>")
+        found = evidence.accuracy(records, 0.0, ("Birder",), ("SGDM fp32",))
+        assert found is not None
+        lost, kept = found["shown"].split("<br>")
         assert lost.startswith("worse: digits, 12 steps, 8 workers: -33")
         assert kept.startswith("parity: digits, 12 steps, 2 workers: +0.00")
-        assert row.verdict.startswith("not reached on digits, 12 steps, 8 workers")
-        assert "confirmed on digits, 12 steps, 2 workers" in row.verdict
+        assert found["tasks"].startswith("not reached on digits, 12 steps, 8 workers")
+        assert "confirmed on digits, 12 steps, 2 workers" in found["tasks"]
 
 
 def test_published_rows_hide_no_task(rows: list[Claim]) -> None:
@@ -135,12 +135,18 @@ def test_a_factor_that_is_exceeded_is_not_confirmed() -> None:
 
 def test_speedups_of_training_are_held_against_the_claim() -> None:
     for ms, begin in ((40.0, "confirmed within 15 % under 4 nodes (2.50x)"), (30.0, "exceeded"), (90.0, "not reached")):
-        found = measured.birder_trained(
-            [run("SGDM fp32", 100.0, cluster="emulated"), run("Birder", ms, cluster="emulated")]
-        )
+        records = [run("SGDM fp32", 100.0, cluster="emulated"), run("Birder", ms, cluster="emulated")]
+        found = evidence.trained(records, 2.5)
         assert found is not None
-        assert found.verdict.startswith(begin)
-    assert measured.birder_trained([]) is None
+        assert claims.met(2.5, found["factors"]).startswith(begin)
+    assert evidence.trained([], 2.5) is None
+
+
+def test_a_row_of_which_nothing_was_run_is_left_out() -> None:
+    entry = {"claim": "It is {value:g}", "source": "x", "kind": "trained", "evidence": "trained", "result": "{shown}"}
+    assert list(claims.Entry.model_validate(entry).rows([])) == []
+    with pytest.raises(ValueError, match="extra inputs are not permitted|Extra inputs are not permitted"):
+        claims.Entry.model_validate({**entry, "proof": "none"})
 
 
 def test_no_v100_is_faster_than_its_peak(rows: list[Claim]) -> None:

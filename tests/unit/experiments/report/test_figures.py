@@ -24,7 +24,6 @@ from experiments.predict import SHOWN, SWEEPS
 from experiments.records.record import PUBLISHED, read_all
 from experiments.report import (
     accuracy_page,
-    crossover_plot,
     figure,
     glance,
     prediction_plots,
@@ -32,6 +31,7 @@ from experiments.report import (
     replayed,
     tables,
 )
+from studies import predicted
 
 UNITS = re.compile(r"\b(ms|Gbit/s|kB|nats|nats per token|GPUs|nodes|step|points|times as fast)\b|%")
 SLACK = 1.0
@@ -55,9 +55,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fig
         found = {k: int(v) for k, v in tables.render(read_all(PUBLISHED), PUBLISHED).items() if k.endswith(".png")}
         for name in suite.names():
             found[name] = int(replay_page.plot(replayed.load(suite.load(name), PUBLISHED), ""))
-        found["crossover"] = int(crossover_plot.picture())
+        found["crossover"] = int(predicted.crossovers())
         found["glance"] = int(glance.picture(accuracy_page.studies(read_all(PUBLISHED))) or b"")
-        found["paper"] = int(prediction_plots.draw_paper(folder / "paper", grid=6).read_bytes())
+        found["paper"] = int(predicted.draw_paper(folder / "paper", grid=6).read_bytes())
         t = timelines.load("bert_base_b12_tf32")
         for over, values in SWEEPS.items():
             swept = sweep(t, Cluster(8, 8, Link(10.0, 20.0)), over, values, SHOWN)
@@ -186,4 +186,4 @@ def test_groups_are_even_and_in_order() -> None:
 def test_the_published_crossovers_are_the_predictors() -> None:
     path = Path(PUBLISHED) / "plots" / "predict_crossover.png"
     mark = prediction_plots.MARK
-    assert figure.digest(path.read_bytes(), mark) == figure.digest(crossover_plot.picture(), mark)
+    assert figure.digest(path.read_bytes(), mark) == figure.digest(predicted.crossovers(), mark)

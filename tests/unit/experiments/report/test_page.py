@@ -72,13 +72,13 @@ def test_accuracies_are_those_of_the_records(records: list[ResultRecord], conten
 
 
 def test_replays_are_those_of_the_records(records: list[ResultRecord], content: dict[str, Any]) -> None:
-    known = {o.case.id: o for o in prediction.evaluate(records, prediction.load(PUBLISHED))}
-    sent = [o for o in known.values() if o.case.link == "emulated" and o.sends]
+    known = prediction.load(PUBLISHED, records)
+    sent = known[(known.link == "emulated") & (known.sends == 1)]
     assert len(content["replays"]) == len(sent) > 200
     assert 2 <= len({row["kind"] for row in content["replays"]}) <= 6  # series that one chart can hold
     for row in content["replays"]:
-        assert row["replayed"] == known[row["id"]].measured_ms
-        assert row["predicted"] == known[row["id"]].predicted_ms
+        assert row["replayed"] == known.measured_ms[row["id"]]
+        assert row["predicted"] == known.predicted_ms[row["id"]]
 
 
 def test_loss_curves_are_those_of_the_records(records: list[ResultRecord], content: dict[str, Any]) -> None:

@@ -77,6 +77,31 @@ def test_parts_run_one_after_the_other_with_the_methods_that_they_have(
         assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_part_that_is_recorded_is_shown_and_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["--paper", "slamb", f"results_dir={tmp_path}", "--methods", "slamb"]
+    made: list[str] = []
+
+    def instead(overrides: list[str], methods: list[str], show: Any) -> int:
+        made.append(overrides[0])
+        for number, variant in enumerate(compare.variants(compose.compose(overrides), methods)):
+            about = {"id": f"r{len(made)}-{number}", "group": f"g{len(made)}", "overrides": variant.overrides}
+            record.write(run("Birder", 10.0, exp=str(variant.config.exp), **about), tmp_path)
+        return 0
+
+    monkeypatch.setattr(compare, "compare", instead)
+    assert compare.main(given) == 0
+    parts = list(made)
+    assert parts
+    assert compare.main(given) == 0
+    assert made == parts
+    assert "recorded as g1" in capsys.readouterr().out
+    (tmp_path / "records" / "r1-0.json").unlink()
+    assert compare.main(given) == 0
+    assert made == [*parts, parts[0]]
+
+
 def group() -> list[ResultRecord]:
     """SGDM, CSER-like local steps, and a failed run, on real data."""
 

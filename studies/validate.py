@@ -1,22 +1,32 @@
-"""Real training on emulated links beside its prediction: `python experiments/predict.py --validate`, on a quiet machine.
+"""Real training on emulated links beside its prediction: `python studies/validate.py [resnet50] [nodes=2,4] [gbps=2.5,10]`.
 
 For ResNet-50, a small BERT and a small GPT on 2, 4 and 8 emulated nodes at three rates, `experiments/compare.py` trains steps
 of four methods on random data, in turns in one world. What is predicted for each comes from what the world knew before
 (experiments/cells/trained.py). Worlds that are recorded are not made again: an interrupted validation goes on where it
 stopped.
 
-A part of it: `--validate resnet50 nodes=2,4 gbps=2.5,10`. Records are below results_dir=FOLDER; default: `RESULTS`.
+Everything takes 1.8 hours on a quiet machine. Records are below results_dir=FOLDER; default: results/local/validation.
+Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+if not __package__:  # run as a script
+    import _script  # noqa: F401
+
+from experiments import compare
+from experiments.cells.trained import Trained
 from experiments.records.record import LOCAL, ResultRecord, read_all
 from experiments.report import trained
+from experiments.report.formats import number
+from experiments.report.table import Table
+from experiments.runs import command
 from launch.errors import UserError
 from launch.failure import RunFailed
 
@@ -65,7 +75,7 @@ def worlds(asked: Sequence[str] = ()) -> Iterator[World]:
     """The worlds that are meant. asked: as in the module's docstring, none: all. Raises UserError for anything else."""
     pairs = dict(a.split("=", 1) for a in asked if "=" in a)
     if unknown := sorted(set(pairs) - set(KEYS)):
-        raise UserError(f"--validate knows {', '.join(KEYS)} and experiments, not {unknown[0]}=")
+        raise UserError(f"the validation knows {', '.join(KEYS)} and experiments, not {unknown[0]}=")
     exps = _among([a for a in asked if "=" not in a], list(MODELS))
     nodes = _among(pairs.get("nodes"), [str(n) for n in NODES])
     rates = _among(pairs.get("gbps"), [f"{g:g}" for g in GBPS])
@@ -77,14 +87,14 @@ def _among(names: str | list[str] | None, known: list[str]) -> list[str]:
     """Names, in the order of those that are known; all of them where none is named."""
     chosen = names.split(",") if isinstance(names, str) else names or known
     if unknown := [n for n in chosen if n not in known]:
-        raise UserError(f"--validate knows {', '.join(known)}, not {unknown[0]}")
+        raise UserError(f"the validation knows {', '.join(known)}, not {unknown[0]}")
     return [n for n in known if n in chosen]
 
 
-def run(asked: Sequence[str], compare: Callable[[list[str]], int]) -> None:
+def run(asked: Sequence[str], made_by: Callable[[list[str]], int]) -> None:
     """Trains in the worlds that are not recorded, and prints the comparison. asked: as in `worlds`.
 
-    compare: makes a comparison from its overrides and returns its exit status. Raises UserError and RunFailed.
+    made_by: makes a comparison from its overrides and returns its exit status. Raises UserError and RunFailed.
     """
     every = list(worlds(asked))
     given = [a.partition("=")[2] for a in asked if a.startswith("results_dir=")]
@@ -93,12 +103,45 @@ def run(asked: Sequence[str], compare: Callable[[list[str]], int]) -> None:
         if world.made(_recorded(results)):
             continue
         print(f"[{number}/{len(every)}] {world}", flush=True)
-        if code := compare(world.overrides(results)):
+        if code := made_by(world.overrides(results)):
             raise RunFailed(f"{world}: ended with status {code}; the command again goes on from here")
     found = trained.rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])
-    print(trained.table(found).grid())
+    print(table(found).grid())
     print(trained.summary(found).grid())
 
 
 def _recorded(results: Path) -> list[ResultRecord]:
     return read_all(results) if results.is_dir() else []
+
+
+def table(found: Sequence[Trained]) -> Table:
+    """One line for each row."""
+    head = ("experiment", "nodes", "Gbit/s", "method", "predicted, ms", "trained, ms", "difference")
+    lines = [
+        [
+            t.record.exp,
+            str(t.record.nodes),
+            number(t.record.link.get("link_gbps")),
+            t.record.method,
+            number(t.predicted_ms),
+            number(t.measured_ms),
+            f"{t.error:+.1%}",
+        ]
+        for t in found
+    ]
+    return Table.text(head, lines)
+
+
+@command.told
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line's work and exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in given or "-h" in given:
+        print(__doc__)
+        return 0
+    run(given, lambda overrides: compare.compare(overrides, None))
+    return 0
+
+
+if __name__ == "__main__":
+    command.start(main)

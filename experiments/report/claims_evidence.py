@@ -1,0 +1,307 @@
+"""What stands beside a claim: replayed cells, emulated links, accuracies, predictions, arithmetic. No torch.
+
+Each function of `EVIDENCE` gets the records, the claim's number and what claims.yaml gives it, and returns the words for the
+row's text: `factors`, [(factor, under which assumption)], are what "up to" is held against (`claims.met`). None: nothing of it
+was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birder.predict import Cluster, Link, predict
+from experiments.cells import claimed, suite, timelines
+from experiments.records.record import ResultRecord
+from experiments.report import accuracy as accuracies
+from experiments.report import captions, speedup, volume
+from experiments.report import replayed as replays
+from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, times
+from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, difference
+from experiments.report.speedup import SpeedupTable
+
+CLOSE = 0.01
+"""Margin of an accuracy, as a share of the baseline's, where the experiment states none."""
+TABLES = "../results/published/tables"
+"""As seen from the page."""
+STEPS = volume.LENGTHS[1]
+"""Of 0/1 Adam's longer published run, BERT-Large."""
+ONEBIT_WARMUP = 23_000
+"""Dense steps of 1-bit Adam in it."""
+Words = dict[str, Any]
+Records = Sequence[ResultRecord]
+
+
+# ---- measured ---------------------------------------------------------------------------------------------------------
+
+
+def replayed(records: Records, value: float, name: str, architecture: str) -> Words | None:
+    """Birder on the replayed cluster."""
+    results = replays.collect(suite.load("paper"), records)
+    plan, found = results.suite, []
+    for setting in results.settings():
+        model, rate, link = setting
+        if plan.architecture(model) == architecture:
+            best = results.best(setting, "birder_hierarchical")
+            where = f"{plan.models[model].short} {plan.rates.get(rate or '', '')} at {plan.links[link].gbit:g} Gbit/s"
+            found += [] if best is None else [(best, where)]
+    return {"factors": found} if found else None
+
+
+def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
+    """The latest table for each shape of a cluster, emulated links unless told, the fewest nodes first."""
+    found: dict[tuple[int, int], SpeedupTable] = {}
+    for table in speedup.build([r for r in records if r.exp == exp and r.cluster == cluster]):
+        shape = table.records[0].nodes, table.records[0].ranks_per_node
+        if shape not in found or _time(found[shape]) < _time(table):
+            found[shape] = table
+    return [found[shape] for shape in sorted(found)]
+
+
+def _time(table: SpeedupTable) -> tuple[str, str]:
+    return max((r.time, r.id) for r in table.records)
+
+
+def trained(records: Records, value: float) -> Words | None:
+    """Real gradients on emulated links, one rank a node."""
+    found = []
+    for table in newest(records, "resnet50"):
+        row = next((row for row in table.rows if row.record.method == "Birder"), None)
+        if row is not None and (ratio := table.speedup(row, "fp32")):
+            found.append((ratio, f"{row.record.nodes} nodes", captions.versus(table, row, "fp32").strip()))
+    shown = ", ".join(f"{text} with {where}" for _, where, text in found)
+    return {"factors": [found_[:2] for found_ in found], "shown": shown} if found else None
+
+
+def payload(records: Records, value: float) -> Words | None:
+    """1 bit each way, from the byte counter."""
+    for table in newest(records, "resnet50"):
+        for row in table.rows:
+            ratio = table.payload_ratio(row)
+            if row.record.method == "Birder" and ratio and row.record.nodes == 4:
+                met = abs(ratio * 32 - 1) < CLOSE
+                return {"share": fraction(ratio), "whether": "confirmed" if met else "not reached"}
+    return None
+
+
+def accuracy(records: Records, value: float, methods: Sequence[str], bases: Sequence[str]) -> Words | None:
+    """A method against the best of the dense ones named, over all tasks that were run."""
+    found = outcomes(records, methods, bases)
+    by = {verdict: [o.task for o in found if o.verdict == verdict] for verdict in ORDER}
+    said = [f"not reached on {'; '.join(by[WORSE])}"] * bool(by[WORSE])
+    said += [f"not decided on {'; '.join(by[OPEN])}"] * bool(by[OPEN])
+    said += [f"confirmed on {'; '.join([*by[PARITY], *by[BETTER]])}"] * bool(by[PARITY] or by[BETTER])
+    where = ", ".join(dict.fromkeys(o.where for o in found))
+    shown = "<br>".join(f"{o.verdict}: {o.task}: {o.text}" for o in found)
+    return {"where": where, "shown": shown, "tasks": ".<br>".join(said)} if found else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method beside the best of the dense ones that a claim names, on one task. verdict: one of paired.py's."""
+
+    task: str
+    where: str
+    verdict: str
+    text: str
+
+
+def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Sequence[str]) -> list[Outcome]:
+    """On every task that both were run on with several seeds, what was lost first."""
+    found: list[tuple[AccuracyTable, Outcome]] = []
+    for table in accuracies.build(list(records)):
+        theirs = [c for c in table.one_of_each if c.valid and c.records[0].method in bases]
+        base = max(theirs, key=lambda c: table.sign * (c.mean or 0.0), default=None)
+        mine = [c for c in table.one_of_each if c.records[0].method in methods]
+        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
+        tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
+        if base and not mine and tried:  # no rate of it has kept all of its seeds
+            told = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
+            found.append((table, Outcome("", _where(tried[0]), WORSE, told)))
+    names = _names([table for table, _ in found])
+    said = [replace(o, task=name + o.task) for name, (_, o) in zip(names, found, strict=True)]
+    return sorted(said, key=lambda o: ORDER.index(o.verdict))
+
+
+def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
+    """None for a single seed that both have: it decides nothing."""
+    relative = table.parity is None or table.parity.relative
+    margin = CLOSE if table.parity is None else table.parity.margin
+    gap = difference(cell.by_seed, base.by_seed, relative)
+    if gap is None or gap.n < 2:
+        return None
+    unit = "" if relative else metric_unit(str(table.metric["name"]))
+    text = f"{gap.text(relative)}{unit}, {mean_sd(*cell.summary(None))} against {mean_sd(*base.summary(None))} ({base.label})"
+    lost = len(cell.records) - len(cell.valid)
+    text += f", {lost} of {len(cell.records)} seeds failed" if lost else ""
+    others = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
+    if others:
+        worst = min(others, key=lambda c: table.sign * (c.mean or 0.0))
+        apart = difference(worst.by_seed, base.by_seed, relative)
+        text += (
+            f"; the best of {len(others) + 1} variants, the worst has {apart.text(relative) if apart else DASH}{unit}"
+        )
+    short = "" if cell.records[0].method in ("Birder", "0/1 Adam", "CSER", "SLAMB") else f" ({cell.records[0].method})"
+    verdict = accuracies.counted(gap.verdict(margin, table.higher_is_better), cell, base)
+    return Outcome(short, _where(cell), verdict, text)
+
+
+def _where(cell: Cell) -> str:
+    exp = cell.records[0].exp
+    return f"[{exp}]({TABLES}/{exp}.md)"
+
+
+ORDER = (WORSE, OPEN, PARITY, BETTER)
+"""Of verdicts: what was lost stands first."""
+
+
+TASKS = {
+    "scikit-learn digits": "digits",
+    "image folder tinyimagenet32_c100": "images of 100 classes",
+    "text of wikitext-2": "language model",
+}
+"""What data are called, where not by their own names."""
+
+
+def _names(tables: Sequence[AccuracyTable]) -> list[str]:
+    """What tasks are called: data, length and workers; only where several are alike their batch, then the schedule."""
+    firsts = [(table.slug, table.cells[0].records[0]) for table in tables]
+    names = {}
+    for slug, r in firsts:
+        data = str(r.data["name"]).partition(" (")[0]
+        names[slug] = f"{TASKS.get(data, data)}, {accuracies.length_of(r)}, {r.nodes * r.ranks_per_node} workers"
+    for more in (lambda r: f"batch {accuracies.batch_of(r)}", accuracies.schedule_of):
+        alike = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
+        names |= {slug: f"{names[slug]}, {more(r)}" for slug, r in dict(firsts).items() if slug in alike}
+    return [names[slug] for slug, _ in firsts]
+
+
+# ---- predicted --------------------------------------------------------------------------------------------------------
+
+
+def predicted(records: Records, value: float, name: str, model: str, batch: int) -> Words:
+    """The same from the predictor: full link rate, NCCL's flat ring as baseline."""
+    cluster = Cluster(8, 8, Link(10.0, claimed.LATENCY_US))
+    forms = {"birder": "flat", "birder_hierarchical": "hierarchical"}
+    found = []
+    for rate in ("tf32", "amp"):
+        p = predict(timelines.load(f"{model}_b{batch}_{rate}"), cluster, ["fp32", *forms])
+        found += [(p.speedup(method)[0], f"{rate.upper()}, {form}") for method, form in forms.items()]
+    return {"factors": found}
+
+
+def onebit_run(records: Records, value: float) -> Words:
+    """1-bit Adam's run of BERT-Large beside Adam's."""
+    run = _bert_large(16, 4, 4.1)
+    about = {"adam": number(run.adam), "onebit": number(run.onebit)}
+    return {"factors": [(run.adam / run.onebit, "64 GPUs on 40 GbE")], **about}
+
+
+def zero_one_run(records: Records, value: float) -> Words:
+    """0/1 Adam's run of BERT-Large beside 1-bit Adam's."""
+    runs = {
+        "40 GbE at 2.7 Gbit/s, 16 nodes of 4": _bert_large(16, 4, 2.7),
+        "40 GbE at 2.7 Gbit/s, 32 nodes of 4": _bert_large(32, 4, 2.7),
+        "100 Gbit/s InfiniBand, 8 nodes of 8": _bert_large(8, 8, 100.0),
+    }
+    found = [(r.onebit / r.zero_one, where) for where, r in runs.items()]
+    return {"factors": found, "shown": "; ".join(f"{where}: {times(ratio)}" for ratio, where in found)}
+
+
+def _bert_large(nodes: int, gpus: int, gbps: float) -> claimed.Run:
+    rounds = volume.Setting().rounds(STEPS, False)
+    cluster = Cluster(nodes, gpus, Link(gbps), inside=Link(1e6))
+    return claimed.bert_large_run(cluster, STEPS, ONEBIT_WARMUP, (rounds.dense, rounds.onebit, rounds.skipped))
+
+
+def cser(
+    records: Records, value: float, data: str, wire: str, images: int, ratios: dict[int, Any], **about: str
+) -> Words:
+    """How fast a GPU must compute. ratios: R_C: (R_C2, R_C1, H)."""
+    half = wire == "fp16"
+    resnet = tuple((g.name, g.shape) for g in timelines.load("resnet50_b32_tf32").gradients)
+    needs = claimed.cser_needs(resnet if half else claimed.wrn_40_8(), value, list(ratios.values()), half)
+    shown = [
+        f"R_C = {r}: {'never' if need is None else f'{number(need)} ms or less'}"
+        for r, need in zip(ratios, needs, strict=True)
+    ]
+    most = max((need for need in needs if need is not None), default=None)
+    peak, least = claimed.V100_TFLOPS[half], claimed.least_ms(data, images, claimed.V100_TFLOPS[half])
+    limit = f"at its peak of {peak:g} TFLOP/s a V100 takes {number(least)} ms for {images} images, by their operations"
+    if most is None or most < least:
+        return {"shown": "; ".join(shown), "whether": f"not reached: {limit}"}
+    reached = f"confirmed under a V100 that reaches {100 * least / most:.0f} % of its peak or more: {limit}"
+    return {"shown": "; ".join(shown), "whether": reached}
+
+
+def slamb_scaling(records: Records, value: float) -> Words:
+    """90 % on 1,024 A100."""
+    found = []
+    for reached in (0.3, 0.4, 0.5):
+        compute = claimed.xl_compute_ms(64, 128, reached)
+        ours, dense = (claimed.efficiency(m, compute, latency_us=0.0) for m in ("slamb", "bf16"))
+        found.append((f"{100 * reached:.0f} %", 100 * ours, 100 * dense))
+    enough = [reached for reached, ours, _ in found if ours >= value]
+    return {
+        "shown": "; ".join(f"{ours:.0f} % at {r} of the peak (bf16 all-reduce {d:.0f} %)" for r, ours, d in found),
+        "whether": "confirmed" if enough else "not reached",
+        "where": f"GPUs that reach {joined(enough)} of their peak" if enough else "any of these",
+        "latency": claimed.LATENCY_US,
+        "ring": 100 * claimed.efficiency("slamb", claimed.xl_compute_ms(64, 128, 0.4)),
+    }
+
+
+# ---- computed ---------------------------------------------------------------------------------------------------------
+
+
+def dense_steps(records: Records, value: float, dense: int, steps: int, **about: str) -> Words:
+    """What a whole run sends less than fp16, and the share of dense steps that the claim means."""
+    share, needed = dense / steps, (1 / value - 1 / 16) / (15 / 16)
+    shown = f"{100 * share:.1f} %"
+    factors = [(1 / (share + (1 - share) / 16), f"the published warm-up of {shown}")]
+    return {"factors": factors, "share": shown, "needed": f"{100 * needed:.1f} %"}
+
+
+def schedule(records: Records, value: float, reading: str) -> Words:
+    """What 0/1 Adam saves, a per cent, from its schedule alone."""
+    setting, target = volume.Setting(), value / 100
+    measures = volume.readings(setting, reading)
+    found = sorted(
+        (measure(setting.rounds(steps, False)), f"{words}, {steps:,} steps")
+        for words, measure in measures
+        for steps in volume.LENGTHS
+    )
+    if any(saved >= target for saved, _ in found):
+        nearest = min(found, key=lambda f: abs(f[0] - target))
+        least, close, most = (f"{100 * saved:.1f} %, {words}" for saved, words in (found[0], nearest, found[-1]))
+        whether = f"confirmed by the nearest reading: {close}; exceeded by others, up to {most}; least is {least}"
+    else:
+        passed = volume.passed_at(setting, measures[0][1], target)
+        whether = f"not reached because these runs are too short: {value:g} % is passed at {passed} steps"
+    ends = {end: f"{100 * found[at][0]:.1f} %" for end, at in (("least", 0), ("most", -1))}
+    return {**ends, "count": len(found), "whether": whether}
+
+
+def slamb_bits(records: Records, value: float) -> Words:
+    """Half of what 1-bit LAMB sends."""
+    k, every, warmup = 0.1, 100, 0.15
+    theirs = 16 * warmup + (1 - warmup)
+    ours = {wire: wire * (k + 1 / every) for wire in (16, 32)}
+    shown = ", ".join(f"{ours[w]:.2f} bits in fp{w}, {ours[w] / theirs:.2f} of it" for w in (16, 32))
+    return {"theirs": theirs, "shown": shown, "needed": 100 * (ours[16] / value - 1) / 15}
+
+
+def joined(names: Sequence[Any]) -> str:
+    """a, b and c"""
+    return " and ".join(map(str, names)) if len(names) < 3 else ", ".join(map(str, names[:-1])) + f" and {names[-1]}"
+
+
+EVIDENCE: dict[str, Callable[..., Words | None]] = {
+    f.__name__: f
+    for f in (
+        *(replayed, trained, payload, accuracy, predicted, onebit_run, zero_one_run),
+        *(cser, slamb_scaling, dense_steps, schedule, slamb_bits),
+    )
+}
