@@ -51,7 +51,9 @@ class Budget(Section):
     """Keys of the tuner's own."""
 
     budget: Count = doc("trials of each method, the same for all", 8)
-    held_out: Count | None = doc("how much of the training data is kept back to choose by, in the workload's unit", None)
+    held_out: Count | None = doc(
+        "how much of the training data is kept back to choose by, in the workload's unit", None
+    )
     span: Annotated[float, Field(strict=True, gt=1, le=1e6)] = doc("rates are tried from lr/span to lr*span", 10.0)
     rungs: Count = doc("lengths of training: each twice the one before, up to the whole", 3)
     seeds: CountOrZero = doc("with how many seeds the chosen rate is then trained", 5)
@@ -79,7 +81,7 @@ class Request:
         if not chosen:
             raise UserError("give the methods to tune: optimizer=a,b,c")
         rest = tuple(a for a, key, _ in given if key not in Budget.model_fields and key != "optimizer")
-        return cls(chosen, rest, Budget(**own), dry_run)
+        return cls(chosen, rest, Budget.model_validate(own), dry_run)
 
     @property
     def wandb_group(self) -> str:

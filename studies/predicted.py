@@ -159,7 +159,7 @@ def profiles() -> list[Beside]:
     return found
 
 
-def rates() -> list[Beside]:
+def throughputs() -> list[Beside]:
     """Steps of the blog's throughputs. Computing is that of the profile's rows with batch 16."""
     found = []
     for network, method, gpus, per_s in RATES:
@@ -180,7 +180,7 @@ def published() -> str:
     ]  # fmt: skip
     rates = [
         [b.what, number(b.published), number(b.predicted), f"{b.predicted / b.published - 1:+.0%}"]
-        for b in rates()
+        for b in throughputs()
     ]
     return "\n\n".join(
         [

@@ -7,8 +7,8 @@ zeros for the rest (`zeros`). What counts is the loss over all training images a
 as a share of the unchanged run's.
 
 Prints a table and writes it and the losses ({method, before, after, rule, seed, losses}, one loss for each step after the
-change) to results/local/tables/resize.md and results/local/resize.jsonl; --publish writes to results/published, and the table into
-docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad input.
+change) to results/local/tables/resize.md and results/local/resize.jsonl; --publish writes to results/published, and the
+table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad input.
 """
 
 from __future__ import annotations

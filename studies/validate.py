@@ -99,10 +99,10 @@ def run(asked: Sequence[str], made_by: Callable[[list[str]], int]) -> None:
     every = list(worlds(asked))
     given = [a.partition("=")[2] for a in asked if a.startswith("results_dir=")]
     results = Path(given[-1]) if given else RESULTS
-    for number, world in enumerate(every, start=1):
+    for place, world in enumerate(every, start=1):
         if world.made(_recorded(results)):
             continue
-        print(f"[{number}/{len(every)}] {world}", flush=True)
+        print(f"[{place}/{len(every)}] {world}", flush=True)
         if code := made_by(world.overrides(results)):
             raise RunFailed(f"{world}: ended with status {code}; the command again goes on from here")
     found = trained.rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])

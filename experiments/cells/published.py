@@ -11,6 +11,8 @@ from typing import Any
 from birder.predict import Gradient, IntraNode, Timeline
 
 HIDDEN, LAYERS, FEED, WORDS, PLACES = 1024, 24, 4096, 30522, 512
+
+
 @dataclass(frozen=True)
 class Profile:
     """A row of the profile, ms: forward, all-reduce, rest of backward, optimizer's step."""
@@ -37,6 +39,8 @@ PROFILES = (
     Profile("InfiniBand", 4, 16, 33.45, 297.28, 56.81, 57.98),
     Profile("InfiniBand", 2, 16, 32.86, 183.74, 56.49, 58.60),
 )
+
+
 def evenly(
     name: str,
     gpu: str,

@@ -34,7 +34,7 @@ class Entry(Data):
 
     claim, run, result, verdict: text that names in {}: keys of `each`, what the evidence found, `value`, `met`; of factors
               `least`, `most` and `count`.
-    paper:    how quantity and source of the claim's number, `value`, begin in results/paper; or source: where the claim stands.
+    paper:    how quantity and source of the claim's number, `value`, begin in results/paper; or source: where it stands.
     kind:     what was done of it.
     evidence: a function of claims_evidence.EVIDENCE. each: what it is given.
     why:      why a factor is not reached, behind `met`.

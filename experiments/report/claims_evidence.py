@@ -1,8 +1,8 @@
 """What stands beside a claim: replayed cells, emulated links, accuracies, predictions, arithmetic. No torch.
 
 Each function of `EVIDENCE` gets the records, the claim's number and what claims.yaml gives it, and returns the words for the
-row's text: `factors`, [(factor, under which assumption)], are what "up to" is held against (`claims.met`). None: nothing of it
-was run.
+row's text: `factors`, [(factor, under which assumption)], are what "up to" is held against (`claims.met`). None: nothing of
+it was run.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ def replays(results_dir: str | Path, records: Sequence[ResultRecord]) -> list[di
     cells = prediction.load(results_dir, records)
     shown = cells[(cells.link == "emulated") & (cells.sends == 1)].reset_index()
     shown = shown.rename(columns={"measured_ms": "replayed", "predicted_ms": "predicted"})
-    return [dict(row) for row in shown[["id", "kind", "replayed", "predicted"]].to_dict("records")]
+    columns = ["id", "kind", "replayed", "predicted"]
+    return [dict(zip(columns, row, strict=True)) for row in shown[columns].itertuples(index=False)]
 
 
 def predicted(grid: Grid) -> dict[str, Any]:

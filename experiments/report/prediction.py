@@ -1,7 +1,7 @@
 """Replayed cells beside what was predicted for them without any of their times. No torch.
 
-The predictions are a record, `FILE` of a results folder, made once: a machine was fitted to the cells of one model and predicted
-those of the other (docs/predict.md). A cell that has been measured again since has no prediction.
+The predictions are a record, `FILE` of a results folder, made once: a machine was fitted to the cells of one model and
+predicted those of the other (docs/predict.md). A cell that has been measured again since has no prediction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from experiments.report.formats import percent
 from experiments.report.table import Table
 
 FILE = Path("predict") / "replayed.csv"
-COLUMNS = ("time", "suite", "method", "link", "kind", "sends", "predicted_ms", "measured_ms", "low_ms", "high_ms", "why")
+COLUMNS = (
+    "time",
+    "suite",
+    "method",
+    "link",
+    "kind",
+    "sends",
+    "predicted_ms",
+    "measured_ms",
+    "low_ms",
+    "high_ms",
+    "why",
+)
 UNSTEADY = 1.1
 """A cell whose slowest step is so many times its fastest is called unsteady."""
 RANGE = 0.03

@@ -76,7 +76,7 @@ def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
     if name not in results.predicted.index:
         return DASH
     found = results.predicted.loc[name]
-    return f"{number(clock * found.predicted_ms)} ({100 * found.error:+.1f} %)"
+    return f"{number(clock * float(found.predicted_ms))} ({100 * found.error:+.1f} %)"
 
 
 def _of_step(results: Results, c: Cell, *keys: str) -> str:

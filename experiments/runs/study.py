@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from experiments.config import compose
 from experiments.config.compose import Composed

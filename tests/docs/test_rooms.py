@@ -57,7 +57,9 @@ def test_every_room_has_its_place() -> None:
 
 def test_newcomers_find_what_they_look_for_where_the_architecture_says() -> None:
     """Each row of "Where is ...": its files are there, and what it names is defined in them."""
-    rows = [line.split("|")[2:4] for line in ARCHITECTURE.partition("## Where is")[2].partition("\n## ")[0].splitlines()]
+    rows = [
+        line.split("|")[2:4] for line in ARCHITECTURE.partition("## Where is")[2].partition("\n## ")[0].splitlines()
+    ]
     named = [re.findall(r"`([^`]+)`", "".join(cells)) for cells in rows if len(cells) == 2 and "`" in cells[0]]
     assert len(named) >= 8
     for words in named:

@@ -145,7 +145,7 @@ def test_speedups_of_training_are_held_against_the_claim() -> None:
 def test_a_row_of_which_nothing_was_run_is_left_out() -> None:
     entry = {"claim": "It is {value:g}", "source": "x", "kind": "trained", "evidence": "trained", "result": "{shown}"}
     assert list(claims.Entry.model_validate(entry).rows([])) == []
-    with pytest.raises(ValueError, match="extra inputs are not permitted|Extra inputs are not permitted"):
+    with pytest.raises(ValueError, match="inputs are not permitted"):
         claims.Entry.model_validate({**entry, "proof": "none"})
 
 

@@ -246,7 +246,13 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
     same = study.asked(one)
     for kept in ("output_dir=elsewhere", "wandb=disabled", "tracker=none", "train.bf16_matmul=fp32"):
         assert study.asked([*one, kept]) == same
-    others = ("optimizer.reset_every=4", "train.max_steps=7", "cluster.nodes=2", "workload.held_out=9", "data.path=other")
+    others = (
+        "optimizer.reset_every=4",
+        "train.max_steps=7",
+        "cluster.nodes=2",
+        "workload.held_out=9",
+        "data.path=other",
+    )
     for other in others:
         assert study.asked([*one, other]) != same
     # What only changes how long products take is another time, but no other training.
