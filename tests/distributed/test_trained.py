@@ -185,7 +185,7 @@ def test_a_world_without_a_profile_is_not_predicted() -> None:
 def test_tables_show_every_row_and_summaries_all_parts() -> None:
     rows = report.rows([*world("a"), *world("b")])
     assert len(rows) == 6
-    grid = report.table(rows).grid()
+    grid = validate.table(rows).grid()
     assert grid.count("SGDM fp32") == 2
     assert "| all" in report.summary(rows).grid()
     (table,) = speedup.build(world())
