@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from experiments.cells import traffic
 from experiments.cells.page import Section
@@ -75,8 +76,8 @@ def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
     name = results.records[c].id
     if name not in results.predicted.index:
         return DASH
-    found = results.predicted.loc[name]
-    return f"{number(clock * float(found.predicted_ms))} ({100 * found.error:+.1f} %)"
+    found: Any = results.predicted.loc[name]
+    return f"{number(clock * found.predicted_ms)} ({100 * found.error:+.1f} %)"
 
 
 def _of_step(results: Results, c: Cell, *keys: str) -> str:
