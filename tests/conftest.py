@@ -29,8 +29,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inh
 os.environ["WANDB_MODE"] = "disabled"  # what wandb=auto, the default, goes by; tests of W&B choose a mode themselves
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the marks in this hook too, and would come first
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Tests of a file that share something dear run on one worker, and so do all that start sandboxes.
 
     Dear: a fixture of the module, or what a function of the file keeps (functools.cache).
@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None and isinstance(item, pytest.Function) and _shares(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    yield
+    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+    if getattr(config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
+        raise pytest.UsageError("this pytest-xdist does not group tests under this pytest: pytest<9.2 does")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
