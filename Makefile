@@ -42,6 +42,7 @@ exp: $(READY)  ## reproduce: any other file of conf/exp: make exp EXP=NAME
 
 cser zero_one_adam slamb: $(READY)
 	@$(BIN)/python experiments/compare.py --paper $@ $(OVERRIDES)
+	@$(if $(filter zero_one_adam,$@),$(BIN)/python studies/volume.py --print-only)
 
 cser:          ## reproduce: CSER (NeurIPS 2020) and its family, 5 minutes
 zero_one_adam: ## reproduce: 0/1 Adam (ICLR 2023) and its volume, 5 minutes

@@ -25,7 +25,7 @@ if not __package__:  # run as a script
 from experiments.config import compose, papers
 from experiments.config.compose import Composed
 from experiments.records import labels
-from experiments.report import comparison, tables, volume
+from experiments.report import comparison, tables
 from experiments.report.table import Table
 from experiments.runs import command, start
 from experiments.runs.study import Study
@@ -168,11 +168,6 @@ def of_paper(name: str, given: list[str], methods: list[str] | None, verbose: bo
     for part, chosen in parts:
         if chosen:
             status = max(status, _part(part.given(given), chosen, show))
-    resolved = compose.resolve(compose.compose(paper.parts[0].given(given)))
-    if paper.volume and not resolved["cluster"]["dry_run"]:
-        schedule = volume.Setting()
-        volume.show(schedule, volume.LENGTHS)
-        print(f"table: {volume.write(schedule, volume.LENGTHS, resolved['results_dir'])}")
     return status
 
 

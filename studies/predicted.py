@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
-from birder.predict import METHODS, Cluster, Costs, Layout, Link, Timeline, simulate, sweep
+from birder.predict import METHODS, Cluster, Costs, Layout, Link, Prediction, Timeline, simulate, sweep
 from birder.predict.table import NEAR
 from experiments import predict
 from experiments.cells import timelines
@@ -38,6 +38,7 @@ from experiments.cells.published import PROFILES, bert_large
 from experiments.records.record import PUBLISHED, read_all, write_file
 from experiments.report import crossover, figure, prediction, prediction_plots, trained
 from experiments.report.formats import number
+from experiments.report.metrics import OPEN
 from experiments.report.prediction_plots import COLOURS, MARK, plain, rate_axis, tints
 from experiments.report.table import Table
 from experiments.runs import command
@@ -253,6 +254,24 @@ def _marks(axes: Axes, family: str) -> None:
         axes.text(1.01, rate, text, transform=right, fontsize=MARKS, color="#228833", va="center")
 
 
+def ranges(found: Sequence[Prediction]) -> list[tuple[str, float]]:
+    """(method or `OPEN`, the last rate of the sweep at which it wins, Gbit/s), in the order of the sweep."""
+    said: list[tuple[str, float]] = []
+    for p in found:
+        name, rate = p.winner or OPEN, p.cluster.between.gbps
+        said = [*(said[:-1] if said and said[-1][0] == name else said), (name, rate)]
+    return said
+
+
+def sentence(found: Sequence[Prediction]) -> str:
+    """Birder, hierarchical wins up to 100 Gbit/s, then DDP bf16."""
+    labels = {OPEN: OPEN, **{row.name: row.method.label for row in found[0].rows}}
+    every = ranges(found)
+    parts = [f"{labels[name]} up to {rate:g} Gbit/s" for name, rate in every[:-1]]
+    last = labels[every[-1][0]]
+    return ", then ".join([*parts, last]) if parts else f"{last} at every rate"
+
+
 def crossovers() -> bytes:
     """A PNG: speedups over fp32 DDP on 8 nodes of 8 GPUs, a panel for each model, a line for each method."""
     drawn: list[Any] = []
@@ -276,10 +295,10 @@ def crossovers() -> bytes:
             plain(axes.yaxis)
             axes.grid(visible=True)
             axes.set_title(
-                f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(crossover.sentence(found), 52)}",
+                f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(sentence(found), 52)}",
                 loc="left",
             )
-            drawn.append(crossover.ranges(found))
+            drawn.append(ranges(found))
             gains.append(f"{max(found[0].speedup(m.name)[0] for m in methods if m.name != 'none'):.1f}x ({label})")
         grid[0].set_ylabel("times as fast as DDP in fp32")
         figure.key(made, grid[0], 3)

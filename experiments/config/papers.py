@@ -34,10 +34,9 @@ class Part(Data):
 
 
 class Paper(Data):
-    """volume: the bytes of whole runs are counted too (studies/volume.py)."""
+    """All comparisons of a paper."""
 
     parts: tuple[Part, ...]
-    volume: bool = False
 
     def asked(self, overrides: Sequence[str]) -> list[Part]:
         """What is to be run. With the user's data, or at paper scale, the paper's experiments have a metric of their own."""

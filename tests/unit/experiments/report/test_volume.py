@@ -76,7 +76,7 @@ def test_volume_by_hand():
 
 
 def test_every_published_number_stands_beside_what_comes_nearest():
-    head, rows, sentences = volume.claim_rows(SETTING, [118_000, 152_511])
+    head, rows, sentences = cli.claim_rows(SETTING, [118_000, 152_511])
     assert {len(r) for r in rows} == {len(head)}
     assert [r[0] for r in rows] == ["87 %"] * 4 + ["54 %", "26x"] + ["90 %"] * 4
     assert all("; verified)" in s or "; unverified)" in s for s in sentences)
@@ -88,13 +88,13 @@ def test_every_published_number_stands_beside_what_comes_nearest():
 
 
 def test_the_committed_table_is_what_the_program_makes():
-    made = volume.markdown(SETTING, [118_000, 152_511])
-    assert (ROOT / "results/published" / volume.TABLE).read_text(encoding="utf-8") == made
+    made = cli.markdown(SETTING, [118_000, 152_511])
+    assert (ROOT / "results/published" / cli.TABLE).read_text(encoding="utf-8") == made
 
 
 def test_the_command(tmp_path, capsys):
     assert cli.main(["--steps", "1000", "--freeze", "100", "--doubling", "50", "--results", str(tmp_path)]) == 0
-    written = (tmp_path / volume.TABLE).read_text(encoding="utf-8")
+    written = (tmp_path / cli.TABLE).read_text(encoding="utf-8")
     assert "| as published | 1,000 |" in written
     printed = " ".join(capsys.readouterr().out.split())
     assert "Computed from the schedule, nothing was run." in printed

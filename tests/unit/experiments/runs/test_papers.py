@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from experiments import compare
 from experiments.config import compose, papers
 from experiments.config.papers import Paper, Part
 from experiments.records import labels, record
-from experiments.records.record import ResultRecord
+from experiments.records.record import ROOT, ResultRecord
 from experiments.report import comparison
 from launch.errors import UserError
 from tests.helpers.records import run
@@ -70,11 +71,15 @@ def test_parts_run_one_after_the_other_with_the_methods_that_they_have(
     where = f"results_dir={tmp_path}/results"
     assert compare.main(["--paper", "zero_one_adam", where, "--methods", "birder,onebit_adam"]) == 0
     assert ran == [("+exp=zero_one_bert_base", ["onebit_adam"]), ("+exp=methods_digits", ["onebit_adam", "birder"])]
-    assert "0/1 Adam: rounds and volume of a whole run" in capsys.readouterr().out
-    assert (tmp_path / "results/tables/zero_one_adam_volume.md").is_file()
     for wrong in (["slamb", "--methods", "lion"], ["cser", "+exp=digits"]):
         assert compare.main(["--paper", *wrong]) == 2
         assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_make_shows_the_volume_of_the_paper_that_has_one() -> None:
+    for name in papers.names():
+        made = subprocess.run(["make", "-n", name, "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ("studies/volume.py" in made.stdout) is (name == "zero_one_adam")
 
 
 def test_a_part_that_is_recorded_is_shown_and_not_made_again(
