@@ -24,7 +24,8 @@ class Round:
     encode:   kernels that make a message, serve: those of the server, decode: those that read the result.
     phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, where scales do not travel behind the bits.
     layout:   bucket (DDP's) | unit (the optimizer's) | fused (one of everything, after backward).
-    split:    whether encoding has a thread of its own (birder/comm/runtime.py); False: one thread does it all.
+    split:    whether what comes before the first collective has a thread of its own (birder/comm/runtime.py), as all units
+              have; False: one thread does it all.
     screens:  what is no number is kept out of the error; a pass of its own where there is a cost for it ("screen").
     rank:     of PowerSGD.
     """
@@ -39,7 +40,7 @@ class Round:
     phases: int = 2
     small: int = 0
     layout: str = "bucket"
-    split: bool = False
+    split: bool = True
     screens: bool = False
     rank: int = 1
 
@@ -77,17 +78,16 @@ def _dense(
     return Method(name, label, (round_,), ("sgdm",), lambda n, s: 4.0, dense=True, **more)  # type: ignore[arg-type]
 
 
-_BIRDER = Round(wire="onebit", encode=("encode",), serve=("reduce_bits",), layout="unit", split=True)
+_BIRDER = Round(wire="onebit", encode=("encode",), serve=("reduce_bits",), layout="unit")
 _SIGMA = replace(_BIRDER, encode=("modulate_adam",), serve=("serve_sigma",))
 _FEEDBACK = Round(
     wire="onebit",
     encode=("add_momentum", "split_signs"),
     serve=("add_average", "split_signs"),
     layout="unit",
-    split=True,
     screens=True,
 )
-_MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"), split=False)
+_MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"))
 SYNCS_OF_ZERO_ONE_ADAM = 0.598
 """Share of steps with a 1-bit round under the coded schedule of a run of 118,000 steps (see tests)."""
 
@@ -205,6 +205,7 @@ METHODS: dict[str, Method] = {
                     decode=("eager",) * 6,
                     small=2,
                     layout="fused",
+                    split=False,
                 ),
             ),
             ("eager",) * 4,

@@ -145,9 +145,10 @@ def over(sent: Transfer) -> list[Stage]:
 def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: Costs, layout: Layout) -> None:
     """Fills in the item's stages and what it sends."""
     d = float(item.elements)
+    lane = "encode" if round_.split else "comm"
     if round_.wire == "none":
         work = sum(costs.ms(k, d) for k in round_.encode)
-        item.stages = [("comm", work)] if work else []
+        item.stages = [(lane, work)] if work else []
     elif round_.wire == "onebit":
         _onebit(item, d, round_, method.hierarchical, cluster, costs, layout)
     elif round_.wire == "lowrank":
@@ -165,7 +166,7 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
         read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
         item.stages = [
             ("hook", costs.ms("copy", d, 1, len(item.gradients))),
-            ("comm", made),
+            (lane, made),
             (SEND, _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
             *over(sent),
             ("comm", read),

@@ -186,6 +186,15 @@ def test_while_a_unit_is_on_the_wire_the_next_one_is_encoded() -> None:
     assert ms[True] - ms[False] == pytest.approx(encode, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["onebit_lamb", "zero_one_adam", "cser", "ef_sgd", "slamb"])
+def test_so_it_is_with_every_method_that_works_unit_by_unit(name: str) -> None:
+    t, c, costs = made((MB // 4, 1.0), (MB // 4, 1.0)), Cluster(2, 1, link(0.1)), Costs({"": 0.2})
+    method = METHODS[name]
+    serial = replace(method, rounds=tuple(replace(r, split=False) for r in method.rounds))
+    ms = [simulate(t, c, m, costs, Layout(1.0, 1.0, 1.0)).ms for m in (method, serial)]
+    assert ms[0] < 0.99 * ms[1]
+
+
 def test_hierarchical_bytes_do_not_grow_with_the_ranks_of_a_node() -> None:
     t = made((3_200_000, 10.0))
     sent = [simulate(t, Cluster(4, g, link(1.0)), METHODS["birder_hierarchical"], FREE).nic_bytes for g in (2, 8)]
