@@ -98,11 +98,15 @@ campaign: $(READY)  ## develop: random faults, then resume (30 minutes, resumabl
 soak: $(READY)  ## develop: 16 ranks, 2,000 steps: memory and files stay flat
 	@$(BIN)/python -m tests.campaign.soak
 
-check: $(READY)  ## develop: lint, format, types, imports
+docs: $(READY)  ## develop: the site, site/index.html; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+check: $(READY)  ## develop: lint, format, types, imports, plain English
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/python -m tests.docs.plain_english
 
 test-torch:  ## develop: with another torch: make test-torch TORCH=2.11.0
 	@$(if $(TORCH),,echo "error: which version of torch? make test-torch TORCH=2.11.0" >&2; exit 2)
@@ -122,7 +126,7 @@ dist: $(READY)  ## develop: wheel and sdist in dist/, checked with twine
 setup: $(READY)  ## develop: make or update the environment and nothing else
 
 clean:  ## develop: remove environment and caches; keeps results/
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.ready: pyproject.toml
@@ -169,4 +173,4 @@ TARGETS = $(shell sed -n 's/^\([a-z][a-z0-9_-]*\):.*\#\# .*/\1/p' $(firstword $(
 	@$(if $(wildcard conf/exp/$@.yaml),near="exp EXP=$@",near=$$($(PYTHON) -c '$(NEAR)' '$@' $(TARGETS))); \
 	echo "error: no target '$@'; did you mean make $$near? make help lists them" >&2; exit 2
 
-.PHONY: dist page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-habits test-torch mutants campaign soak check format setup clean help
+.PHONY: docs dist page predict $(EXPERIMENTS) cser zero_one_adam slamb methods nodes exp bench gpu-check paper-table tables publish test test-all test-clusters test-habits test-torch mutants campaign soak check format setup clean help

@@ -23,6 +23,7 @@ from launch.errors import UserError
 
 TEMPLATES = Path(__file__).with_name("pages")
 MADE = "<!-- Made by python experiments/tables.py from experiments/report/pages/{}; do not edit. -->\n"
+LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 PART = re.compile(r"^<!-- (\{\{.*?\}\}) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 
@@ -37,6 +38,7 @@ def environment(facts: Facts) -> Environment:
         keep_trailing_newline=True,
     )
     made.globals.update(facts.words())
+    made.filters["from_docs"] = from_docs
     return made
 
 
@@ -53,6 +55,11 @@ def render(results: Path = PUBLISHED, root: Path = ROOT) -> dict[Path, str]:
         if page not in found and PART.search(old := page.read_text("utf-8")):
             found[page] = _renewed(with_facts, page.name, old)
     return found
+
+
+def from_docs(text: str) -> str:
+    """Text whose links are those of a page of docs/, for a page of docs/appendix/."""
+    return LINK.sub(r"](../\1)", text)
 
 
 def _renewed(environment: Environment, name: str, old: str) -> str:

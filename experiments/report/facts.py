@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from birder.predict import Timeline
+from birder.predict import Cluster, Link, Prediction, Timeline, predict
 from experiments.cells import suite as suites
 from experiments.cells import timelines
 from experiments.config import question, reference
@@ -28,6 +28,7 @@ from experiments.report import (
     arithmetic,
     captions,
     claims,
+    crossover,
     methods_table,
     metrics,
     prediction,
@@ -179,6 +180,11 @@ class Facts:
 
     def timeline(self, name: str) -> Timeline:
         return timelines.load(name)
+
+    def expected(self, timeline: str, nodes: int, ranks: int, gbps: float) -> Prediction:
+        """Steps of a real cluster, predicted: nodes x ranks of the timeline's GPU, `gbps` between nodes."""
+        cluster = Cluster(nodes, ranks, Link(gbps, crossover.LATENCY_US))
+        return predict(self.timeline(timeline), cluster, methods=crossover.METHODS)
 
     def example(self, title: str) -> dict[str, str]:
         """A worked example of docs/predict_examples.md by its title: its command, with make, and what is answered first."""

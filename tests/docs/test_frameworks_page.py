@@ -1,4 +1,4 @@
-"""docs/frameworks.md quotes step times from published records."""
+"""docs/appendix/frameworks.md quotes step times from published records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = {
 
 
 def test_step_times_of_hsdp_are_those_of_the_records() -> None:
-    page = (ROOT / "docs/frameworks.md").read_text()
+    page = (ROOT / "docs/appendix/frameworks.md").read_text()
     everything = record.read_all(ROOT / "results/published/hsdp")
     records = [r for r in everything if r.nodes == 2]
     assert {r.method for r in records} == set(NAMES)
@@ -27,7 +27,7 @@ def test_step_times_of_hsdp_are_those_of_the_records() -> None:
 
 
 def test_so_are_those_of_four_nodes() -> None:
-    page = (ROOT / "docs/frameworks.md").read_text()
+    page = (ROOT / "docs/appendix/frameworks.md").read_text()
     records = [r for r in record.read_all(ROOT / "results/published/hsdp") if r.nodes == 4]
     assert {r.method for r in records} == {"Birder hsdp", "Birder hierarchical"}
     for r in records:

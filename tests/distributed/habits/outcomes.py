@@ -1,4 +1,4 @@
-"""What each cell came out as, kept in outcomes.json, and the table of docs/frameworks.md that is made of it.
+"""What each cell came out as, kept in outcomes.json, and the table of docs/appendix/habits.md that is made of it.
 
 python -m tests.distributed.habits.outcomes         writes the table into the page
 """
@@ -14,7 +14,7 @@ from tests.distributed.habits.methods import METHODS
 from tests.helpers import ROOT
 
 FILE = Path(__file__).with_name("outcomes.json")
-PAGE = ROOT / "docs/frameworks.md"
+PAGE = ROOT / "docs/appendix/habits.md"
 BEGIN, END = "<!-- habits: begin -->", "<!-- habits: end -->"
 COLUMNS = {
     "DDP": ("DDP",),
