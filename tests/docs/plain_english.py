@@ -15,8 +15,27 @@ from tests.helpers import ROOT
 
 WORDS = 30
 BANNED = (
-    *("beside", "told", "anew", "alike", "at hand", "in turns", "gone on", "goes on", "go on with", "as it is", "as they are"),
-    *("what became of", "became no number", "no number any more", "not to be told", "is to be had", "that people would"),
+    *(
+        "beside",
+        "told",
+        "anew",
+        "alike",
+        "at hand",
+        "in turns",
+        "gone on",
+        "goes on",
+        "go on with",
+        "as it is",
+        "as they are",
+    ),
+    *(
+        "what became of",
+        "became no number",
+        "no number any more",
+        "not to be told",
+        "is to be had",
+        "that people would",
+    ),
     r"of (?:its|their|one's) own(?=\s*(?:[.,;:)]|$|and\b|in\b|for\b|which\b))",
     r"(?<!there )(?:is|are) no(?= (?!longer|more)[a-z])",
 )
@@ -24,7 +43,10 @@ BANNED = (
 FOUND = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 GENERATED = ("docs/claims.md", "docs/configuration.md")
 """Pages whose tables come from records or from the schema."""
-PART = re.compile(r"^<!-- (?:\{\{|from records).*?^<!-- end -->|^<!-- (trials|step times).*?^<!-- end of \1 -->", re.DOTALL | re.MULTILINE)
+PART = re.compile(
+    r"^<!-- (?:\{\{|from records).*?^<!-- end -->|^<!-- (trials|step times).*?^<!-- end of \1 -->",
+    re.DOTALL | re.MULTILINE,
+)
 ITEM = re.compile(r"^(?:(?:[-*]|\d\.) |> ?)")
 
 

@@ -29,8 +29,6 @@ STATED = {
     ),
     "docs/results.md": (
         "on 2 cores without a GPU",
-        "inks that stand for 10 Gbit/s",
-        "slower than 10 Gbit/s",
         "20 GB",
         "windows of 384",
         "1 to 8 nodes of 8 A100",
