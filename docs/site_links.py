@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()((?![a-z]+:|#)[^)\s#]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
-SOURCES = (".py", ".yaml", ".toml", ".cff", "")
+SOURCES = (".py", ".yaml", ".toml", ".cff", ".bib", "")
 """Text that a browser would download instead of showing: served as .txt."""
 
 
