@@ -109,7 +109,8 @@ class Launcher(ABC):
                 raise UserError(
                     f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
                 ) from error
-            print(f"{spec.id}: {self.shape()}, files in {spec.run_dir}", flush=True)
+            name = "" if spec.path.name == spec.id else f"{spec.id}: "
+            print(f"{name}{self.shape()}, files in {spec.run_dir}", flush=True)
             try:
                 self.run(spec_path, spec)
             except UserError:

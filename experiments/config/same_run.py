@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,12 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def within(key: str, sections: Iterable[str]) -> bool:
     """Whether a dotted key is one of these, or lies in one."""
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
+    return f"{key}.".startswith(_beginnings(tuple(sections)))
+
+
+@functools.cache
+def _beginnings(sections: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{section}." for section in sections)
 
 
 def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:

@@ -25,12 +25,11 @@ def columns(table: SpeedupTable) -> list[Column]:
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
     rounds = measured("rounds per step", lambda row: number(row.record.rounds_per_step), short="rounds")
     update = measured("update, ms", lambda row: number(row.record.timing.get("update_ms")), terminal=False)
-    in_turns = any(row.record.turns for row in table.rows)  # intervals want the room of a terminal's line
     return [
         Column("method", "left", value=_label),
         Column("wire", terminal=False, value=lambda row: row.record.wire),
         Column("step time, median (p10–p90), ms", short="step ms (p10–p90)", value=step_time),
-        measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=not in_turns),
+        measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=False),
         measured("speedup vs fp32", lambda row: captions.versus(table, row, "fp32"), short="vs fp32"),
         measured("speedup vs bf16", lambda row: captions.versus(table, row, "bf16"), short="vs bf16"),
         measured("% of no-communication bound", lambda row: _of_bound(table, row), short="of bound"),

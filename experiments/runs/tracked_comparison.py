@@ -72,8 +72,8 @@ class TrackedComparison:
             if path.is_file():
                 self.run.image(path.stem, path)
         self.summary = summary(measured)
-        if self.run.active:
-            print(self.run.line, flush=True)  # the first time was above all of the comparison's output
+        if self.run.active and rounds:
+            print(self.run.line, flush=True)  # the first time was above all of an interleaved comparison's output
 
     def _log_rounds(self, records: Sequence[ResultRecord], names: Mapping[str, str]) -> None:
         """Step times as curves over the rounds."""
