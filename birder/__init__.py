@@ -44,6 +44,7 @@ _refuse_a_mixed_folder()
 
 __all__ = [
     "CSER",
+    "EF21SGDM",
     "EFSGD",
     "LAMB",
     "SGDM",
@@ -56,6 +57,7 @@ __all__ = [
     "BucketOptimizer",
     "DeepSpeedZeroOneAdam",
     "Lion",
+    "Muon",
     "OneBitAdam",
     "OneBitLAMB",
     "Plan",

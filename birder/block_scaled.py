@@ -32,11 +32,8 @@ from birder.attachment import Detached, done, on_thread
 from birder.bucket_hook import bucket_hook
 from birder.comm import ByteCounter, Link, Topology, finish
 from birder.comm.link import backend_for, new_group
+from birder.compress.block_codes import LARGEST, decode, encode
 from birder.optimizers.checks import require, require_choice
-
-LARGEST = {"int4": 7.0, "fp8": 448.0}
-"""Of each code, Q."""
-SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class BlockScaled:
@@ -142,31 +139,3 @@ class BlockScaled:
 
 block_scaled_hook = bucket_hook
 """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
-
-
-def encode(rows: Tensor, code: str, block: int) -> Tensor:
-    """(2): fp32[n, c] -> uint8[n, m], the codes of a row and behind them its scales, bf16. c is a multiple of `block`."""
-    blocks = rows.view(rows.shape[0], -1, block)
-    scales = (blocks.abs().amax(-1, keepdim=True) / LARGEST[code]).bfloat16()
-    s = scales.float()
-    values = blocks * torch.where(s < SMALLEST, 0.0, 1.0 / s)
-    values = values.clamp_(-LARGEST[code], LARGEST[code])  # as bf16 a scale may be a little smaller than it was
-    if code == "fp8":
-        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        nibbles = values.nan_to_num_(0.0).round_().add_(8.0).to(torch.uint8)
-        codes = nibbles[..., ::2] | nibbles[..., 1::2] << 4
-    return torch.cat([codes.flatten(1), scales.flatten(1).view(torch.uint8)], 1)
-
-
-def decode(message: Tensor, code: str, block: int) -> Tensor:
-    """The reverse: s c of each element, uint8[n, m] -> fp32[n, c]."""
-    packed = block if code == "fp8" else block // 2
-    count = message.shape[1] // (packed + 2)
-    codes = message[:, : count * packed].reshape(len(message), count, packed)
-    scales = message[:, count * packed :].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
-    if code == "fp8":
-        values = codes.view(torch.float8_e4m3fn).float()
-    else:
-        values = torch.stack([codes & 15, codes >> 4], -1).flatten(2).float() - 8.0
-    return (values * scales).flatten(1)

@@ -90,7 +90,7 @@ class Plan:
         """Of a study: every rate with the first seed, the best one with the others, as far as these parts are asked for."""
         every: list[Row] = []
         for v in variants:
-            every += sweeps.choosing(v.optimizer, (f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[0])
+            every += sweeps.choosing(v.optimizer, (f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[:1])
         return [row for row in every if ("seeds" if row.rivals else "tune") in self.parts]
 
 

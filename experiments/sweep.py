@@ -46,7 +46,9 @@ def sweep(
     if not rows:
         raise UserError("nothing is left to run: --methods, --rates or --seeds are empty")
     # One of each method is checked before the first one starts: a mistake shows now, not after an hour.
-    for row in {row.optimizer: row for row in rows}.values():
+    for row in {
+        tuple(o for o in row.overrides if not o.startswith(("optimizer.", "seed="))): row for row in rows
+    }.values():
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
     study = Study(exp, results_dir, others, dry_run=dry_run)

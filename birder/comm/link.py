@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch import Tensor
 from birder.comm import staged
 from birder.comm.counter import ByteCounter
 from birder.comm.topology import Topology
+from birder.comm.trace import note_wire
 from birder.kernels.bits import pack, unpack
 
 TASKS, CALLS = 1 << 14, 1 << 8
@@ -63,7 +65,9 @@ def finish(operation: Operation[T], counted: bool = True) -> T:
             return end.value
         if counted:
             post.count()
+        began = time.perf_counter()
         received = post.start(None)()
+        note_wire(began, began)
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

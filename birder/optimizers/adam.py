@@ -58,7 +58,7 @@ class DenseAdam(BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
-            params, grads, m, v = with_gradient(unit, "m", "v")
+            params, grads, m, v = with_gradient(unit, *self.moments(unit))
             there = [i for i, p in enumerate(unit.wholes) if p.grad is not None]
             if len(there) < len(unit.wholes):
                 missed = unit.state.setdefault("missed", self._none_missed(unit))
@@ -69,6 +69,10 @@ class DenseAdam(BucketOptimizer):
                 chosen = [k for k, count in enumerate(missed_by) if count == late]
                 some = [[row[k] for k in chosen] for row in (params, grads, m, v)]
                 yield from asking(self.move(unit.group, some[0], some[1], some[2], some[3], step - late))
+
+    def moments(self, unit: Unit) -> tuple[str, str]:
+        """The states that `move` is given as m and v."""
+        return "m", "v"
 
     @staticmethod
     def _none_missed(unit: Unit) -> Tensor:

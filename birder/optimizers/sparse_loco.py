@@ -15,9 +15,16 @@ every H steps after (2), with z the model of the last synchronisation and e_i = 
 A synchronisation of an interval in which a caller has changed parameters (`ParameterWatch`) sends e_i whole, in fp32, with
 alpha = 1 and mu = 0: then z = mean_j x_j, but for what was withheld before, and e_i = 0.
 
-mu = 0 is the paper's form: the error, which decays by beta, stands in the place of an outer momentum. mu > 0 is the outer
-optimizer of DiLoCo, SGD with Nesterov momentum. H = 1 with the error as the only momentum is the form of DeMo, without its
-cosine transform. One-process reference: tests/helpers/reference_sparse_loco.py.
+mu = 0 is the paper's form: the error, which decays by beta, stands in the place of an outer momentum. H = 1 with the error as
+the only momentum is the form of DeMo, without its cosine transform.
+
+DiLoCo ("DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105) is mu > 0, all of z - x_i sent:
+
+    message="dense"   D = mean_i (z - x_i)                         by all-reduce, no e
+    message="int4"    (4) c_i = Q(e_i);   e_i = e_i - c_i          Q: birder/compress/block_codes.py, a scale for each chunk
+                      (5) h = mean_j c_j on the server of a chunk, r;   D = Q(h);   e_r = e_r + n (h - D)
+
+so that with int4 D + mean_i e_i is what all have moved. One-process reference: tests/helpers/reference_sparse_loco.py.
 """
 
 from __future__ import annotations
@@ -28,10 +35,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from birder.comm import GatherShards, GatherWorkers, Mean, Requests, ShardMean
+from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Link, Mean, Requests, ShardMean, WorkerMean
+from birder.compress.block_codes import decode, encode
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
-from birder.optimizers.checks import pair, require, require_fraction, require_number, require_whole
+from birder.optimizers.checks import (
+    pair,
+    require,
+    require_choice,
+    require_fraction,
+    require_number,
+    require_whole,
+)
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import ALIGN, Unit, round_up
 
@@ -45,16 +60,17 @@ class SparseLoCo(BucketOptimizer):
     lr, betas, eps, weight_decay: of the inner AdamW.
     sync_every:     H.
     top_k, chunk:   k entries of each chunk of a parameter are sent; `chunk` is a multiple of 32 up to 32,768.
-    error_decay:    beta of (3), in [0, 1].
+    message:        "top_k", or of DiLoCo "dense" or "int4". Then `top_k` is not used, nor `chunk` but as the block of int4.
+    error_decay:    beta of (3), in [0, 1]; 0: what a message leaves is dropped.
     outer_lr:       alpha.
     outer_momentum: mu, in [0, 1).
-    options:        wire (of the values that are sent; what rounding takes from them stays in e), max_grad_norm, seed.
+    options:        wire (of the values of top_k; what rounding takes from them stays in e), max_grad_norm, seed.
 
     With hierarchical communication a node is one worker: (3) takes the mean of z - x_i over its ranks, and each local rank
     keeps e for its own shard.
 
-    State: m and v, fp32[D], and e, fp32[D / ranks per node], rank-local; z and, with mu above 0, w, fp32[D], the same on all
-    ranks. D counts whole chunks: a parameter begins with a chunk of its own.
+    State: m and v, fp32[D], and but for "dense" e, fp32[D / ranks per node], rank-local; z and, with mu above 0, w, fp32[D],
+    the same on all ranks. D counts whole chunks: a parameter begins with a chunk of its own.
 
     Raises ValueError for arguments out of range.
     """
@@ -83,8 +99,12 @@ class SparseLoCo(BucketOptimizer):
         error_decay: float = 0.95,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        message: str = "top_k",
         **options: Any,
     ) -> None:
+        require_choice("message", message, "top_k", "dense", "int4")
+        wire = options.get("wire", "fp32")
+        require(message == "top_k" or wire == "fp32", "wire", wire, f"fp32 with message={message!r}")
         require_whole("sync_every", sync_every)
         require_whole("chunk", chunk, ALIGN)
         fits = chunk % ALIGN == 0 and chunk <= LARGEST_CHUNK
@@ -94,7 +114,7 @@ class SparseLoCo(BucketOptimizer):
         require_number("error_decay", error_decay, "in [0, 1]", high=1.0)
         require_number("outer_lr", outer_lr)
         require_fraction("outer_momentum", outer_momentum)
-        self.sync_every, self.top_k, self.chunk = sync_every, top_k, chunk
+        self.sync_every, self.top_k, self.chunk, self.message = sync_every, top_k, chunk, message
         self.error_decay, self.outer_lr, self.outer_momentum = error_decay, outer_lr, outer_momentum
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
@@ -104,7 +124,7 @@ class SparseLoCo(BucketOptimizer):
 
     @property
     def alignment(self) -> int:
-        return self.chunk
+        return ALIGN if self.message == "dense" else self.chunk
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
@@ -116,16 +136,19 @@ class SparseLoCo(BucketOptimizer):
         shard = unit.padded // self.comm.shards
         for name in ("m", "v", "common"):
             unit.state[name] = unit.zeros()
-        unit.state["error"] = unit.zeros(shard)
+        if self.message != "dense":
+            unit.state["error"] = unit.zeros(shard)
         if self.outer_momentum:
             unit.state["outer"] = unit.zeros()
+        unit.buffers = {"result": unit.zeros() if self.comm.shards > 1 else unit.zeros(0)}
+        if self.message != "top_k":
+            return
         # Whole words, so that each of the rows that are received can be read as floats.
         message = round_up(self._entries(unit) * (WIRES[self.wire].itemsize + torch.int16.itemsize), 4)
-        unit.buffers = {
+        unit.buffers |= {
             "message": unit.bytes(message),  # values, then places
             "received": unit.bytes(message * self.comm.workers),
             "mean": unit.zeros(shard),
-            "result": unit.zeros() if self.comm.shards > 1 else unit.zeros(0),
         }
 
     # ---- math, collective, math ----------------------------------------------------------------------------------------
@@ -142,10 +165,15 @@ class SparseLoCo(BucketOptimizer):
             return
         x = z.clone() if begins else self.flat_parameters(unit)  # read once: the caller may change it meanwhile
         self.watch.look(unit, x)
-        drift = z - x.sub_(moved)
-        message = self._compress(unit, (yield ShardMean(drift)))  # (3), (4)
-        rows = yield GatherWorkers(message, buffers["received"])
-        mean = self._mean(unit, rows)  # (5)
+        drift = yield ShardMean(z - x.sub_(moved))
+        if self.message == "int4":
+            unit.result = yield from self._in_codes(unit, drift)
+            return
+        if self.message == "dense":
+            mean = yield WorkerMean(drift)
+        else:
+            rows = yield GatherWorkers(self._compress(unit, drift), buffers["received"])  # (3), (4)
+            mean = self._mean(unit, rows)  # (5)
         unit.result = yield GatherShards(mean, buffers["result"])
 
     def _inner_step(self, unit: Unit, grad: Tensor, step: int) -> Tensor:
@@ -162,6 +190,19 @@ class SparseLoCo(BucketOptimizer):
         if group["weight_decay"]:
             grad.add_(self.flat_parameters(unit).mul_(group["weight_decay"]))
         return grad.mul_(group["lr"])
+
+    def _in_codes(self, unit: Unit, drift: Tensor) -> Requests[Tensor]:
+        """(3) to (5) of message="int4": D of the whole unit."""
+        n, error = self.comm.workers, unit.state["error"].mul_(self.error_decay).add_(drift)
+        rows = torch.nn.functional.pad(error, (0, -len(error) % (n * self.chunk))).view(n, -1)  # of each server
+        codes = encode(rows, "int4", self.chunk)
+        error.sub_(decode(codes, "int4", self.chunk).view(-1)[: len(error)])
+        h = Link.sum_of_rows(decode((yield AllToAll(codes)), "int4", self.chunk)).div_(n)
+        codes = encode(h.view(1, -1), "int4", self.chunk).view(-1)
+        own = error[self.comm.worker * len(h) :][: len(h)]
+        own.add_(h.sub_(decode(codes.view(1, -1), "int4", self.chunk).view(-1))[: len(own)], alpha=n)
+        every = decode((yield AllGather(codes)).view(self.comm.shards * n, -1), "int4", self.chunk)
+        return every.view(self.comm.shards, -1)[:, : len(error)].reshape(-1)
 
     def _compress(self, unit: Unit, drift: Tensor) -> Tensor:
         """The message of (4), uint8; e becomes what is left."""
@@ -223,7 +264,9 @@ class SparseLoCo(BucketOptimizer):
 
     def _all_of(self, unit: Unit, mean: Tensor) -> Requests[Tensor]:
         """z once all of e has been sent, in the same bits on all ranks; e becomes 0."""
-        error = unit.state["error"]
-        z = yield Mean(unit.state["common"] - mean - (yield GatherShards(error)))
-        error.zero_()
+        x = unit.state["common"] - mean
+        if "error" not in unit.state:  # all of it has been sent, and all ranks have the same
+            return x
+        z = yield Mean(x - (yield GatherShards(unit.state["error"])))
+        unit.state["error"].zero_()
         return z

@@ -232,6 +232,7 @@ METHODS: dict[str, Method] = {
             local=True,
         ),
         Method("csea", "CSEA", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 4.0, about="R_C1 = 32", local=True),
+        Method("ef21_sgdm", "EF21-SGDM", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 12.0, about="R = 32"),
         Method("ef_sgd", "EF-SGD", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 8.0, about="R = 32"),
         Method(
             "qsparse",
@@ -257,6 +258,18 @@ METHODS: dict[str, Method] = {
             (Round(499 / 500, "none", layout="unit"), _blocks(1 / 500, 1.0)),
             ("adam",),
             lambda n, s: 16.0,
+            about="H = 500, AdamW inside, momentum outside",
+            local=True,
+        ),
+        Method(
+            "diloco_int4",
+            "DiLoCo 4-bit",
+            (
+                Round(499 / 500, "none", layout="unit"),
+                Round(1 / 500, nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit"),
+            ),
+            ("adam",),
+            lambda n, s: 16.0 + 4.0 / s,
             about="H = 500, AdamW inside, momentum outside",
             local=True,
         ),
@@ -308,7 +321,7 @@ def every(method: Method, steps: int) -> Method:
     """Local SGD or DiLoCo with a round of averaging in every `steps`; any other method as it is. Raises ValueError."""
     if steps < 1:
         raise ValueError(f"local_steps must be at least 1, got {steps}")
-    if method.name not in ("local_sgd", "diloco"):
+    if method.name not in ("local_sgd", "diloco", "diloco_int4"):
         return method
     quiet, talks = method.rounds
     rounds = (replace(quiet, share=1 - 1 / steps), replace(talks, share=1 / steps))

@@ -106,15 +106,27 @@ class Setup:
         dist.barrier()
         counter.reset()
         nic.resume()
-        taken = [self.step() for _ in range(steps)]
+        taken = [self._steps() for _ in range(steps)]
         began = time.perf_counter()
         self.optimizer.pipeline.wait()  # what the last step still sends is this method's
         taken[-1]["wall_ms"] += 1000 * (time.perf_counter() - began)
         dist.barrier()  # only now have all nodes what was sent to them
         nic.pause()
         state = int(self.optimizer.state_bytes() + self.attachment.state_bytes())
-        sent = {"sent": counter.inter, "collectives": counter.collectives, "nic": nic.total}
+        share, passed = 1 / self.method.every, nic.total
+        sent: dict[str, Any] = {"sent": share * counter.inter, "collectives": share * counter.collectives}
+        sent["nic"] = None if passed is None else (share * passed[0], share * passed[1])
         return {"steps": taken, **sent, "state": state}
+
+    def _steps(self) -> dict[str, float]:
+        """A step; the mean of `every` steps of which one sends, from one of either kind."""
+        first = self.step()
+        if self.method.every == 1:
+            return first
+        talks = self.optimizer.plan(self.optimizer.steps) is not birder.Plan.SKIP
+        second, share = self.step(), 1 / self.method.every
+        weight = 1 - share if talks else share
+        return {name: (1 - weight) * first[name] + weight * second[name] for name in first}
 
     def close(self) -> None:
         """Ends what the setup started."""

@@ -93,6 +93,8 @@ class Method(Data):
                so that a step lasts about as long as others: seconds. What a message costs here does not shrink with it.
     hook, rank: one of PyTorch's own hooks (experiments/training/torch_hooks.py).
     whole:     keeps a selection of whole tensors in the place of a part of each: what a matrix costs depends on its shape.
+    every:     one step of so many sends anything, and one in two of the optimizer as it is here: a turn is a step of either
+               kind, weighted by their numbers.
     checks:    no row, but measured beside that method for the check, with one link and rate.
     gpu_bytes: memory traffic per element of encoding and update on a GPU; None: unknown, or in the timeline already.
     """
@@ -107,6 +109,7 @@ class Method(Data):
     one_bucket: bool = False
     whole: bool = False
     hierarchical: bool = False
+    every: int = Field(1, ge=1)
     checks: str | None = None
     gpu_bytes: float | None = None
     colour: str = "#888888"
@@ -114,7 +117,7 @@ class Method(Data):
     @property
     def compressed(self) -> bool:
         """Whether it sends fewer bits than a 16-bit all-reduce."""
-        return self.wire in ("1bit", "lowrank")
+        return self.wire not in ("none", "fp32", "bf16", "fp16")
 
     @property
     def traffic(self) -> str:

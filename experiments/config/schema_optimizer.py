@@ -49,6 +49,10 @@ class AdamW(_Adam):
     pass
 
 
+class Muon(_Adam, _Momentum):
+    nesterov: Switch = doc("Nesterov's form of the momentum")
+
+
 class BertAdam(_Adam):
     tensor_clip: Positive | None = doc("norm to which each tensor's gradient is clipped", 1.0)
 
@@ -140,6 +144,12 @@ class EFSGD(_Blocks):
     ratio: Count = doc("R: 1/R of the elements are sent")
 
 
+class EF21SGDM(_Momentum):
+    ratio: Count = doc("R: 1/R of the elements are sent")
+    block: Count = doc("elements of a block, the unit of choice of the compressor blocks")
+    compressor: Literal["blocks", "random_k", "top_k"] = doc("which elements of a vector are sent", "blocks")
+
+
 class SLAMB(_Adam):
     beta3: Fraction = doc("weight left of a fresh element for each step without being averaged")
     fraction: Share = doc("k, the share of elements sent in a step")
@@ -160,6 +170,9 @@ class SparseLoCo(_Adam):
     error_decay: Fraction = doc("what a synchronisation leaves of the error")
     outer_lr: NotNegative = doc("learning rate of the outer step")
     outer_momentum: Decay = doc("Nesterov momentum of the outer step; 0: none")
+    message: Literal["top_k", "dense", "int4"] = doc(
+        "the k largest of each chunk; or of DiLoCo all, in fp32 or in 4 bits with a scale for each chunk", "top_k"
+    )
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -167,6 +180,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     for cls in (
         SGDM,
         AdamW,
+        Muon,
         BertAdam,
         LAMB,
         OneBitAdam,
@@ -178,6 +192,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         CSER,
         QSparseLocalSGD,
         EFSGD,
+        EF21SGDM,
         SLAMB,
         SparseLoCo,
     )

@@ -5,11 +5,13 @@ seeds:     one run with each
 rates:     learning rates, one run with each; left out: the experiment's own
 choose:    true: all rates are run with the first seed, and only the best of a setting with the others: by the held-out
            part of the training data where the workload keeps one, else by the metric itself
+choose_seeds: so many of the seeds, the first ones, choose, by their mean; default 1
 choose_at: further keys of the runs that choose, for example fewer epochs: they are runs of their own then, and the first
            seed is run with the best rate as the others are. One rate alone (--rates) is not chosen
 overrides: further keys of every run, as on the command line
-methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: instead of those above}}; {} is the
-           optimizer as the experiment has it
+methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: instead of those above, overrides: further
+           keys}}; {} is the optimizer as the experiment has it. Of an optimizer's second entry the key is a name of its own,
+           and `optimizer` says which
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ Value = int | float | str | None
 
 
 class Method(Data):
-    """One optimizer's part of a grid."""
+    """One optimizer's part of a grid. optimizer: None: it has the name of the entry."""
 
+    optimizer: str | None = None
+    overrides: list[str] = Field(default_factory=list)
     keys: list[str] = Field(default_factory=list)
     settings: list[list[Value]] = Field(default=[[]])
     rates: list[float] | None = None
@@ -41,8 +45,8 @@ class Method(Data):
         return self
 
     @property
-    def overrides(self) -> list[list[str]]:
-        """Of each setting."""
+    def each(self) -> list[list[str]]:
+        """The overrides of each setting."""
         return [[f"optimizer.{k}={_typed(v)}" for k, v in zip(self.keys, s, strict=True)] for s in self.settings]
 
 
@@ -53,6 +57,7 @@ class Sweep(Data):
     seeds: list[int] = Field(min_length=1)
     rates: list[float] | None = None
     choose: bool = False
+    choose_seeds: int = Field(1, ge=1)
     choose_at: list[str] = Field(default_factory=list)
     overrides: list[str] = Field(default_factory=list)
     methods: dict[str, Method]
@@ -61,6 +66,8 @@ class Sweep(Data):
     def chooses(self) -> Sweep:
         if self.choose_at and not self.choose:
             raise ValueError("choose_at is of the runs that choose: say choose: true")
+        if self.choose_seeds > len(self.seeds):
+            raise ValueError(f"choose_seeds: {self.choose_seeds} of {len(self.seeds)} seeds")
         return self
 
 
@@ -72,13 +79,13 @@ names, load = FILES.names, FILES.load
 class Row:
     """One run. overrides: of the composition, without the user's own.
 
-    rivals: overrides of the runs that choose, one for each rate, of which that at `place` has this row's rate: the row is
-            run if that one did best. Empty: it is run in any case.
+    rivals: overrides of the runs that choose, some for each rate, of which those at `place` have this row's rate: the row is
+            run if their mean is best. Empty: it is run in any case.
     """
 
     optimizer: str
     overrides: tuple[str, ...]
-    rivals: tuple[tuple[str, ...], ...] = ()
+    rivals: tuple[tuple[tuple[str, ...], ...], ...] = ()
     place: int = 0
 
     @property
@@ -98,16 +105,18 @@ def rows(
         raise UserError(f"this sweep has no '{unknown[0]}'{there_are(unknown[0], sweep.methods)}")
     wanted = seeds if seeds is not None else sweep.seeds
     found = []
-    for optimizer, method in sweep.methods.items():
-        if methods is not None and optimizer not in methods:
+    for name, method in sweep.methods.items():
+        if methods is not None and name not in methods:
             continue
+        optimizer = method.optimizer or name
         own = method.rates if method.rates is not None else sweep.rates
         every: list[float | None] = list(rates if rates is not None else own or []) or [None]
         no_choice = len(every) == 1 and (sweep.choose_at or sweep.seeds[0] not in wanted)
-        for setting in method.overrides:
-            common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *setting)
+        for setting in method.each:
+            common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *method.overrides, *setting)
             if sweep.choose and not no_choice:
-                found += choosing(optimizer, common, every, wanted, sweep.seeds[0], sweep.choose_at)
+                by = sweep.seeds[: sweep.choose_seeds]
+                found += choosing(optimizer, common, every, wanted, by, sweep.choose_at)
             else:
                 found += [Row(optimizer, _row(common, rate, seed)) for rate in every for seed in wanted]
     return found
@@ -118,18 +127,19 @@ def choosing(
     common: tuple[str, ...],
     rates: Sequence[float | None],
     seeds: Sequence[int],
-    first: int,
+    by: Sequence[int],
     choose_at: Sequence[str] = (),
 ) -> list[Row]:
-    """The rows of one setting: all rates with the seed `first`, if that is one of `seeds`, then the best with the others.
+    """The rows of one setting: all rates with those seeds `by` that are among `seeds`, then the best with the others.
 
     common: the overrides of the setting. choose_at: as in `Sweep`.
     """
-    rivals = tuple((*_row(common, rate, first), *choose_at) for rate in rates)
-    found = [Row(optimizer, one) for one in rivals] if first in seeds else []
+    rivals = tuple(tuple((*_row(common, rate, seed), *choose_at) for seed in by) for rate in rates)
+    found = [Row(optimizer, one) for rate in rivals for seed, one in zip(by, rate, strict=True) if seed in seeds]
+    choose = {one for rate in rivals for one in rate}
     for place, rate in enumerate(rates):
         made = [_row(common, rate, seed) for seed in seeds]
-        found += [Row(optimizer, one, rivals, place) for one in made if one not in rivals]
+        found += [Row(optimizer, one, rivals, place) for one in made if one not in choose]
     return found
 
 

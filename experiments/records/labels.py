@@ -8,7 +8,7 @@ from typing import Any
 # What a configuration says that has no `method` section. Classes whose `wire` option speaks of their dense phase only:
 # most of what they send is one bit per parameter.
 ONE_BIT = {"Birder": "Birder", "OneBitAdam": "1-bit Adam"}
-DENSE = {"SGDM", "BertAdam", "AdamW", "LAMB"}
+DENSE = {"SGDM", "BertAdam", "AdamW", "LAMB", "Muon"}
 VIRTUAL = "launch.virtual.VirtualLauncher"
 UNCOMPRESSED_WIRES = {"none", "fp32", "bf16", "fp16"}
 NO_COMMUNICATION = "no communication"
@@ -65,6 +65,8 @@ def method(config: dict[str, Any]) -> str:
         label += ", ".join(["", *ours, *["local"] * (optimizer.get("variance") == "local")])
     elif ours:
         label += f" {', '.join(ours)} (this project's)"
+    if optimizer.get("message") == "int4":  # of DiLoCo
+        label += " 4-bit"
     if (compressor := optimizer.get("compressor", "blocks")) != "blocks":
         label += f" {compressor.replace('_', '-')}"
     if is_compressed(wire(config)) and config.get("comm", {}).get("topology") == "hierarchical":

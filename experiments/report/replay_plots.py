@@ -91,7 +91,8 @@ def _dots(results: Results) -> tuple[Figure, list[Any]]:
     nodes = sorted({p.nodes for p in results.places()})
     shades = dict(zip(nodes[::-1], SHADES[::-1] + figure.OTHERS, strict=False))
     links = list(dict.fromkeys((p.rate, p.link) for p in results.places()))
-    names = [name for name in suite.rows if name != "fp32"][::-1]
+    known = {c.method for c in results.records}
+    names = [name for name in suite.rows if name != "fp32" and name in known][::-1]
     picture = figure.blank(3.6 * len(links) + 2.4, 0.6 + (0.5 + 0.24 * len(names)) * len(results.models))
     grid = picture.subplots(len(results.models), len(links), squeeze=False, sharey=True, sharex="col")
     for row, model in zip(grid, results.models, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -215,13 +216,14 @@ class Grid:
         return self.study.done(self.name(overrides))
 
     def is_chosen(self, row: Row) -> bool | None:
-        """Whether the row's learning rate did best with the first seed; None where that cannot be said yet."""
-        rivals = [self.of(overrides) for overrides in row.rivals]
-        waits = self.patient or self.study.dry_run or any(self.name(o) in self.elsewhere for o in row.rivals)
-        if waits and any(r is None for r in rivals):
+        """Whether the row's learning rate did best with the seeds that choose; None where that cannot be said yet."""
+        every = [overrides for rate in row.rivals for overrides in rate]
+        waits = self.patient or self.study.dry_run or any(self.name(o) in self.elsewhere for o in every)
+        if waits and any(self.of(o) is None for o in every):
             return None
-        scores = [s if (s := score(r)) is not None else -math.inf for r in rivals]
-        return not rivals or (max(scores) > -math.inf and scores.index(max(scores)) == row.place)
+        found = [[score(self.of(o)) for o in rate] for rate in row.rivals]
+        scores = [statistics.fmean(-math.inf if s is None else s for s in rate) for rate in found]
+        return not scores or (max(scores) > -math.inf and scores.index(max(scores)) == row.place)
 
     def say(self, place: int, what: str) -> None:
         """Prints what happens to a row, unless that was the last word already."""

@@ -38,9 +38,9 @@ RELEASED: dict[tuple[type, Any], Any] = {
 
 
 def make_optimizer(
-    config: dict[str, Any], groups: list[dict[str, Any]], seed: int, total_steps: int
+    config: dict[str, Any], workload: Workload, model: nn.Module, seed: int, total_steps: int
 ) -> BucketOptimizer:
-    """The optimizer of a resolved configuration over `groups`. Raises UserError for arguments that it does not take.
+    """The optimizer of a resolved configuration for a workload's model. Raises UserError for arguments that it does not take.
 
     A `warmup_steps` or `local_doubling` below 1 is a fraction of `total_steps`.
     """
@@ -52,7 +52,11 @@ def make_optimizer(
     try:
         cls = hydra.utils.get_class(config["optimizer"]["_target_"])
         cls = RELEASED.get((cls, options.get("form") or options.get("variant")), cls)
-        return cls(groups, weight_decay=config["optimizer"].get("weight_decay", 0.0), seed=seed, **options)
+        decay = float(config["optimizer"].get("weight_decay", 0.0))
+        groups = workload.param_groups(model, decay)
+        if issubclass(cls, birder.Muon):
+            groups = cls.groups(model, groups)
+        return cls(groups, weight_decay=decay, seed=seed, **options)
     except (TypeError, ValueError) as e:
         raise UserError(f"optimizer: {e}") from e
 
@@ -113,8 +117,7 @@ class Method:
         self.settings, comm = config["train"], config["comm"]
         self.workload, self.ddp, self.device, self.length = workload, ddp, shard.device, length
         self.accumulate = int(self.settings["accumulate"])
-        groups = workload.param_groups(ddp.module, float(config["optimizer"].get("weight_decay", 0.0)))
-        self.optimizer = make_optimizer(config, groups, seed, length.total)
+        self.optimizer = make_optimizer(config, workload, ddp.module, seed, length.total)
         self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
         half = self.settings["precision"] == "fp16"
         self.scaler = torch.amp.GradScaler(shard.device.type) if half else None

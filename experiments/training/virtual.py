@@ -47,10 +47,8 @@ class VirtualMethod(Method):
         self.workload, self.ddp, self.device, self.length = workload, ddp, device, length
         self.accumulate = int(self.settings["accumulate"])
         topology = Topology(int(cluster["nodes"]), int(cluster["ranks_per_node"]))
-        decay = float(config["optimizer"].get("weight_decay", 0.0))
         optimizers = [
-            make_optimizer(config, workload.param_groups(ddp.module, decay), seed, length.total)
-            for _ in range(topology.world_size)
+            make_optimizer(config, workload, ddp.module, seed, length.total) for _ in range(topology.world_size)
         ]
         self.optimizer, self.scaler = optimizers[0], None
         self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]

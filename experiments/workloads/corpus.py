@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.workloads.base import Shard, all_sum
 from experiments.workloads.files import from_hub, read_text, text_files
-from experiments.workloads.squad_data import synthetic_questions
+from experiments.workloads.squad_data import read_json, synthetic_questions
 from launch.errors import UserError
 
 SYNTHETIC_PARAGRAPHS = 1500
@@ -27,19 +27,28 @@ def corpus_name(data_path: str | None, dataset: str, config: str | None) -> str:
     return "synthetic sentences" if dataset == "synthetic" else f"{dataset} {config or ''}".strip()
 
 
-def read_lines(data_path: str | None, dataset: str, config: str | None, documents: int | None) -> list[str]:
+def read_lines(
+    data_path: str | None, dataset: str, config: str | None, documents: int | None, names: Sequence[str] = ()
+) -> list[str]:
     """Non-empty lines of text, the first `documents` of them (rows, for a hub data set); None: all. Raises UserError.
 
-    data_path: a text file or a folder of .txt files; None: `dataset`, of the hub, or "synthetic".
+    data_path: a text file or a folder of .txt files; None: `dataset`, of the hub, or "synthetic". names: files of the folder
+    instead, in this order: .txt, or SQuAD's .json and .json.xz, whose paragraphs are lines, each once.
     """
     if data_path is not None:
-        lines = [line for file in text_files(data_path) for line in read_text(file).splitlines() if line.strip()]
+        lines = [line for file in text_files(data_path, names) for line in _lines(file) if line.strip()]
         if not lines:
             raise UserError(f"data.path: {data_path} holds only empty lines")
         return lines[:documents]
     if dataset == "synthetic":
         return [q.context for q in synthetic_questions(SYNTHETIC_PARAGRAPHS, "text")]
     return _hub_lines(dataset, config, documents)
+
+
+def _lines(file: Path) -> list[str]:
+    if ".json" not in file.suffixes:
+        return read_text(file).splitlines()
+    return list(dict.fromkeys(" ".join(q.context.splitlines()) for q in read_json(file)))
 
 
 def _hub_lines(dataset: str, config: str | None, documents: int | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,10 +49,14 @@ def check_image_folder(path: str | Path) -> list[str]:
     return classes
 
 
-def text_files(path: str | Path) -> list[Path]:
-    """`path` itself when it is a file, else the .txt files in it, sorted. Raises UserError when there are none."""
+def text_files(path: str | Path, names: Sequence[str] = ()) -> list[Path]:
+    """`path` itself when it is a file, else the .txt files in it, sorted, or those of `names`. Raises UserError for none."""
     source = Path(path).expanduser()
-    if source.is_file():
+    if names:
+        files = [source / name for name in names]
+        if absent := [f for f in files if not f.is_file()]:
+            raise UserError(f"data.path: no file {absent[0]}, which workload.texts names")
+    elif source.is_file():
         files = [source]
     elif source.is_dir():
         files = sorted(source.glob("*.txt"))

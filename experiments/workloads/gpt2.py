@@ -21,6 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024},
     "small": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
     "mini": {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256},
+    "micro": {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256},
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
 }
 
@@ -30,8 +31,9 @@ class GPT2(bert.Text):
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         medium | small | mini | tiny, the shape where `model` is None.
+    preset:         medium | small | mini | micro | tiny, the shape where `model` is None.
     data_path:      a text file or a folder of .txt files.
+    texts:          files of that folder instead, in this order: .txt, or SQuAD's .json and .json.xz for their paragraphs.
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
     dataset_config: its configuration.
     documents:      number of leading lines of a file, or rows of a data set, to use; None: all.
@@ -60,6 +62,7 @@ class GPT2(bert.Text):
         eval_batch: int = 16,
         vocab_size: int = 8000,
         held_out: int | None = None,
+        texts: list[str] | None = None,
     ) -> None:
         if init not in ("pretrained", "random"):
             raise UserError(f"workload.init={shortened(init)} is unknown: pretrained or random")
@@ -80,16 +83,17 @@ class GPT2(bert.Text):
         self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
         self.seq_len, self.documents, self.valid_fraction = seq_len, documents, valid_fraction
         self.eval_batch, self.vocab_size, self.held_out = eval_batch, vocab_size, held_out or 0
+        self.texts = texts or []
         self.synthetic = data_path is None and dataset == "synthetic"
         self.data_name = corpus_name(data_path, dataset, dataset_config)
 
     def check(self) -> None:
         bert.check_model(self.model, self.init, "base")
         if self.data_path is not None:
-            text_files(self.data_path)
+            text_files(self.data_path, self.texts)
 
     def prepare(self, shard: Shard) -> None:
-        lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
+        lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents, self.texts)
         self.tokenizer = byte_tokenizer(lines, self.vocab_size) if self.model is None else _hub_tokenizer(self.model)
         train, valid = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
         if self.held_out >= len(train):

@@ -32,6 +32,7 @@ METHODS = {
     "sgdm": [],
     "sgdm_nesterov": [],
     "adamw": [],
+    "muon": [],
     "bertadam": ["optimizer.lr=1e-3"],
     "lamb": ["optimizer.lr=1e-3"],
     "onebit_adam": ["optimizer.warmup_steps=30"],
@@ -45,9 +46,11 @@ METHODS = {
     "csea": ["optimizer.lr=0.02"],
     "cser_pl": ["optimizer.lr=0.02"],
     "ef_sgd": ["optimizer.lr=0.02"],
+    "ef21_sgdm": ["optimizer.lr=0.2"],
     "qsparse": ["optimizer.lr=0.02"],
     "local_sgd": ["optimizer.lr=0.02"],
     "sparse_loco": [],
+    "diloco": [],
 }
 
 

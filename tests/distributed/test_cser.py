@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from birder import CSER, EFSGD, QSparseLocalSGD, attach
+from birder import CSER, EF21SGDM, EFSGD, QSparseLocalSGD, attach
 from tests.helpers import reference_cser, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
@@ -33,6 +33,8 @@ CASES: dict[str, tuple[type, dict]] = {
     "qsparse released": (QSparseLocalSGD, {"ratio": 2, "sync_every": 3, **RELEASED}),
     "ef_sgd": (EFSGD, {"ratio": 4}),
     "ef_sgd released": (EFSGD, {"ratio": 8, **RELEASED}),
+    "ef21_sgdm": (EF21SGDM, {"ratio": 4}),
+    "ef21_sgdm top_k": (EF21SGDM, {"ratio": 8, "compressor": "top_k"}),
     "I random_k": (CSER, {**BOTH, "compressor": "random_k"}),
     "I top_k": (CSER, {**BOTH, "compressor": "top_k"}),
     "cser_pl top_k": (CSER, {**NONE, "model_ratio": 4, "reset_every": 4, "compressor": "top_k"}),
@@ -96,6 +98,7 @@ def hook_run(rank: int, world: int, names: list[str], how: dict, poison: tuple[i
             "m": run.state("momentum"),
             "e": run.state("error"),
             "z": run.state("common"),
+            "known": run.state("known"),
             "sent": sent,
             "kept": {k for u in run.optimizer.units for k in u.state},
             "units": len(run.optimizer.units),
@@ -138,7 +141,9 @@ def test_equals_the_reference_bit_for_bit(world, name):
         assert (got["m"] == oracle.m[w].numpy()).all()
         if "error" in got["kept"]:
             assert (got["e"] == oracle.e[w].numpy()).all()
-        if "common" in got["kept"] and CASES[name][0] is CSER:
+        if "known" in got["kept"]:
+            assert (got["known"] == oracle.known[w].numpy()).all()
+        if "common" in got["kept"] and CASES[name][0] in (CSER, EF21SGDM):
             assert (got["z"] == oracle.z.numpy()).all()
         assert (got["units"] > 2) == (world == 3)
     assert abs(got["x"] - reference_cser.Layout(toy.make()).parameters().numpy()).max() > 0.1  # it did train
@@ -162,6 +167,12 @@ def test_the_common_point_is_the_same_on_all_ranks(name):
     assert all(abs(r["x"] - r["z"]).max() > 10 * tolerance for r in results)
 
 
+def test_what_all_know_is_the_mean_of_what_each_has_sent():
+    for name in ("ef21_sgdm", "ef21_sgdm top_k"):
+        results = [r[name] for r in plain_run(4)]
+        assert abs(sum(r["known"] for r in results) / 4 - results[0]["z"]).max() < rounding(results[0]["z"])
+
+
 def test_errors_are_those_of_the_paper():
     """e as the paper's algorithm has it, from the reference, against x - z."""
     for name in ("I", "heavy ball", "cser_pl", "I top_k"):
@@ -183,7 +194,7 @@ def test_both_implementations_are_one_method():
 
 def test_models_are_equal_where_they_must_be():
     results = plain_run(4)
-    for name in ("ef_sgd", "ef_sgd released", "ef_sgd top_k"):
+    for name in ("ef_sgd", "ef_sgd released", "ef_sgd top_k", "ef21_sgdm", "ef21_sgdm top_k"):
         assert all((r[name]["x"] == results[0][name]["x"]).all() for r in results)
     for name in ("local_sgd", "qsparse", "csea"):
         assert not (results[1][name]["x"] == results[0][name]["x"]).all()
@@ -197,8 +208,8 @@ def test_models_are_equal_where_they_must_be():
 def test_evaluation_takes_the_mean_of_the_models(name):
     results = [r[name] for r in plain_run(4)]
     mean = reference_cser.mean(torch.stack([torch.from_numpy(r["x"]) for r in results])).numpy()
-    assert all((r["average"] == mean).all() for r in results if CASES[name][0] is not EFSGD)
-    assert all((r["average"] == r["x"]).all() for r in results if CASES[name][0] is EFSGD)
+    same = CASES[name][0] in (EFSGD, EF21SGDM)
+    assert all((r["average"] == (r["x"] if same else mean)).all() for r in results)
 
 
 def expected_bytes(name: str, world: int, step: int, d: int) -> tuple[int, int]:
@@ -215,7 +226,7 @@ def expected_bytes(name: str, world: int, step: int, d: int) -> tuple[int, int]:
             draws.append((o["gradient_ratio"], 2))
         if reset:
             draws.append((o["model_ratio"], 1))
-    elif cls is EFSGD or step % o["sync_every"] == 0:
+    elif cls in (EFSGD, EF21SGDM) or step % o["sync_every"] == 0:
         draws.append((o["ratio"], 0))
     asks = int(cls is QSparseLocalSGD and bool(draws))
     if cls is CSER and o.get("compressor") == "top_k":
@@ -250,7 +261,7 @@ def resumed_run(rank: int, world: int, cases: dict[str, int]) -> dict:
         fresh.advance(rank, at + 1, 24)
         results[name] = [
             torch.equal(run.layout.parameters(), fresh.layout.parameters()),
-            *((run.state(s) == fresh.state(s)).all() for s in ("momentum", "error", "common")),
+            *((run.state(s) == fresh.state(s)).all() for s in ("momentum", "error", "common", "known")),
         ]
         run.attachment.close()
         fresh.attachment.close()
@@ -259,12 +270,13 @@ def resumed_run(rank: int, world: int, cases: dict[str, int]) -> dict:
 
 def test_resumed_equals_uninterrupted_from_within_an_interval():
     cases = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd released": 9, "I top_k": 8}
+    cases["ef21_sgdm"] = 9
     for result in run_ranks(resumed_run, 3, cases):
         assert all(all(r) for r in result.values()), result
 
 
 def test_a_nan_on_one_rank_counts_as_no_gradient():
-    names, poison = ["I", "II", "released", "qsparse", "ef_sgd"], (1, 7)
+    names, poison = ["I", "II", "released", "qsparse", "ef_sgd", "ef21_sgdm"], (1, 7)
     for w, result in enumerate(run_ranks(hook_run, 2, names, {}, poison)):
         for name in names:
             expected = oracle_run(2, name, poison)

@@ -31,6 +31,7 @@ VARIANTS |= {
     "SLAMB v1": ("SLAMB", {"form": "v1", "sync_every": 3}),
     "ZeroOneAdam, deepspeed": ("ZeroOneAdam", {"variant": "deepspeed", "warmup_steps": 2, "local_doubling": 1}),
     "EFSGD, released": ("EFSGD", {"block": 32, "ratio": 2, "variant": "released", "weight_decay": 0.1}),
+    "DiLoCo": ("SparseLoCo", {"sync_every": 3, "message": "dense", "outer_momentum": 0.9}),
     "SparseLoCo, outer": ("SparseLoCo", {"sync_every": 3, "top_k": 4, "chunk": 32, "outer_momentum": 0.9}),
 }
 SIZES = [((4, 1), (2, 1)), ((4, 1), (3, 1)), ((2, 1), (8, 1)), ((2, 2), (3, 1)), ((3, 1), (2, 2)), ((2, 3), (1, 3))]

@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Lion": {},
     "CSER": {"block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 2},
     "EFSGD": {"block": 32, "ratio": 2},
+    "EF21SGDM": {"block": 32, "ratio": 2},
     "QSparseLocalSGD": {"block": 32, "ratio": 2, "sync_every": 3},
     "SLAMB": {"sync_every": 3},
     "SparseLoCo": {"sync_every": 3, "top_k": 4, "chunk": 32},

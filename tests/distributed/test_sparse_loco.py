@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "outer momentum": {"outer_momentum": 0.9, "outer_lr": 0.7},
     "every step": {"sync_every": 1, "top_k": 3, "chunk": 96, "error_decay": 1.0},
     "bf16": {"wire": "bf16"},
+    "DiLoCo": {"message": "dense", "outer_momentum": 0.9, "outer_lr": 0.7, "error_decay": 0.0},
+    "DiLoCo int4": {"message": "int4", "outer_momentum": 0.9, "outer_lr": 0.7, "error_decay": 0.0},
 }
 
 
@@ -64,12 +66,14 @@ def hook_run(rank: int, world: int, options: dict[str, Any], how: dict[str, Any]
         toy.loss(ddp, rank, step).backward()
         optimizer.step()
         sent.append(attachment.counter.total)
-    errors = [t for u in reversed(optimizer.units) for t in reversed(u.views(u.state["error"]))] if not how else []
+    kept = [u for u in reversed(optimizer.units) if not how and "error" in u.state]
+    errors = [t for u in kept for t in reversed(u.views(u.state["error"]))]
     return {
         "x": toy.flat(model).numpy(),
         "e": torch.cat([e.flatten() for e in errors]).numpy() if errors else None,
         "sent": sent,
         "chunks": sum(u.padded for u in optimizer.units) // optimizer.chunk,
+        "elements": sum(u.padded for u in optimizer.units),
         "units": len(optimizer.units),
     }
 
@@ -113,12 +117,37 @@ def test_by_nodes_ranks_agree_after_a_synchronisation() -> None:
     assert all((r["x"] == flat[0]["x"]).all() for r in flat)
 
 
+def test_by_nodes_diloco_is_that_of_the_nodes_means() -> None:
+    """In 4 bits what is rounded is another thing: there all ranks agree."""
+    for message in ("dense", "int4"):
+        options = CASES["DiLoCo"] | {"message": message, "sync_every": 7}
+        results = run_ranks(hook_run, 4, options, {"hierarchical": True}, ranks_per_node=2)
+        assert all((r["x"] == results[0]["x"]).all() for r in results)
+        if message == "dense":
+            flat = run_ranks(hook_run, 4, options, {})
+            assert abs(results[0]["x"] - flat[0]["x"]).max() < 1e-6
+
+
+def test_int4_keeps_what_rounding_takes_on_workers_and_servers() -> None:
+    """One round: what is sent and the mean of what is kept are what all have moved."""
+    options = CASES["DiLoCo int4"] | {"error_decay": 1.0, "outer_momentum": 0.0, "outer_lr": 1.0, "sync_every": STEPS}
+    exact = run_ranks(hook_run, 3, options | {"message": "dense"}, {})[0]
+    results = run_ranks(hook_run, 3, options, {})
+    left = sum(r["e"] for r in results) / 3
+    assert abs(left).max() > 1e-4
+    assert abs(results[0]["x"] - left - exact["x"]).max() < 1e-6
+
+
 def test_bytes_on_the_wire() -> None:
     """Nothing between synchronisations; then k values of 4 bytes and places of 2 for each chunk, to each of the others, and a
     byte that asks whether parameters were changed."""
     for r in run_ranks(hook_run, 3, {"top_k": 8}, {}):  # whole words: nothing is padded
         for step, sent in enumerate(r["sent"], 1):
             assert sent == (2 * r["chunks"] * 8 * (4 + 2) + 2 if step % 3 == 0 else 0)
+    for r in run_ranks(hook_run, 3, CASES["DiLoCo"], {}):
+        assert max(r["sent"]) == 2 * 2 * 4 * r["elements"] // 3 + 2
+    for r in run_ranks(hook_run, 3, CASES["DiLoCo int4"], {}):  # whole chunks for each server
+        assert 0 <= max(r["sent"]) - 2 - 2 * 2 * r["chunks"] * (64 // 2 + 2) // 3 < r["units"] * 4 * (64 // 2 + 2)
     half = run_ranks(hook_run, 3, CASES["bf16"], {})[0]
     assert max(half["sent"]) == 2 * half["chunks"] * 7 * (2 + 2) + 2
 
@@ -175,6 +204,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"outer_momentum": True}, r"outer_momentum must be in \[0, 1\)"),
     ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\)"),
     ({"eps": -1.0}, "eps must be at least 0"),
+    ({"message": "int8"}, "message must be top_k, dense or int4"),
+    ({"message": "int4", "wire": "bf16"}, "wire must be fp32 with message='int4'"),
     ({"wire": "int8"}, "wire must be one of fp32, bf16, fp16"),
 ]
 

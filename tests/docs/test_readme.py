@@ -32,10 +32,11 @@ METHODS: dict[str, list[type]] = {
     "zero_one_adam": [birder.ZeroOneAdam],
     "cser": [birder.CSER, birder.QSparseLocalSGD, birder.EFSGD],
     "lion": [birder.Lion],
+    "ef21_sgdm": [birder.EF21SGDM],
     "slamb": [birder.SLAMB],
     "sparse_loco": [birder.SparseLoCo],
     "block_scaled": [birder.BlockScaled],
-    "dense": [birder.SGDM, birder.AdamW, birder.BertAdam],
+    "dense": [birder.SGDM, birder.AdamW, birder.BertAdam, birder.Muon],
 }
 
 

@@ -190,3 +190,20 @@ class EFSGD(Local):
         self.x = self.x - moved
         if self.separate:
             self.x = self.x - (pull + self.beta * self.u if self.nesterov else self.u) * lr
+
+
+class EF21SGDM(Local):
+    """v in the place of m; e: what the others do not know of it, v - h_i."""
+
+    def __init__(self, x: Tensor, workers: int, *, ratio: int, **options) -> None:
+        super().__init__(x, workers, **options)
+        self.ratio, self.known, self.z = ratio, torch.zeros_like(self.x), torch.zeros_like(self.x[0])
+
+    def step(self, g: Tensor, lr: float) -> None:
+        self.steps += 1
+        self.m = self.m * self.beta + (g + self.decay * self.x) * (1 - self.beta)
+        change = self.m - self.known
+        sent = torch.where(self.chosen(change, self.ratio, 0), change, 0.0)
+        self.known = self.known + sent
+        self.z = self.z + mean(sent)
+        self.x = self.x - self.z * lr

@@ -20,6 +20,17 @@ def top_k(e: Tensor, k: int, chunk: int) -> Tensor:
     return kept
 
 
+def codes(e: Tensor, chunk: int) -> Tensor:
+    """Whole numbers from -7 to 7 times a scale in bf16, chunk by chunk."""
+    kept = torch.zeros_like(e)
+    for begin in range(0, e.numel(), chunk):
+        part = e[begin : begin + chunk]
+        s = float((part.abs().max() / 7).bfloat16())
+        if s >= torch.finfo(torch.float32).tiny:
+            kept[begin : begin + chunk] = torch.round(part * (1 / torch.tensor(s))).clamp(-7, 7) * s
+    return kept
+
+
 class SparseLoCo:
     """State of every worker and parameter; `params` hold the model at which worker 0 stands after a synchronisation."""
 
@@ -39,7 +50,10 @@ class SparseLoCo:
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         wire: torch.dtype = torch.float32,
+        message: str = "top_k",
     ) -> None:
+        """message="int4" leaves out what a server keeps of its own rounding: it wants error_decay = 0."""
+        self.message = message
         self.n, self.lr, self.betas, self.eps, self.decay = workers, lr, betas, eps, weight_decay
         self.every, self.k, self.chunk, self.beta = sync_every, top_k, chunk, error_decay
         self.alpha, self.mu, self.wire = outer_lr, outer_momentum, wire
@@ -69,10 +83,15 @@ class SparseLoCo:
         total = torch.zeros_like(self.z[i])
         for r in range(self.n):
             e = self.e[r][i] * self.beta + (self.z[i] - self.x[r][i])
-            sent = top_k(e, self.k, self.chunk).to(self.wire).float()
+            if self.message == "top_k":
+                sent = top_k(e, self.k, self.chunk).to(self.wire).float()
+            else:
+                sent = codes(e, self.chunk) if self.message == "int4" else e
             self.e[r][i] = e - sent
             total = total + sent
         mean = total / self.n
+        if self.message == "int4":
+            mean = codes(mean, self.chunk)
         if self.mu:
             self.w[i] = self.w[i] * self.mu + mean
             mean = self.w[i] * self.mu + mean

@@ -97,12 +97,15 @@ METHODS = {
     "EFSGD released": Method(
         "EFSGD", {"lr": 0.01, "ratio": 2, "block": 8, "variant": "released", "weight_decay": 0.1}, scaled=True
     ),
+    "EF21SGDM": Method("EF21SGDM", {"lr": 0.1, "ratio": 2, "block": 8}),
     "QSparseLocalSGD": Method("QSparseLocalSGD", {"lr": 0.01, "ratio": 2, "sync_every": 3, "block": 8}),
     "SLAMB": Method("SLAMB", _SLAMB, norms=True, scaled=True),
     "SLAMB v1": Method("SLAMB", _SLAMB | {"form": "v1"}, norms=True, scaled=True),
     "SLAMB v2": Method("SLAMB", _SLAMB | {"form": "v2"}, norms=True, scaled=True),
     "SparseLoCo": Method("SparseLoCo", _LOCO),
     "SparseLoCo outer": Method("SparseLoCo", _LOCO | {"outer_momentum": 0.5}),
+    "DiLoCo": Method("SparseLoCo", _LOCO | {"message": "dense", "outer_momentum": 0.5}),
+    "DiLoCo 4-bit": Method("SparseLoCo", _LOCO | {"message": "int4", "outer_momentum": 0.5}),
 }
 CONTROLS = [name for name, m in METHODS.items() if m.torch]
 OURS = [name for name, m in METHODS.items() if not m.torch]

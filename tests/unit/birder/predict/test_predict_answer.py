@@ -179,13 +179,19 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit_lamb": ("OneBitLAMB", {"warmup_steps": 1}),
     "zero_one_adam": ("ZeroOneAdam", {"warmup_steps": 1, "local_doubling": 1}),
     "cser": ("CSER", {"block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 2}),
+    "ef21_sgdm": ("EF21SGDM", {"block": 32, "ratio": 2}),
     "ef_sgd": ("EFSGD", {"block": 32, "ratio": 2}),
     "qsparse": ("QSparseLocalSGD", {"block": 32, "ratio": 2, "sync_every": 2}),
     "slamb": ("SLAMB", {"sync_every": 2}),
+    "diloco": ("SparseLoCo", {"sync_every": 2, "message": "dense", "outer_momentum": 0.9}),
+    "diloco_int4": (
+        "SparseLoCo",
+        {"sync_every": 2, "message": "int4", "chunk": 256, "outer_momentum": 0.9, "top_k": 1},
+    ),
 }
-NOT_PREDICTED = {"SparseLoCo", "DeepSpeedZeroOneAdam", "SLAMBv1", "SLAMBv2"}
-"""SparseLoCo's messages grow with the number of workers, which a `Round` does not know. The others are released code of
-methods of which the paper's form is predicted."""
+NOT_PREDICTED = {"DeepSpeedZeroOneAdam", "SLAMBv1", "SLAMBv2"}
+"""Released code of methods of which the paper's form is predicted. (Of SparseLoCo's messages those of DiLoCo are: top-k's
+grow with the number of workers, which a `Round` does not know.)"""
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

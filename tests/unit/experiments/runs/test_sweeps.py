@@ -62,7 +62,11 @@ def test_the_grid_on_imagenet_is_the_papers() -> None:
 
 @pytest.mark.parametrize("name", sweeps.names())
 def test_every_method_of_every_sweep_is_a_valid_run(name: str) -> None:
-    for row in {row.optimizer: row for row in sweeps.rows(sweeps.load(name))}.values():
+    each = {
+        tuple(o for o in r.overrides if not o.startswith(("optimizer.", "seed="))): r
+        for r in sweeps.rows(sweeps.load(name))
+    }
+    for row in each.values():
         resolved = compose.resolve(compose.compose([*row.overrides, "scale=quick"]))
         assert resolved["exp"] == sweeps.load(name).exp
 
@@ -186,13 +190,35 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
     assert len(ran) == 5
 
 
+def test_two_seeds_choose_by_their_mean_and_entries_have_names_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = CHOOSING.replace("[3, 1]", "[3, 1, 2]").replace("choose: true", "choose: true\nchoose_seeds: 2")
+    (tmp_path / "mine.yaml").write_text(text + "  bf16: {optimizer: sgdm, overrides: [optimizer.wire=bf16]}\n")
+    rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")), ["bf16"])
+    assert [row.title for row in rows] == [
+        f"sgdm, wire=bf16, lr={lr}, seed={seed}"
+        for lr, seed in ((0.1, 3), (0.1, 1), (0.2, 3), (0.2, 1), (0.1, 2), (0.2, 2))
+    ]
+    for row, held_out in zip(rows[:4], (90.0, 50.0, 71.0, 72.0), strict=True):  # the first seed alone would choose 0.1
+        metric = {"name": "top1", "value": 0.0, "higher_is_better": True, "all": {"held_out": held_out}}
+        typed = [*row.overrides, f"results_dir={tmp_path}"]
+        name = "".join(row.overrides[-2:]).replace(".", "").replace("=", "")
+        record.write(a_record("SGDM bf16", metric=metric, id=name, exp="digits", overrides=typed), tmp_path)
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}", "--dry-run", "--methods", "bf16"]
+    assert sweep.main(command) == 0
+    said = capsys.readouterr().out
+    assert "lr=0.2, seed=2: to run" in said
+    assert "1 runs to do, 4 recorded" in said
+
+
 def test_further_seeds_of_one_given_rate_wait_for_no_choice(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(CHOOSING)
     chooses = sweeps.load(str(tmp_path / "mine.yaml"))
     (alone,) = sweeps.rows(chooses, ["sgdm"], [0.4], [1])
     assert (alone.title, alone.rivals) == ("sgdm, lr=0.4, seed=1", ())
     first, other = sweeps.rows(chooses, ["sgdm"], [0.4], [3, 1])
-    assert other.rivals == (first.overrides,)  # not run where the first one's loss became no number
+    assert other.rivals == ((first.overrides,),)  # not run where the first one's loss became no number
 
 
 def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +232,7 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
         *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.2, seed=1"),
     ]
     assert [row.place for row in rows[:6]] == [0, 0, 0, 0, 1, 1]
-    assert {row.rivals for row in rows[2:6]} == {tuple(row.overrides for row in rows[:2])}
+    assert {row.rivals for row in rows[2:6]} == {tuple((row.overrides,) for row in rows[:2])}
     assert not any(row.rivals or "steps" in row.overrides[-1] for row in rows[6:])  # Birder's one rate
     for row, held_out in zip(rows[:2], (70.0, 80.0), strict=True):
         metric = {"name": "top1", "value": 0.0, "higher_is_better": True, "all": {"held_out": held_out}}
@@ -250,6 +276,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
         ("exp: digits\nseeds: [0]\nmethods: {sgdm: {keys: [lr], settings: [[1, 2]]}}", "has 2 values for the 1 keys"),
         ("exp: digits\nseeds: [0]\nmethods: {}\nspeed: 1", "speed: "),
         ("exp: digits\nseeds: [0]\nmethods: {}\nchoose_at: [train.epochs=1]", "say choose: true"),
+        ("exp: digits\nseeds: [0]\nmethods: {}\nchoose: true\nchoose_seeds: 2", "choose_seeds: 2 of 1 seeds"),
         ("exp: [", "is not a readable sweep"),
     ],
 )
