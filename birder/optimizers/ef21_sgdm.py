@@ -21,7 +21,7 @@ from torch import Tensor
 
 from birder.comm import Requests
 from birder.optimizers.blockwise import BlockwiseSGD
-from birder.optimizers.checks import require, whole_number
+from birder.optimizers.checks import require, require_whole
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
 
@@ -54,7 +54,7 @@ class EF21SGDM(BlockwiseSGD):
         compressor: str = "blocks",
         **options: Any,
     ) -> None:
-        self.ratio = whole_number("ratio", ratio)
+        self.ratio = require_whole("ratio", ratio)
         wire = options.get("wire", "fp32")
         require(wire == "fp32", "wire", wire, "fp32")
         super().__init__(params, lr, momentum, weight_decay, False, block, "paper", compressor, **options)
