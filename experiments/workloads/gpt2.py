@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -85,7 +86,8 @@ class GPT2(bert.Text):
         self.eval_batch, self.vocab_size, self.held_out = eval_batch, vocab_size, held_out or 0
         self.texts = texts or []
         self.synthetic = data_path is None and dataset == "synthetic"
-        self.data_name = corpus_name(data_path, dataset, dataset_config)
+        named = data_path if not self.texts else ", ".join(dict.fromkeys(Path(name).parts[0] for name in self.texts))
+        self.data_name = corpus_name(None if data_path is None else named, dataset, dataset_config)
 
     def check(self) -> None:
         bert.check_model(self.model, self.init, "base")

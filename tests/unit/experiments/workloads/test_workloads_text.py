@@ -11,12 +11,13 @@ import torch
 
 from experiments.workloads.base import Shard
 from experiments.workloads.corpus import read_lines
+from experiments.workloads.gpt2 import GPT2
 from experiments.workloads.ordering import generator
 from experiments.workloads.ptb import PennTreebank
 from experiments.workloads.squad_data import read_json
 from experiments.workloads.wikipedia import IGNORED, Wikipedia
 from launch.errors import UserError
-from tests.helpers.workload_data import text_file, text_folder
+from tests.helpers.workload_data import squad_files, text_file, text_folder
 
 
 def ptb(root: Path, **options: object) -> PennTreebank:
@@ -244,3 +245,21 @@ def test_a_byte_order_mark_in_other_data(tmp_path: Path) -> None:
     squad = tmp_path / "train-v1.1.json"
     squad.write_bytes(mark + json.dumps({"data": [article]}).encode())
     assert len(read_json(squad)) == 1
+
+
+def test_named_texts_in_their_order_and_paragraphs_of_squad(tmp_path: Path) -> None:
+    squad_files(tmp_path / "squad")
+    (tmp_path / "wiki").mkdir()
+    (tmp_path / "wiki" / "a.txt").write_text("first\n\nsecond\n")
+    names = ["wiki/a.txt", "squad/dev-v1.1.json"]
+    lines = read_lines(str(tmp_path), "none", None, None, names)
+    assert lines[:2] == ["first", "second"]
+    paragraphs = [q.context for q in read_json(tmp_path / "squad" / "dev-v1.1.json")]
+    assert lines[2:] == list(dict.fromkeys(paragraphs))  # each once, however many questions it has
+    made = GPT2(data_path=str(tmp_path), texts=names, preset="tiny", seq_len=16, vocab_size=400)
+    made.check()
+    assert made.data_name == "text of wiki, squad"
+    made.prepare(Shard())
+    assert made.training_samples > 10
+    with pytest.raises(UserError, match=r"^data.path: no file .*b.txt, which workload.texts names"):
+        GPT2(data_path=str(tmp_path), texts=["wiki/b.txt"], preset="tiny", seq_len=16).check()
