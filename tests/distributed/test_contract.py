@@ -41,22 +41,35 @@ def message(rank: int, task: int, call: int) -> Tensor:
     return torch.full((ROW,), float(100 * rank + 10 * task + call))
 
 
+class EarlyAllToAll(AllToAll):
+    """The task goes on at once, beside what is left of the one before it."""
+
+    early: ClassVar[bool] = True
+
+
 def crossing(rank: int, world: int, call: str, slow: int) -> list[str]:
-    """Tasks that ask for an all-to-all, and then communicate once more; on rank `slow` every task begins late."""
+    """Tasks that ask for an all-to-all, and then communicate once more; on rank `slow` every task begins late.
+
+    call "early": in every second task the second all-to-all too is a part of its beginning, and on rank `slow` it comes before
+    that of the task before.
+    """
     comm = TwoPhase(dist.group.WORLD, Topology.from_env(world))
     pipeline, wrong = ThreadPipeline(comm), []
 
     def task(number: int) -> Requests[None]:
         if rank == slow and number:
             time.sleep(0.05)
-        rows = yield AllToAll(message(rank, number, 0).repeat(world))
+        first = EarlyAllToAll if call == "early" and number % 2 else AllToAll
+        rows = yield first(message(rank, number, 0).repeat(world))
         wanted = torch.stack([message(peer, number, 0) for peer in range(world)])
         if not torch.equal(rows, wanted):
             wrong.append(f"task {number}: the first exchange")
         wanted = torch.stack([message(peer, number, 1) for peer in range(world)])
+        if call == "early" and rank == slow and not number % 2:
+            time.sleep(0.15)
         if call == "mean":
             got, wanted = (yield Mean(message(rank, number, 1))), wanted.sum(0) / world
-        elif call == "scatter":
+        elif call in ("scatter", "early"):
             got = yield AllToAll(message(rank, number, 1).repeat(world))
         elif call == "gather_workers":
             got = yield GatherWorkers(message(rank, number, 1))
@@ -76,7 +89,7 @@ def crossing(rank: int, world: int, call: str, slow: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("call", ["mean", "scatter", "gather_workers", "total", "union"])
+@pytest.mark.parametrize("call", ["mean", "scatter", "early", "gather_workers", "total", "union"])
 def test_messages_of_two_units_do_not_cross(call: str) -> None:
     """On the slow rank the next unit's all-to-all is posted after this unit's second exchange, on the others before it."""
     assert run_ranks(crossing, 3, call, 1) == [[], [], []]
