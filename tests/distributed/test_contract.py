@@ -50,8 +50,8 @@ class EarlyAllToAll(AllToAll):
 def crossing(rank: int, world: int, call: str, slow: int) -> list[str]:
     """Tasks that ask for an all-to-all, and then communicate once more; on rank `slow` every task begins late.
 
-    call "early": in every second task the second all-to-all too is a part of its beginning, and on rank `slow` it comes before
-    that of the task before.
+    call "early": in every second task the second all-to-all too is a part of its beginning, and on rank `slow` it comes
+    before that of the task before.
     """
     comm = TwoPhase(dist.group.WORLD, Topology.from_env(world))
     pipeline, wrong = ThreadPipeline(comm), []
