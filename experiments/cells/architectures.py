@@ -89,7 +89,7 @@ def named(model: str) -> str:
     if model in known:
         return f"torchvision:{model}"
     near = nearest(key, [*presets(), *known], [*(f"hf:{n}" for n in SHOWN), "... in conf/predict/models.yaml"])
-    raise UserError(f"no model {model}{near}; say hf:NAME, torchvision:NAME, package.module:function or params:SIZE")
+    raise UserError(f"no model {model}; say hf:NAME, torchvision:NAME, package.module:function or params:SIZE{near}")
 
 
 def slug(q: Asked) -> str:
@@ -135,7 +135,7 @@ def config(name: str) -> Any:
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
     near = nearest(key, [*presets(), *CONFIG_MAPPING_NAMES], [*SHOWN, "... in conf/predict/models.yaml"])
-    raise UserError(f"no model hf:{name}{near}; nothing is downloaded, but a folder with a config.json serves too")
+    raise UserError(f"no model hf:{name}; nothing is downloaded, but a folder with a config.json serves too{near}")
 
 
 def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
