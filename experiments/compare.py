@@ -181,7 +181,7 @@ def _part(overrides: list[str], methods: list[str], show: Callable[[str, str], l
         return compare(overrides, methods, show)
     print(f"{study.exp}: recorded as {group}; with results_dir=FOLDER it is measured anew", flush=True)
     show(study.results_dir, group)
-    return 0
+    return int(any(r.status != "completed" for r in study.known.values() if r.group == group))
 
 
 def join(overrides: list[str], methods: list[str] | None) -> int:

@@ -168,7 +168,7 @@ def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -
     assert json.loads(held[1]) == json.loads(json.dumps(content))
     assert "/*PLOTLY*/" not in made
     assert not re.search(r"/\*(CSS|JS|DATA)\*/", made.replace("/*DATA*/ in it", ""))
-    own = "".join(html_page.TEMPLATE.with_suffix(f".{kind}").read_text() for kind in ("html", "css", "js"))
+    own = "".join((html_page.FOLDER / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     assert not re.search(r"https?://|@import|src=|url\(", own)  # nothing is fetched
     for id_ in re.findall(r'\$\("([a-z]+)"\)', own):
         assert f'id="{id_}"' in own, id_
