@@ -82,9 +82,9 @@ class BucketHook:
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
         buffer, params = bucket.buffer(), bucket.parameters()
-        if any(a._paused or not a.communicate for a in self.attachments):
-            return done(buffer)
         attached = [a for a in self.attachments if not a.closed]
+        if any(a._paused or not a.communicate for a in attached):
+            return done(buffer)
         if bucket.index() == 0:
             self._begin(attached)
         sent: dict[torch.dtype, list[int]] = {}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.layout import Unit, round_up
+from birder.optimizers.relayout import own
 
 RULES = ("copy", "mean", "sum", "cut")
 
@@ -68,7 +69,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         "rank": optimizer.comm.rank,
         "fingerprint": None,
         "units": [
-            {name: whole.part(optimizer, unit, name) for name, whole in wholes_of_unit.items()}
+            own(optimizer, unit, {name: whole.anew(optimizer, unit) for name, whole in wholes_of_unit.items()})
             for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)
         ],
     }
@@ -141,8 +142,8 @@ class _Whole:
             begin = (shard * self.workers + worker) * self.size
             self.whole[begin : begin + self.size] = tensor
 
-    def part(self, optimizer: BucketOptimizer, unit: Unit, name: str) -> Tensor:
-        """What this rank keeps of it, on the CPU."""
+    def anew(self, optimizer: BucketOptimizer, unit: Unit) -> Tensor:
+        """All of it as the unit's new ranks keep it together, on the CPU."""
         whole = self.whole
         if self.rule in ("mean", "sum"):
             parts = self.workers if self.rule == "mean" else optimizer.comm.workers
@@ -150,14 +151,6 @@ class _Whole:
             whole = whole.to(self.kind) if self.kind.is_floating_point else whole.round_().to(self.kind)
         if not self.flat:
             return whole
-        comm = optimizer.comm
         new = torch.zeros(unit.padded, dtype=self.kind)
         new[: unit.numel] = whole[: unit.numel]
-        shard = unit.padded // comm.shards
-        begin, size = comm.shard * shard, shard
-        if self.rule == "cut":
-            size = shard // comm.workers
-            begin += comm.worker * size
-        elif name not in unit.state or unit.state[name].numel() == unit.padded:
-            begin, size = 0, unit.padded
-        return new[begin : begin + size].clone()
+        return new

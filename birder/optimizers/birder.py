@@ -34,10 +34,11 @@ from birder import kernels
 from birder.comm import AllGather, AllToAll, Requests, ShardMean
 from birder.optimizers import birder_options as options_of
 from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.bit_exchange import buffers, columns, move, packed
 from birder.optimizers.checks import require_choice, require_flag, require_fraction, require_number
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
-from birder.optimizers.modulator import CARRIED, Modulator, columns, packed
+from birder.optimizers.modulator import CARRIED, Modulator
 from birder.optimizers.seen import SeenMap
 
 
@@ -132,13 +133,7 @@ class Birder(SeenMap, BucketOptimizer):
         if self.bits == "sigma_delta":
             self.modulator.init_unit(unit, comm)
             return
-        bits = unit.padded // comm.shards // 8
-        unit.buffers = {
-            "bits": unit.bytes(bits),  # of this rank's shard
-            "rows": unit.bytes(bits),  # what the workers have sent: [workers, c]
-            "chunk": unit.bytes(bits // comm.workers),  # of the server
-            "result": unit.bytes(unit.padded // 8),
-        }
+        unit.buffers = buffers(unit, comm)
 
     def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
         if not self.decoupled and group["weight_decay"]:
@@ -180,13 +175,13 @@ class Birder(SeenMap, BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
-            lr, active = unit.group["lr"], unit.state.get("active")
-            decay = lr * unit.group["weight_decay"] if self.decoupled else 0.0
-            if self.bits == "none":
-                for p, u in zip(unit.params, unit.views(unit.result), strict=True):
-                    p.mul_(1.0 - decay).sub_(u, alpha=lr)
+            decay = unit.group["weight_decay"] if self.decoupled else 0.0
+            if self.bits != "none":
+                move(unit, decay)  # (6)
                 continue
-            kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (6)
+            lr = unit.group["lr"]
+            for p, u in zip(unit.params, unit.views(unit.result), strict=True):
+                p.mul_(1.0 - lr * decay).sub_(u, alpha=lr)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -10,8 +10,10 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Requests, ShardMean
 from birder.kernels import weyl
+from birder.optimizers import bit_exchange
+from birder.optimizers.bit_exchange import packed
 from birder.optimizers.layout import Unit
-from birder.optimizers.modulator import Modulator, columns, packed
+from birder.optimizers.modulator import Modulator
 
 
 class Birder(Protocol):
@@ -101,15 +103,8 @@ def of_node(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Ten
 
 def one_phase(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
     """reduce="one_phase": (5) by one all-gather of a worker's share of words (birder/kernels/one_phase.py)."""
-    comm, chunk = birder.comm, unit.buffers["chunk"]
-    runs, owners = unit.shard_runs(comm), birder.draws.owner(comm, step)
-    bits, n = (yield from encoded(birder, unit, grad, step)), comm.workers
-    for at, start in runs:
-        kernels.owned(bits[packed(at)], n=n, worker=comm.worker, start=start, **owners, out=chunk[packed(at, n)])
-    rows = yield GatherWorkers(chunk, unit.buffers["rows"])
-    for at, start in runs:
-        kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
-    return (yield GatherShards(bits, unit.buffers["result"]))  # (5)
+    yield from encoded(birder, unit, grad, step)
+    return (yield from bit_exchange.one_phase(unit, birder.comm, birder.draws.owner(birder.comm, step)))  # (5)
 
 
 def modulated(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:

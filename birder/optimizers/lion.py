@@ -23,10 +23,10 @@ from birder import kernels
 from birder.comm import AllGather, AllToAll, Requests, ShardMean
 from birder.optimizers.adam import check_betas
 from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.bit_exchange import columns, move, packed
 from birder.optimizers.checks import pair, require, require_choice
 from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
-from birder.optimizers.modulator import columns, packed
 from birder.optimizers.seen import SeenMap
 
 
@@ -103,16 +103,15 @@ class Lion(SeenMap, BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
-            lr, active = unit.group["lr"], unit.state.get("active")
-            decay = lr * unit.group["weight_decay"]
             if self.vote == "majority":
-                kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (4)
+                move(unit, unit.group["weight_decay"])  # (4)
                 continue
+            lr, active = unit.group["lr"], unit.state.get("active")
             q = unit.result.float().mul_(2 / self.comm.workers).sub_(1.0)
             if active is not None:
                 q.mul_(active)
             for p, part in zip(unit.params, unit.views(q), strict=True):
-                p.mul_(1.0 - decay).sub_(part, alpha=lr)  # (4)
+                p.mul_(1.0 - lr * unit.group["weight_decay"]).sub_(part, alpha=lr)  # (4)
 
 
 def sums(rows: Tensor) -> Tensor:

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Requests
+from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.kernels import weyl
 from birder.kernels.philox import uniform16
 from birder.kernels.reference_sigma import UNITS
+from birder.optimizers.bit_exchange import buffers, one_phase
 from birder.optimizers.checks import require_choice, require_number
 from birder.optimizers.layout import Unit
 
@@ -72,13 +73,7 @@ class Modulator:
                     at.stop - at.start, seed=self.seed, step=0, stream=comm.worker, start=first, device=unit.device
                 )
                 unit.state[self.name][at] = (drawn.float() / 2**15 - 1.0) * one
-        bits = size // 8
-        unit.buffers = {
-            "bits": unit.bytes(bits),  # of this rank's shard
-            "rows": unit.bytes(bits),  # what the workers have sent: [workers, c]
-            "chunk": unit.bytes(bits // comm.workers),  # of the server or the owner
-            "result": unit.bytes(unit.padded // 8),
-        }
+        unit.buffers = buffers(unit, comm)
 
     def encoding(self, unit: Unit, comm: Communicator, step: int) -> dict[str, Any]:
         """What the kernels of (1) are told: options of `kernels.modulate` and `kernels.modulate_adam`."""
@@ -100,27 +95,11 @@ class Modulator:
         return (yield AllGather(chunk, unit.buffers["result"]))
 
     def _one_phase(self, unit: Unit, comm: Communicator, step: int) -> Requests[Tensor]:
-        n, runs = comm.workers, unit.shard_runs(comm)
-        bits, chunk, error = unit.buffers["bits"], unit.buffers["chunk"], unit.state["owner_error"]
-        owners: dict[str, Any] = {"seed": self.seed, "step": weyl.STEP, "turn": step % n}
-        for at, start in runs:
-            mine = {"n": n, "worker": comm.worker, "start": start, **owners}
-            kernels.owned(bits[packed(at)], **mine, out=chunk[packed(at, n)])
-            kernels.settle(error[at], bits[packed(at)], **mine)  # (2')
-        rows = yield GatherWorkers(chunk, unit.buffers["rows"])
-        for at, start in runs:
-            kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
-        return (yield GatherShards(bits, unit.buffers["result"]))
+        def settle(at: slice, bits: Tensor, **mine: Any) -> None:
+            kernels.settle(unit.state["owner_error"][at], bits, **mine)  # (2')
+
+        owners = {"seed": self.seed, "step": weyl.STEP, "turn": step % comm.workers}
+        return (yield from one_phase(unit, comm, owners, settle))
 
     def _gain(self, comm: Communicator) -> float:
         return math.sqrt(comm.workers) if self.gamma is None else float(self.gamma)
-
-
-def packed(elements: slice, n: int = 1) -> slice:
-    """Where the bits of these elements stand; or one worker's share of them, of n."""
-    return slice(elements.start // (8 * n), elements.stop // (8 * n))
-
-
-def columns(rows: Tensor, part: slice) -> Tensor:
-    """These bytes of each worker: uint8[n, c] -> uint8[n, part], contiguous. All of them are not copied."""
-    return rows[:, part].contiguous()

@@ -26,6 +26,7 @@ from birder import kernels
 from birder.comm import Requests, ShardMean, WorkerMean
 from birder.optimizers.adam import check_adam
 from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.bit_exchange import move
 from birder.optimizers.checks import pair, require, require_choice, require_number
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.layout import Unit
@@ -141,9 +142,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
-            lr = unit.group["lr"]
-            decay, active = lr * unit.group["weight_decay"], unit.state.get("active")
-            kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=decay, active=active)  # (4)
+            move(unit, unit.group["weight_decay"])  # (4)
 
 
 @functools.lru_cache(maxsize=16)
