@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.cpu_bits import MASK, S32, TILE, below, count_ones, draw, expand, pack, philox
+from birder.kernels.cpu_bits import MASK, S32, TILE, below, count_rows, draw, expand, pack, philox
 from birder.kernels.cpu_feedback import (
     NO_MASK,
     add_average,
@@ -113,17 +113,12 @@ def _reduce(rows, out, shift, k0, k1, step, stream, block):
     ones = np.empty(TILE, np.int32)
     flags = np.empty(TILE, np.uint8)
     lanes = np.empty(TILE // LANES, np.uint64)
-    counts = lanes.view(np.uint8)
     n = np.int32(rows.shape[0])
     half = n // np.int32(2)
     for low in range(0, out.size, TILE // LANES):
         count = min(TILE // LANES, out.size - low)
         draw(words, count, k0, k1, step, stream, block + np.uint64(low))
-        ones[:] = 0
-        for first in range(0, n, 255):  # so many fit into the 8 bits of a count
-            count_ones(rows[first : first + 255], low, lanes[:count])
-            for e in range(count * LANES):
-                ones[e] += np.int32(counts[e])
+        count_rows(rows, low, lanes[:count], ones[: count * LANES])
         for e in range(count * LANES):  # draw < (65536 ones + n//2) // n, without the division
             drawn = np.int32(np.uint16(draws[e] + shift))
             flags[e] = (drawn + np.int32(1)) * n <= (ones[e] << 16) + half

@@ -90,3 +90,14 @@ def count_ones(rows, low, lanes):
         row = rows[r, low : low + lanes.size]
         for i in range(lanes.size):
             lanes[i] += SPREAD[row[i]]
+
+
+@njit(nogil=True, cache=True)
+def count_rows(rows, low, lanes, ones):
+    """The same for any n, as numbers of their own: int32[8c]. lanes: uint64[c], for what is in between."""
+    counts, n = lanes.view(np.uint8), rows.shape[0]
+    ones[:] = 0
+    for first in range(0, n, 255):  # so many fit into the 8 bits of a count
+        count_ones(rows[first : first + 255], low, lanes)
+        for e in range(ones.size):
+            ones[e] += np.int32(counts[e])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from birder.kernels.cpu_bits import TILE, count_ones, pack
+from birder.kernels.cpu_bits import TILE, count_rows, pack
 from birder.kernels.jit import njit
 from birder.kernels.philox import LANES
 from birder.kernels.reference_sigma import UNITS
@@ -49,48 +49,26 @@ def _clipped(z, most):
 
 
 @njit(nogil=True, cache=True)
-def _leave(z, error, most, feedback, flags, bits):
-    """The bits of z, and in `error`, fp32, what they leave."""
+def _leave(z, error, most, units, dither, feedback, flags, bits):
+    """The bits of z, and in `error` what they leave. units: numbers of an int8 error in 1.0; 0: the error is fp32."""
     one = np.float32(1)
     for e in range(z.size):
         flags[e] = np.uint8(z[e] >= 0)
     pack(flags, bits)
     if feedback:
         for e in range(z.size):
-            error[e] = _clipped(z[e] - (one if z[e] >= 0 else -one), most)
-    else:
+            z[e] -= one if z[e] >= 0 else -one
+    if units == np.float32(0):
         for e in range(z.size):
             error[e] = _clipped(z[e], most)
+    else:
+        for e in range(z.size):
+            error[e] = _clipped(np.floor(z[e] * units + dither), most)
 
 
 @njit(nogil=True, cache=True)
-def _leave_steps(z, error, most, units, dither, feedback, flags, bits):
-    """The same, with an error in int8."""
-    one = np.float32(1)
-    for e in range(z.size):
-        flags[e] = np.uint8(z[e] >= 0)
-    pack(flags, bits)
-    for e in range(z.size):
-        left = z[e]
-        if feedback:
-            left = left - (one if z[e] >= 0 else -one)
-        error[e] = np.int8(_clipped(np.floor(left * units + dither), most))
-
-
-@njit(nogil=True, cache=True)
-def _modulate(u, error, weight, most, feedback, out):
-    z, flags = np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
-    for low in range(0, u.size, TILE):
-        count = min(TILE, u.size - low)
-        part, bits = slice(low, low + count), slice(low // LANES, (low + count) // LANES)
-        x, old = u[part], error[part]
-        for e in range(count):
-            z[e] = x[e] * weight + old[e]
-        _leave(z[:count], old, most, feedback, flags, out[bits])
-
-
-@njit(nogil=True, cache=True)
-def _modulate_steps(u, error, weight, step, most, units, dither, feedback, out):
+def _modulate(u, error, weight, step, most, units, dither, feedback, out):
+    """`step` is what a number in `error` stands for: 1 where it is fp32."""
     z, flags = np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
     for low in range(0, u.size, TILE):
         count = min(TILE, u.size - low)
@@ -98,12 +76,12 @@ def _modulate_steps(u, error, weight, step, most, units, dither, feedback, out):
         x, old = u[part], error[part]
         for e in range(count):
             z[e] = x[e] * weight + np.float32(old[e]) * step
-        _leave_steps(z[:count], old, most, units, dither, feedback, flags, out[bits])
+        _leave(z[:count], old, most, units, dither, feedback, flags, out[bits])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _modulate_adam(g, m, v, shared, error, law, hold, weight, step, most, units, dither, feedback, out):
-    """law: beta1, 1 - beta1, beta2, 1 - beta2, scale, eps. `step` is what a number in `error` stands for; 0: it is fp32."""
+    """law: beta1, 1 - beta1, beta2, 1 - beta2, scale, eps."""
     u = np.empty(TILE, np.float32)
     for low in range(0, m.size, TILE):
         count = min(TILE, m.size - low)
@@ -111,39 +89,26 @@ def _modulate_adam(g, m, v, shared, error, law, hold, weight, step, most, units,
         if g.size:
             _moments(g[part], m[part], v[part], law[0], law[1], law[2], law[3], hold)
         _ratio(m[part], shared[part] if shared.size else v[part], law[4], law[5], u)
-        if step == np.float32(0):
-            _modulate(u[:count], error[part], weight, most, feedback, out[bits])
-        else:
-            _modulate_steps(u[:count], error[part], weight, step, most, units, dither, feedback, out[bits])
+        _modulate(u[:count], error[part], weight, step, most, units, dither, feedback, out[bits])
 
 
 @njit(nogil=True, cache=True)
 def _serve(rows, error, weight, step, most, units, dither, out):
     z, flags = np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
-    ones, lanes = np.empty(TILE, np.int32), np.empty(TILE // LANES, np.uint64)
-    counts, n = lanes.view(np.uint8), np.int32(rows.shape[0])
+    ones, lanes, n = np.empty(TILE, np.int32), np.empty(TILE // LANES, np.uint64), np.int32(rows.shape[0])
     for low in range(0, out.size, TILE // LANES):
         count = min(TILE // LANES, out.size - low)
-        ones[:] = 0
-        for first in range(0, n, 255):  # so many fit into the 8 bits of a count
-            count_ones(rows[first : first + 255], low, lanes[:count])
-            for e in range(count * LANES):
-                ones[e] += np.int32(counts[e])
+        count_rows(rows, low, lanes[:count], ones[: count * LANES])
         old = error[low * LANES : (low + count) * LANES]
-        if step == np.float32(0):
-            for e in range(count * LANES):
-                z[e] = np.float32(np.int32(2) * ones[e] - n) * weight + old[e]
-            _leave(z[: count * LANES], old, most, True, flags, out[low : low + count])
-        else:
-            for e in range(count * LANES):
-                z[e] = np.float32(np.int32(2) * ones[e] - n) * weight + np.float32(old[e]) * step
-            _leave_steps(z[: count * LANES], old, most, units, dither, True, flags, out[low : low + count])
+        for e in range(count * LANES):
+            z[e] = np.float32(np.int32(2) * ones[e] - n) * weight + np.float32(old[e]) * step
+        _leave(z[: count * LANES], old, most, units, dither, True, flags, out[low : low + count])
 
 
 def _form(error: Tensor, limit: int, dither: float) -> tuple[np.float32, np.float32, np.float32, np.float32]:
-    """Of an error: what a number stands for (0: fp32), the largest number, numbers in 1.0, the dither."""
+    """Of an error: what a number stands for, the largest number, numbers in 1.0 (0: fp32), the dither."""
     if error.dtype == torch.float32:
-        return np.float32(0), np.float32(limit), np.float32(0), np.float32(0)
+        return np.float32(1), np.float32(limit), np.float32(0), np.float32(0)
     units = UNITS[limit]
     return np.float32(1.0 / units), np.float32(limit * units), np.float32(units), np.float32(dither)
 
@@ -153,12 +118,7 @@ def modulate(
 ) -> Tensor:
     """See `reference_sigma.modulate`."""
     out = torch.empty(u.numel() // LANES, dtype=torch.uint8) if out is None else out
-    step, most, units, dithered = _form(error, limit, dither)
-    x, e, w, bits = u.numpy(), error.numpy(), np.float32(weight), out.numpy()
-    if error.dtype == torch.float32:
-        _modulate(x, e, w, most, limit == 1, bits)
-    else:
-        _modulate_steps(x, e, w, step, most, units, dithered, limit == 1, bits)
+    _modulate(u.numpy(), error.numpy(), np.float32(weight), *_form(error, limit, dither), limit == 1, out.numpy())
     return out
 
 
@@ -184,8 +144,7 @@ def modulate_adam(
     law = np.array([beta1, 1.0 - beta1, beta2, 1.0 - beta2, scale, eps], np.float32)
     arrays = NONE if g is None else g.float().numpy(), m.numpy(), v.numpy()
     common = NONE if shared is None else shared.numpy()
-    step, most, units, dithered = _form(error, limit, dither)
-    form = np.float32(weight), step, most, units, dithered
+    form = np.float32(weight), *_form(error, limit, dither)
     _modulate_adam(*arrays, common, error.numpy(), law, hold, *form, limit == 1, out.numpy())
     return out
 
@@ -193,6 +152,5 @@ def modulate_adam(
 def serve_sigma(rows: Tensor, error: Tensor, *, gamma: float, dither: float = 0.5, out: Tensor | None = None) -> Tensor:
     """See `reference_sigma.serve_sigma`."""
     out = torch.empty(rows.shape[1], dtype=torch.uint8) if out is None else out
-    weight, (step, most, units, dithered) = np.float32(gamma / len(rows)), _form(error, 1, dither)
-    _serve(rows.numpy(), error.numpy(), weight, step, most, units, dithered, out.numpy())
+    _serve(rows.numpy(), error.numpy(), np.float32(gamma / len(rows)), *_form(error, 1, dither), out.numpy())
     return out

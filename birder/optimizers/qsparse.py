@@ -7,7 +7,7 @@ the local step of birder/optimizers/blockwise.py; e_i = 0 at first, z is the poi
     (1) x_i = x_i - p_i
     (2) every H steps:   e_i = e_i + (x_i - z);   c_i = C(e_i);   z = z + mean_j c_j;   x_i = z;   e_i = e_i - c_i
 
-A synchronisation of an interval in which a caller has changed parameters (`ParameterWatch`) sends e_i whole, in fp32: then
+A synchronisation of an interval in which a caller has changed parameters (`LocalSteps`) sends e_i whole, in fp32: then
 z = mean_j (z + e_j) and e_i = 0, so that loaded weights are kept.
 
 One-process reference: `QSparseLocalSGD` in tests/helpers/reference_cser.py.
@@ -18,17 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from birder.comm import Mean, Requests
 from birder.optimizers.blockwise import BlockwiseSGD
 from birder.optimizers.checks import require_whole
-from birder.optimizers.contract import Plan
 from birder.optimizers.layout import Unit
+from birder.optimizers.local_steps import LocalSteps
 
 
-class QSparseLocalSGD(BlockwiseSGD):
+class QSparseLocalSGD(LocalSteps, BlockwiseSGD):
     """QSparse-local-SGD (see the module's docstring for the equations).
 
     ratio:      1/ratio of the elements are sent at a synchronisation, a whole number.
@@ -62,12 +61,6 @@ class QSparseLocalSGD(BlockwiseSGD):
         self.ratio, self.sync_every = require_whole("ratio", ratio), require_whole("sync_every", sync_every)
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
 
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
-
-    def restores(self, name: str, step: int) -> bool:
-        return name != "common"  # it repeats the parameters
-
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)
         unit.state["error"] = unit.zeros()
@@ -75,43 +68,21 @@ class QSparseLocalSGD(BlockwiseSGD):
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         e, z = unit.state["error"], unit.state["common"]
-        p = self.local_step(unit, grad)
-        begins = (step - 1) % self.sync_every == 0
-        if begins:  # every model is at the common point now
-            z.copy_(self.flat_parameters(unit))
-            if self.sync_every > 1:
-                self.watch.note(unit, z)
-        if self.plan(step) is Plan.SKIP:
-            unit.result = p
+        drift = self.drift(unit, self.local_step(unit, grad), step)  # (1)
+        if drift is None:
             return
-        x = z.clone() if begins else self.flat_parameters(unit)  # read once: the caller may change it meanwhile
-        self.watch.look(unit, x)
-        x.sub_(p)  # (1)
-        e.add_(x.sub_(z))  # (2)
+        e.sub_(drift)  # (2)
         sent = yield from self.send(unit, e, self.ratio, step)
         sent.clear(e)
         if self.sync_every > 1:
             sent.add_mean(z)
-        else:  # x is z, and may have been changed since it was read
+        else:
             sent.put_mean(grad.zero_())
             unit.result = grad
 
-    def update(self, step: int, plan: Plan) -> Requests[None]:
-        syncs = plan is not Plan.SKIP
-        for unit in self.units:
-            self.watch.look(unit, late=syncs)
-        whole = syncs and self.sync_every > 1 and (yield from self.watch.anywhere(self.comm, self.units))
-        for unit in self.units:
-            if plan is Plan.SKIP:
-                torch._foreach_sub_(unit.params, unit.views(unit.result))
-                self.watch.note(unit)
-            elif self.sync_every == 1:
-                torch._foreach_add_(unit.params, unit.views(unit.result))
-            else:
-                e, z = unit.state["error"], unit.state["common"]
-                if whole:
-                    z.copy_((yield Mean(z + e)))
-                    e.zero_()
-                torch._foreach_copy_(unit.params, unit.views(z))
-                self.watch.forget(unit)
-            unit.result = None
+    def meet(self, unit: Unit, whole: bool) -> Requests[Any]:
+        if whole:
+            e, z = unit.state["error"], unit.state["common"]
+            z.copy_((yield Mean(z + e)))
+            e.zero_()
+        return unit.result

@@ -12,7 +12,7 @@ every H steps after (2), with z the model of the last synchronisation and e_i = 
     (5) D = mean_j c_j                                   by all-gather of values and their places
     (6) w = mu w + D;   z = z - alpha (D + mu w);   x_i = z
 
-A synchronisation of an interval in which a caller has changed parameters (`ParameterWatch`) sends e_i whole, in fp32, with
+A synchronisation of an interval in which a caller has changed parameters (`LocalSteps`) sends e_i whole, in fp32, with
 alpha = 1 and mu = 0: then z = mean_j x_j, but for what was withheld before, and e_i = 0.
 
 mu = 0 is the paper's form: the error, which decays by beta, stands in the place of an outer momentum. H = 1 with the error as
@@ -38,7 +38,6 @@ from torch import Tensor
 from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Link, Mean, Requests, ShardMean, WorkerMean
 from birder.compress.block_codes import decode, encode
 from birder.optimizers.adam import check_adam
-from birder.optimizers.base import BucketOptimizer
 from birder.optimizers.checks import (
     pair,
     require,
@@ -47,14 +46,15 @@ from birder.optimizers.checks import (
     require_number,
     require_whole,
 )
-from birder.optimizers.contract import WIRES, Plan
+from birder.optimizers.contract import WIRES
 from birder.optimizers.layout import ALIGN, Unit, round_up
+from birder.optimizers.local_steps import LocalSteps
 
 LARGEST_CHUNK = 1 << 15
 """A place in a chunk travels as int16."""
 
 
-class SparseLoCo(BucketOptimizer):
+class SparseLoCo(LocalSteps):
     """SparseLoCo (see the module's docstring for the equations). Models differ between ranks but for after (6).
 
     lr, betas, eps, weight_decay: of the inner AdamW.
@@ -126,12 +126,6 @@ class SparseLoCo(BucketOptimizer):
     def alignment(self) -> int:
         return ALIGN if self.message == "dense" else self.chunk
 
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
-
-    def restores(self, name: str, step: int) -> bool:
-        return name != "common"  # it repeats the parameters
-
     def init_unit(self, unit: Unit) -> None:
         shard = unit.padded // self.comm.shards
         for name in ("m", "v", "common"):
@@ -154,27 +148,19 @@ class SparseLoCo(BucketOptimizer):
     # ---- math, collective, math ----------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        z, buffers = unit.state["common"], unit.buffers
-        begins = (step - 1) % self.sync_every == 0
-        if begins:  # every model is at the common point now
-            z.copy_(self.flat_parameters(unit))
-            if self.sync_every > 1:
-                self.watch.note(unit, z)
-        unit.result = moved = self._inner_step(unit, grad, step)  # (1), (2)
-        if self.plan(step) is Plan.SKIP:
+        drift = self.drift(unit, self._inner_step(unit, grad, step), step)  # (1), (2)
+        if drift is None:
             return
-        x = z.clone() if begins else self.flat_parameters(unit)  # read once: the caller may change it meanwhile
-        self.watch.look(unit, x)
-        drift = yield ShardMean(z - x.sub_(moved))
+        drift = yield ShardMean(drift)
         if self.message == "int4":
             unit.result = yield from self._in_codes(unit, drift)
             return
         if self.message == "dense":
             mean = yield WorkerMean(drift)
         else:
-            rows = yield GatherWorkers(self._compress(unit, drift), buffers["received"])  # (3), (4)
+            rows = yield GatherWorkers(self._compress(unit, drift), unit.buffers["received"])  # (3), (4)
             mean = self._mean(unit, rows)  # (5)
-        unit.result = yield GatherShards(mean, buffers["result"])
+        unit.result = yield GatherShards(mean, unit.buffers["result"])
 
     def _inner_step(self, unit: Unit, grad: Tensor, step: int) -> Tensor:
         """What (2) takes from x, in the buffer of the gradient."""
@@ -233,27 +219,14 @@ class SparseLoCo(BucketOptimizer):
             mean.scatter_add_(1, places.long(), values.float())
         return mean.div_(self.comm.workers).view(-1)
 
-    def update(self, step: int, plan: Plan) -> Requests[None]:
-        syncs = plan is not Plan.SKIP
-        for unit in self.units:
-            self.watch.look(unit, late=syncs)
-        whole = syncs and self.sync_every > 1 and (yield from self.watch.anywhere(self.comm, self.units))
-        for unit in self.units:
-            if plan is Plan.SKIP:
-                torch._foreach_sub_(unit.params, unit.views(unit.result))
-                self.watch.note(unit)
-                continue
-            z = unit.state["common"]
-            if whole:
-                z.copy_((yield from self._all_of(unit, unit.result)))
-            else:
-                change = self._outer_step(unit, unit.result)
-                z.sub_(change)
-            if self.sync_every > 1:
-                torch._foreach_copy_(unit.params, unit.views(z))
-                self.watch.forget(unit)
-            else:  # x is z, and may have been changed since it was read
-                torch._foreach_sub_(unit.params, unit.views(change))
+    def meet(self, unit: Unit, whole: bool) -> Requests[Any]:
+        z = unit.state["common"]
+        if whole:
+            z.copy_((yield from self._all_of(unit, unit.result)))
+            return None
+        change = self._outer_step(unit, unit.result)
+        z.sub_(change)
+        return change.neg_()
 
     def _outer_step(self, unit: Unit, mean: Tensor) -> Tensor:
         """What (6) takes from z."""

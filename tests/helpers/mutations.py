@@ -95,9 +95,9 @@ FAULTS = [
     ),
     fault(
         "weight decay without the rate",
-        "optimizers/birder.py",
-        'decay = lr * unit.group["weight_decay"]',
-        'decay = unit.group["weight_decay"]',
+        "optimizers/bit_exchange.py",
+        "decay=lr * decay",
+        "decay=decay",
         f"{DISTRIBUTED}birder.py",
     ),
     fault(
