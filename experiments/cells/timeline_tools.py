@@ -118,21 +118,15 @@ def record(options: argparse.Namespace) -> Timeline:
         torch.backends.cudnn.benchmark = True
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
 
-    def step() -> None:
-        net.zero_grad()
-        with torch.autocast(device, dtype) if options.precision == "amp" else contextlib.nullcontext():
-            value = loss()
-        value.backward()
-
-    with recording.Watch(net, recording.clock_of(torch.device(device))).on() as watch:
-        times = recording.measured(watch, step, options.steps, WARMUP)
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     slug = "".join(c if c.isalnum() else "-" for c in gpu.lower())
     command = ["python", "experiments/timelines.py", "record", "--model", options.model]
     command += ["--batch", str(options.batch), "--precision", options.precision, "--steps", str(options.steps)]
-    made = recording.assemble(
-        times,
-        watch.shapes,
+    return _measured(
+        net,
+        loss,
+        options.steps,
+        lambda: torch.autocast(device, dtype, options.precision == "amp"),
         name=options.name or f"{options.model}_b{options.batch}_{options.precision}_{slug}",
         model=options.model,
         gpu=gpu,
@@ -142,7 +136,28 @@ def record(options: argparse.Namespace) -> Timeline:
         command=shlex.join(command),
         note="; ".join(filter(None, ["forward and backward, without the optimizer's update", options.note])),
     )
-    return replace(made, wall_ms=None)  # a whole step is more than this
+
+
+def _measured(
+    net: nn.Module,
+    loss: Loss,
+    steps: int,
+    cast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    **about: Any,
+) -> Timeline:
+    """Forward, the loss in it, and backward of a model on its device: medians over so many steps. about: as of `assemble`."""
+    watch = recording.Watch(net, recording.clock_of(next(net.parameters()).device))
+
+    def step() -> None:
+        net.zero_grad()
+        with cast():
+            value = loss()
+        watch.mark(recording.FORWARD)
+        value.backward()
+
+    with watch.on():
+        times = recording.measured(watch, step, steps, WARMUP)
+    return replace(recording.assemble(times, watch.shapes, **about), wall_ms=None)  # a whole step is more than this
 
 
 def record_module(where: str, batch: int, steps: int) -> Timeline:
@@ -152,22 +167,10 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
     """
     net, loss = architectures.function(where, batch)
     device = next(net.parameters()).device
-    watch = recording.Watch(net, recording.clock_of(device))
-
-    def step() -> None:
-        net.zero_grad()
-        value = loss()
-        watch.mark(recording.FORWARD)
-        value.backward()
-
-    with watch.on():
-        times = recording.measured(watch, step, steps, WARMUP)
-    about = {"model": where, "precision": "as it is", "batch_per_gpu": batch, "gpus_per_node": 1}
+    about: dict[str, Any] = {"model": where, "precision": "as it is", "batch_per_gpu": batch, "gpus_per_node": 1}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    about |= {"name": where.partition(":")[2], "gpu": gpu, "command": f"model={where} batch={batch}"}
     try:
-        made_of = recording.assemble(
-            times, watch.shapes, name=where.partition(":")[2], gpu=gpu, command=f"model={where} batch={batch}", **about
-        )
+        return _measured(net, loss, steps, **about)
     except ValueError as error:
         raise UserError(f"model={where}: {error}") from None
-    return replace(made_of, wall_ms=None)
