@@ -91,15 +91,12 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
 
 
 def closing(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
-    """`as_table` with what the methods have learnt, where they were trained on real data: how a comparison ends."""
-    made = as_table(table, beside)
-    metric = metric_column(table)
-    values = [metric.value(row) if metric.value else DASH for row in table.rows]
-    if set(values) <= {DASH}:
-        return made
-    columns = (made.columns[0], metric, *made.columns[1:])
-    rows = tuple((row[0], value, *row[1:]) for row, value in zip(made.rows, values, strict=True))
-    return replace(made, columns=columns, rows=rows)
+    """How a comparison ends: `as_table` with the metric of what was trained on real data, without what nobody measured."""
+    made, metric = as_table(table, beside), Table.of([metric_column(table)], table.rows)
+    columns = (made.columns[0], *metric.columns, *made.columns[1:])
+    rows = tuple((own[0], *value, *own[1:]) for own, value in zip(made.rows, metric.rows, strict=True))
+    known = [c.terminal and {*cells} != {DASH} for c, cells in zip(columns, zip(*rows, strict=True), strict=True)]
+    return replace(made, columns=tuple(replace(c, terminal=k) for c, k in zip(columns, known, strict=True)), rows=rows)
 
 
 def metric_column(table: SpeedupTable) -> Column:

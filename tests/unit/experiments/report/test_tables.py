@@ -123,6 +123,7 @@ def test_a_comparison_that_was_trained_ends_with_its_accuracies(tmp_path: Path) 
     found = {row[0]: row[place] for row in rows}
     assert (found["SGDM fp32"], found["Birder"], found["no communication"]) == ("97.50", "96.25", "—")
     assert any("Birder" in line and "96.25" in line for line in out.getvalue().splitlines())
+    assert "NIC tx" not in headings  # nobody read the interface
 
 
 def test_print_group_fits_a_terminal_and_says_where_things_lie(tmp_path: Path) -> None:

@@ -190,6 +190,39 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
     assert len(ran) == 5
 
 
+def test_a_sweep_ends_with_its_accuracies_and_an_interrupted_one_says_how_it_continues(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    ran: list[float] = []
+
+    def launch(composed: Any, *, command: str, group: str | None) -> None:
+        if len(ran) == 1:
+            ran.append(0.0)
+            raise KeyboardInterrupt
+        rate = float(compose.resolve(composed)["optimizer"]["lr"])
+        ran.append(rate)
+        typed = [privacy.clean_text(o, Path.cwd()) for o in composed.overrides]
+        metric = {"name": "top1", "value": 100 * rate, "target": None, "higher_is_better": True}
+        known: dict[str, Any] = {"id": f"r{len(ran)}", "exp": "digits", "seed": 3, "overrides": typed}
+        data = {"name": "digits", "synthetic": False}
+        made = a_record("SGDM fp32", 1.0, metric=metric, data=data, config={"optimizer.lr": rate}, **known)
+        record.write(made, tmp_path)
+
+    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(tables, "write", lambda *_: None)
+    command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}", "--methods", "sgdm", "--seeds", "3"]
+    assert sweep.main(command) == 130
+    assert "the same command continues" in capsys.readouterr().out
+    assert sweep.main(command) == 0
+    assert ran == [0.1, 0.0, 0.2]
+    grid = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line.split("│")[1:4]] for line in grid] == [
+        ["SGDM fp32", "0.1", "10.00"],
+        ["SGDM fp32", "0.2", "20.00"],
+    ]
+
+
 def test_two_seeds_choose_by_their_mean_and_entries_have_names_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
