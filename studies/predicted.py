@@ -295,18 +295,19 @@ def crossovers() -> bytes:
             plain(axes.yaxis)
             axes.grid(visible=True)
             axes.set_title(
-                f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(sentence(found), 52)}",
+                f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(sentence(found), 56)}",
                 loc="left",
             )
             drawn.append(ranges(found))
-            gains.append(f"{max(found[0].speedup(m.name)[0] for m in methods if m.name != 'none'):.1f}x ({label})")
+            won = max((m for m in methods if m.name != "none"), key=lambda m: found[0].speedup(m.name)[0])
+            gains.append(f"{won.label} {found[0].speedup(won.name)[0]:.1f}x ({label})")
         grid[0].set_ylabel("times as fast as DDP in fp32")
         figure.key(made, grid[0], 3)
         slowest = f"{crossover.GBPS[0]:g} Gbit/s"
         point = f"The slower the link, the more compression wins: at {slowest} {' and '.join(gains)}"
         setting = (
             f"{NODES} nodes of {crossover.RANKS_PER_NODE} A100, TF32, {crossover.LATENCY_US:g} µs a message. Predicted, not "
-            f"measured on GPUs; says nothing of accuracy. DDP bf16 stands where no method gains {NEAR:.0%} over it."
+            f"measured on GPUs; accuracy not considered. DDP bf16: no method gains {NEAR:.0%} over it."
         )
         figure.head(made, point, setting)
         return figure.png(made, drawn, MARK)

@@ -18,7 +18,7 @@ from experiments.report import accuracy as accuracies
 from experiments.report import captions, speedup, volume
 from experiments.report import replayed as replays
 from experiments.report.accuracy import AccuracyTable, Cell
-from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, times
+from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, task, times
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, difference
 from experiments.report.speedup import SpeedupTable
 
@@ -157,21 +157,12 @@ ORDER = (WORSE, OPEN, PARITY, BETTER)
 """Of verdicts: what was lost stands first."""
 
 
-TASKS = {
-    "scikit-learn digits": "digits",
-    "image folder tinyimagenet32_c100": "images of 100 classes",
-    "text of wikitext-2": "language model",
-}
-"""What data are called, where not by their own names."""
-
-
 def _names(tables: Sequence[AccuracyTable]) -> list[str]:
     """What tasks are called: data, length and workers; only where several are alike their batch, then the schedule."""
     firsts = [(table.slug, table.cells[0].records[0]) for table in tables]
     names = {}
     for slug, r in firsts:
-        data = str(r.data["name"]).partition(" (")[0]
-        names[slug] = f"{TASKS.get(data, data)}, {accuracies.length_of(r)}, {r.nodes * r.ranks_per_node} workers"
+        names[slug] = f"{task(str(r.data['name']))}, {accuracies.length_of(r)}, {r.nodes * r.ranks_per_node} workers"
     for more in (lambda r: f"batch {accuracies.batch_of(r)}", accuracies.schedule_of):
         alike = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
         names |= {slug: f"{names[slug]}, {more(r)}" for slug, r in dict(firsts).items() if slug in alike}

@@ -23,6 +23,8 @@ from experiments.records.labels import is_compressed
 
 MARK = "Made by make tables"
 DPI = 110
+CHARACTER = 0.06
+"""Inches of a character at size 8."""
 SERIES = 6
 """As many colours and markers as a reader keeps apart."""
 TITLE, SETTING = 11.0, 8.5
@@ -132,10 +134,11 @@ def digest(png: bytes, mark: str = MARK) -> bytes:
 
 
 def png(figure: Figure, data: object, mark: str = MARK) -> bytes:
-    """The file of a figure; its description is the mark and a digest of the data that it shows."""
+    """The file of a figure; its description is the mark and a digest of the data that it shows and of what it says."""
     figure.draw_without_rendering()  # the layout once: it moves ticks, whose widths the second one then knows
     buffer = io.BytesIO()
     # Versions of matplotlib draw different pixels; the digest lets --check compare what is shown.
-    described = f"{mark}, data {hashlib.sha256(repr(data).encode()).hexdigest()}"
+    shown = [data, figure.get_suptitle(), *(text.get_text() for text in figure.texts)]
+    described = f"{mark}, data {hashlib.sha256(repr(shown).encode()).hexdigest()}"
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, "Description": described})
     return buffer.getvalue()

@@ -90,3 +90,17 @@ def metric_gap(name: str, value: float | None, relative: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return DASH
     return f"{100 * value:+.1f} %" if relative else f"{value:+.2f}{metric_unit(name)}"
+
+
+TASKS = {
+    "scikit-learn digits": "digits",
+    "image folder tinyimagenet32_c100": "images of 100 classes",
+    "text of wikitext-2": "language model",
+}
+"""What data are called, where not by their own names."""
+
+
+def task(data: str) -> str:
+    """The name of a task, from that of its data."""
+    name = data.partition(" (")[0]
+    return TASKS.get(name, name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.report.accuracy import AccuracyTable, length_of
-from experiments.report.formats import metric_axis, metric_unit
+from experiments.report.formats import metric_axis, metric_unit, task
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Difference
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Row:
 class Panel:
     """One study. limit: differences up to it are drawn."""
 
+    task: str
     title: str
     axis: str
     higher_is_better: bool
@@ -73,12 +74,14 @@ def _panel(table: AccuracyTable) -> Panel | None:
             rows.append(Row(cell.records[0].method, shown, table.verdict(cell)))
     if not rows:
         return None
-    name, first = str(table.metric["name"]), base.records[0]
-    unit = "%" if parity.relative else metric_unit(name).strip() or "nats per token"
-    title = f"{first.exp}: {first.data['name']}, {length_of(first)}, {first.nodes * first.ranks_per_node} workers"
+    metric, first = str(table.metric["name"]), base.records[0]
+    unit = "%" if parity.relative else metric_unit(metric).strip() or "nats per token"
+    name = task(str(first.data["name"]))
+    title = f"{name}, {length_of(first)}, {first.nodes * first.ranks_per_node} workers"
     return Panel(
+        name,
         title,
-        f"{metric_axis(name).partition(', ')[0]}, {unit}",
+        f"{metric_axis(metric).partition(', ')[0]}, {unit}",
         table.higher_is_better,
         base.label,
         scale * parity.margin,
@@ -93,9 +96,9 @@ def point(found: Sequence[Panel]) -> str:
     for panel in found:
         verdict = panel.verdict("Birder")
         if verdict is not None:
-            by.setdefault(verdict, []).append(f"{panel.title.partition(':')[0]} (to {panel.baseline})")
-    said = [f"{verdict} on {' and '.join(by[verdict])}" for verdict in (BETTER, PARITY, OPEN, WORSE) if verdict in by]
-    return f"Birder with 95 % intervals: {', '.join(said)}"
+            by.setdefault(verdict, []).append(panel.task)
+    said = [f"{verdict} on {', '.join(by[verdict])}" for verdict in (BETTER, PARITY, OPEN, WORSE) if verdict in by]
+    return f"Birder against the dense baseline, 95 % intervals: {'; '.join(said)}"
 
 
 def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:

@@ -17,6 +17,8 @@ from experiments.report.speedup import SpeedupTable
 
 EVALUATIONS = 3
 """So many make a curve of the metric; fewer stand in the legend and in the table alone."""
+BARS = 6.0
+"""Inches of the panel of step times, at least."""
 LINE = 0.15
 """Inches of a legend's line."""
 
@@ -29,24 +31,25 @@ def step_times(table: SpeedupTable) -> bytes | None:
     with figure.styled():
         picture = figure.blank(8, 0.7 + 0.3 * len(rows))
         axes = picture.add_subplot()
-        ends, base = [], table.baseline("fp32")
+        base, limit = table.baseline("fp32"), 0.0
         for place, row in enumerate(rows):
             t, typical = row.record.timing, 1000 * (row.seconds or 0.0)
             low, high = t.get("p10_ms") or typical, t.get("p90_ms") or typical
             spread = [[max(0.0, typical - low)], [max(0.0, high - typical)]]
             tint = figure.wire_colour(row.record.wire)
             axes.barh(place, typical, height=0.7, xerr=spread, color=tint, capsize=3, error_kw={"linewidth": 1})
-            ends.append(max(typical, high))
+            end = max(typical, high)
             said = f"{number(typical)} ms"
             if base is not None and base is not row:
                 said += f", {captions.versus(table, row, 'fp32')} vs fp32"
-            axes.annotate(said, (ends[-1], place), (5, 0), textcoords="offset points", va="center", fontsize=8)
+            limit = max(limit, end / (1 - (len(said) + 3) * figure.CHARACTER / BARS))  # room for what is written there
+            axes.annotate(said, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlim(0, 1.5 * max(ends))  # room for what is written behind the longest bar
+        axes.set_xlim(0, limit)
         mean = "; the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
         axes.set_xlabel(f"step time, ms: median, p10 to p90{mean}")
-        setting = f"{sentences.title(rows[0].record)}. {sentences.honesty(table.records)}."
+        setting = f"{sentences.trained(rows[0].record)}. {sentences.honesty(table.records)}."
         figure.head(picture, captions.fastest(table), setting)
         return figure.png(picture, [[row.label, row.record.timing] for row in rows])
 
@@ -90,7 +93,8 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
             axes.set_title(named[what][0], loc="left")
         for axes in grid[-1]:
             axes.set_xlabel("optimizer step")
-        setting = f"{table.title}. Loss: running mean over {curves.WINDOW:.0%} of the steps, mean and range over seeds."
+        what = table.title.partition(": ")[2]
+        setting = f"{what}. Loss: running mean over {curves.WINDOW:.0%} of the steps, mean and range over seeds."
         figure.head(picture, outcome(found), setting)
         return figure.png(picture, drawn)
 
@@ -169,8 +173,8 @@ def against_bytes(found: Against) -> bytes | None:
         for axes in (left, right):
             axes.grid(visible=True, axis="both")
         setting = (
-            f"{found.title}. Left, what is sent; behind each name, as a share of fp32's bytes. Right, the mean's difference "
-            f"to {found.baseline}, 95 % interval over seeds. Blue: all-reduce, red: compressed."
+            f"{found.title.partition(': ')[2]}. Left, what is sent; behind each name, as a share of fp32's bytes. Right, the "
+            f"mean's difference to {found.baseline}, 95 % interval over seeds. Blue: all-reduce, red: compressed."
         )
         figure.head(picture, found.point(), setting)
         return figure.png(picture, [[*found.axis], [p.drawn() for p in points]])

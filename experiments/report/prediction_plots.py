@@ -14,6 +14,7 @@ from experiments.records.record import write_file
 from experiments.report import figure
 from experiments.report.formats import number
 from experiments.report.metrics import OPEN
+from experiments.report.sentences import MODELS
 from experiments.report.table import Table
 
 MARK = "Made by experiments/predict.py"
@@ -96,7 +97,8 @@ def ends(found: Sequence[Prediction], over: str) -> str:
 def _setting(found: Sequence[Prediction], over: str) -> str:
     c, t = found[0].cluster, found[0].timeline
     where = f"{c.between.gbps:g} Gbit/s" if over == "nodes" else f"{c.nodes} nodes"
-    return f"{t.name} on {t.gpu}, {where}, {c.ranks_per_node} GPUs a node. Predicted, with the prediction's interval."
+    what = f"{MODELS.get(t.model, t.model)}, batch {t.batch_per_gpu}, {t.precision.upper()} on {t.gpu}"
+    return f"{what}, {where}, {c.ranks_per_node} GPUs a node. Predicted, with the prediction's interval."
 
 
 def rate_axis(axes: Axes, gbps: Sequence[float]) -> None:

@@ -20,6 +20,7 @@ from experiments.report.replay_sections import SECTIONS, Block
 from experiments.report.replayed import Results, load
 from experiments.report.sentences import hardware
 from experiments.report.table import Note, Table, terminal
+from experiments.report.tables import same
 
 
 def mark(suite: Suite) -> str:
@@ -44,7 +45,8 @@ def write(suite: Suite, results_dir: str | Path) -> list[Path]:
     """Brings page and picture up to date with the records; returns their paths. Raises UserError."""
     made = render(suite, results_dir)
     for path, content in made.items():
-        write_file(path, content, "table" if path.suffix == ".md" else "plot")
+        if not same(path, content, mark(suite)):
+            write_file(path, content, "table" if path.suffix == ".md" else "plot")
     return list(made)
 
 

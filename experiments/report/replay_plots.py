@@ -141,7 +141,7 @@ def _winners(results: Results) -> str:
         ]
         if gains:
             low, high = times(min(gains)), times(max(gains))
-            said.append(f"{suite.links[link].title}: {low if low == high else f'{low} to {high}'}")
+            said.append(f"{low if low == high else f'{low} to {high}'} on {suite.links[link].title}")
     if not said:
         return "Nothing that compresses has been measured"
-    return f"The fastest compressed method, {most} nodes, beside PyTorch DDP in fp32: {'; '.join(said)}"
+    return f"The fastest compressed method against fp32 DDP, {most} nodes: {'; '.join(said)}"

@@ -21,6 +21,21 @@ def title(r: ResultRecord) -> str:
     return f"{r.exp}: {ranks}, cluster {r.cluster}{batch}{precision}, scale {r.scale}"
 
 
+MODELS = {
+    "resnet50": "ResNet-50",
+    "bert_squad_base": "BERT-Base",
+    "bert_base": "BERT-Base",
+    "methods": "All methods on one task",
+}
+"""What is trained, where an experiment or a timeline is not called by it."""
+
+
+def trained(r: ResultRecord) -> str:
+    """The same in words, for a picture: what is trained, and its batch."""
+    batch = (r.config.get("train") or {}).get("batch_per_rank")
+    return MODELS.get(r.exp, r.exp) + (f", batch {batch} per rank" if batch else "")
+
+
 def hardware(r: ResultRecord) -> str:
     """The machine in words."""
     h = r.hardware

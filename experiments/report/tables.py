@@ -82,7 +82,8 @@ def write(results_dir: str | Path, exp: str | None = None) -> list[Path]:
     results = Path(results_dir)
     files = render(_records(results, exp), results)
     for name, content in files.items():
-        write_file(results / name, content, "table" if name.endswith(".md") else "plot")
+        if not same(results / name, content):  # a picture of the same data has other bytes with another matplotlib
+            write_file(results / name, content, "table" if name.endswith(".md") else "plot")
     if exp is None:
         for stale in _stale(results, files):
             stale.unlink()
