@@ -7,7 +7,8 @@ from typing import Any
 
 from griffe import Extension, Object
 
-ENTRY = re.compile(r"^([\w`][\w`, *]*):\s+(\S.*)$")
+ENTRY = re.compile(r"^(`?\*{0,2}\w+`?(?:, `?\w+`?)*):\s+(\S.*)$")
+"""One name, or several with commas: a sentence with a colon has spaces between its words."""
 
 
 def listed(text: str) -> str:

@@ -93,6 +93,7 @@ def _dots(results: Results) -> tuple[Figure, list[Any]]:
     links = list(dict.fromkeys((p.rate, p.link) for p in results.places()))
     known = {c.method for c in results.records}
     names = [name for name in suite.rows if name != "fp32" and name in known][::-1]
+    drawn.append(names)
     picture = figure.blank(3.6 * len(links) + 2.4, 0.6 + (0.5 + 0.24 * len(names)) * len(results.models))
     grid = picture.subplots(len(results.models), len(links), squeeze=False, sharey=True, sharex="col")
     for row, model in zip(grid, results.models, strict=True):

@@ -106,6 +106,11 @@ def test_what_no_record_holds_is_one_clear_line() -> None:
             documents._made(environment, "x.md", asked)
 
 
+def test_links_of_an_appendix_go_one_folder_up() -> None:
+    text = "[a](../results/x.md#y) [b](#here) [c](https://e.org) ![d](p.png)"
+    assert documents.from_docs(text) == "[a](../../results/x.md#y) [b](#here) [c](https://e.org) ![d](../p.png)"
+
+
 def test_figures_follow_the_records(tmp_path: Path) -> None:
     """A page of other records has other figures."""
     from tests.helpers.records import run, save

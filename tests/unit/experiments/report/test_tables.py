@@ -15,7 +15,7 @@ from rich.console import Console
 from experiments import tables as cli
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import formats, published, tables
+from experiments.report import figure, formats, published, tables
 from launch.errors import UserError
 from tests.helpers import ROOT
 from tests.helpers.records import full_group, run, save, score
@@ -55,6 +55,29 @@ def test_tables_and_plots_are_the_same_bytes_every_time(tmp_path: Path) -> None:
                 assert (one / "tables" / line[line.index("(") + 1 : -1]).is_file()
     page = (one / "tables" / "resnet50.md").read_text()
     assert "2.5x (Birder, NeurIPS 2023, abstract; verified)" in page
+
+
+def test_a_picture_of_the_same_data_is_not_written_again(tmp_path: Path) -> None:
+    """Another version of matplotlib draws other bytes; the checkout stays clean all the same. New words are new."""
+    results = save(tmp_path / "r", *full_group())
+    tables.write(results)
+    (plot,) = (results / "plots").iterdir()
+    drawn, other = plot.read_bytes(), plot.read_bytes() + b"other pixels"
+    plot.write_bytes(other)
+    tables.write(results)
+    assert plot.read_bytes() == other
+    plot.write_bytes(drawn.replace(b"data ", b"data 0", 1))  # of other data or with another title
+    tables.write(results)
+    assert plot.read_bytes() == drawn
+
+
+def test_what_a_picture_says_is_a_part_of_what_it_shows() -> None:
+    digests = set()
+    for point, setting in (("a", "b"), ("a", "c"), ("d", "b")):
+        made = figure.blank(2, 2)
+        figure.head(made, point, setting)
+        digests.add(figure.digest(figure.png(made, [1])))
+    assert len(digests) == 3
 
 
 def test_check_finds_changed_missing_and_left_over_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

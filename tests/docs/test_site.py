@@ -1,0 +1,50 @@
+"""The site: every page has a place, links leave docs/ and come back, docstrings list their parameters."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import ModuleType
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    outside = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "results/README.md"}
+    assert sorted(listed) == sorted(pages | outside)
+
+
+def test_links_between_docs_and_the_repository() -> None:
+    pytest.importorskip("mkdocs")
+    links = load("site_links")
+    assert links.target("timing.md", "../results/README.md") == "results/README.md"
+    assert links.target("README.md", "docs/start.md") == "docs/start.md"
+    assert links.target("methods/birder.md", "../accuracy.md") == "docs/accuracy.md"
+    assert links.in_site("docs/start.md") == "start.md"
+    assert links.in_site("examples/ddp.py") == "examples/ddp.py.txt"
+    assert links.linked("start.md", "[a](predict.md) `[b](absent.md)` [c](#here)") == ["docs/predict.md"]
+    with pytest.raises(Exception, match=r"links to absent\.md, which is not there"):
+        links.linked("start.md", "[a](absent.md)")
+
+
+def test_parameters_of_a_docstring_become_a_list() -> None:
+    pytest.importorskip("griffe")
+    listed = load("site_docstrings").listed
+    text = "What it does: well.\n\nx:     a number\n       of steps\n`y`: more\n\n    (1) x: y\n\nRaises ValueError: never."
+    assert listed(text) == (
+        "What it does: well.\n\n- `x`: a number\n       of steps\n- `y`: more\n\n    (1) x: y\n\nRaises ValueError: never."
+    )
