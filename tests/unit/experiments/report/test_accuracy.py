@@ -264,11 +264,12 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     made += [on_virtual_workers(8, "1-bit Adam", 90.1 + 1.1 * s, s, 0.1) for s in range(3)]
     found = glance.panels(accuracy_page.studies(made))
     (panel,) = found
-    assert panel.title == "digits: digits, 12 steps, 8 workers"
+    assert panel.title == "digits, 12 steps, 8 workers"
+    assert panel.baseline == "SGDM fp32"
     assert panel.axis == "top-1 accuracy, points"
     assert {row.label: row.verdict for row in panel.rows} == {"Birder": "better", "1-bit Adam": "parity"}
     assert [round(row.gap.value, 2) for row in panel.rows] == [0.2, 5.0]
-    assert glance.point(found) == "Birder with 95 % intervals: better on digits (to SGDM fp32)"
+    assert glance.point(found) == "Birder against the dense baseline, 95 % intervals: better on digits"
     # Of two variants of a method one is drawn, by its name alone.
     other = [on_virtual_workers(8, "Birder", 99.0 + s, s, 0.1) for s in range(3)]
     other = [
