@@ -87,7 +87,8 @@ def _gains(results: Results) -> str:
 def _dots(results: Results) -> tuple[Figure, list[Any]]:
     """Speedup against fp32: a panel for each model (rows) and link (columns), a row for each method, a dot for each
     number of nodes."""
-    suite, drawn = results.suite, []
+    suite = results.suite
+    drawn: list[Any] = []
     nodes = sorted({p.nodes for p in results.places()})
     shades = dict(zip(nodes[::-1], SHADES[::-1] + figure.OTHERS, strict=False))
     links = list(dict.fromkeys((p.rate, p.link) for p in results.places()))
