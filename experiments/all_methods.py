@@ -15,7 +15,6 @@ bad input; 130 Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,12 +158,11 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, "Hydra overrides")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="the first one is what rates are tuned with")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
     options = parser.parse_intermixed_args(arguments)
     parts = tuple(p for p in options.only.split(",") if p)
     if not parts or set(parts) - set(PARTS):

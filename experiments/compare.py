@@ -11,7 +11,6 @@ Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -214,14 +213,13 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, "Hydra overrides, +exp=NAME among them")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument(
         "--paper", choices=papers.names(), help="the methods of a paper, in the place of one experiment"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.add_argument("--verbose", action="store_true", help="also how it was measured, and what was published")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, +exp=NAME among them")
     options = parser.parse_intermixed_args(arguments)
     methods = command.names(options.methods)
     if start.under_torchrun():

@@ -198,7 +198,7 @@ def publish(folder: Path, command: str) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError for what is not known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--rehearse", action="store_true", help="all of it on the CPU, at tiny sizes")
     parser.add_argument("--minutes", type=float, help="for everything; default 20, in a rehearsal 3")
     parser.add_argument("--parts", default=",".join(LIMITS), help="some of: " + ", ".join(LIMITS))

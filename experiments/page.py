@@ -5,7 +5,6 @@ Exit status: 0; 2 bad input.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from launch.errors import UserError
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--results", default=str(PUBLISHED), help="folder of records; default: results/published")
     parser.add_argument("--out", type=Path, help="default: index.html in that folder")
     options = parser.parse_args(arguments)

@@ -269,7 +269,7 @@ def examples(path: Path = EXAMPLES) -> Path:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("question", nargs="*", metavar="key=value")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--json", action="store_true")

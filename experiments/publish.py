@@ -7,7 +7,6 @@ group. Then `git add results/published` and commit. Exit status: 0 done; 2 bad i
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
 @command.told
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("group", nargs="?", help="a group of runs, as the table of a comparison names it")
     parser.add_argument(
         "--exp", help="every run of this experiment instead (runs without a group: methods, bench, paper)"

@@ -134,7 +134,7 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     first.add_argument("--suite")
     given = _as_flags(arguments)
     name = first.parse_known_args(given)[0].suite
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--suite", help=f"of {', '.join(suites.names())}, or the path of a YAML file")
     if name is None and not {"-h", "--help"} & set(given):
         raise UserError(f"which suite? suite=NAME; there are: {', '.join(suites.names())}")

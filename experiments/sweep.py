@@ -12,7 +12,6 @@ otherwise; 2 bad input; 130 Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,13 +65,12 @@ def sweep(
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, "sweep=NAME, and Hydra overrides")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument("--rates", help="learning rates instead of the sweep's")
     parser.add_argument("--seeds", help="seeds instead of the sweep's")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
     parser.add_argument("--published", action="store_true", help="what is in results/published counts as recorded")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="sweep=NAME, and Hydra overrides")
     options = parser.parse_intermixed_args(arguments)
     named = [o.partition("=")[2] for o in options.overrides if o.startswith("sweep=")]
     if len(named) != 1:

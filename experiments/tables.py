@@ -8,7 +8,6 @@ Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +53,7 @@ def check(results: Path, exp: str | None = None) -> list[str]:
 @command.told
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--results", type=Path, help=f"results folder; default: the published one and {LOCAL}")
     parser.add_argument("--exp", help="this experiment only")
     parser.add_argument("--group", help="print the table of this group of runs, write nothing")

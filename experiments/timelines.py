@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from experiments.runs import command
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     commands.add_parser("list", help="the timelines there are")
     make = commands.add_parser("make", help="from a published rate")

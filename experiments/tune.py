@@ -16,7 +16,6 @@ group tune-NAME. Exit status: 0; 1 a run failed otherwise than by its loss; 2 ba
 
 from __future__ import annotations
 
-import argparse
 import math
 import warnings
 from collections.abc import Sequence
@@ -223,9 +222,8 @@ def as_table(tuned: Sequence[Tuned], request: Request) -> Table:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, "the keys above, and Hydra overrides")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the keys above, and Hydra overrides")
     options = parser.parse_intermixed_args(arguments)
     return tune_all(Request.of(options.overrides, options.dry_run))
 

@@ -16,7 +16,6 @@ blog (read off charts, +-5 %). What is assumed:
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -327,7 +326,7 @@ def page(results: Path) -> str:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--results", type=Path, default=PUBLISHED)
     results = parser.parse_args(arguments).results
     path, plots = results / "tables" / "predict.md", results / "plots"

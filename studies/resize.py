@@ -13,7 +13,6 @@ table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad in
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -223,7 +222,7 @@ def write(lines: Sequence[dict[str, Any]], folder: Path) -> None:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default: 5)")
     parser.add_argument("--publish", action="store_true", help="write into the repository: results/published, docs/")
     options = parser.parse_args(arguments)

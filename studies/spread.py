@@ -7,7 +7,6 @@ writes it to FILE with --out. --table only prints. Exit status: 0; 1 a run faile
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("exp", help="experiment, a file of conf/exp")
     parser.add_argument("--runs", type=int, default=5, help="comparisons on the machine as it is (default: 5)")
     parser.add_argument("--busy", type=int, default=2, help="comparisons beside a busy core (default: 2)")

@@ -8,7 +8,6 @@ and activation function fused where they are, with the link, power limit and che
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -419,7 +418,7 @@ def write() -> Path:
 @command.told
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
-    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    command.parser(__doc__).parse_args(arguments)
     print(write())
     return 0
 

@@ -175,7 +175,7 @@ def _percent(value: float) -> str:
 def parse(arguments: Sequence[str] | None) -> tuple[Setting, list[int], argparse.Namespace]:
     """The command line. Raises UserError for numbers out of range."""
     default = Setting()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__)
     parser.add_argument("--steps", default=",".join(map(str, LENGTHS)), help="lengths of the run, separated by commas")
     parser.add_argument("--kappa", type=int, default=default.kappa, help="variance rounds before their gap doubles")
     parser.add_argument("--freeze", type=int, default=default.warmup_steps, help="last step with a variance round")

@@ -1,7 +1,8 @@
-"""What all commands have in common: how a script begins, how it ends, and its command line as it was typed."""
+"""What all commands have in common: how a script begins, reads its command line and ends."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import shlex
@@ -63,6 +64,15 @@ def report(error: BaseException) -> int:
         print(f"{error}: every process of the run has ended", file=sys.stderr, flush=True)
         return error.code
     raise error
+
+
+def parser(doc: str | None, overrides: str = "") -> argparse.ArgumentParser:
+    """Of a command's arguments. doc: of its module, which is the help. overrides: what is said of key=value arguments, which
+    `parse_intermixed_args` takes anywhere; empty: the command has none."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if overrides:
+        made.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+    return made
 
 
 def typed(script: str, arguments: list[str]) -> str:
