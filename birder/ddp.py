@@ -178,10 +178,10 @@ def attach(
     communicate:  False: no gradient is sent at all and replicas drift apart. The bound for any speedup; not training.
     unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.
 
-    Raises TypeError for a model or optimizer of another kind. ValueError for parameters that the model does not have, for
-    nodes of unequal size, and for hierarchical communication where nothing says which ranks share a node. RuntimeError when
-    ranks disagree on parameters, hyper-parameters or completed steps, when DDP gives hooks no buckets (compiled autograd) or
-    has another hook.
+    Raises TypeError for a model or optimizer of another kind. ValueError for parameters that the model does not have, for a
+    mesh of other ranks, for two that say which ranks share a node, for nodes of unequal size, and for hierarchical
+    communication where nothing says which ranks share a node. RuntimeError when ranks disagree on parameters,
+    hyper-parameters or completed steps, when DDP gives hooks no buckets (compiled autograd) or has another hook.
     """
     model, optimizer = unwrap_model(model), unwrap_method(optimizer)
     if mesh is not None and (hierarchical or communicator is not None):

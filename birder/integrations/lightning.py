@@ -49,8 +49,9 @@ class BirderCallback(Callback):
         if trainer.world_size == 1:
             return
         topology = Topology(trainer.num_nodes, trainer.world_size // trainer.num_nodes)
+        nodes = {} if "mesh" in self.options else {"topology": topology}
         model: Any = trainer.strategy.model
-        self.attachment = birder.attach(model, method, **{"topology": topology, **self.options})
+        self.attachment = birder.attach(model, method, **nodes | self.options)
         limit = trainer.gradient_clip_val
         if limit and method.compressed and self.attachment.overlap:
             raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=limit)}")

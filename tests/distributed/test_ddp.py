@@ -217,6 +217,26 @@ def test_without_communication_nothing_is_sent_and_replicas_part():
     assert (x != y).any()
 
 
+def closed_without_communication(rank: int, world: int) -> list[list[float]]:
+    """Gradients of this rank while an attachment sends nothing, and after it was closed."""
+    model = toy.make()
+    ddp = wrap(model)
+    attachment = attach(ddp, SGDM(model.parameters(), lr=0.01), communicate=False)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        toy.loss(ddp, rank, 1).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).tolist())
+        attachment.close()
+    return found
+
+
+def test_a_closed_attachment_leaves_averaging_to_ddp_also_where_it_sent_nothing() -> None:
+    (alone, together), (alone1, together1) = run_ranks(closed_without_communication, 2)
+    assert alone != alone1
+    assert together == together1
+
+
 def left_over(rank: int, world: int) -> list[str]:
     """What is still there after models, optimizers and attachments have gone out of use."""
     base = toy.make()
