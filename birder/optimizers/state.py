@@ -63,8 +63,9 @@ class MethodState(Method):
         """Raises RuntimeError where the views in `self.state` are not those that were put there."""
         for p, views in self._shown.items():
             entry = self.state.get(p, {})
-            if any(entry.get(name) is not view for name, view in views.items()):
-                raise RuntimeError(EMPTIED)
+            for name, view in views.items():
+                if entry.get(name) is not view:
+                    raise RuntimeError(EMPTIED)
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 

@@ -186,7 +186,8 @@ def test_server_draws_plus_one_with_the_share_of_ones(workers):
         rows = torch.zeros(workers, n // 8, dtype=torch.uint8)
         rows[:ones] = 255
         bits = cpu.reduce_bits(rows, seed=3, step=1, start=0)
-        assert torch.equal(bits, reference.reduce_bits(rows, seed=3, step=1, start=0))  # enough of them to see how it rounds
+        # Enough of them to see how it rounds.
+        assert torch.equal(bits, reference.reduce_bits(rows, seed=3, step=1, start=0))
         out = int(reference.unpack(bits).sum(dtype=torch.int64))
         p = ones / workers
         if ones in (0, workers):
