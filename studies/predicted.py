@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script
+    import _script  # noqa: F401
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-
-if not __package__:  # run as a script
-    import _script  # noqa: F401
 
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, Prediction, Timeline, simulate, sweep
 from birder.predict.table import NEAR

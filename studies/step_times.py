@@ -15,11 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict
-
 if not __package__:  # run as a script
     import _script  # noqa: F401
+
+import yaml
+from pydantic import BaseModel, ConfigDict
 
 from birder.predict import Cluster, Link, Timeline, gpus
 from birder.predict.answers import answer

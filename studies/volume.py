@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 if not __package__:  # run as a script
     import _script  # noqa: F401
+
+from rich.console import Console
 
 from experiments.records.record import LOCAL, write_file
 from experiments.report import published
