@@ -26,7 +26,7 @@ from birder.comm import (
     TwoPhase,
     Union,
 )
-from birder.comm.runtime import performing
+from birder.comm.runtime import performing, run
 from birder.optimizers.layout import Unit
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
@@ -127,6 +127,19 @@ def test_gathers_by_nodes_come_in_element_order() -> None:
         assert first == [10, 210, 110, 310]
         assert third == [30, 230, 130, 330]
         assert second == [20 + 100 * (rank % 2), 220 + 100 * (rank % 2)]
+
+
+def gathered_large(rank: int, world: int) -> list[tuple[int, int]]:
+    """(time, rank) of each part that came wrong, of 4 MB each: none is on its way as a whole before another one arrives."""
+    comm, wrong = Hierarchical(dist.group.WORLD, Topology.from_env(world)), []
+    for time_ in range(2):
+        parts = run(comm, AllGather(torch.full((1 << 20,), float(rank)))).view(world, -1)
+        wrong += [(time_, peer) for part, peer in zip(parts, (0, 2, 1, 3), strict=True) if not (part == peer).all()]
+    return wrong
+
+
+def test_large_parts_do_not_run_over_each_other() -> None:
+    assert run_ranks(gathered_large, 4, ranks_per_node=2) == [[], [], [], []]
 
 
 class Blocks(BucketOptimizer):
