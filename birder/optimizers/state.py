@@ -65,6 +65,7 @@ class MethodState(Method):
             entry = self.state.get(p, {})
             for name, view in views.items():
                 if entry.get(name) is not view:
+                    self.pipeline.wait()
                     raise RuntimeError(EMPTIED)
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
