@@ -83,7 +83,8 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
             tints = figure.distinct([c.cell.valid[0].method for c in of])
             for curve, tint in zip(of, tints, strict=True):
                 for axes, what in zip(panels, columns, strict=True):
-                    drawn.append([curve.label, what, _draw(axes, what, curve, base, tint, legend(found, curve))])
+                    said = legend(found, curve)
+                    drawn.append([said, what, _draw(axes, what, curve, base, tint, said)])
             for axes, what in zip(panels, columns, strict=True):
                 axes.set_ylabel(named[what][1])
                 axes.grid(visible=True)
@@ -121,7 +122,7 @@ def legend(found: Curves, curve: Curve) -> str:
     cell = curve.cell
     rate = f", lr {cell.lr:g}" if cell.lr else ""
     # A label may hold the keys in which runs differ: each on a line of its own.
-    name = curve.label.replace(" (", "\n  (").replace(", workload.", ",\n  workload.")
+    name = curve.label.replace("optimizer.", "").replace(" (", "\n  (").replace(", workload.", ",\n  workload.")
     return f"{name}{rate}\n  {found.table.metric['name']} {mean_sd(*cell.summary(None))}"
 
 
