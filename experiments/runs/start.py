@@ -42,8 +42,9 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
     spec = compose.make_spec(composed, command=command, group=group)
     try:
         compose.launcher(spec.config).launch(spec)
-    except (RunFailed, KeyboardInterrupt, Stopped):
-        if alone and spec.path.exists():
+    except (RunFailed, KeyboardInterrupt, Stopped) as error:
+        saved = (spec.path / "checkpoints").exists()
+        if alone and (saved or (spec.path.exists() and not isinstance(error, RunFailed))):
             print(how_to_resume(spec), flush=True)
         raise
     return spec

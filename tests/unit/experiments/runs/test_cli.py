@@ -151,6 +151,10 @@ def test_an_interrupted_run_says_how_it_is_resumed(monkeypatch: pytest.MonkeyPat
             (spec.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
         raise KeyboardInterrupt
 
+    def fails(self: LocalLauncher, spec: RunSpec) -> None:
+        spec.save()
+        raise RunFailed("rank 0 on node 0: RuntimeError: the loss is nan at step 3")
+
     specs: list[RunSpec] = []
     monkeypatch.setattr(LocalLauncher, "launch", interrupted)
     assert typed(monkeypatch, "+exp=digits") == 130
@@ -160,6 +164,10 @@ def test_an_interrupted_run_says_how_it_is_resumed(monkeypatch: pytest.MonkeyPat
     again = shlex.split(line.partition("python experiments/run.py ")[2])
     assert typed(monkeypatch, *again) == 130
     assert specs[2].id == specs[1].id != specs[0].id
+    monkeypatch.setattr(LocalLauncher, "launch", fails)
+    capsys.readouterr()
+    assert typed(monkeypatch, "+exp=digits") == 1
+    assert "checkpoint" not in capsys.readouterr().out  # nobody asked how to go on
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
