@@ -32,7 +32,7 @@ from torch import Tensor
 from birder.comm.communicator import Communicator, SingleProcess
 from birder.comm.link import CALLS, TASKS, finish
 from birder.comm.requests import Request, Requests
-from birder.comm.trace import Trace
+from birder.comm.trace import Trace, note_wire
 
 T = TypeVar("T")
 Task = Callable[[], Requests[None] | None]
@@ -122,10 +122,8 @@ class Turn:
 
     def waited(self, began: float, waited_from: float) -> None:
         """A collective that began at `began` is over; this thread has waited for it since `waited_from`."""
-        now, trace = time.perf_counter(), self.pipeline.trace
-        trace.add("wire", self.unit, began, now)
-        trace.add("wait", self.unit, waited_from, now)
-        self.pipeline.spent(waited_from - now)
+        note_wire(began, waited_from)
+        self.pipeline.spent(waited_from - time.perf_counter())
 
     def begin(self) -> None:
         """Runs the task until it would wait, with something on its way that need not be there for it to go on."""

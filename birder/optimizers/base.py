@@ -18,8 +18,7 @@ from birder.optimizers import relayout
 from birder.optimizers.checks import check_gradient, check_parameter, require_number
 from birder.optimizers.contract import Method, Plan
 from birder.optimizers.exchange import GradientExchange
-from birder.optimizers.layout import make_units, round_up, sharded
-from birder.optimizers.shards import lay_out
+from birder.optimizers.layout import lay_out_shards, make_units, round_up, sharded
 from birder.optimizers.state import MethodState
 
 AGAIN = (
@@ -90,7 +89,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         multiple = math.lcm(self.comm.multiple, self.alignment * self.comm.shards)
         for unit in self.units:
             if self._sharded:
-                lay_out(unit, multiple)
+                lay_out_shards(unit, multiple)
             unit.padded = round_up(unit.numel, multiple)
             for i, p in enumerate(unit.wholes):
                 check_parameter(p)  # the model may have been converted since

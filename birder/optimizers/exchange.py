@@ -14,9 +14,8 @@ from birder.comm import AcrossHolders, Requests, Total
 from birder.comm.runtime import Task
 from birder.optimizers.checks import check_gradient, check_parameter
 from birder.optimizers.contract import Method, Plan
-from birder.optimizers.layout import Unit, gradient
+from birder.optimizers.layout import Unit, gradient, refresh_shards
 from birder.optimizers.relayout import parts
-from birder.optimizers.shards import refresh
 from birder.optimizers.watch import Marks, differ, marks
 
 TWICE = (
@@ -61,7 +60,7 @@ class GradientExchange(Method):
     def _refresh_shards(self) -> None:
         if self._sharded:
             for unit in self.units:
-                refresh(unit)
+                refresh_shards(unit)
 
     def _put(self, unit: Unit, pairs: list[tuple[int, Tensor | None]], factor: Tensor | None) -> None:
         """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
