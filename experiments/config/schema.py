@@ -104,6 +104,7 @@ class Parity(Section):
     baseline: Text | None = doc("optimizer that others are compared with, by the name of its class; null: none")
     margin: Positive | None = doc("difference that counts as none, in the metric's unit; null: no verdicts")
     relative: Switch = doc("true: differences and the margin are shares of the baseline's value", False)
+    choose_seeds: Count = doc("how many seeds choose a learning rate by held-out data", 1)
 
 
 class Timing(Section):

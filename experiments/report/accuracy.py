@@ -13,7 +13,7 @@ from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd
-from experiments.report.paired import WORSE, Difference, Parity, difference
+from experiments.report.paired import BETTER, LEVEL, OPEN, WORSE, Difference, Parity, difference, holm
 from experiments.report.table import Column, Note, Table
 
 # Shown in columns or headings of their own, or of no consequence for what is reached.
@@ -123,9 +123,9 @@ class AccuracyTable:
         return max(dense, key=lambda c: self.sign * (c.mean or 0.0), default=None)
 
     def compared(self, cell: Cell) -> Difference | None:
-        """The paired difference of a method's best learning rate to the baseline; None for all other rows."""
-        base = self.baseline
-        if self.parity is None or base is None or base is cell or self.best(cell.label) is not cell:
+        """The paired difference of a method's best learning rate to `held_against`; None for all other rows."""
+        base = self.held_against
+        if self.parity is None or base is None or cell.label == base.label or self.best(cell.label) is not cell:
             return None
         return difference(cell.by_seed, base.by_seed, self.parity.relative)
 
@@ -135,11 +135,36 @@ class AccuracyTable:
         return "" if found is None or self.parity is None else found.text(self.parity.relative)
 
     def verdict(self, cell: Cell) -> str:
-        """What `compared` decides; empty where it is None."""
+        """What `compared` decides; empty where it is None. "better" only where Holm's correction leaves it."""
         found = self.compared(cell)
-        if found is None or self.parity is None or self.baseline is None:
+        if found is None or self.parity is None or self.held_against is None:
             return ""
-        return counted(found.verdict(self.parity.margin, self.higher_is_better), cell, self.baseline)
+        said = counted(found.verdict(self.parity.margin, self.higher_is_better), cell, self.held_against)
+        return OPEN if said is BETTER and self.corrected[cell.label] > 1 - LEVEL else said
+
+    @cached_property
+    def corrected(self) -> dict[str, float]:
+        """By label, p of each method's difference after Holm's correction over all of them."""
+        found = {c.label: gap for c in self.chosen if (gap := self.compared(c)) is not None and gap.n > 1}
+        return dict(zip(found, holm(list(found.values())), strict=True))
+
+    @cached_property
+    def held_against(self) -> Cell | None:
+        """What others are compared with: the baseline, or that of its rates with several seeds that does better than the
+        chosen one. A method is not better than a baseline whose own tuning has failed."""
+        base = self.baseline
+        mine = [c for c in self.cells if base and c.label == base.label and (c is base or len(c.by_seed) > 1)]
+        return max(mine, key=self.by_mean, default=None)
+
+    @property
+    def choosing(self) -> int:
+        """How many seeds of a method, the first ones, choose its learning rate by held-out data."""
+        return 1 if self.parity is None else self.parity.choose_seeds
+
+    def by_mean(self, cell: Cell) -> float:
+        """What rates with several seeds are compared by, the larger the better: on held-out data where there are."""
+        value = cell.summary(HELD_OUT if self.tuned else None)[0]
+        return -math.inf if value is None else self.sign * value
 
     def rate(self, cell: Cell) -> str:
         """A method's learning rate, marked where nothing was tried beyond it."""
@@ -165,14 +190,15 @@ class AccuracyTable:
     def best(self, label: str) -> Cell | None:
         """The learning rate with the best mean metric; one with a failed seed is no candidate.
 
-        With a held-out part it is the one whose run with the method's first seed is best there. It stays the choice
-        whatever became of its other seeds.
+        With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
+        choice whatever became of its other seeds.
         """
         sign = self.sign
         mine = [c for c in self.cells if c.label == label]
         if self.tuned:
-            first = min((r.seed for c in mine for r in c.records), default=0)
-            scored = [(sign * score, -i, c) for i, c in enumerate(mine) if (score := c.held_out(first)) is not None]
+            seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing]
+            found = [(-i, c, [c.held_out(seed) for seed in seeds]) for i, c in enumerate(mine)]
+            scored = [(sign * statistics.fmean(some), i, c) for i, c, some in found if None not in some]  # type: ignore[arg-type]
             return max(scored, default=(0.0, 0, None))[2]
         sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
         return max(sound, key=lambda c: sign * (c.mean or 0.0), default=None)
@@ -241,7 +267,9 @@ def as_table(table: AccuracyTable) -> Table:
     """The table, and above it how it is to be read."""
     better = "higher" if table.higher_is_better else "lower"
     kept = "images" if table.metric["name"] == "top1" else "data"
-    chosen = f"{HELD_OUT} of its first seed, on {kept} held out of training" if table.tuned else "this same metric"
+    first = "first seed" if table.choosing == 1 else f"first {table.choosing} seeds"
+    by = f"{HELD_OUT} of its {first}"
+    chosen = f"{by}, on {kept} held out of training" if table.tuned else "this same metric"
     notes = (
         f"Mean ± sample standard deviation over n seeds, {better} is better. Every learning rate tried is listed; "
         f"the best of a method is chosen by {chosen}. Records are named by their seed."
@@ -250,8 +278,11 @@ def as_table(table: AccuracyTable) -> Table:
         notes += (
             f" Differences to {table.baseline.label} are those of runs with the same seed and batches, with a 95 % interval "
             f"(Student's t). Parity: the interval lies within {table.parity.text()}, the margin that the configuration "
-            "states; better, worse: it does not, and lies on one side of 0."
+            "states; better, worse: it does not, and lies on one side of 0, better after Holm's correction over all methods."
         )
+        if table.held_against is not None and table.held_against is not table.baseline:
+            rate = f"{table.held_against.lr:g}"
+            notes += f" {table.baseline.label} does better at {rate} than at its chosen rate: differences are to that."
     return Table.of(columns(table), table.cells, title=table.title, notes=(Note(notes),))
 
 

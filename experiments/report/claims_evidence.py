@@ -19,7 +19,7 @@ from experiments.report import captions, speedup, volume
 from experiments.report import replayed as replays
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, task, times
-from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, difference
+from experiments.report.paired import BETTER, LEVEL, OPEN, PARITY, WORSE, difference, holm
 from experiments.report.speedup import SpeedupTable
 
 CLOSE = 0.01
@@ -98,6 +98,15 @@ def accuracy(records: Records, value: float, methods: Sequence[str], bases: Sequ
     return {"where": where, "shown": shown, "tasks": ".<br>".join(said)} if found else None
 
 
+def endings(records: Records, value: float, optimizer: str) -> Words | None:
+    """How many runs of an optimizer's variants, each at its chosen rate, have ended with a finite metric."""
+    every = [c for t in accuracies.build(list(records)) for c in t.chosen if c.records[0].optimizer == optimizer]
+    runs, ended = sum(len(c.records) for c in every), sum(len(c.valid) for c in every)
+    where = ", ".join(dict.fromkeys(_where(c) for c in every))
+    whether = "confirmed" if ended == runs else "not reached everywhere"
+    return {"where": where, "ended": ended, "runs": runs, "whether": whether} if runs else None
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A method beside the best of the dense ones that a claim names, on one task. verdict: one of paired.py's."""
@@ -112,10 +121,11 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
     """On every task that both were run on with several seeds, what was lost first."""
     found: list[tuple[AccuracyTable, Outcome]] = []
     for table in accuracies.build(list(records)):
-        theirs = [c for c in table.one_of_each if c.valid and c.records[0].method in bases]
+        theirs = [c for c in table.cells if len(c.by_seed) > 1 and c.records[0].method in bases]
         base = max(theirs, key=lambda c: table.sign * (c.mean or 0.0), default=None)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
-        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
+        p = {} if base is None else _corrected(table, base)
+        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base, p)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
         if base and not mine and tried:  # no rate of it has kept all of its seeds
             told = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
@@ -125,8 +135,17 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
 
 
-def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
-    """None for a single seed that both have: it decides nothing."""
+def _corrected(table: AccuracyTable, base: Cell) -> dict[str, float]:
+    """p of every other method's difference to `base` by its label, after Holm's correction over all of them."""
+    relative = table.parity is None or table.parity.relative
+    others = [c for c in table.one_of_each if c.records[0].method != base.records[0].method]
+    gaps = {c.label: difference(c.by_seed, base.by_seed, relative) for c in others}
+    known = {label: gap for label, gap in gaps.items() if gap is not None and gap.n > 1}
+    return dict(zip(known, holm(list(known.values())), strict=True))
+
+
+def _outcome(table: AccuracyTable, cell: Cell, base: Cell, p: dict[str, float]) -> Outcome | None:
+    """None for a single seed that both have: it decides nothing. p: as `_corrected` gives them."""
     relative = table.parity is None or table.parity.relative
     margin = CLOSE if table.parity is None else table.parity.margin
     gap = difference(cell.by_seed, base.by_seed, relative)
@@ -134,6 +153,7 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
         return None
     unit = "" if relative else metric_unit(str(table.metric["name"]))
     text = f"{gap.text(relative)}{unit}, {mean_sd(*cell.summary(None))} against {mean_sd(*base.summary(None))} ({base.label})"
+    text += f", p = {p[cell.label]:.2g} by Holm for {len(p)} methods" * (len(p) > 1)
     lost = len(cell.records) - len(cell.valid)
     text += f", {lost} of {len(cell.records)} seeds failed" if lost else ""
     others = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
@@ -143,8 +163,14 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
         text += (
             f"; the best of {len(others) + 1} variants, the worst has {apart.text(relative) if apart else DASH}{unit}"
         )
-    short = "" if cell.records[0].method in ("Birder", "0/1 Adam", "CSER", "SLAMB") else f" ({cell.records[0].method})"
+    short = (
+        ""
+        if cell.records[0].method in ("Birder", "1-bit Adam", "0/1 Adam", "CSER", "SLAMB")
+        else f" ({cell.records[0].method})"
+    )
     verdict = accuracies.counted(gap.verdict(margin, table.higher_is_better), cell, base)
+    if verdict is BETTER and p[cell.label] > 1 - LEVEL:
+        verdict = OPEN
     return Outcome(short, _where(cell), verdict, text)
 
 
@@ -292,7 +318,7 @@ def joined(names: Sequence[Any]) -> str:
 EVIDENCE: dict[str, Callable[..., Words | None]] = {
     f.__name__: f
     for f in (
-        *(replayed, trained, payload, accuracy, predicted, onebit_run, zero_one_run),
+        *(replayed, trained, payload, accuracy, endings, predicted, onebit_run, zero_one_run),
         *(cser, slamb_scaling, dense_steps, schedule, slamb_bits),
     )
 }

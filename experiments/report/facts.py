@@ -108,7 +108,7 @@ class Study:
 
     def gap(self, name: str, base: str | None = None, unit: str = "") -> str:
         """The paired difference to `base`, the stated baseline if None, as tables have it: "-0.1 [-0.6, 0.4] points"."""
-        theirs = self.table.baseline if base is None else self.cell(base)
+        theirs = self.table.held_against if base is None else self.cell(base)
         if theirs is None:
             raise LookupError(f"{self.table.title!r} has no baseline")
         return self._gap(name, theirs, unit)

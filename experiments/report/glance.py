@@ -49,9 +49,13 @@ class Panel:
 
 
 def panels(studies: dict[str, list[list[AccuracyTable]]]) -> list[Panel]:
+    """Those of the `chosen` studies that have a baseline and intervals."""
+    return [made for table in chosen(studies) if (made := panel(table)) is not None]
+
+
+def chosen(studies: dict[str, list[list[AccuracyTable]]]) -> list[AccuracyTable]:
     """Of each experiment the study with most seeds; of several the longer one, then that with most runs."""
-    best = [max((t for tables in every for t in tables), key=_weight) for every in studies.values()]
-    return [made for table in best if (made := _panel(table)) is not None]
+    return [max((t for tables in every for t in tables), key=_weight) for every in studies.values()]
 
 
 def _weight(table: AccuracyTable) -> tuple[int, int, int]:
@@ -61,7 +65,7 @@ def _weight(table: AccuracyTable) -> tuple[int, int, int]:
     return seeds, whole, sum(len(c.records) for c in table.cells)
 
 
-def _panel(table: AccuracyTable) -> Panel | None:
+def panel(table: AccuracyTable) -> Panel | None:
     base, parity = table.baseline, table.parity
     if base is None or parity is None:
         return None

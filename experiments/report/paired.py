@@ -1,5 +1,8 @@
 """Differences between methods that saw the same seeds and batches, with intervals, and what they decide.
 
+Where several methods are held against one baseline, "better" is said only of a difference that Holm's correction over all of
+them leaves (`holm`); what was lost needs none to be said.
+
 For each seed s the difference d_s is that of two runs which began with the same weights and read the same batches: what
 they share drops out. The interval is Student's, of the mean of d_s with n - 1 degrees of freedom. What difference counts as
 none, the margin, is part of the configuration (`parity`), so that it is stated before the runs and kept in their records.
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +30,13 @@ class Parity:
     baseline: class name of the optimizer that others are compared with, in any case of letters.
     margin:   differences up to this count as none: in the metric's own unit, or as a share of the baseline's value.
     relative: whether differences are shares of the baseline's value.
+    choose_seeds: how many seeds choose a learning rate by held-out data.
     """
 
     baseline: str
     margin: float
     relative: bool = False
+    choose_seeds: int = 1
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Parity | None:
@@ -39,7 +44,8 @@ class Parity:
         said = config.get("parity") or {}
         if said.get("baseline") is None or said.get("margin") is None:
             return None
-        return cls(str(said["baseline"]), float(said["margin"]), bool(said.get("relative", False)))
+        seeds = int(said.get("choose_seeds") or 1)
+        return cls(str(said["baseline"]), float(said["margin"]), bool(said.get("relative", False)), seeds)
 
     def text(self) -> str:
         """The margin as tables show it."""
@@ -54,6 +60,18 @@ class Difference:
     low: float | None
     high: float | None
     n: int
+
+    @property
+    def p(self) -> float:
+        """Of Student's t, both sides, that the mean is 0; 1 without an interval."""
+        if self.low is None or self.high is None:
+            return 1.0
+        from scipy.special import stdtr, stdtrit  # what scipy.stats.t calls, which takes a second to load
+
+        reach = (self.high - self.low) / 2
+        if reach == 0:
+            return float(self.value == 0)
+        return 2 * float(stdtr(self.n - 1, -abs(self.value) / reach * float(stdtrit(self.n - 1, (1 + LEVEL) / 2))))
 
     def verdict(self, margin: float, higher_is_better: bool) -> str:
         """What the interval decides.
@@ -91,3 +109,12 @@ def difference(method: Mapping[int, float], baseline: Mapping[int, float], relat
 
     reach = float(stdtrit(len(d) - 1, (1 + LEVEL) / 2)) * statistics.stdev(d) / math.sqrt(len(d))
     return Difference(mean, mean - reach, mean + reach, len(d))
+
+
+def holm(found: Sequence[Difference]) -> list[float]:
+    """p of each of several differences to one baseline, by Holm's method: in rising order p_k (m - k + 1), never falling."""
+    order, least = sorted(range(len(found)), key=lambda i: found[i].p), 0.0
+    corrected = [1.0] * len(found)
+    for rank, i in enumerate(order):
+        least = corrected[i] = min(1.0, max(least, found[i].p * (len(found) - rank)))
+    return corrected

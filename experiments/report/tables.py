@@ -16,6 +16,7 @@ from experiments.report import (
     accuracy,
     accuracy_page,
     against_bytes,
+    bytes_plot,
     evidence,
     figure,
     glance,
@@ -24,6 +25,7 @@ from experiments.report import (
     published,
     speedup,
     speedup_table,
+    time_to_loss,
 )
 from experiments.report.formats import DASH
 from experiments.report.table import Table, terminal
@@ -53,8 +55,11 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
             files[f"plots/{scored.slug}_curve.png"] = png
         section = accuracy.markdown(scored, plot=png is not None)
         scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
-    if (drawn := glance.picture(accuracy_page.studies(records))) is not None:
-        files["plots/accuracy.png"] = drawn
+    studies = accuracy_page.studies(records)
+    race = time_to_loss.build(studies, results_dir)
+    drawn = {"accuracy": glance.picture(studies), "accuracy_bytes": bytes_plot.picture(studies)}
+    drawn["time_to_loss"] = None if race is None else time_to_loss.picture(race)
+    files |= {f"plots/{name}.png": png for name, png in drawn.items() if png is not None}
     for exp in sorted(timed | set(scores)):
         text = [f"<!-- {figure.MARK} from the records; do not edit. -->", f"# {exp}", ""]
         if exp == methods_table.EXP:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from typing import Any
 
+import pytest
+
 from experiments.records import labels
-from experiments.records.record import ResultRecord
-from experiments.report import accuracy, accuracy_page, glance
+from experiments.records.record import PUBLISHED, ResultRecord, read_all
+from experiments.report import accuracy, accuracy_page, bytes_plot, glance, time_to_loss
 from tests.helpers.records import score
 
 
@@ -280,3 +282,38 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     assert [(row.label, round(row.gap.value, 2)) for row in panel.rows] == [("1-bit Adam", 0.2), ("Birder", 9.0)]
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
     assert glance.picture(accuracy_page.studies(alone)) is None  # one seed has no interval
+
+
+def test_accuracy_against_bytes_has_what_a_rank_sends_for_each_parameter() -> None:
+    sent = {"SGDM fp32": 7000, "Birder": 400, "1-bit Adam": 500}
+    made = [on_virtual_workers(8, m, 90.0 + s + n, s, 0.1) for n, m in enumerate(sent) for s in range(3)]
+    made = [
+        dataclasses.replace(r, bytes_per_step={**r.bytes_per_step, "payload_inter": sent[r.method], "payload_intra": 0})
+        for r in made
+    ]
+    ((panel, found),) = bytes_plot.build(accuracy_page.studies(made))
+    ranks = made[0].ranks_per_node * made[0].nodes
+    assert [(s.row.label, round(s.each, 6)) for s in found] == [
+        (m, round(8 * (ranks - 1) / ranks * sent[m] / 7000, 6)) for m in ("Birder", "1-bit Adam")
+    ]
+    assert panel.baseline == "SGDM fp32"
+    assert bytes_plot.point([(panel, found)]).endswith("accuracy kept 2 times, lost 0 times, not decided 0 times")
+    assert (bytes_plot.picture(accuracy_page.studies(made)) or b"").startswith(b"\x89PNG")
+    assert bytes_plot.build(accuracy_page.studies([r for r in made if r.method != "SGDM fp32"])) == []
+
+
+def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:
+    records = [r for r in read_all(PUBLISHED) if r.exp == "zero_one_gpt2"]
+    race = time_to_loss.build(accuracy_page.studies(records), PUBLISHED)
+    assert race is not None
+    found = {m.label: m for m in race.methods}
+    dense, onebit = found["AdamW fp32"], found["1-bit Adam"]
+    assert dense.steps is not None
+    assert dense.steps <= race.total
+    slow, fast = ("a100", 10.0), ("a100", 100.0)
+    assert dense.seconds(slow) == pytest.approx(dense.steps * dense.ms[slow] / 1000)
+    assert dense.ms[slow] > 2 * onebit.ms[slow] > 2 * 0.2 * dense.ms[slow]  # a fifth of its steps is dense
+    assert dense.ms[slow] > dense.ms[fast] > found["Birder"].ms[fast]
+    reached = [m.steps is not None for m in race.methods]
+    assert reached == sorted(reached, reverse=True)
+    assert time_to_loss.build({}, PUBLISHED) is None

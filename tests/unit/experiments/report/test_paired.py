@@ -11,7 +11,7 @@ import pytest
 from experiments.config import compose
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy
-from experiments.report.paired import Difference, Parity, difference
+from experiments.report.paired import Difference, Parity, difference, holm
 from launch.errors import UserError
 from tests.helpers.records import score
 
@@ -128,3 +128,67 @@ def test_experiments_state_their_margins() -> None:
     assert Parity.of(compose.resolve(compose.compose([]))) is None
     with pytest.raises(UserError, match=r"parity\.margin"):
         compose.resolve(compose.compose(["parity.margin=-1"]))
+
+
+def test_p_and_holm_are_those_of_scipy_and_of_the_book() -> None:
+    from scipy import stats
+
+    rng = np.random.default_rng(3)
+    base = dict(enumerate(rng.normal(90, 1, 5)))
+    others = [{s: v + shift + rng.normal(0, 0.3) for s, v in base.items()} for shift in (0.0, 0.5, 2.0)]
+    found = [gap for other in others if (gap := difference(other, base)) is not None]
+    for gap, other in zip(found, others, strict=True):
+        assert gap.p == pytest.approx(stats.ttest_rel(list(other.values()), list(base.values())).pvalue)
+    p = [gap.p for gap in found]
+    order = np.argsort(p)
+    expected, least = [0.0] * 3, 0.0
+    for rank, i in enumerate(order):
+        least = max(least, (3 - rank) * p[i])
+        expected[i] = min(1.0, least)
+    assert holm(found) == pytest.approx(expected)
+    assert Difference(1.0, 1.0, 1.0, 3).p == 0.0
+    assert Difference(0.0, 0.0, 0.0, 3).p == Difference(1.0, None, None, 1).p == 1.0
+
+
+def seeds(method: str, values: list[float], lr: float = 0.1, **changes: Any) -> list[ResultRecord]:
+    made = [score(method, v, seed, lr, **changes) for seed, v in enumerate(values)]
+    return [dataclasses.replace(r, config=r.config | {"parity": PARITY}) for r in made]
+
+
+PARITY = {"baseline": "SGDM", "margin": 0.1, "relative": False}
+
+
+def test_better_is_said_after_correction_for_all_methods_alone() -> None:
+    base = seeds("SGDM fp32", [90.0, 90.0, 90.0])
+    good = [90.6, 90.9, 91.2]  # p = 0.036
+    (alone,) = accuracy.build([*base, *seeds("Birder", good)])
+    (crowd,) = accuracy.build(
+        [*base, *seeds("Birder", good), *seeds("1-bit Adam", [89.0, 91.2, 90.1]), *seeds("SGDM bf16", good)]
+    )
+    (bad,) = accuracy.build([*base, *seeds("Birder", [89.4, 89.1, 88.8]), *seeds("1-bit Adam", [89.0, 91.2, 90.1])])
+    said = [next(t.verdict(c) for c in t.chosen if c.label == "Birder") for t in (alone, crowd, bad)]
+    assert said == ["better", "not decided", "worse"]  # what is lost needs no correction
+
+
+def test_better_is_not_said_against_a_rate_at_which_the_baseline_loses_to_itself() -> None:
+    """The choice is that of held-out data with the seed that all rates have; with more seeds another rate is better."""
+
+    def kept(method: str, values: list[float], held_out: float, lr: float) -> list[ResultRecord]:
+        made = seeds(method, values, lr)
+        return [
+            dataclasses.replace(r, metric=r.metric | {"all": {"top1": r.metric["value"], "held_out": held_out}})
+            for r in made
+        ]
+
+    lucky = kept("SGDM fp32", [88.0], 70.0, 0.1) + kept("SGDM fp32", [88.0, 88.0, 88.0], 60.0, 0.1)[1:]
+    other = kept("SGDM fp32", [90.0, 90.0, 90.0], 69.0, 0.3)
+    (table,) = accuracy.build([*lucky, *other[:1], *kept("Birder", [90.1, 90.2, 90.0], 69.0, 0.1)])
+    assert table.held_against is table.baseline
+    assert next(table.verdict(c) for c in table.chosen if c.label == "Birder") == "better"
+    lucky = [r for r in lucky if r.seed != 2]
+    (table,) = accuracy.build([*lucky, *other[::2], *kept("Birder", [90.1, 90.2, 90.0], 69.0, 0.1)])
+    assert table.baseline is not None
+    assert table.baseline.lr == 0.1
+    assert table.held_against is not None
+    assert table.held_against.lr == 0.3
+    assert next(table.verdict(c) for c in table.chosen if c.label == "Birder") != "better"

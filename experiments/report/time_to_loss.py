@@ -1,0 +1,172 @@
+"""Time to a fixed loss: steps that were measured in a study, times the step that is predicted for a large cluster. No torch.
+
+The loss is that which the baseline has after `SHARE` of its steps. A method's step is predicted for GPT-2 of 124 M parameters
+on 8 nodes of 8 GPUs, from the timelines of `FOLDER` (studies/gpt2_timelines.py makes them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from birder.predict import Cluster, Link, predict
+from experiments.cells import timelines
+from experiments.records.record import PUBLISHED, ResultRecord
+from experiments.report import curves, glance
+from experiments.report.accuracy import AccuracyTable
+from experiments.report.curves import Curve
+
+EXPS = ("language_model", "zero_one_gpt2")
+"""Studies of a language model, the one that settles first."""
+SHARE = 0.5
+GPUS, GBPS, NODES, LATENCY_US = ("a100", "h100"), (10.0, 100.0), 8, 20.0
+FOLDER = PUBLISHED / "predict"
+OURS = " (this project's)"
+PREDICTED = {
+    "AdamW fp32": "fp32",
+    "AdamW bf16": "bf16",
+    "SGDM fp32": "fp32",
+    "Muon fp32": "fp32",
+    "PowerSGD rank 4": "powersgd4",
+    "fp8 all-reduce": "fp8",
+    "4-bit all-reduce with error feedback": "int4",
+    "1-bit Adam": "onebit_adam",
+    "0/1 Adam": "zero_one_adam",
+    "Distributed Lion": "lion",
+    "Birder": "birder",
+    "Birder hierarchical": "birder_hierarchical",
+    "Birder one-phase, weyl bits, two betas (this project's)": "birder_one_phase",
+    "Sigma-delta Adam": "sigma_delta",
+    "SLAMB": "slamb",
+    "CSER": "cser",
+    "EF21-SGDM": "ef21_sgdm",
+    "DiLoCo": "diloco",
+    "DiLoCo 4-bit": "diloco_int4",
+}
+"""What a method of a table is called by the predictor. SparseLoCo's messages are not predicted."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A method. steps: to the loss; None: not within the run. ms: of a step, by GPU and link."""
+
+    label: str
+    steps: int | None
+    ms: dict[tuple[str, float], float]
+
+    def seconds(self, place: tuple[str, float]) -> float | None:
+        return None if self.steps is None else self.steps * self.ms[place] / 1000
+
+
+@dataclass(frozen=True)
+class Race:
+    """All methods of a study. total: steps of a run."""
+
+    title: str
+    baseline: str
+    loss: float
+    total: int
+    methods: tuple[Reached, ...]
+
+
+def build(studies: dict[str, list[list[AccuracyTable]]], results_dir: Path) -> Race | None:
+    """Of the first of `EXPS` with a baseline that has a curve; None where there is none."""
+    tables = {t.cells[0].records[0].exp: t for t in glance.chosen(studies)}
+    for table in (tables[exp] for exp in EXPS if exp in tables):
+        found = curves.read(table, results_dir)
+        base = found.baseline
+        if base is None:
+            continue
+        loss = base.loss[first(base.steps, SHARE * base.steps[-1])]
+        made = []
+        for curve in found.curves:
+            r = curve.cell.records[0]
+            if r.method in PREDICTED and curve.cell in table.one_of_each:
+                made.append(Reached(r.method, steps_to(curve, loss), step_ms(r, curve.steps[-1])))
+        place = GPUS[0], GBPS[0]
+        made.sort(key=lambda m: (m.steps is None, m.seconds(place) or 0.0, m.label))
+        return Race(table.title, base.label, loss, base.steps[-1], tuple(made))
+    return None
+
+
+def first(steps: Sequence[int], wanted: float) -> int:
+    """The place of the first step from `wanted` on."""
+    return next(i for i, step in enumerate(steps) if step >= wanted)
+
+
+def steps_to(curve: Curve, loss: float) -> int | None:
+    """The first shown step with that loss or less, by the running mean over seeds."""
+    return next((step for step, value in zip(curve.steps, curve.loss, strict=True) if value <= loss), None)
+
+
+def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:
+    """A predicted step by GPU and link: with the run's own share of dense steps, and its own H."""
+    name, options = PREDICTED[r.method], r.config["optimizer"]
+    warm = float(options.get("warmup_steps") or 0.0) if name == "onebit_adam" else 0.0
+    dense = warm if warm < 1 else warm / total
+    every = int(options["sync_every"]) if name.startswith("diloco") else None
+    found = {}
+    for gpu in GPUS:
+        timeline = timelines.load(FOLDER / f"gpt2_{gpu}.json")
+        for gbps in GBPS:
+            p = predict(timeline, Cluster(NODES, 8, Link(gbps, LATENCY_US)), ["fp32", "none", name], local_steps=every)
+            found[gpu, gbps] = dense * p["fp32"].ms + (1 - dense) * p[name].ms
+    return found
+
+
+def picture(race: Race) -> bytes:
+    """A PNG: a panel for each GPU and link, a row for each method."""
+    from experiments.report import figure
+
+    rows = race.methods[::-1]
+    with figure.styled():
+        made = figure.blank(11, 1.4 + 0.24 * len(rows))
+        grid = made.subplots(1, len(GPUS) * len(GBPS), sharey=True)
+        places = [(gpu, gbps) for gbps in GBPS for gpu in GPUS]
+        for axes, place in zip(grid, places, strict=True):
+            for y, m in enumerate(rows):
+                seconds = m.seconds(place)
+                if seconds is None:
+                    axes.text(
+                        0.03,
+                        y,
+                        "not reached",
+                        transform=axes.get_yaxis_transform(),
+                        va="center",
+                        fontsize=7.5,
+                        color="#777777",
+                    )
+                else:
+                    axes.plot(
+                        seconds,
+                        y,
+                        "o",
+                        color=figure.COMPRESSED if "fp32" not in m.label else figure.WIRES["fp32"],
+                        markersize=5,
+                    )
+            axes.set_xlim(left=0)
+            axes.set_title(f"{place[0].upper()}, {place[1]:g} Gbit/s", loc="left")
+            axes.set_xlabel("steps x predicted step, s")
+            axes.grid(visible=True)
+        grid[0].set_yticks(range(len(rows)), [m.label.removesuffix(OURS) for m in rows])
+        grid[0].set_ylim(-0.7, len(rows) - 0.3)
+        setting = (
+            f"Steps: {race.title}; loss {race.loss:.2f}, which {race.baseline} has after {100 * SHARE:g} % of its steps. "
+            "Predicted, not measured on GPUs: the step of GPT-2 124M, 8 sequences of 1,024 tokens a GPU, "
+            f"{NODES} nodes of 8, bf16."
+        )
+        figure.head(made, point(race), setting)
+        return figure.png(made, [[race]])
+
+
+def point(race: Race) -> str:
+    """Who is first on the slow link and on the fast one, in one sentence."""
+    said = []
+    for gbps in GBPS:
+        place = GPUS[0], gbps
+        ranked = [(s, m.label) for m in race.methods if (s := m.seconds(place)) is not None]
+        said.append(f"{min(ranked)[1].removesuffix(OURS)} at {gbps:g} Gbit/s")
+    missed = sum(m.steps is None for m in race.methods)
+    rest = f"{missed} of {len(race.methods)} methods do not reach it in {race.total} steps"
+    return f"First to the loss: {' and '.join(said)}; {rest}"
