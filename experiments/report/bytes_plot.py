@@ -76,7 +76,7 @@ def picture(studies: dict[str, list[list[AccuracyTable]]]) -> bytes | None:
         made = figure.blank(2.9 * min(len(found), COLUMNS) + 0.4, 3.0 * rows)
         grid = made.subplots(rows, min(len(found), COLUMNS), sharex=True, squeeze=False)
         for axes in grid.flat[len(found) :]:
-            axes.set_visible(False)
+            axes.remove()
         names = [_draw(axes, panel, sent) for axes, (panel, sent) in zip(grid.flat, found, strict=False)]
         for verdict, tint in TINTS.items():
             grid[0, 0].plot([], [], "o", color=tint, label=verdict, markersize=5)
