@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-COLUMNS = 4
+COLUMNS = 3
 """Panels side by side."""
 
 

@@ -152,7 +152,8 @@ def picture(race: Race) -> bytes:
         grid[0].set_yticks(range(len(rows)), [m.label.removesuffix(OURS) for m in rows])
         grid[0].set_ylim(-0.7, len(rows) - 0.3)
         setting = (
-            f"Steps: {race.title}; loss {race.loss:.2f}, which {race.baseline} has after {100 * SHARE:g} % of its steps. "
+            f"Steps: {race.title.partition(': ')[2]}; loss {race.loss:.2f}, which {race.baseline} has after "
+            f"{100 * SHARE:g} % of its steps. "
             "Predicted, not measured on GPUs: the step of GPT-2 124M, 8 sequences of 1,024 tokens a GPU, "
             f"{NODES} nodes of 8, bf16."
         )
