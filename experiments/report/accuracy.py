@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -214,7 +215,7 @@ def counted(verdict: str, cell: Cell, base: Cell) -> str:
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
     """One table for each experiment, scale, shape, batch, precision, data, length of training and learning rate's schedule.
 
-    Synthetic data has no accuracy.
+    A study that stated another comparison (`parity`) has a table of its own. Synthetic data has no accuracy.
     """
     settings: dict[tuple[Any, ...], list[ResultRecord]] = {}
     failures: list[ResultRecord] = []
@@ -231,7 +232,10 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
                 members.append(r)
     tables = []
     counts: dict[str, int] = {}
-    for key, members in sorted(settings.items()):
+    split = [(key, _by_comparison(members)) for key, members in sorted(settings.items())]
+    first = [(key, parts[0], "") for key, parts in split]
+    others = [(key, part, f"against {_stated(part).baseline}") for key, parts in split for part in parts[1:]]
+    for key, members, against in (*first, *others):
         cells = _cells(members)
         if not any(cell.valid for cell in cells):
             continue
@@ -240,10 +244,29 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         counts[slug] = counts.get(slug, 0) + 1
         slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
         ranks = f"{nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each"
-        parts = (f"{exp}: {data}", length, schedule, ranks, precision, f"scale {scale}")
+        parts = (f"{exp}: {data}", length, schedule, ranks, precision, f"scale {scale}", against)
         title = ", ".join(part for part in parts if part)
         tables.append(AccuracyTable(slug, title, tuple(cells)))
     return tables
+
+
+def _stated(records: Sequence[ResultRecord]) -> Parity:
+    """The comparison that they state."""
+    return next(said for r in records if (said := Parity.of(r.config)) is not None)
+
+
+def _by_comparison(records: list[ResultRecord]) -> list[list[ResultRecord]]:
+    """The runs of each comparison that was stated, the oldest first; runs that state none go with it."""
+    found: dict[tuple[str, float, bool] | None, list[ResultRecord]] = {}
+    for r in sorted(records, key=lambda r: (r.time, r.id)):
+        said = Parity.of(r.config)
+        key = None if said is None else (said.baseline.lower(), said.margin, said.relative)
+        found.setdefault(key, []).append(r)
+    if len(found) - (None in found) < 2:
+        return [records]
+    loose = found.pop(None, [])
+    first, *others = found.values()
+    return [first + loose, *others]
 
 
 def columns(table: AccuracyTable) -> list[Column]:

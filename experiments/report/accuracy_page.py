@@ -39,10 +39,10 @@ def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
     """Numbers of workers with the same batch of each, then those with the same batch in all, then what has no company."""
     groups: list[list[AccuracyTable]] = []
     for batch in (_batch, _batch_in_all):
-        found: dict[tuple[str, int, str, str, int], list[AccuracyTable]] = {}
+        found: dict[tuple[object, ...], list[AccuracyTable]] = {}
         for table in tables:
             r = _first(table)
-            key = _setting(table), r.ranks_per_node, r.scale, accuracy.precision_of(r), batch(table)
+            key = _setting(table), r.ranks_per_node, r.scale, accuracy.precision_of(r), table.parity, batch(table)
             found.setdefault(key, []).append(table)
         several = [sorted(group, key=_workers) for group in found.values() if len(group) > 1]
         groups += [group for group in several if group not in groups]

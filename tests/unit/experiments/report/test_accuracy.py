@@ -160,6 +160,25 @@ def test_numbers_of_workers_stand_side_by_side() -> None:
     assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
 
 
+def test_a_study_with_another_baseline_leaves_the_first_as_it_was() -> None:
+    def against(baseline: str | None, r: ResultRecord) -> ResultRecord:
+        parity = None if baseline is None else {"baseline": baseline, "margin": 1.0}
+        later = "2026-05-01T00:00:00Z" if baseline == "OneBitAdam" else r.time
+        return dataclasses.replace(r, id=f"{baseline}-{r.id}", time=later, config={**r.config, "parity": parity})
+
+    def runs(*found: tuple[str, float]) -> list[ResultRecord]:
+        return [on_virtual_workers(8, method, value + s, s, 0.1) for method, value in found for s in range(3)]
+
+    first = runs(("SGDM fp32", 90.0), ("Birder", 90.5)) + [against(None, r) for r in runs(("1-bit Adam", 80.0))]
+    second = [against("OneBitAdam", r) for r in runs(("1-bit Adam", 95.0), ("Birder", 91.0))]
+    ((before,),) = accuracy_page.studies(first)["digits"]
+    (old,), (new,) = accuracy_page.studies(second + first)["digits"]
+    assert accuracy_page.section([old]).markdown() == accuracy_page.section([before]).markdown()
+    assert (old.slug, new.slug) == (before.slug, f"{before.slug}-2")
+    assert {c.label: new.verdict(c) for c in new.chosen} == {"1-bit Adam": "", "Birder": "worse"}
+    assert new.title.endswith("against OneBitAdam")
+
+
 def test_pytorchs_hooks_on_real_ranks_stand_beside_virtual_workers_in_the_same_setting() -> None:
     made = [on_virtual_workers(8, "SGDM fp32", 90.0 + s, s, 0.1) for s in range(3)]
     hooked = [
