@@ -261,10 +261,14 @@ class Facts:
         return accuracy_page.studies(self._records)
 
     def study(self, *words: str, virtual: bool = True) -> Study:
-        """The only table whose title has all of `words`; virtual: among the studies on virtual workers alone."""
+        """The only table whose title has all of `words`; virtual: among the studies on virtual workers alone.
+
+        Of a setting's studies the first one, unless a word says against which baseline.
+        """
         every = [t for groups in self._studies.values() for group in groups for t in group]
         every = list({t.slug: t for t in every}.values()) if virtual else accuracy.build(self._records)
         found = [t for t in every if all(w in t.title for w in words)]
+        found = [t for t in found if ", against " not in t.title] or found
         return Study(only(found, f"a table of accuracies with {', '.join(words)}"), self.results)
 
     def studies(self, exp: str) -> str:
