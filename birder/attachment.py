@@ -15,7 +15,6 @@ from torch.futures import Future
 
 from birder.comm import (
     ByteCounter,
-    GatherRanks,
     Link,
     Pipeline,
     Requests,
@@ -29,7 +28,7 @@ from birder.comm import (
 from birder.comm.groups import give_back
 from birder.comm.link import backend_for
 from birder.comm.nodes import agreed as agreed_topology
-from birder.optimizers.base import BucketOptimizer
+from birder.optimizers.base import BACKWARD, BucketOptimizer, say
 from birder.optimizers.contract import WIRES, Plan
 from birder.optimizers.exchange import TWICE
 
@@ -121,19 +120,13 @@ class Attachment:
         """Raises RuntimeError when other ranks' gradients are for another step, where that would make ranks wait for ever.
 
         In a dense phase, and in the step after it: a rank that is a step behind would wait for gradients, the others for
-        messages. The numbers, 8 bytes of a rank, are no payload and are not counted.
+        messages.
         """
         optimizer = self.optimizer
         step = optimizer.steps + 1
         if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
             return
-        mine = torch.tensor([step], dtype=torch.int64).to(optimizer.device)
-        steps = run(optimizer.comm, GatherRanks(mine, counted=False)).view(-1).tolist()
-        if steps != [step] * len(steps):
-            raise RuntimeError(
-                f"ranks are at different steps, {steps}: one of them skipped step() or ran out of batches. Make all ranks "
-                "take the same steps"
-            )
+        run(optimizer.comm, say(optimizer.comm, step, BACKWARD, optimizer.device))
 
     def all_reduce_mean(self, buffer: Tensor, number: int, wire: torch.dtype | None = None) -> Future[Any]:
         """Starts to replace `buffer` by its mean over the link's ranks, sent as `wire`, the optimizer's if not given; it may

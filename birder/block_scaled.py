@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from birder.attachment import Detached, done, on_thread
-from birder.bucket_hook import bucket_hook
+from birder.bucket_hook import block_scaled_hook as block_scaled_hook
 from birder.comm import ByteCounter, Link, Topology, finish
 from birder.comm.link import backend_for, new_group
 from birder.compress.block_codes import LARGEST, decode, encode
@@ -135,7 +135,3 @@ class BlockScaled:
         message = encode(h.div_(n).view(1, -1), self.code, self.block).view(-1)
         result = finish(self.link.all_gather(message))  # (5)
         return buffer.copy_(decode(result, self.code, self.block).view(-1)[:size])
-
-
-block_scaled_hook = bucket_hook
-"""The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""

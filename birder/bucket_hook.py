@@ -1,4 +1,4 @@
-"""The form of a hook that `DistributedDataParallel.register_comm_hook` wants."""
+"""Hooks in the form that `DistributedDataParallel.register_comm_hook` wants."""
 
 # No postponed annotations here: DDP inspects them and wants the classes themselves.
 from typing import Any
@@ -12,3 +12,8 @@ def bucket_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     """Hands each bucket that is ready to `state.on_bucket`. DDP calls it in the same order on every rank."""
     found: Future[Tensor] = state.on_bucket(bucket)
     return found
+
+
+def block_scaled_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Hands each bucket that is ready to `birder.BlockScaled`."""
+    return bucket_hook(state, bucket)

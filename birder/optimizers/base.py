@@ -27,8 +27,25 @@ AGAIN = (
 )
 
 
-REFUSES = 2
-"""What a rank says that cannot take a step; 1: it can, 0: it has no gradient."""
+NOTHING, READY, REFUSES, BACKWARD = range(4)
+"""What a rank says of a step: in `step`, that it has no gradient, can take it, cannot; or that it is in a backward pass."""
+
+
+def say(comm: Communicator, step: int, what: int, device: torch.device) -> Requests[list[int]]:
+    """What each rank says. Raises RuntimeError on all where they say it of different steps, or not all in `step`.
+
+    The numbers, 16 bytes of a rank, are no payload and are not counted.
+    """
+    mine = torch.tensor([step, what], dtype=torch.int64).to(device)
+    said = (yield GatherRanks(mine, counted=False)).view(-1, 2).tolist()
+    if len({(s, w == BACKWARD) for s, w in said}) > 1:
+        steps = [s for s, _ in said]
+        where = steps if len(set(steps)) > 1 else [f"{s} ({'backward' if w == BACKWARD else 'step'})" for s, w in said]
+        raise RuntimeError(
+            f"ranks are at different steps, {where}: one of them skipped step() or ran out of batches. Make all ranks take "
+            "the same steps"
+        )
+    return [w for _, w in said]
 
 
 class BucketOptimizer(GradientExchange, MethodState):
@@ -207,15 +224,17 @@ class BucketOptimizer(GradientExchange, MethodState):
             refused = error
         if not meets:
             return ready
-        mine = torch.tensor([REFUSES if refused is not None else int(ready)], dtype=torch.int64)
-        said = (yield GatherRanks(mine, counted=False)).view(-1).tolist()
-        if refused is not None:
-            raise refused
+        what = REFUSES if refused is not None else READY if ready else NOTHING
+        try:
+            said = yield from say(comm, self.steps + 1, what, self.device)
+        finally:
+            if refused is not None:
+                raise refused
         if REFUSES in said:
             raise RuntimeError(f"rank {said.index(REFUSES)} has refused this step, and says why: no rank has taken it")
         if len(set(said)) > 1:
             raise RuntimeError(
-                f"rank {said.index(0)} has no gradient at all in this step, rank {said.index(1)} has some"
+                f"rank {said.index(NOTHING)} has no gradient at all in this step, rank {said.index(READY)} has some"
             )
         return ready
 

@@ -215,7 +215,7 @@ def counted(verdict: str, cell: Cell, base: Cell) -> str:
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
     """One table for each experiment, scale, shape, batch, precision, data, length of training and learning rate's schedule.
 
-    A study that stated another comparison (`parity`) has a table of its own. Synthetic data has no accuracy.
+    A study that stated another baseline (`parity`) has its own table. Synthetic data has no accuracy.
     """
     settings: dict[tuple[Any, ...], list[ResultRecord]] = {}
     failures: list[ResultRecord] = []
@@ -256,12 +256,11 @@ def _stated(records: Sequence[ResultRecord]) -> Parity:
 
 
 def _by_comparison(records: list[ResultRecord]) -> list[list[ResultRecord]]:
-    """The runs of each comparison that was stated, the oldest first; runs that state none go with it."""
-    found: dict[tuple[str, float, bool] | None, list[ResultRecord]] = {}
+    """The runs for each baseline that was stated, the oldest first; runs that state none go with it."""
+    found: dict[str | None, list[ResultRecord]] = {}
     for r in sorted(records, key=lambda r: (r.time, r.id)):
         said = Parity.of(r.config)
-        key = None if said is None else (said.baseline.lower(), said.margin, said.relative)
-        found.setdefault(key, []).append(r)
+        found.setdefault(None if said is None else said.baseline.lower(), []).append(r)
     if len(found) - (None in found) < 2:
         return [records]
     loose = found.pop(None, [])

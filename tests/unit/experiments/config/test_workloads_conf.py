@@ -16,6 +16,7 @@ EXPERIMENTS = sorted(p.stem for p in (CONF / "exp").glob("*.yaml"))
 WORKLOADS = sorted(p.stem for p in (CONF / "workload").glob("*.yaml"))
 # Of CSER, 0/1 Adam and SLAMB: tests/unit/experiments/config/test_experiments_more.py.
 OF_OTHERS = {name for name in EXPERIMENTS if name.startswith(("cser_", "zero_one_", "slamb_"))}
+OF_NO_PAPER = {"language_model"}
 # tests/unit/experiments/runs/test_all_methods.py, tests/unit/experiments/runs/test_papers.py.
 OF_ALL_METHODS = {"methods", "methods_digits"}
 OF_BIRDER = {"resnet50", "resnet50_b128", "bert_squad", "cifar100", "ptb", "wikipedia"}
@@ -34,7 +35,10 @@ def test_experiment_opens_with_facts(exp: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "exp", slow_unless({"resnet50", "hsdp_gpt2"}.__contains__, sorted(set(EXPERIMENTS) - OF_OTHERS - OF_ALL_METHODS))
+    "exp",
+    slow_unless(
+        {"resnet50", "hsdp_gpt2"}.__contains__, sorted(set(EXPERIMENTS) - OF_OTHERS - OF_ALL_METHODS - OF_NO_PAPER)
+    ),
 )
 def test_every_variant_of_an_experiment_is_a_valid_run(exp: str) -> None:
     """At quick scale and without data everything runs; the first row is the bound, the others the four methods.

@@ -205,7 +205,7 @@ def test_gpt2_predicts_the_next_token(text: Path) -> None:
 
 def test_gpt2_bad_input(tmp_path: Path) -> None:
     for options, words in (
-        ({"preset": "xl"}, "small, mini, tiny"),
+        ({"preset": "xl"}, "medium, small, mini, micro, tiny"),
         ({"seq_len": 2000}, "1024 positions"),
         ({"seq_len": 4}, "too short"),
         ({"init": "zero"}, "pretrained or random"),
