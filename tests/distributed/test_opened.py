@@ -187,7 +187,7 @@ def test_on_emulated_nodes_the_link_is_open_for_its_turns_alone(
         "wandb=disabled",
     ]
     overrides += ["train.max_steps=40", "train.threads=1", "train.batch_per_rank=2"]
-    assert compare.compare([*overrides, f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"], ["sgdm"]) == 0
+    assert compare.compare([*overrides, f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"], ["sgdm"], verbose=True) == 0
     records = {r.wire: r for r in record.read_all(tmp_path / "r")}
     fp32 = records["fp32"]
     asked = next((tmp_path / "o").glob("*/*/control")).read_text().splitlines()
