@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from experiments import compare
 from experiments.config import compose
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import arithmetic, speedup, speedup_table
+from experiments.report import arithmetic, speedup, speedup_table, tables
 from experiments.timing import opened
 from launch.emulated import sandbox
 from tests.distributed.test_turns import described
@@ -187,7 +188,9 @@ def test_on_emulated_nodes_the_link_is_open_for_its_turns_alone(
         "wandb=disabled",
     ]
     overrides += ["train.max_steps=40", "train.threads=1", "train.batch_per_rank=2"]
-    assert compare.compare([*overrides, f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"], ["sgdm"], verbose=True) == 0
+    overrides += [f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"]
+    show = functools.partial(tables.print_group, verbose=True)
+    assert compare.compare(overrides, ["sgdm"], show) == 0
     records = {r.wire: r for r in record.read_all(tmp_path / "r")}
     fp32 = records["fp32"]
     asked = next((tmp_path / "o").glob("*/*/control")).read_text().splitlines()
