@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -67,11 +66,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class AccuracyTable:
-    """All methods and learning rates tried in one setting. `slug` names its plot."""
+    """All methods and learning rates tried in one setting. `slug` names its plot.
+
+    against: the baseline of a study that is not the setting's first; empty for that one.
+    """
 
     slug: str
     title: str
     cells: tuple[Cell, ...]
+    against: str = ""
 
     @property
     def metric(self) -> dict[str, Any]:
@@ -232,10 +235,10 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
                 members.append(r)
     tables = []
     counts: dict[str, int] = {}
-    split = [(key, _by_comparison(members)) for key, members in sorted(settings.items())]
-    first = [(key, parts[0], "") for key, parts in split]
-    others = [(key, part, f"against {_stated(part).baseline}") for key, parts in split for part in parts[1:]]
-    for key, members, against in (*first, *others):
+    split = [(key, against, part) for key, every in sorted(settings.items()) for against, part in _by_comparison(every)]
+    for key, against, members in sorted(
+        split, key=lambda one: one[1] != ""
+    ):  # further studies take no slug of a first one
         cells = _cells(members)
         if not any(cell.valid for cell in cells):
             continue
@@ -244,28 +247,34 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         counts[slug] = counts.get(slug, 0) + 1
         slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
         ranks = f"{nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each"
-        parts = (f"{exp}: {data}", length, schedule, ranks, precision, f"scale {scale}", against)
+        parts = (
+            f"{exp}: {data}",
+            length,
+            schedule,
+            ranks,
+            precision,
+            f"scale {scale}",
+            against and f"against {against}",
+        )
         title = ", ".join(part for part in parts if part)
-        tables.append(AccuracyTable(slug, title, tuple(cells)))
+        tables.append(AccuracyTable(slug, title, tuple(cells), against))
     return tables
 
 
-def _stated(records: Sequence[ResultRecord]) -> Parity:
-    """The comparison that they state."""
-    return next(said for r in records if (said := Parity.of(r.config)) is not None)
-
-
-def _by_comparison(records: list[ResultRecord]) -> list[list[ResultRecord]]:
-    """The runs for each baseline that was stated, the oldest first; runs that state none go with it."""
-    found: dict[str | None, list[ResultRecord]] = {}
+def _by_comparison(records: list[ResultRecord]) -> list[tuple[str, list[ResultRecord]]]:
+    """(`AccuracyTable.against`, runs) by stated baseline, the oldest first; runs that state none go with it."""
+    found: dict[str, list[ResultRecord]] = {}
+    names: dict[str, str] = {}
     for r in sorted(records, key=lambda r: (r.time, r.id)):
         said = Parity.of(r.config)
-        found.setdefault(None if said is None else said.baseline.lower(), []).append(r)
-    if len(found) - (None in found) < 2:
-        return [records]
-    loose = found.pop(None, [])
-    first, *others = found.values()
-    return [first + loose, *others]
+        name = "" if said is None else said.baseline
+        names.setdefault(name.lower(), name)
+        found.setdefault(name.lower(), []).append(r)
+    loose = found.pop("", [])
+    if len(found) < 2:
+        return [("", records)]
+    first, *others = found
+    return [("", found[first] + loose), *((names[key], found[key]) for key in others)]
 
 
 def columns(table: AccuracyTable) -> list[Column]:

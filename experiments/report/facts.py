@@ -268,7 +268,7 @@ class Facts:
         every = [t for groups in self._studies.values() for group in groups for t in group]
         every = list({t.slug: t for t in every}.values()) if virtual else accuracy.build(self._records)
         found = [t for t in every if all(w in t.title for w in words)]
-        found = [t for t in found if ", against " not in t.title] or found
+        found = [t for t in found if not t.against] or found
         return Study(only(found, f"a table of accuracies with {', '.join(words)}"), self.results)
 
     def studies(self, exp: str) -> str:
