@@ -27,19 +27,13 @@ def hook_run(rank: int, world: int, how: dict[str, Any]) -> dict[str, Any]:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0005)
         optimizer = Lion(model.parameters(), vote=vote, **OPTIONS)
         attachment = attach(wrapped, optimizer, unit_mb=0.0008, **how)
-        for step in range(1, STEPS + 1):
-            optimizer.zero_grad()
-            toy.loss(wrapped, rank, step).backward()
-            optimizer.step()
-            if step == STEPS // 2:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        toy.train(wrapped, optimizer, rank, range(1, STEPS // 2 + 1))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        toy.train(wrapped, optimizer, rank, range(STEPS // 2 + 1, STEPS + 1))
         x = toy.flat(model).numpy()
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
-        for step in range(STEPS // 2 + 1, STEPS + 1):
-            optimizer.zero_grad()
-            toy.loss(wrapped, rank, step).backward()
-            optimizer.step()
+        toy.train(wrapped, optimizer, rank, range(STEPS // 2 + 1, STEPS + 1))
         padded = sum(u.padded for u in optimizer.units)
         found[vote] = x, toy.flat(model).numpy(), attachment.counter.total, padded, len(optimizer.units)
         attachment.close()

@@ -66,19 +66,13 @@ def hook_run(rank: int, world: int) -> dict[str, Any]:
         return model, ddp, optimizer, attach(ddp, optimizer, unit_mb=0.002)
 
     model, ddp, optimizer, attachment = build()
-    for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
-        if step == STEPS // 2:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    toy.train(ddp, optimizer, rank, range(1, STEPS // 2 + 1))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    toy.train(ddp, optimizer, rank, range(STEPS // 2 + 1, STEPS + 1))
     again, ddp, optimizer, _ = build()
     again.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    for step in range(STEPS // 2 + 1, STEPS + 1):
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, rank, range(STEPS // 2 + 1, STEPS + 1))
     elements = sum(p.numel() for p in model.parameters())
     kept = {name for u in optimizer.units for name in u.state}
     matrices = sum(u.padded for u in optimizer.units if u.group["muon"])

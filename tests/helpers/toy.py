@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -44,14 +44,19 @@ def make(seed: int = 3, width: int = 37) -> Net:
     return Net(width)
 
 
+def train(model: nn.Module, optimizer: Optimizer, worker: int, steps: Iterable[int]) -> None:
+    """These steps of a worker."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, worker, step).backward()
+        optimizer.step()
+
+
 def trained(make_optimizer: Callable[..., Optimizer], steps: int) -> Tensor:
     """The parameters of one worker's model after so many steps."""
     model = make()
     optimizer = make_optimizer(model.parameters())
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        loss(model, 0, step).backward()
-        optimizer.step()
+    train(model, optimizer, 0, range(1, steps + 1))
     return flat(model)
 
 
