@@ -13,16 +13,17 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from birder.attachment import Attachment
-    from birder.block_scaled import BlockScaled, block_scaled_hook
     from birder.comm import Topology
-    from birder.ddp import attach
-    from birder.optimizers import *
-    from birder.virtual import VirtualRanks
+    from birder.hooks.attachment import Attachment
+    from birder.hooks.block_scaled import BlockScaled, block_scaled_hook
+    from birder.hooks.ddp import attach
+    from birder.hooks.virtual import VirtualRanks
+    from birder.optim import *
 
 __version__ = "0.1.0"
 
@@ -74,22 +75,31 @@ __all__ = [
     "overall_ratio",
 ]
 _ROOMS = {
-    "Attachment": "birder.attachment",
-    "attach": "birder.ddp",
-    "BlockScaled": "birder.block_scaled",
-    "block_scaled_hook": "birder.block_scaled",
+    "Attachment": "birder.hooks.attachment",
+    "attach": "birder.hooks.ddp",
+    "BlockScaled": "birder.hooks.block_scaled",
+    "block_scaled_hook": "birder.hooks.block_scaled",
     "Topology": "birder.comm",
-    "VirtualRanks": "birder.virtual",
+    "VirtualRanks": "birder.hooks.virtual",
 }
 """Where a name stands that is not one of the optimizers'."""
+_MOVED = {
+    "elastic": "checkpoint.elastic",
+    "fsdp_state": "checkpoint.shards",
+    "optimizers": "optim",
+}
+"""Modules by the names that they had."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(f"birder.{name} is birder.{_MOVED[name]} now", FutureWarning, stacklevel=2)
+        return importlib.import_module(f"birder.{_MOVED[name]}")
     if name not in __all__:
         if name.startswith("_") or importlib.util.find_spec(f"birder.{name}") is None:
             raise AttributeError(f"module 'birder' has no attribute {name!r}")
         return importlib.import_module(f"birder.{name}")
-    value = getattr(importlib.import_module(_ROOMS.get(name, "birder.optimizers")), name)
+    value = getattr(importlib.import_module(_ROOMS.get(name, "birder.optim")), name)
     globals()[name] = value
     return value
 

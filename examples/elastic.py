@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from birder import Birder, attach, checkpoint, elastic
+from birder import Birder, attach, checkpoint
+from birder.checkpoint import elastic
 
 STEPS, BATCH, EVERY = 2000, 96, 50
 

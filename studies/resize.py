@@ -1,10 +1,10 @@
 """What a change of the number of workers costs: `python studies/resize.py [--seeds 5] [--publish]`.
 
 scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to the change and then goes on
-three times, with the same batches in all: unchanged; on k workers with what birder/elastic.py makes of the old states
-(`mean`, what resume_resize=average does); and on k workers that keep only what all old ones had in common and begin with
-zeros for the rest (`zeros`). What counts is the loss over all training images after each of the steps that follow the change,
-as a share of the unchanged run's.
+three times, with the same batches in all: unchanged; on k workers with what `birder.checkpoint.elastic` makes of the old
+states (`mean`, what resume_resize=average does); and on k workers that keep only what all old ones had in common and begin
+with zeros for the rest (`zeros`). What counts is the loss over all training images after each of the steps that follow the
+change, as a share of the unchanged run's.
 
 Prints a table and writes it and the losses ({method, before, after, rule, seed, losses}, one loss for each step after the
 change) to results/local/tables/resize.md and results/local/resize.jsonl; --publish writes to results/published, and the
@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from birder import BucketOptimizer, elastic
+from birder import BucketOptimizer
+from birder.checkpoint import elastic
 from experiments.config import compose
 from experiments.records.record import LOCAL, PUBLISHED, write_file
 from experiments.report import documents, paired

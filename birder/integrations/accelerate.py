@@ -22,11 +22,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 import birder
-from birder.ddp import Attachment
+from birder.hooks.ddp import Attachment
+from birder.hooks.wrappers import unwrap_method
 from birder.integrations import every_rank
 from birder.integrations.every_rank import NO_CLIPPING
-from birder.optimizers.base import BucketOptimizer
-from birder.wrappers import unwrap_method
+from birder.optim.base import BucketOptimizer
 
 
 def attach(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from birder import checkpoint
-from birder.optimizers.base import BucketOptimizer
+from birder.optim.base import BucketOptimizer
 
 FOLDER = "birder"
 """Below the framework's own checkpoint; a second optimizer has `birder_1`."""

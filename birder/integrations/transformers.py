@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import Trainer
 
+from birder.hooks.wrappers import unwrap_method, unwrap_optimizer
 from birder.integrations.accelerate import EveryRank, attach
 from birder.integrations.every_rank import NO_CLIPPING
-from birder.optimizers.base import BucketOptimizer
-from birder.wrappers import unwrap_method, unwrap_optimizer
+from birder.optim.base import BucketOptimizer
 
 if TYPE_CHECKING:
     _Trainer = Trainer

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from birder import OneBitAdam
 from birder.comm import AllGather, AllToAll, GatherWorkers, Requests
-from birder.optimizers.contract import Plan
-from birder.optimizers.layout import Unit
+from birder.optim.contract import Plan
+from birder.optim.layout import Unit
 
 
 class FusedOneBitAdam(OneBitAdam):

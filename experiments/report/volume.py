@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from birder.optimizers.zero_one_schedule import Rounds
+    from birder.optim.zero_one_schedule import Rounds
 
     Measure = Callable[[Rounds], float]
 
@@ -31,8 +31,8 @@ class Setting:
     onebit_warmups: tuple[tuple[str, int], ...] = (("BERT-Large", 23_000), ("BERT-Base", 16_000))
 
     def rounds(self, steps: int, aligned: bool) -> Rounds:
-        """How often a run of so many steps communicates. Imports torch, as all of birder.optimizers."""
-        from birder.optimizers import zero_one_schedule as schedule
+        """How often a run of so many steps communicates. Imports torch, as all of birder.optim."""
+        from birder.optim import zero_one_schedule as schedule
 
         return schedule.rounds(
             steps, self.warmup_steps, self.kappa, self.local_doubling, self.local_limit, aligned=aligned

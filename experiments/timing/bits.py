@@ -16,9 +16,9 @@ from torch import Tensor
 
 import birder
 from birder.comm import AllGather, AllToAll, Requests, Topology
-from birder.optimizers import BucketOptimizer
-from birder.optimizers.contract import Plan
-from birder.optimizers.layout import Unit
+from birder.optim import BucketOptimizer
+from birder.optim.contract import Plan
+from birder.optim.layout import Unit
 from experiments.timing.entries import Bound
 from experiments.training.clock import Stopwatch
 from experiments.training.together import gathered

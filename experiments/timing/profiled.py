@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from birder.comm import ByteCounter, Topology
 from birder.comm import Link as Collectives
-from birder.optimizers.layout import make_units
+from birder.optim.layout import make_units
 from birder.predict import measure_kernels
 from birder.predict.costs import EXCHANGES
 from experiments.timing.opened import all_reduce

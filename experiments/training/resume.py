@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from birder import Attachment, BucketOptimizer, checkpoint, elastic
-from birder.optimizers.layout import local as held
+from birder import Attachment, BucketOptimizer, checkpoint
+from birder.checkpoint import elastic
+from birder.optim.layout import local as held
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment
 from experiments.workloads.base import Workload
@@ -23,7 +24,7 @@ from launch.errors import UserError
 class Checkpoints:
     """Saves and restores model, optimizer, workload, loss scale and random states below `folder`.
 
-    resize: takes checkpoints of another number of ranks too (birder/elastic.py).
+    resize: takes checkpoints of another number of ranks too (birder/checkpoint/elastic.py).
     """
 
     folder: Path

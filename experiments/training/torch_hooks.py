@@ -4,7 +4,7 @@
 `birder.attach`'s; a dense optimizer then works on the averaged `p.grad`. Per bucket and step these hooks send
 
     bf16, fp16    one all-reduce of 2 bytes for each element
-    int4, fp8     an all-to-all and an all-gather of codes and scales (birder/block_scaled.py)
+    int4, fp8     an all-to-all and an all-gather of codes and scales (birder/hooks/block_scaled.py)
     powersgd      three all-reduces in fp32: what is not compressed (tensors of one dimension, and matrices for which it does
                   not pay), all P, n r for a matrix of n x m, and all Q, m r; r = min(rank, n, m)
 
@@ -27,11 +27,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import BlockScaled, BucketOptimizer
-from birder.attachment import done, on_thread
-from birder.block_scaled import LARGEST
 from birder.comm import ByteCounter, Link, Topology, Trace
 from birder.comm.link import backend_for
 from birder.comm.trace import current, note_wire
+from birder.hooks.attachment import done, on_thread
+from birder.hooks.block_scaled import LARGEST
 from birder.predict.methods import LOW_RANK_RATE
 from birder.predict.methods import low_rank_numbers as of_tensor
 

@@ -18,7 +18,7 @@ from experiments.workloads.base import Batch, Shard, Workload
 
 
 class VirtualAttachment:
-    """What the loop asks of a connection (birder/ddp.py), of virtual ranks."""
+    """What the loop asks of a connection (birder/hooks/ddp.py), of virtual ranks."""
 
     def __init__(self, ranks: VirtualRanks) -> None:
         self.counter = ranks.counter

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from birder import checkpoint, elastic
-from birder.checkpoint_files import read_manifest
+from birder import checkpoint
+from birder.checkpoint import elastic
+from birder.checkpoint.files import read_manifest
 from launch.errors import UserError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from birder import checkpoint
-from birder.checkpoint_files import read_manifest
+from birder.checkpoint.files import read_manifest
 from experiments import run
 from experiments.config import compose
 from experiments.runs import start

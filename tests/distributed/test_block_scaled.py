@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.block_scaled import BlockScaled, block_scaled_hook, decode, encode
+from birder.hooks.block_scaled import BlockScaled, block_scaled_hook, decode, encode
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 

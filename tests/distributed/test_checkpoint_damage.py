@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from birder import checkpoint, checkpoint_files
+from birder import checkpoint
 from birder.checkpoint import Broken
-from birder.checkpoint_files import rank_file
+from birder.checkpoint import files as checkpoint_files
+from birder.checkpoint.files import rank_file
 from tests.helpers.ranks import run_ranks
 
 SOON_S = 30.0

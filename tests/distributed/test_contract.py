@@ -27,7 +27,7 @@ from birder.comm import (
     Union,
 )
 from birder.comm.runtime import performing, run
-from birder.optimizers.layout import Unit
+from birder.optim.layout import Unit
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 

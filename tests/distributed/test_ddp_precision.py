@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from birder import Birder, OneBitAdam, attach
-from birder.attachment import all_finite
+from birder.hooks.attachment import all_finite
 from tests.distributed.test_ddp import wrap
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
-from birder import attach, checkpoint, elastic
+from birder import attach, checkpoint
+from birder.checkpoint import elastic
 from birder.comm import SingleProcess
 from tests.distributed.test_guards import METHODS
 from tests.helpers import toy

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import birder
 from birder import attach
-from birder.fsdp import _check_parameters
+from birder.hooks.fsdp import _check_parameters
 from tests.helpers import ROOT, toy
 from tests.helpers.hsdp import hsdp, make_mesh, shard, train
 from tests.helpers.ranks import run_ranks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from birder import fsdp_state
-from birder.optimizers.relayout import gathered
+from birder.checkpoint import shards
+from birder.optim.relayout import gathered
 from tests.helpers import toy
 from tests.helpers.hsdp import full, hsdp, make_mesh, train
 from tests.helpers.ranks import run_ranks
@@ -27,7 +27,7 @@ def state(model: torch.nn.Module, attachment: Any) -> dict[str, Any]:
     """Every entry of the state, whole."""
     flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
     found = {}
-    for key, entries in fsdp_state._by_parameter(model, attachment, flats).items():
+    for key, entries in shards._by_parameter(model, attachment, flats).items():
         for name, t in entries.items():
             found[f"{key}.{name}"] = (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().numpy()
     return found
@@ -50,11 +50,11 @@ def saving(rank: int, world: int, folder: str) -> dict[str, Any]:
         model, optimizer, attachment = hsdp("toy", mesh, method, options, unit_mb=0.001)
         train(model, optimizer, toy.loss, rank, range(1, 6))
         optimizer.param_groups[0]["lr"] = 0.02
-        fsdp_state.save(f"{folder}/{method}", model, attachment)
+        shards.save(f"{folder}/{method}", model, attachment)
         kept = state(model, attachment)
         train(model, optimizer, toy.loss, rank, range(6, 9))
         again, other, attached = hsdp("toy", mesh, method, options, unit_mb=0.001)
-        fsdp_state.load(f"{folder}/{method}", again, attached)
+        shards.load(f"{folder}/{method}", again, attached)
         assert other.steps == 5
         train(again, other, toy.loss, rank, range(6, 9))
         out[method] = (full(model).numpy(), full(again).numpy(), kept)
@@ -66,7 +66,7 @@ def loading(rank: int, world: int, folder: str, shards: int) -> dict[str, Any]:
     mesh, out = make_mesh(world // shards, shards), {}
     for method, options in METHODS.items():
         model, optimizer, attachment = hsdp("toy", mesh, method, options, unit_mb=0.002)
-        fsdp_state.load(f"{folder}/{method}", model, attachment)
+        shards.load(f"{folder}/{method}", model, attachment)
         found = state(model, attachment)
         if shards == 1:
             train_alone(model, optimizer, rank, range(6, 9))
@@ -80,7 +80,7 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     for method, saved in (("Birder", "Birder"), ("OneBitAdam", "OneBitAdam"), ("LAMB", "Birder"), ("LAMB", "LAMB")):
         model, _, attachment = hsdp("toy", mesh, method, METHODS[method])
         try:
-            fsdp_state.load(f"{folder}/{saved}", model, attachment)
+            shards.load(f"{folder}/{saved}", model, attachment)
         except ValueError as e:
             said.append(str(e))
     return said
@@ -92,13 +92,13 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_number_of_shards(tmp_path: Pat
     for method in METHODS:
         for first, again, _ in (result[method] for result in kept):
             assert (first == again).all(), method
-    for shards in (1, 3):
-        for result in run_ranks(loading, 2 * shards, str(tmp_path), shards, ranks_per_node=shards):
+    for n in (1, 3):
+        for result in run_ranks(loading, 2 * n, str(tmp_path), n, ranks_per_node=n):
             for method, (x, found) in result.items():
                 before = kept[0][method][2]
                 assert found.keys() == before.keys()
                 assert all((found[k] == before[k]).all() for k in found), method
-                if shards == 1 and method == "Birder":  # random numbers do not depend on the number of shards
+                if n == 1 and method == "Birder":  # random numbers do not depend on the number of shards
                     assert (x == kept[0][method][0]).all()
     for said in run_ranks(refused, 3, str(tmp_path), ranks_per_node=1):
         birder, adam, another = said  # a dense method takes any number of replicas

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from birder import BucketOptimizer, Plan, Topology, attach
 from birder.comm import Hierarchical, Mean, TwoPhase, run
-from birder.optimizers.layout import Unit
+from birder.optim.layout import Unit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import AdamW, Muon, attach
-from birder.optimizers.muon import orthogonal
+from birder.optim.muon import orthogonal
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 

@@ -96,7 +96,7 @@ def test_bytes_fall_when_compression_starts():
 
 def test_the_error_is_what_was_not_sent():
     from birder import kernels
-    from birder.compress.scaled_sign import split
+    from birder.optim.scaled_sign import split
 
     kept = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     error, sent = kept.clone(), torch.empty(4096)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import ZeroOneAdam, attach
-from birder.optimizers import zero_one_schedule as schedule
+from birder.optim import zero_one_schedule as schedule
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_zero_one_adam import ZeroOneAdam as Reference

@@ -104,7 +104,7 @@ def test_the_sdist_holds_no_tests(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as file:
         names = file.getnames()
-    assert any(name.endswith("/birder/ddp.py") for name in names)
+    assert any(name.endswith("/birder/hooks/ddp.py") for name in names)
     assert not [name for name in names if "/tests" in name]
 
 

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import birder
-from birder import fsdp, kernels
+from birder import kernels
 from birder.comm import StreamPipeline
+from birder.hooks import fsdp
 from birder.kernels import reference
 from tests.helpers import toy
 from tests.helpers.fake_cuda import FakeCuda

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import birder
 from birder import kernels
-from birder.attachment import mark_overflow
 from birder.comm import StreamPipeline
 from birder.comm import link as link_module
 from birder.comm import run as perform
-from birder.late import sent
-from birder.optimizers.seen import Few
+from birder.comm.late import sent
+from birder.hooks.attachment import mark_overflow
+from birder.optim.seen import Few
 from tests.gpu.test_streams import METHODS, communicator
 from tests.helpers.fake_gpu import GPU, AskedFor, FakeGpu, Streams
 

@@ -98,8 +98,8 @@ class FakeGpu(TorchDispatchMode):
         """Inside, tensors on `GPU` are fake, and the package's kernels for CUDA serve them."""
         # What asks for numbers, and what launches, must be there to be given what stands in for it.
         import birder.kernels.cuda_many as many
-        import birder.optimizers.onebit
-        import birder.optimizers.slamb  # noqa: F401
+        import birder.optim.onebit
+        import birder.optim.slamb  # noqa: F401
         from birder import kernels
         from birder.kernels import cuda, reference, segments
 
@@ -134,7 +134,7 @@ def _numbers(index: Tensor | None) -> Tensor | None:
 
 
 class AskedFor:
-    """In place of `birder.late.Late`: asked for in an earlier step than it is read, or the host has waited."""
+    """In place of `birder.comm.late.Late`: asked for in an earlier step than it is read, or the host has waited."""
 
     gpu: FakeGpu
     value = 1

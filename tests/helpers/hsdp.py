@@ -1,4 +1,4 @@
-"""Small models under FSDP2, and the same under DDP, for the tests of birder/fsdp.py."""
+"""Small models under FSDP2, and the same under DDP, for the tests of birder/hooks/fsdp.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import BucketOptimizer, attach
-from birder.attachment import Attachment
+from birder.hooks.attachment import Attachment
 from tests.helpers import toy
 
 Loss = Callable[[nn.Module, int, int], Tensor]

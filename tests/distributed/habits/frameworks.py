@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from birder.wrappers import unwrap_optimizer
+from birder.hooks.wrappers import unwrap_optimizer
 from tests.distributed.habits.base import FIRST, Plain, habit, others
 from tests.distributed.habits.rates import SchedulerAfterByHand
 from tests.distributed.habits.script import Gradients, Script, Stop, drawn

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birder import checkpoint, checkpoint_files
+from birder import checkpoint
 from birder.checkpoint import Broken
+from birder.checkpoint import files as checkpoint_files
 from tests.distributed.test_checkpoint_damage import flip, write
 
 

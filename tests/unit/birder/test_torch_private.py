@@ -40,7 +40,7 @@ def test_this_torch_is_one_that_pyproject_allows_and_there_is_an_upper_bound() -
 def test_callbacks_at_the_end_of_backward_run_in_the_order_in_which_they_are_queued() -> None:
     """`queue_after_backward`, and in `_after_ddp` once more from inside of a callback."""
     engine = torch.autograd.Variable._execution_engine
-    needs(hasattr(engine, "queue_callback"), "engine.queue_callback", "birder/attachment.py")
+    needs(hasattr(engine, "queue_callback"), "engine.queue_callback", "birder/hooks/attachment.py")
     seen: list[str] = []
 
     def again() -> None:
@@ -57,14 +57,14 @@ def test_callbacks_at_the_end_of_backward_run_in_the_order_in_which_they_are_que
     needs(
         seen == ["first", "second", "queued by the first"],
         "double queue of queue_callback",
-        "birder/ddp.py (_after_ddp)",
+        "birder/hooks/ddp.py (_after_ddp)",
     )
 
 
 def test_ddp_knows_its_hooks_and_its_reducer(world: Any) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    needs(isinstance(getattr(ddp, "_comm_hooks", None), list), "DDP._comm_hooks", "birder/wrappers.py")
-    needs(hasattr(ddp, "_use_python_reducer"), "DDP._use_python_reducer", "birder/wrappers.py")
+    needs(isinstance(getattr(ddp, "_comm_hooks", None), list), "DDP._comm_hooks", "birder/hooks/wrappers.py")
+    needs(hasattr(ddp, "_use_python_reducer"), "DDP._use_python_reducer", "birder/hooks/wrappers.py")
 
     def hook(state, bucket):  # DDP looks at annotations
         future = torch.futures.Future()
@@ -72,8 +72,8 @@ def test_ddp_knows_its_hooks_and_its_reducer(world: Any) -> None:
         return future
 
     ddp.register_comm_hook("state", hook)
-    needs(len(ddp._comm_hooks) == 1, "DDP._comm_hooks with the registered hook", "birder/wrappers.py")
-    needs(len(ddp._comm_hooks[0]) == 2, "DDP._comm_hooks of (hook, state)", "birder/wrappers.py")
+    needs(len(ddp._comm_hooks) == 1, "DDP._comm_hooks with the registered hook", "birder/hooks/wrappers.py")
+    needs(len(ddp._comm_hooks[0]) == 2, "DDP._comm_hooks of (hook, state)", "birder/hooks/wrappers.py")
 
 
 def test_process_groups(world: Any) -> None:
@@ -114,26 +114,26 @@ def test_compiled_autograd_says_whether_it_is_on() -> None:
     from torch._dynamo import compiled_autograd
 
     for name in ("compiled_autograd_enabled", "in_compiled_autograd_region"):
-        needs(hasattr(compiled_autograd, name), f"torch._dynamo.compiled_autograd.{name}", "birder/fsdp.py")
+        needs(hasattr(compiled_autograd, name), f"torch._dynamo.compiled_autograd.{name}", "birder/hooks/fsdp.py")
 
 
 def test_changes_in_place_are_counted() -> None:
     x = torch.zeros(2)
     before = x._version
     x.mul_(2)
-    needs(x._version > before, "Tensor._version", "birder/optimizers/exchange.py")
+    needs(x._version > before, "Tensor._version", "birder/optim/exchange.py")
 
 
 def test_fsdp_takes_hooks_and_collectives() -> None:
     from torch.distributed.fsdp import FSDPModule
 
     for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
-        needs(hasattr(FSDPModule, name), f"FSDPModule.{name}", "birder/fsdp.py")
+        needs(hasattr(FSDPModule, name), f"FSDPModule.{name}", "birder/hooks/fsdp.py")
 
 
 def test_a_compiled_model_has_the_model_inside() -> None:
     model = nn.Linear(1, 1)
-    needs(getattr(torch.compile(model), "_orig_mod", None) is model, "_orig_mod", "birder/wrappers.py")
+    needs(getattr(torch.compile(model), "_orig_mod", None) is model, "_orig_mod", "birder/hooks/wrappers.py")
 
 
 def test_a_grad_scaler_asks_and_hands_over() -> None:
@@ -151,8 +151,8 @@ def test_a_grad_scaler_asks_and_hands_over() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)
-    needs(optimizer.handed, "GradScaler that hands over found_inf", "birder/optimizers/base.py")
+    needs(optimizer.handed, "GradScaler that hands over found_inf", "birder/optim/base.py")
 
 
 def test_adamw_is_one_pass() -> None:
-    needs(hasattr(torch, "_fused_adamw_"), "torch._fused_adamw_", "birder/optimizers/adam.py")
+    needs(hasattr(torch, "_fused_adamw_"), "torch._fused_adamw_", "birder/optim/adam.py")

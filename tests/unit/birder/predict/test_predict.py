@@ -238,7 +238,7 @@ def test_low_rank_numbers_are_those_of_torchs_hook() -> None:
 
 
 def test_the_share_of_syncs_of_zero_one_adam_is_that_of_its_schedule() -> None:
-    from birder.optimizers import zero_one_schedule as schedule
+    from birder.optim import zero_one_schedule as schedule
 
     steps, warmup = 118_000, 12_500
     syncs = sum(schedule.sync(s, warmup, 32_678, 16, False) for s in range(1, steps + 1))

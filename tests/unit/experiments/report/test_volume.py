@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from birder.optimizers import zero_one_schedule as schedule
+from birder.optim import zero_one_schedule as schedule
 from experiments.records.record import ROOT
 from experiments.report import volume
 from launch.errors import UserError

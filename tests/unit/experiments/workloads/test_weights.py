@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from birder import checkpoint
-from birder.checkpoint_files import SHARED, Manifest, rank_file, write_manifest, write_tree
+from birder.checkpoint.files import SHARED, Manifest, rank_file, write_manifest, write_tree
 from experiments.workloads import weights
 from launch.errors import UserError
 

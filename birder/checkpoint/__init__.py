@@ -1,0 +1,238 @@
+"""Checkpoints that hold every rank's own state. None that is torn or changed is ever taken, and none can run code.
+
+Written into `step-NNNNNNNN.tmp`, completed by a manifest with the size and SHA-256 of every file, then renamed. Format:
+birder/checkpoint/files.py. `root` is a folder that all ranks see.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from birder.checkpoint.files import (
+    MANIFEST,
+    SHARED,
+    Broken,
+    Manifest,
+    Seal,
+    check,
+    name_of,
+    rank_file,
+    read_manifest,
+    read_tree,
+    write_manifest,
+    write_tree,
+)
+
+__all__ = ["MANIFEST", "SHARED", "Broken", "Restored", "latest", "load", "rank_file", "read", "restore", "save"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` found. passed_over: one line for each newer checkpoint that is broken; world_size: ranks that saved."""
+
+    step: int
+    folder: Path
+    shared: dict[str, Any]
+    local: dict[str, Any]
+    passed_over: list[str]
+    world_size: int
+
+
+def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
+    """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
+
+    shared: nested dicts and lists of tensors and scalars that are the same on all ranks (the model); stored once.
+            Scalars are what JSON knows: numbers, strings, booleans, None.
+    local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
+    Checkpoints of later steps are removed too: they are those of a future that this run has left.
+
+    Returns the checkpoint's folder. When one rank fails, all raise alike: OSError for what the system says (a full disk),
+    RuntimeError for the rest. Nothing of the checkpoint is left then.
+    """
+    root, rank = Path(root), _rank()
+    final, draft = root / name_of(step), root / f"{name_of(step)}.tmp"
+
+    def begin() -> None:
+        for old in root.glob("step-*.tmp"):
+            shutil.rmtree(old, ignore_errors=True)
+        draft.mkdir(parents=True)
+
+    def write() -> dict[str, Seal]:
+        written = {rank_file(rank): write_tree(draft / rank_file(rank), local)}
+        if rank == 0:
+            written[SHARED] = write_tree(draft / SHARED, shared)
+        return written
+
+    def finish() -> None:
+        for name, seal in files.items():
+            if not (draft / name).is_file() or (draft / name).stat().st_size != seal.size:
+                raise RuntimeError(f"rank 0 does not see {name}: all ranks must write to one shared folder")
+        write_manifest(draft, Manifest(step, _world(), files))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(draft, final)
+        _sync(root)
+        folders = _folders(root)
+        for old in [*folders[: folders.index(final)], *folders[folders.index(final) + keep :]]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    doing = f"checkpoint {final.name} was not written"
+    try:
+        _together(doing, begin if rank == 0 else None)
+        files = {name: seal for part in _together(doing, write) for name, seal in (part or {}).items()}
+        _together(doing, finish if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return final
+
+
+def latest(root: str | Path) -> tuple[int, Path] | None:
+    """(step, folder) of the newest whole checkpoint under `root`, or None. Reads every file of it; one process calls it."""
+    for folder in _folders(Path(root)):
+        with suppress(Broken):
+            manifest = read_manifest(folder)
+            for name, seal in manifest.files.items():
+                check(folder / name, seal)
+            return manifest.step, folder
+    return None
+
+
+def restore(root: str | Path, any_world: bool = False) -> Restored | None:
+    """Loads the newest checkpoint under `root` that is whole for every rank; None where there is none. Every rank calls it.
+
+    any_world: also one that another number of ranks saved. All of its files are then checked on every rank, and `local` is
+        that of old rank number (this rank modulo their number); `read` gives the others', for birder/checkpoint/elastic.py.
+
+    A broken one is passed over. Raises Broken, a ValueError, when there are only broken ones, and ValueError when that one
+    was saved by another number of ranks.
+    """
+    root = Path(root)
+    names = _together("no checkpoint was read", lambda: [f.name for f in _folders(root)])[0] or []
+    passed_over: list[str] = []
+    for name in names:
+        found: list[tuple[dict[str, Any], dict[str, Any], int]] = []
+
+        def attempt(folder: Path = root / name, found: list[Any] = found) -> tuple[bool, str]:
+            try:
+                found.append(_of_any_world(folder) if any_world else (*load(folder), _world()))
+            except Broken as e:
+                return True, str(e)
+            except ValueError as e:
+                return False, str(e)
+            return True, ""
+
+        said = [part for part in _together("no checkpoint was read", attempt) if part and part[1]]
+        if not said:
+            shared, local, world = found[0]
+            return Restored(int(name.removeprefix("step-")), root / name, shared, local, passed_over, world)
+        if not all(broken for broken, _ in said):
+            raise ValueError(next(line for broken, line in said if not broken))
+        passed_over.append(said[0][1])
+    if passed_over:
+        more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
+        raise Broken(f"{passed_over[0]}{more}, and there is no whole one in {root}: remove it to begin again")
+    return None
+
+
+def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(shared, local) as saved by this rank. Tensors come on CPU; dictionaries and lists as they were, tuples as lists.
+
+    Raises Broken, a ValueError, when a file is not what was written, and ValueError when this run has another number of
+    ranks than the one that saved.
+    """
+    return read(folder, _rank(), _world())
+
+
+def _of_any_world(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    try:
+        manifest = read_manifest(folder)
+        if manifest.world_size != _world():
+            for name, seal in manifest.files.items():
+                check(folder / name, seal)
+    except Broken as e:
+        raise Broken(f"checkpoint {folder.name} is broken: {e}") from e
+    return *read(folder, _rank() % manifest.world_size), manifest.world_size
+
+
+def read(folder: str | Path, rank: int, world: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(shared, local) as rank `rank` saved them. world: how many ranks there must have been. Raises as `load` does."""
+    folder = Path(folder)
+    try:
+        manifest = read_manifest(folder)
+        if world not in (None, manifest.world_size):
+            raise ValueError(
+                f"checkpoint {folder.name} was saved by {manifest.world_size} ranks, this run has {world}: "
+                f"use {manifest.world_size} ranks"
+            )
+        if rank_file(rank) not in manifest.files:
+            raise ValueError(f"checkpoint {folder.name} has no rank {rank}")
+        shared, local = (read_tree(folder / n, manifest.files[n]) for n in (SHARED, rank_file(rank)))
+        if not isinstance(shared, dict) or not isinstance(local, dict):
+            raise Broken("the trees of a checkpoint are dictionaries")
+    except Broken as e:
+        raise Broken(f"checkpoint {folder.name} is broken: {e}") from e
+    return shared, local
+
+
+def _folders(root: Path) -> list[Path]:
+    """Folders that claim to be checkpoints, newest first."""
+    return sorted(
+        (f for f in root.glob("step-*") if f.name[5:].isdecimal()), key=lambda f: int(f.name[5:]), reverse=True
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _sync(folder: Path) -> None:
+    """Waits until a renaming in `folder` is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems cannot
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _together(doing: str, what: Callable[[], T] | None) -> list[T | None]:
+    """What every rank's `what` returned. Whatever one of them raises, all raise: none is left waiting for it."""
+    value: T | None = None
+    error: BaseException | None = None
+    try:
+        value = what() if what is not None else None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # torch has errors that are no Exception
+        error = e
+    own = None if error is None else (isinstance(error, OSError), _line(error))
+    said: list[Any] = [(value, own)]
+    if dist.is_initialized():
+        said = [None] * _world()
+        dist.all_gather_object(said, (value, own))
+    for rank, (_, failure) in enumerate(said):
+        if failure is not None:
+            where = f" (rank {rank})" if len(said) > 1 else ""
+            raise (OSError if failure[0] else RuntimeError)(f"{doing}: {failure[1]}{where}") from error
+    return [part for part, _ in said]
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

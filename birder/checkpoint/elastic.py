@@ -1,0 +1,158 @@
+"""Going on with another number of workers: the state of each new rank, out of the states of all old ones.
+
+What becomes of a tensor stands with its method, `Method.carried`:
+
+    copy    the same on all ranks: taken over
+    mean    every worker's own: each new worker gets the mean of the old ones'
+    sum     every worker's own: each new worker gets its share of the sum of the old ones'
+    cut     every server's own: put together in the order of elements, and cut anew
+
+The mean of the workers' errors stays as it was, so that nothing that was withheld is lost or sent twice; and |m| <= b of
+Birder still holds, for |mean m| <= mean b. Nothing is random: all new ranks get the same, bit for bit. The run that goes on
+is another one than that which would have gone on with the old number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder.optim.base import BucketOptimizer
+from birder.optim.layout import Unit, round_up
+from birder.optim.relayout import own
+
+RULES = ("copy", "mean", "sum", "cut")
+
+
+def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The state for this rank of `optimizer`, which is attached, for its `load_state_dict`.
+
+    states: what `state_dict` returned on each rank of the old run, in the order of ranks; read one at a time. Units must be
+            cut alike: the same model, parameter groups and `unit_mb`. Old and new ranks may lie on nodes in any way.
+
+    Where ranks' models differ (`local_models`), every new rank begins with the mean of the old ones': `mean`.
+    Raises ValueError for states that do not belong together or to this optimizer, and for a method that does not say what
+    becomes of its state.
+    """
+    if optimizer.comm.holders > 1:
+        raise ValueError(
+            "parameters are sharded: birder.checkpoint.shards loads their state on another number of shards"
+        )
+    first: dict[str, Any] | None = None
+    wholes: list[dict[str, _Whole]] = []
+    count = 0
+    for state in states:
+        optimizer._check_state(state)
+        if first is None:
+            first = state
+            wholes = _begin(optimizer, state)
+        elif any(state[key] != first[key] for key in ("steps", "signature")):
+            raise ValueError(f"the state of rank {count} is of another run or step than that of rank 0")
+        if optimizer.compressed and state.get("rank", count) != count:
+            raise ValueError(f"state number {count} was saved by rank {state['rank']}: give them in the order of ranks")
+        for unit, whole in zip(state["units"], wholes, strict=True):
+            if set(unit) != set(whole):
+                raise ValueError(f"the state of rank {count} holds {sorted(unit)}, that of rank 0 {sorted(whole)}")
+            for name, tensor in unit.items():
+                whole[name].add(count, tensor)
+        count += 1
+    if first is None:
+        raise ValueError("there is no state to go on from")
+    workers, shards = first["signature"]
+    if optimizer.compressed and count != workers * shards:
+        raise ValueError(f"there are {count} states, the old run had {workers * shards} ranks")
+    return {
+        **first,
+        "signature": list(optimizer.comm.signature),
+        "rank": optimizer.comm.rank,
+        "fingerprint": None,
+        "units": [
+            own(optimizer, unit, {name: whole.anew(optimizer, unit) for name, whole in wholes_of_unit.items()})
+            for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)
+        ],
+    }
+
+
+def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of models, tensors by name, added in fp64 in their order, read one at a time. Raises ValueError for none."""
+    totals: dict[str, Tensor] = {}
+    first: dict[str, Tensor] = {}
+    count = 0
+    for model in models:
+        first = first or model
+        for name, tensor in model.items():
+            totals[name] = tensor.double() if count == 0 else totals[name].add_(tensor)
+        count += 1
+    if not count:
+        raise ValueError("there is nothing to take the mean of")
+    return {name: (total / count).to(first[name].dtype) for name, total in totals.items()}
+
+
+def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, _Whole]]:
+    name, units = type(optimizer).__name__, state["units"]
+    if units is None or len(units) != len(optimizer.units):
+        raise ValueError(f"the saved state has {len(units or [])} units, this optimizer has {len(optimizer.units)}")
+    workers, shards = state["signature"]
+    multiple = math.lcm(32 * workers * shards, optimizer.alignment * shards)
+    wholes = []
+    for unit, tensors in zip(optimizer.units, units, strict=True):
+        padded = round_up(unit.numel, multiple)
+        unknown = sorted(set(tensors) - set(optimizer.carried))
+        if unknown:
+            raise ValueError(
+                f"{name} cannot go on with another number of workers: its `carried` does not name {', '.join(unknown)}"
+            )
+        wholes.append({key: _Whole(optimizer.carried[key], t, padded, workers, shards) for key, t in tensors.items()})
+    return wholes
+
+
+class _Whole:
+    """One state of one unit, all elements of it, as it is put together from the old ranks' tensors."""
+
+    def __init__(self, rule: str, first: Tensor, padded: int, workers: int, shards: int) -> None:
+        own = padded, padded // shards
+        known = {"mean": own, "sum": own, "cut": (padded // (workers * shards),)}
+        if first.numel() not in known.get(rule, (first.numel(),)):
+            raise ValueError(
+                f"a saved tensor has {first.numel()} elements, a unit of {padded} on {workers} x {shards} ranks keeps "
+                f"{known[rule][-1]}: resume with the same model, parameter groups and unit size"
+            )
+        self.rule, self.padded, self.workers, self.shards = rule, padded, workers, shards
+        self.flat = rule != "copy" or first.numel() == padded
+        self.sharded = rule in ("mean", "sum") and first.numel() != padded
+        self.size = first.numel()
+        kind = torch.float64 if rule in ("mean", "sum") else first.dtype
+        self.whole = torch.zeros(padded if self.flat else self.size, dtype=kind)
+        self.kind = first.dtype
+
+    def add(self, rank: int, tensor: Tensor) -> None:
+        """Of old rank number `rank`; rank = worker * shards + shard."""
+        if tensor.numel() != self.size:
+            raise ValueError(f"a tensor of rank {rank} has {tensor.numel()} elements, rank 0's has {self.size}")
+        worker, shard = divmod(rank, self.shards)
+        if self.rule == "copy":
+            if rank == 0:
+                self.whole.copy_(tensor)
+        elif self.rule in ("mean", "sum"):
+            begin = shard * self.size if self.sharded else 0
+            self.whole[begin : begin + self.size] += tensor.cpu()
+        else:
+            begin = (shard * self.workers + worker) * self.size
+            self.whole[begin : begin + self.size] = tensor
+
+    def anew(self, optimizer: BucketOptimizer, unit: Unit) -> Tensor:
+        """All of it as the unit's new ranks keep it together, on the CPU."""
+        whole = self.whole
+        if self.rule in ("mean", "sum"):
+            parts = self.workers if self.rule == "mean" else optimizer.comm.workers
+            whole = whole / (parts if self.sharded else parts * self.shards)
+            whole = whole.to(self.kind) if self.kind.is_floating_point else whole.round_().to(self.kind)
+        if not self.flat:
+            return whole
+        new = torch.zeros(unit.padded, dtype=self.kind)
+        new[: unit.numel] = whole[: unit.numel]
+        return new

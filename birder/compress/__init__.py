@@ -1,1 +1,0 @@
-"""What turns a float message into few bits. Never communicates."""

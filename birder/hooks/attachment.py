@@ -1,0 +1,233 @@
+"""`Attachment`: what connects an optimizer to a wrapped model, whichever wrapper it is."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from birder.comm import (
+    ByteCounter,
+    Link,
+    Pipeline,
+    Requests,
+    StreamPipeline,
+    ThreadPipeline,
+    Topology,
+    Union,
+    finish,
+    run,
+)
+from birder.comm.groups import give_back
+from birder.comm.link import backend_for
+from birder.comm.nodes import agreed as agreed_topology
+from birder.optim.base import BACKWARD, BucketOptimizer, say
+from birder.optim.contract import WIRES, Plan
+from birder.optim.exchange import TWICE
+
+
+class Detached:
+    """What a copy of a model has where the model has its `Attachment`: nothing. torch gives a copied DDP model no hook, and a
+    copy must not communicate through the original's optimizer."""
+
+
+class Attachment:
+    """The connection that `attach` makes.
+
+    counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
+    own:     the process group that the optimizer's messages have for themselves.
+    """
+
+    def __init__(
+        self,
+        optimizer: BucketOptimizer,
+        link: Link,
+        overlap: bool,
+        communicate: bool,
+        own: dist.ProcessGroup | None = None,
+    ) -> None:
+        # No reference to the model: DDP holds this object where Python's collector sees no cycle.
+        self.optimizer = optimizer
+        self.link = link
+        self.counter: ByteCounter = link.counter
+        self.overlap = overlap
+        self.communicate = communicate
+        optimizer._in_backward = overlap and communicate and optimizer.compressed
+        self.pipeline = optimizer.pipeline
+        self._own = own
+        self._paused = False
+        self.closed = False
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes neither communicate nor touch the optimizer.
+
+        One such pass makes DDP rebuild its buckets, so that a resumed run has those of the interrupted one.
+        """
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def state_bytes(self) -> int:
+        """Bytes that the connection itself keeps on this rank between steps: none, all state is the optimizer's."""
+        return 0
+
+    def close(self) -> None:
+        """Ends the communication threads, if there are any. The optimizer's process group is the next attachment's.
+
+        Not where something failed, or is still under way: what was sent might reach the next one.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self.pipeline.close()
+        own, self._own = self._own, None
+        if own is not None and not self.optimizer._stepping and self.pipeline.sound:
+            give_back(own)
+
+    def replace(self, names: dict[Tensor, str]) -> None:
+        """Takes the place of the optimizer's earlier attachment, which is closed. names: of the model's parameters."""
+        optimizer = self.optimizer
+        earlier, optimizer.attachment = optimizer.attachment, self
+        if earlier is not None:
+            earlier.close()
+        optimizer._names = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
+
+    # ---- a backward pass ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Called when a backward pass brings its first gradients. Raises RuntimeError for a second pass before `step`."""
+        optimizer = self.optimizer
+        if optimizer.compressed and self.overlap:
+            if optimizer._unstepped:
+                raise RuntimeError(TWICE)
+            optimizer._unstepped = True
+            optimizer.note_options()  # in a dense warm-up too: what would be refused after it is refused at once
+
+    def compare_steps(self) -> None:
+        """Raises RuntimeError when other ranks' gradients are for another step, where that would make ranks wait for ever.
+
+        In a dense phase, and in the step after it: a rank that is a step behind would wait for gradients, the others for
+        messages.
+        """
+        optimizer = self.optimizer
+        step = optimizer.steps + 1
+        if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
+            return
+        run(optimizer.comm, say(optimizer.comm, step, BACKWARD, optimizer.device))
+
+    def all_reduce_mean(self, buffer: Tensor, number: int, wire: torch.dtype | None = None) -> Future[Any]:
+        """Starts to replace `buffer` by its mean over the link's ranks, sent as `wire`, the optimizer's if not given; it may
+        change."""
+        wire, trace = wire or WIRES[self.optimizer.wire], self.optimizer.pipeline.trace
+        with trace.span("encode", number):
+            sent = buffer if buffer.dtype == wire else buffer.to(wire)
+            sent.div_(self.link.size)
+        self.link.count_ring_all_reduce(sent.numel() * sent.element_size())
+        began = time.perf_counter()
+        work = dist.all_reduce(sent, group=self.link.group, async_op=True)
+        assert work is not None
+
+        def finish(future: Future[Any]) -> Tensor:
+            reduced = future.value()[0]  # raises what the collective met
+            trace.add("wire", number, began, time.perf_counter())
+            with trace.span("decode", number):
+                return buffer if sent is buffer else buffer.copy_(reduced)
+
+        return work.get_future().then(finish)
+
+
+def mark_overflow(grads: Sequence[Tensor], device: torch.device) -> Requests[None]:
+    """Makes an element of `grads`, this rank's gradients, infinite where a gradient of any rank is not finite.
+
+    Every rank calls it. Nothing of it is looked at on the host: a GradScaler does that, once.
+    """
+    grads = [g for g in grads if g.numel()]
+    finite = torch.stack([torch.ones((), dtype=torch.bool, device=device), *(all_finite(g).to(device) for g in grads)])
+    bad = yield Union(~finite.all().view(1))
+    if grads:
+        first = grads[0].as_strided((1,), (1,))
+        first.copy_(torch.where(bad.to(first.device), torch.full_like(first, torch.inf), first))
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """Whether no element is NaN or infinite, bool[]. One pass, nothing as large as `values` is made: either shows in the
+    smallest or the largest."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
+def done(value: Tensor) -> Future[Any]:
+    """A future that has its value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def on_thread(thread: ThreadPoolExecutor, work: Callable[[], Tensor]) -> Future[Any]:
+    """What `work` will return there, or raise."""
+    later: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            later.set_result(work())
+        except Exception as e:
+            later.set_exception(e)
+
+    thread.submit(run)
+    return later
+
+
+def queue_after_backward(call: Callable[[], None]) -> None:
+    """Calls it when the backward pass under way is over, after all that has been queued for its end until now."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue(call)
+
+
+def pipeline_for(device: torch.device, group: dist.ProcessGroup) -> Pipeline:
+    """What runs exchanges of tensors on `device` over `group` beside backward."""
+    if device.type == "cuda":
+        return StreamPipeline(device)
+    # Two threads need messages that are told apart by tags, which `Link` has on gloo alone.
+    return ThreadPipeline() if backend_for(group, device) == "gloo" else Pipeline()
+
+
+def agree(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    optimizer: BucketOptimizer,
+    given: Topology | None,
+    hier: bool,
+    *how: Any,
+) -> Topology:
+    """The topology of the ranks of `group`, once they agree on it, on model and optimizer, and on `how` they attach.
+
+    All ranks call it, before anything else that they do together: those that differ would wait for each other. Raises
+    ValueError for nodes that are not known or unequal, RuntimeError when ranks differ.
+    """
+    topology = agreed_topology(group, device, given, hier)
+    digest = torch.tensor([optimizer.digest(topology, hier, *how)], dtype=torch.int64, device=device)
+    digests = finish(Link(group, topology, ByteCounter()).all_gather(digest)).view(-1).tolist()
+    odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
+    if odd:
+        raise RuntimeError(
+            f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them alike"
+        )
+    if topology.world_size != dist.get_world_size(group):
+        raise ValueError(
+            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
+        )
+    return topology

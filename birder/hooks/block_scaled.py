@@ -1,0 +1,137 @@
+"""Gradients in 4 or 8 bits with a scale for every block: a hook of DDP for any dense optimizer, torch's own among them.
+
+    state = BlockScaled("int4")
+    ddp.register_comm_hook(state, block_scaled_hook)
+
+The two-phase form of ZeRO++'s quantized gradients (qgZ: "ZeRO++: Extremely Efficient Collective Communication for Giant Model
+Training", arXiv 2306.10209) without its reduction inside a node. The error kept by each worker is that of "LoCo: Low-Bit
+Communication Adaptor for Large-scale Model Training", arXiv 2407.04480, without its moving average. Rank i of n has
+the gradient g_i of a bucket, cut into blocks of B elements. Q is the largest code, 7 of int4 and 448 of fp8 (e4m3):
+
+    (1) a_i = g_i + e_i                                    e_i = 0 at first, and always without error_feedback
+    (2) s = max |a_i| / Q of each block, as bf16;   c = a_i / s, rounded to an integer (int4) or to fp8
+    (3) e_i = a_i - s c
+    (4) chunk j of (c, s) goes to rank j: all-to-all;   h = mean_i s_i c_i                            fp32
+    (5) h by (2), to all ranks: all-gather;   every rank's gradient is s c
+
+A rank sends 2 (n-1)/n (bits/8 + 2/B) bytes for an element: 0.51 of int4 and 1.01 of fp8 with 2 (n-1)/n = 1 and B = 256, where
+bf16 takes 2. What is rounded in (5) is not fed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from birder.comm import ByteCounter, Link, Topology, finish
+from birder.comm.link import backend_for, new_group
+from birder.hooks.attachment import Detached, done, on_thread
+from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
+from birder.optim.block_codes import LARGEST, decode, encode
+from birder.optim.checks import require, require_choice
+
+
+class BlockScaled:
+    """The state of `block_scaled_hook`. Every rank of the group makes one, in the same order as other groups.
+
+    code:           "int4" or "fp8" (e4m3).
+    block:          elements that share a scale, an even number.
+    error_feedback: each rank keeps what rounding took from its gradients and adds it in the next step: fp32, 4 bytes for
+                    each parameter. It is not in checkpoints: a resumed run begins with 0.
+    group:          the model's process group; None: the whole world.
+    topology:       nodes x ranks per node, for the counter alone; None: one node for each rank.
+
+    counter: payload bytes and collectives of this rank.
+
+    An element that is not finite makes its block so on all ranks, as in an all-reduce, and no error is kept of it.
+    Raises ValueError for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        code: str = "int4",
+        *,
+        block: int = 256,
+        error_feedback: bool = False,
+        group: dist.ProcessGroup | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        require_choice("code", code, *LARGEST)
+        even = isinstance(block, int) and not isinstance(block, bool) and block >= 2 and block % 2 == 0
+        require(even, "block", block, "an even number of at least 2")
+        self.code, self.block, self.error_feedback = code, block, error_feedback
+        self.counter = ByteCounter()
+        # A group of its own: its messages run beside DDP's, in an order of their own.
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+        self.link = Link(new_group(ranks, group), topology or Topology(len(ranks), 1), self.counter)
+        self._errors: dict[Tensor, Tensor] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
+
+    def state_bytes(self) -> int:
+        """Bytes that are kept on this rank between steps."""
+        return sum(4 * e.numel() for e in self._errors.values())
+
+    def close(self) -> None:
+        """Ends the thread, if there is one. No backward pass may follow."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # ---- a bucket ----------------------------------------------------------------------------------------------------
+
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """What DDP calls for every bucket that is ready, in the same order on every rank."""
+        buffer, params = bucket.buffer(), bucket.parameters()
+        if self.link.size == 1:
+            return done(buffer)
+
+        def run() -> Tensor:
+            return self.reduce(buffer, params)
+
+        if buffer.is_cuda and backend_for(self.link.group, buffer.device) != "gloo":
+            return self._on_stream(buffer, run)
+        return self._on_thread(run)
+
+    def _on_thread(self, run: Callable[[], Tensor]) -> Future[Tensor]:
+        """One bucket follows the other, beside backward."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        return on_thread(self._thread, run)
+
+    def _on_stream(self, buffer: Tensor, run: Callable[[], Tensor]) -> Future[Tensor]:
+        device = buffer.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        stream, later = self._streams[device], Future[Tensor](devices=[device])
+        stream.wait_stream(torch.cuda.current_stream(device))
+        buffer.record_stream(stream)
+        with torch.cuda.stream(stream):
+            later.set_result(run())  # DDP's stream waits for what this one has been given
+        return later
+
+    @torch.no_grad()
+    def reduce(self, buffer: Tensor, params: list[Tensor]) -> Tensor:
+        """Replaces a bucket's gradients, one after the other those of `params`, by their means over ranks."""
+        n, size = self.link.size, buffer.numel()
+        a = buffer.float()
+        if self.error_feedback:
+            a = a + torch.cat([self._errors.get(p, p.new_zeros(p.numel(), dtype=torch.float32)) for p in params])  # (1)
+        rows = torch.nn.functional.pad(a, (0, -size % (n * self.block))).view(n, -1)
+        message = encode(rows, self.code, self.block)  # (2)
+        if self.error_feedback:
+            e = a - decode(message, self.code, self.block).view(-1)[:size]  # (3)
+            parts = torch.where(e.isfinite(), e, 0.0).split([p.numel() for p in params])
+            self._errors.update(zip(params, parts, strict=True))
+        received = decode(finish(self.link.all_to_all(message)), self.code, self.block)  # (4)
+        h = self.link.sum_of_rows(received)
+        message = encode(h.div_(n).view(1, -1), self.code, self.block).view(-1)
+        result = finish(self.link.all_gather(message))  # (5)
+        return buffer.copy_(decode(result, self.code, self.block).view(-1)[:size])

@@ -1,0 +1,263 @@
+"""`attach`: connects an optimizer of this package to DistributedDataParallel, with the only hook there is, or to FSDP2."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase, run
+from birder.comm.groups import borrow
+from birder.hooks.attachment import (
+    Attachment,
+    Detached,
+    agree,
+    done,
+    mark_overflow,
+    pipeline_for,
+    queue_after_backward,
+)
+from birder.hooks.bucket_hook import bucket_hook
+from birder.hooks.wrappers import check_reducer, unwrap_method, unwrap_model
+from birder.optim.base import BucketOptimizer
+from birder.optim.contract import WIRES, Plan
+
+
+class BucketAttachment(Attachment):
+    """The connection to DistributedDataParallel: gradients come bucket by bucket."""
+
+    def take(self, bucket: dist.GradBucket, mine: list[int]) -> str | None:
+        """Takes the gradients of the bucket's parameters number `mine`, which are the optimizer's.
+
+        Returns how these are to be averaged instead, a key of WIRES; None: not at all.
+        """
+        optimizer, step = self.optimizer, self.optimizer.steps + 1
+        params = bucket.parameters()
+        chosen = [params[i] for i in mine]
+        optimizer._reduced.update(chosen)
+        plan = optimizer.plan(step)
+        if plan is not Plan.DENSE and self.overlap:
+            # Not `bucket.gradients()`: these are contiguous views of memory that DDP lays out as each parameter's own strides
+            # say. What DDP has copied there is `p.grad`, and for a parameter that has none on this rank 0.
+            optimizer.feed(chosen, [p.grad for p in chosen])
+        if bucket.is_last():
+            if optimizer.compressed and self.overlap:
+                _after_ddp(optimizer.note_gradients)
+            elif plan is not Plan.DENSE:
+                _after_ddp(self._agree_on_overflow)
+        return optimizer.wire if plan is Plan.DENSE else None
+
+    def _agree_on_overflow(self) -> None:
+        """Makes a gradient that is not finite on one rank visible on all of them.
+
+        A GradScaler looks at its own rank's gradients. If it skipped a step on one rank only, the others would wait for
+        that rank's messages for ever, and the loss scales would drift apart.
+        """
+        optimizer = self.optimizer
+        grads = [g for p in optimizer._where if (g := p.grad) is not None]
+        run(optimizer.comm, mark_overflow(grads, optimizer.device))
+
+
+class BucketHook:
+    """What DDP calls for every bucket that is ready, in the same order on every rank: the state of its communication hook.
+
+    Each attached optimizer takes its own parameters' gradients; those that belong to none, or to one whose attachment was
+    closed, are averaged, as DDP does.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        # No strong reference to the model: DDP holds this object where Python's collector sees no cycle.
+        self._model = weakref.ref(model)
+        self.attachments: list[BucketAttachment] = []
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
+
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
+        buffer, params = bucket.buffer(), bucket.parameters()
+        attached = [a for a in self.attachments if not a.closed]
+        if any(a._paused or not a.communicate for a in attached):
+            return done(buffer)
+        if bucket.index() == 0:
+            self._begin(attached)
+        sent: dict[torch.dtype, list[int]] = {}
+        owned: set[int] = set()
+        for attachment in attached:
+            mine = [i for i, p in enumerate(params) if attachment.optimizer.holds(p)]
+            owned.update(mine)
+            wire = attachment.take(bucket, mine)
+            if wire is not None and mine:
+                sent.setdefault(WIRES[wire], []).extend(mine)
+        others = [i for i in range(len(params)) if i not in owned]
+        if others:
+            sent.setdefault(buffer.dtype, []).extend(others)
+        if bucket.is_last():
+            for attachment in attached:
+                attachment.compare_steps()
+        return self._average(bucket, sent)
+
+    def _begin(self, attached: list[BucketAttachment]) -> None:
+        """A backward pass brings its first gradients."""
+        model = self._model()
+        joined = getattr(getattr(model, "_join_config", None), "enable", False)
+        for attachment in attached:
+            if joined and attachment.optimizer.compressed:
+                raise RuntimeError(
+                    f"{type(attachment.optimizer).__name__} does not work inside torch's Join: a rank without batches sends "
+                    "no messages. Give all ranks the same number of batches (DistributedSampler, drop_last=True)"
+                )
+            attachment.begin_pass()
+
+    def _average(self, bucket: dist.GradBucket, sent: dict[torch.dtype, list[int]]) -> Future[Any]:
+        """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks."""
+        buffer, first = bucket.buffer(), self.attachments[0]
+        if not sent:
+            return done(buffer)
+        if len(sent) == 1:
+            ((wire, numbers),) = sent.items()
+            if len(numbers) == len(bucket.parameters()):
+                return first.all_reduce_mean(buffer, bucket.index(), wire)
+        views = bucket.gradients()
+        futures = []
+        for wire, numbers in sent.items():
+            parts = [views[i].view(-1) for i in sorted(numbers)]
+
+            def put_back(future: Future[Any], parts: list[Tensor] = parts) -> None:
+                torch._foreach_copy_(parts, list(future.value().split([p.numel() for p in parts])))
+
+            futures.append(first.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
+        every = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+
+        def whole(future: Future[Any]) -> Tensor:
+            future.value()  # raises what a collective met
+            return buffer
+
+        return every.then(whole)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: BucketOptimizer,
+    *,
+    mesh: DeviceMesh | None = None,
+    hierarchical: bool = False,
+    communicator: Callable[[dist.ProcessGroup, Topology], Communicator] | None = None,
+    topology: Topology | None = None,
+    overlap: bool = True,
+    communicate: bool = True,
+    unit_mb: float = 25.0,
+) -> Attachment:
+    """Makes `model` communicate as `optimizer` wants. Call it on every rank, before the first step.
+
+    Call it again, between two steps, when the model was wrapped anew or the optimizer has more parameters: the state of those
+    that were there is kept. A model may have several optimizers, each with parameters of its own: attach each of them that is
+    of this package. The gradients of parameters that none of these holds are averaged, as DDP does.
+
+    model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
+                  torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.
+    optimizer:    one of `birder.optim`, over (some of) the model's parameters. Accelerate may have wrapped it.
+    mesh:         which ranks are one worker. With DDP: all of them by itself (1-D, or None), or nodes x ranks per node (2-D):
+                  reduce-scatter inside a node, 1 bit between nodes. With FSDP2: replicas x shards (2-D); parameters are
+                  sharded over its second dimension alone (birder/hooks/fsdp.py).
+    hierarchical: the 2-D mesh with the nodes of `topology`. For methods that compress.
+    topology:     nodes x ranks per node. When not given, what the launcher says (torchrun, mpirun, srun), or the names of
+                  hosts where they differ.
+    communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
+                  same on every rank. `hierarchical` then has no say.
+    overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
+                  GradScaler (ranks then agree on overflow), whenever you change `p.grad` before `step`, and where a loop
+                  sets a hyper-parameter that the method uses during backward between backward and `step`. An optimizer
+                  with `max_grad_norm` does this by itself in compressed steps.
+    communicate:  False: no gradient is sent at all and replicas drift apart. The bound for any speedup; not training.
+    unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.
+
+    Raises TypeError for a model or optimizer of another kind. ValueError for parameters that the model does not have, for a
+    mesh of other ranks, for two that say which ranks share a node, for nodes of unequal size, and for hierarchical
+    communication where nothing says which ranks share a node. RuntimeError when ranks disagree on parameters,
+    hyper-parameters or completed steps, when DDP gives hooks no buckets (compiled autograd) or has another hook.
+    """
+    model, optimizer = unwrap_model(model), unwrap_method(optimizer)
+    if mesh is not None and (hierarchical or communicator is not None):
+        raise ValueError("mesh= says which ranks are one worker: leave out hierarchical and communicator")
+    if not isinstance(model, DistributedDataParallel):
+        if mesh is not None:
+            from birder.hooks.fsdp import attach_shards  # loads FSDP, which takes its time
+
+            return attach_shards(
+                model, optimizer, mesh, topology=topology, overlap=overlap, communicate=communicate, unit_mb=unit_mb
+            )
+        raise TypeError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}: wrap the model first "
+            "(one that FSDP's fully_shard made needs mesh=)"
+        )
+    if mesh is not None:
+        if topology is not None:
+            raise ValueError("mesh= says which ranks share a node: leave out topology")
+        topology = _nodes(mesh, model.process_group)
+        hierarchical = topology is not None and topology.ranks_per_node > 1
+    buckets = _bucket_hook(model)
+    names = {p: name for name, p in model.module.named_parameters()}
+    mine = {p for g in optimizer.param_groups for p in g["params"]}
+    if not mine <= names.keys():
+        raise ValueError(
+            "the optimizer holds parameters that the model does not have: build it from model.parameters()"
+        )
+    for other in buckets.attachments if buckets is not None else []:
+        if other.optimizer is not optimizer and any(map(other.optimizer.holds, mine)):
+            raise ValueError("another attached optimizer holds some of these parameters: give each to one of them")
+    group = model.process_group
+    overlap = overlap and optimizer.max_grad_norm is None
+    device = next(model.parameters()).device
+    by_nodes = hierarchical and communicator is None
+    topology = agree(group, device, optimizer, topology, by_nodes, hierarchical, overlap, communicate, unit_mb)
+    own: dist.ProcessGroup | None = None
+    comm: Communicator | None = None
+    pipeline = Pipeline()
+    if optimizer.compressed and communicate:
+        # A group of its own: these collectives run beside DDP's, in an order of their own.
+        own = borrow(Link(group, topology, ByteCounter()), device)
+        comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
+        if overlap:
+            pipeline = pipeline_for(device, own)
+    pipeline.trace.on = device.type == "cpu"
+    optimizer.bind(comm, pipeline, unit_mb)
+    link = Link(group, topology, optimizer.comm.counter)
+    attachment = BucketAttachment(optimizer, link, overlap, communicate, own)
+    attachment.replace(names)
+    if buckets is None:
+        buckets = BucketHook(model)
+        model.register_comm_hook(buckets, bucket_hook)
+    buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer] + [attachment]
+    return attachment
+
+
+def _nodes(mesh: DeviceMesh, group: dist.ProcessGroup) -> Topology | None:
+    """Nodes x ranks per node of a 2-D mesh. Raises ValueError unless the mesh has the ranks of `group`, in their order."""
+    if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != dist.get_process_group_ranks(group):
+        raise ValueError(
+            f"mesh must be nodes x ranks per node over the {dist.get_world_size(group)} ranks of the model, in their order, "
+            f"got {' x '.join(map(str, mesh.shape))}: init_device_mesh(device, (nodes, ranks_per_node))"
+        )
+    return Topology(*mesh.shape) if mesh.ndim == 2 else None
+
+
+def _bucket_hook(model: DistributedDataParallel) -> BucketHook | None:
+    """The hook that an earlier `attach` registered. Raises RuntimeError for a model whose buckets come to no hook of ours."""
+    for _, state in getattr(model, "_comm_hooks", ()):
+        if isinstance(state, BucketHook):
+            return state
+    check_reducer(model)
+    return None
+
+
+def _after_ddp(call: Callable[[], None]) -> None:
+    """Calls it when the backward pass under way is over, and DDP has put its gradients where they belong."""
+    # DDP queues the end of its work after the last bucket's hook: what is queued when this call's turn comes, comes after.
+    queue_after_backward(lambda: queue_after_backward(call))

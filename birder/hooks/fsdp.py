@@ -1,0 +1,272 @@
+"""FSDP2 and HSDP: full precision inside a replica, this package's exchange between replicas.
+
+    mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = Birder(model.parameters(), lr=1e-3)
+    attachment = birder.attach(model, optimizer, mesh=mesh)
+
+A replica is one worker. FSDP gathers its parameters and reduce-scatters its gradients; each rank then exchanges its shard of
+the gradient with the ranks that hold the same shard in the other replicas, during backward. That is what hierarchical
+communication does under DDP, but for the parameters, which stay sharded: Birder gives the same bits for the same batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
+from torch.utils.hooks import RemovableHandle
+
+from birder.comm import Link, Pipeline, Replicas, Topology, finish
+from birder.comm.link import backend_for, new_group
+from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
+from birder.optim.base import BucketOptimizer
+from birder.optim.contract import Plan
+from birder.optim.layout import gradient, local
+
+
+class ShardAttachment(Attachment):
+    """The connection to FSDP2: gradients come parameter by parameter, reduced over the shards of this replica.
+
+    mesh: replicas x shards.
+    """
+
+    def __init__(
+        self, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool, mesh: DeviceMesh
+    ) -> None:
+        super().__init__(optimizer, link, overlap, communicate)
+        self.mesh = mesh
+        self._handles: list[RemovableHandle] = []
+        self._in_pass = False
+        """Whether a backward pass has brought gradients and is not over."""
+
+    @property
+    def _active(self) -> bool:
+        return self.communicate and not self._paused and not self.closed
+
+    def close(self) -> None:
+        super().close()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self) -> None:
+        """A backward pass has brought something. FSDP has queued the end of its own work when the pass began."""
+        if not self._in_pass:
+            self._in_pass = True
+            queue_after_backward(self._end)
+            self.begin_pass()
+            self.compare_steps()
+
+    def _end(self) -> None:
+        self._in_pass = False
+        if self.optimizer.compressed and self.overlap:
+            self.optimizer.note_gradients()
+
+    def on_reduced(self, number: int, reduced: Tensor) -> None:
+        """What FSDP calls with the reduced gradients of its group number `number`, before it hands them out."""
+        used_here(reduced)
+        if self._active:
+            self._begin()
+            if self.optimizer.plan(self.optimizer.steps + 1) is Plan.DENSE:
+                self.all_reduce_mean(reduced, number).wait()
+
+    def on_gradient(self, p: Tensor) -> None:
+        """What FSDP calls when `p.grad` is there. Raises RuntimeError under compiled autograd, which traces it instead."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+            raise RuntimeError(
+                "compiled autograd traces hooks instead of calling them, and the messages that one takes would be wrong: "
+                "compile forward only, with torch.compile(model)"
+            )
+        optimizer = self.optimizer
+        if not self._active or optimizer.plan(optimizer.steps + 1) is Plan.DENSE:
+            return
+        self._begin()
+        found = gradient(p)
+        if not optimizer.holds(p):
+            if found is not None:  # nobody else averages it over replicas
+                self.all_reduce_mean(found, -1, found.dtype).wait()
+        elif self.overlap:
+            optimizer.feed([p], [found])
+
+
+def used_here(tensor: Tensor) -> None:
+    """Tells torch's allocator that the current stream uses a tensor whose memory belongs to another stream.
+
+    Where there is an all-reduce hook, FSDP casts the reduced gradients on its all-reduce stream. It keeps the buffer, which
+    belongs to its reduce-scatter stream, only until the cast is queued: the next reduce-scatter could overwrite it.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def attach_shards(
+    model: nn.Module,
+    optimizer: BucketOptimizer,
+    mesh: DeviceMesh,
+    *,
+    topology: Topology | None = None,
+    overlap: bool = True,
+    communicate: bool = True,
+    unit_mb: float = 25.0,
+) -> ShardAttachment:
+    """`birder.attach` for a model of FSDP2; the same arguments. `unit_mb` counts whole parameters, as with DDP.
+
+    All replicas get the parameters and buffers of the first. FSDP's all-gather and reduce-scatter are replaced by ones that
+    count their bytes (and, on gloo, add up in rank order).
+
+    Raises TypeError for a model or method of another kind, ValueError for another mesh or other parameters, RuntimeError
+    when ranks disagree.
+    """
+    if not isinstance(model, FSDPModule):
+        raise TypeError(f"with mesh= attach needs DDP or a model that fully_shard made, got {type(model).__name__}")
+    if not optimizer.on_shards:
+        raise TypeError(
+            f"{type(optimizer).__name__} works on whole parameters, FSDP shards them: use Birder, OneBitAdam, OneBitLAMB "
+            "or a dense method, or DistributedDataParallel"
+        )
+    reshard(model)
+    _check_parameters(model, optimizer, mesh)
+    overlap = overlap and optimizer.max_grad_norm is None
+    device = local(next(model.parameters())).device
+    topology = agree(_world(), device, optimizer, topology, False, tuple(mesh.shape), overlap, communicate, unit_mb)
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"the world has {dist.get_world_size()} ranks, the mesh {mesh.size()}: it must be the whole world"
+        )
+    replica, shard = mesh.get_coordinate() or (0, 0)
+    peers = mesh.mesh[:, shard].tolist()
+    # Groups of their own: these collectives run beside FSDP's, in an order of their own.
+    among = new_group(peers)
+    comm = Replicas(
+        among if communicate else new_group([dist.get_rank()]), new_group(mesh.mesh[replica].tolist()), topology
+    )
+    beside = optimizer.compressed and communicate and overlap
+    pipeline = pipeline_for(device, among) if beside else Pipeline()
+    pipeline.trace.on = device.type == "cpu"
+    # Dense gradients do not wait behind messages of the step before.
+    link = Link(new_group(peers), topology, comm.counter)
+    _equalise([*model.parameters(), *model.buffers()], link)
+    optimizer.bind(comm, pipeline, unit_mb)
+    attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh)
+    attachment.replace({p: name for name, p in model.named_parameters()})
+    _register(model, attachment, comm.inside)
+    return attachment
+
+
+def reshard(model: nn.Module) -> None:
+    """Has the model's parameters be the sharded ones, which after a forward pass they may not be."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _check_parameters(model: nn.Module, optimizer: BucketOptimizer, mesh: DeviceMesh) -> None:
+    """Raises ValueError unless the model is sharded over the mesh's second dimension alone, and the optimizer has it."""
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ValueError(
+            'mesh must be replicas x shards with names, init_device_mesh(device, (replicas, shards), mesh_dim_names=("'
+            f'replicate", "shard")), got {mesh.ndim} dimension(s) named {mesh.mesh_dim_names}'
+        )
+    name = mesh.mesh_dim_names[1]
+    way = f'fully_shard(module, mesh=mesh["{name}"])'
+    shards = mesh[name].mesh.tolist()
+    for key, p in model.named_parameters():
+        over = getattr(p, "device_mesh", None)
+        if over is None:
+            raise ValueError(f"{key} is not sharded: call {way} on the whole model before attach")
+        if over.ndim == 2:
+            raise ValueError(
+                f"{key} was sharded with the 2-D mesh, so that FSDP sends gradients between replicas in full precision: "
+                f"use {way}, and give the 2-D mesh to attach alone"
+            )
+        if over.mesh.tolist() != shards:
+            raise ValueError(
+                f'{key} is sharded over ranks {over.mesh.tolist()}, mesh["{name}"] has {shards}: use {way}'
+            )
+        if tuple(p.placements) != (Shard(0),):  # type: ignore[attr-defined]
+            raise ValueError(f"{key} is sharded as {p.placements}: leave out shard_placement_fn")  # type: ignore[attr-defined]
+        if local(p).device.type != mesh.device_type:
+            raise ValueError(
+                f"{key} is on {local(p).device.type}, the mesh on {mesh.device_type}: leave out CPUOffloadPolicy"
+            )
+    known = set(model.parameters())
+    if any(p not in known for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            "the optimizer holds parameters that the model does not have: build it from model.parameters() after fully_shard"
+        )
+
+
+@torch.no_grad()
+def _equalise(tensors: Sequence[Tensor], link: Link) -> None:
+    """Gives every replica the values of the first."""
+    for mine in map(local, tensors):
+        values = mine.contiguous()
+        if values.numel():
+            dist.broadcast(values, link.ranks[0], group=link.group)
+            if values is not mine:
+                mine.copy_(values)
+
+
+def _register(model: nn.Module, attachment: ShardAttachment, inside: Link) -> None:
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for number, module in enumerate(modules):
+        module.set_all_reduce_hook(functools.partial(attachment.on_reduced, number))
+        module.set_custom_all_gather(CountedAllGather(inside))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(CountedReduceScatter(inside))  # type: ignore[arg-type]
+    attachment._handles = [
+        p.register_post_accumulate_grad_hook(attachment.on_gradient) for p in model.parameters() if p.requires_grad
+    ]
+
+
+class _Allocating:
+    """The part of FSDP's interface for collectives that makes buffers."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedAllGather(_Allocating):
+    """FSDP's all-gather of parameters, counted."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.link.count_pairwise(input_tensor.numel() * input_tensor.element_size())
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedReduceScatter(_Allocating):
+    """FSDP's reduce-scatter of gradients, counted. On gloo a mean is added up in rank order, and halves the bytes."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if backend_for(group, input_tensor.device) == "gloo" and op == dist.ReduceOp.AVG and not async_op:
+            output_tensor.copy_(finish(self.link.reduce_scatter_mean(input_tensor)))
+            return None
+        self.link.count_pairwise(output_tensor.numel() * output_tensor.element_size())
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -1,0 +1,274 @@
+"""Virtual workers: one process that trains as n ranks would, bit for bit.
+
+For accuracy at many workers without as many processes: one model, one process, the optimizer state of every rank. The step is
+`BucketOptimizer.step` itself, once for each rank, in lockstep over communicators that hand tensors over in memory
+(birder/comm/virtual.py). Never for times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from birder.comm import ByteCounter, Communicator, Requests, Topology
+from birder.comm.runtime import OwnTurn, lockstep
+from birder.comm.virtual import communicators, links, ring_sum
+from birder.hooks.attachment import done, mark_overflow
+from birder.hooks.bucket_hook import bucket_hook
+from birder.optim.base import BucketOptimizer
+from birder.optim.contract import WIRES, Plan
+
+
+class TotalCounter(ByteCounter):
+    """The bytes of all ranks, and the collectives of one: read and reset together."""
+
+    def __init__(self, counters: Sequence[ByteCounter]) -> None:
+        self.counters = counters
+
+    @property
+    def intra(self) -> int:  # type: ignore[override]
+        return sum(c.intra for c in self.counters)
+
+    @property
+    def inter(self) -> int:  # type: ignore[override]
+        return sum(c.inter for c in self.counters)
+
+    @property
+    def collectives(self) -> int:  # type: ignore[override]
+        return self.counters[0].collectives
+
+    def reset(self) -> None:
+        for counter in self.counters:
+            counter.reset()
+
+
+class VirtualRanks:
+    """The ranks of `topology`, all in this process. As `attach`, but for as many optimizers as there are ranks.
+
+    model:        in DistributedDataParallel of a process group of this process alone, with no other hook: it cuts the
+                  gradient into the buckets that real ranks would have, on which the order of a dense sum depends.
+    optimizers:   one for each rank, alike, over parameters of the model; not attached.
+    topology, hierarchical, overlap, unit_mb: as in `attach`. All is sent inside `step`; where real ranks would do so too,
+                  ranks agree on gradients that are not finite, as they do.
+    seeds:        of each rank's random numbers, as `torch.manual_seed` takes it; None: all go on with the present state.
+
+    In a step every rank computes its own gradient, one after the other, and then all of them step:
+
+        for rank in range(ranks.size):
+            with ranks.turn(rank):
+                loss(model, batches[rank]).backward()
+        ranks.step()
+
+    Outside of `turn` the model is rank 0's. Ranks keep parameters, gradient and random state of their own; buffers (batch
+    statistics) begin each step as rank 0's, as under DDP. Memory: 12 bytes for each parameter and rank, the largest bucket
+    once for each rank, and the optimizers' state. Ranks of a method that does not compress are equal after every step: the
+    first optimizer steps for all of them, the others are left as they are, and parameters and state are kept once.
+
+    Raises ValueError where sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizers: Sequence[BucketOptimizer],
+        *,
+        topology: Topology,
+        hierarchical: bool = False,
+        overlap: bool = True,
+        unit_mb: float = 25.0,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        self.size, self.model, self.optimizers = topology.world_size, model, list(optimizers)
+        if dist.get_world_size(model.process_group) != 1:
+            raise ValueError("virtual ranks are one process: the model's process group must be of this process alone")
+        if len(self.optimizers) != self.size:
+            raise ValueError(f"{self.size} ranks need as many optimizers, got {len(optimizers)}")
+        first = self.optimizers[0]
+        self._overlap = overlap and first.max_grad_norm is None
+        made: Sequence[Communicator | None] = [None]
+        if first.compressed:
+            made = communicators(topology, hierarchical)
+        self._bound = self.optimizers[: len(made)]  # those that step
+        for optimizer, comm in zip(self._bound, made, strict=True):
+            optimizer.bind(comm, OwnTurn(), unit_mb)
+        counters = [o.comm.counter for o in self._bound] if first.compressed else [ByteCounter() for _ in optimizers]
+        self.counter = TotalCounter(counters)
+        self._links = links(topology, counters)
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._params)}
+        self._equal = self.size // len(self._bound)  # ranks that one optimizer stands for
+        kept = [[p.detach().clone() for p in self._params] for _ in self._bound]
+        self._values = kept * self._equal
+        self._grads: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
+        self._buffers = list(model.buffers())
+        self._start: list[Tensor] = []
+        self._first: list[Tensor] = []
+        self._buckets: list[list[Tensor]] = []
+        # Memory that is kept from step to step: new pages cost more than what is written into them.
+        self._rooms: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
+        self._scratch: Tensor | None = None
+        self._here = 0
+        self._device = next(model.parameters()).device
+        self._states = [self._random() for _ in range(self.size)]
+        if seeds is not None:
+            self.seed(seeds)
+        model.register_comm_hook(self, bucket_hook)
+        self._load(0)
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Begins each rank's random numbers anew."""
+        for rank, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            self._states[rank] = self._random()
+
+    @contextlib.contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Inside, the model is that of `rank`, and backward leaves this rank's gradient. Ranks come in rising order."""
+        if rank == 0:
+            self._start = [b.detach().clone() for b in self._buffers]
+            self._buckets = []
+        self._here = rank
+        self._grads[rank] = [None] * len(self._params)
+        self._load(rank)
+        _copy(self._buffers, self._start)
+        self._restore(self._states[rank])
+        try:
+            yield
+        finally:
+            self._states[rank] = self._random()
+            if rank == 0:
+                self._first = [b.detach().clone() for b in self._buffers]
+            # DDP's next backward writes into the same buckets.
+            for i, p in enumerate(self._params):
+                if p.grad is not None:
+                    self._grads[rank][i] = self._room(rank, i).copy_(p.grad.detach())
+                p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every rank. Afterwards the model is rank 0's."""
+        first = self.optimizers[0]
+        dense = first.plan(first.steps + 1) is Plan.DENSE
+        for i in range(len(self._params)):
+            # What DDP leaves behind: where a rank has a gradient, those that have none get 0.
+            missing = [rank for rank, grads in enumerate(self._grads) if grads[i] is None]
+            for rank in missing if len(missing) < self.size else ():
+                self._grads[rank][i] = self._room(rank, i).zero_()
+        if dense:
+            self._average()
+        if len(self._bound) < self.size:
+            self._load(0)
+            first.step()
+        else:
+            agree = not dense and not self._overlap
+            self._together(lambda rank: self._step(rank, agree))
+        self._grads = [[None] * len(self._params) for _ in range(self.size)]
+        self._load(0)
+        _copy(self._buffers, self._first)
+
+    def _step(self, rank: int, agree: bool) -> Requests[None]:
+        optimizer = self.optimizers[rank]
+        if agree:  # as `Attachment` does
+            yield from mark_overflow([g for g in self._grads[rank] if g is not None], optimizer.device)
+        yield from optimizer.stepping()
+
+    def _together(self, task: Callable[[int], Requests[None]]) -> None:
+        """Performs the task of every rank."""
+        try:
+            lockstep([o.comm for o in self.optimizers], [task(rank) for rank in range(self.size)], self._load)
+        except BaseException:
+            for optimizer in self.optimizers:
+                optimizer.give_up()
+            raise
+
+    @torch.no_grad()
+    def _average_models(self) -> None:
+        self._together(lambda rank: self.optimizers[rank].average_parameters(counted=False))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are the mean over ranks, as in `BucketOptimizer.averaged`."""
+        if not self.optimizers[0].local_models or self.size == 1:
+            yield
+            return
+        kept = [[x.clone() for x in values] for values in self._values]
+        self._average_models()
+        self._load(0)
+        try:
+            yield
+        finally:
+            for values, saved in zip(self._values, kept, strict=True):
+                _copy(values, saved)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state, of all ranks together."""
+        return self._equal * sum(optimizer.state_bytes() for optimizer in self._bound)
+
+    def on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Leaves a bucket as it is, since nothing is sent during backward, and keeps which parameters it holds.
+
+        Rank 0's, whose first backward precedes DDP's rebuilding of its buckets.
+        """
+        if self._here == 0:
+            self._buckets.append(list(bucket.parameters()))
+        return done(bucket.buffer())
+
+    def _average(self) -> None:
+        """What DDP's all-reduce leaves in the gradients of all ranks."""
+        for params in self._buckets:
+            places = [self._place[p] for p in params]  # DDP sends those too that have no gradient
+            rows = self._rows(places).div_(self.size)
+            for link in self._links:
+                link.count_ring_all_reduce(rows[0].numel() * rows.element_size())
+            parts = ring_sum(rows).split([self._params[i].numel() for i in places])
+            for rank, grads in enumerate(self._grads[: len(self._bound)]):
+                for i, part in zip(places, parts, strict=True):
+                    if grads[i] is None:
+                        continue
+                    grads[i] = self._room(rank, i).copy_(part.view(self._params[i].shape))
+
+    def _room(self, rank: int, i: int) -> Tensor:
+        """Where the gradient of parameter number i of `rank` is kept."""
+        room = self._rooms[rank][i]
+        if room is None:
+            room = self._rooms[rank][i] = torch.empty_like(self._params[i], memory_format=torch.contiguous_format)
+        return room
+
+    def _rows(self, places: list[int]) -> Tensor:
+        """The gradients of a bucket, in the type that is sent: [ranks, elements]. The next call overwrites them."""
+        sizes = [self._params[i].numel() for i in places]
+        elements, wire = sum(sizes), WIRES[self.optimizers[0].wire]
+        if self._scratch is None or self._scratch.numel() < self.size * elements:
+            self._scratch = torch.empty(self.size * elements, dtype=wire, device=self._params[places[0]].device)
+        rows = self._scratch[: self.size * elements].view(self.size, elements)
+        for grads, row in zip(self._grads, rows, strict=True):
+            for i, part in zip(places, row.split(sizes), strict=True):
+                grad = grads[i]
+                part.zero_() if grad is None else part.copy_(grad.reshape(-1))
+        return rows
+
+    def _load(self, rank: int) -> None:
+        """Makes parameters and gradients those of `rank`."""
+        for p, value, grad in zip(self._params, self._values[rank], self._grads[rank], strict=True):
+            p.data, p.grad = value, grad
+
+    def _random(self) -> tuple[Tensor, ...]:
+        cpu = torch.get_rng_state()
+        return (cpu, torch.cuda.get_rng_state(self._device)) if self._device.type == "cuda" else (cpu,)
+
+    def _restore(self, state: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(into, values, strict=True):
+            target.copy_(value)

@@ -1,0 +1,189 @@
+"""Birder: a 1-bit adaptive optimizer without full-precision warm-up.
+
+Source: "Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical Distributed DNN Training", NeurIPS 2023.
+
+Worker i, for its own gradient g_i:
+
+    (1) m_i = beta m_i + (1 - beta) g_i
+    (2) b_i = beta b_i + (1 - beta) |g_i|
+    (3) u_i = m_i / b_i                              in [-1, 1], since |m_i| <= b_i
+    (4) q_i = Q(u_i),  Q(u) = +1 with probability (1+u)/2, else -1
+Server of a chunk, then every rank:
+    (5) a = mean_i q_i;  q = Q(a)
+    (6) x = x - lr q - lr weight_decay x
+
+Of this project, and off by default: one phase for (5); thresholds of Q that are evenly spread over steps, or no Q at all, q =
+mean_i u_i, to tell what the bits cost (`bits`); and with `beta2`, for step t from 1,
+
+    (2') b_i = beta2 b_i + (1 - beta2) |g_i|
+    (3') u_i = clip(m_i/(1 - beta^t) / (b_i/(1 - beta2^t)), -1, 1)
+
+One bit for each parameter goes each way: worker to server by all-to-all, server to worker by all-gather.
+One-process reference: `Birder` in tests/helpers/reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder import kernels
+from birder.comm import AllGather, AllToAll, Requests, ShardMean
+from birder.optim import birder_options as options_of
+from birder.optim.base import BucketOptimizer
+from birder.optim.bit_exchange import buffers, columns, move, packed
+from birder.optim.checks import require_choice, require_flag, require_fraction, require_number
+from birder.optim.contract import Plan
+from birder.optim.layout import Unit
+from birder.optim.modulator import CARRIED, Modulator
+from birder.optim.seen import SeenMap
+
+
+class Birder(SeenMap, BucketOptimizer):
+    """Birder (see the module's docstring for the equations), correct from the first step.
+
+    params, lr, weight_decay: as in torch. Every coordinate moves by exactly lr in each step, so lr is of Adam's size.
+    beta:      the one averaging coefficient, in [0, 1).
+    decoupled: weight decay as x -= lr weight_decay x (True), or as g += weight_decay x (False). The paper leaves it open.
+    eps:       u = m/(b + eps). The paper leaves it open; 0 keeps u free of the gradient's scale.
+    idle:      what b does where the gradient is exactly 0 (rows of an embedding that are not in the batch).
+               "decay": equation (2), so that u keeps its last value and the coordinate drifts on.
+               "hold": b stays, so that u decays with m. The same wherever gradients are not exactly 0.
+    intra:     with hierarchical communication, what the reduce-scatter inside a node carries. "gradient": the node is one
+               worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
+    beta2:     this project's: (2') and (3') with this coefficient for b, in [0, 1). None: `beta` for both, the paper's.
+    bits:      how Q draws. "independent": anew in each step, the paper's. "weyl": this project's; every bit has the same
+               probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py). "sigma_delta": this
+               project's; nothing is drawn, q = sgn(u + e) with an error e that is kept, on workers and servers
+               (birder/optim/modulator.py, with gamma = 1). "none": no bits, the mean of u is applied as it is. It
+               sends (n-1) floats for each coordinate: for comparisons of accuracy only.
+    reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
+               same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
+    options:   max_grad_norm, seed; see `BucketOptimizer`.
+
+    State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
+    With bits="sigma_delta" also e, fp32[d / ranks per node], and s of the server, fp32[d/n].
+
+    A coordinate whose gradient has been 0 on every rank in every step so far does not move. Ranks agree on which these
+    are: a flag for every 1024 coordinates is united in each step, and where a flag is up also a bit for each coordinate,
+    until every coordinate of the unit has been seen.
+
+    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"m": "mean", "b": "mean", **CARRIED, "active": "copy"}
+    on_shards: ClassVar[bool] = True
+    handles_nonfinite: ClassVar[bool] = True
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})
+    seen_by: ClassVar[str] = "b"
+    _option: options_of.Option | None = None
+    """What takes the place of the paper's exchange; chosen when the optimizer is bound."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        beta: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        decoupled: bool = True,
+        eps: float = 0.0,
+        idle: str = "decay",
+        intra: str = "gradient",
+        reduce: str = "two_phase",
+        beta2: float | None = None,
+        bits: str = "independent",
+        **options: Any,
+    ) -> None:
+        require_choice("idle", idle, "decay", "hold")
+        require_choice("intra", intra, "gradient", "u")
+        require_choice("reduce", reduce, "two_phase", "one_phase")
+        require_choice("bits", bits, "independent", "weyl", "sigma_delta", "none")
+        require_flag("decoupled", decoupled)
+        self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
+        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
+        super().__init__(params, defaults, **options)
+        self.modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
+        self.draws = options_of.Draws(self.seed) if bits != "weyl" else options_of.Weyl(self.seed, reduce)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        require_fraction("beta", group["beta"])
+        if group["beta2"] is not None:
+            require_number("beta2", group["beta2"], "in [0, 1) or None", high=1.0, below=True)
+        require_number("eps", group["eps"])
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED
+
+    def reads_parameters(self, step: int) -> bool:
+        return not self.decoupled and any(group["weight_decay"] for group in self.param_groups)
+
+    def init_unit(self, unit: Unit) -> None:
+        comm = self.comm
+        self._option = options_of.chosen(self.bits, self.reduce, self.intra if comm.shards > 1 else "gradient")
+        kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)
+        unit.state["m"] = unit.zeros(kept)
+        unit.state["b"] = unit.zeros(kept)
+        self.init_seen(unit)
+        if self.bits == "sigma_delta":
+            self.modulator.init_unit(unit, comm)
+            return
+        unit.buffers = buffers(unit, comm)
+
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        if not self.decoupled and group["weight_decay"]:
+            torch._foreach_add_(slots, params, alpha=group["weight_decay"])
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        if self._option is not None:
+            unit.result = yield from self._option(self, unit, grad, step)
+            return
+        g = yield ShardMean(grad)
+        bits = self.encode(unit, g, step)  # (1)-(4)
+        rows = yield AllToAll(bits, unit.buffers["rows"])
+        chunk = self.serve(unit, rows, step)  # (5)
+        unit.result = yield AllGather(chunk, unit.buffers["result"])
+
+    def encode(self, unit: Unit, g: Tensor, step: int) -> Tensor:
+        """(1) to (4) of this rank's shard: fp32[padded/shards] -> uint8[padded/(8 shards)]."""
+        m, b, bits, draws = unit.state["m"], unit.state["b"], unit.buffers["bits"], self.draws.worker(self.comm, step)
+        for at, start in unit.shard_runs(self.comm):
+            kernels.encode(
+                g[at], m[at], b[at], **self.averages(unit.group, step), **draws, start=start, out=bits[packed(at)]
+            )
+        return bits
+
+    def serve(self, unit: Unit, rows: Tensor, step: int) -> Tensor:
+        """(5) of the chunk that this rank serves: uint8[workers, c] -> uint8[c]."""
+        chunk, draws = unit.buffers["chunk"], self.draws.server(step)
+        for at, start in unit.chunk_runs(self.comm):
+            kernels.reduce_bits(columns(rows, packed(at)), **draws, start=start, out=chunk[packed(at)])
+        return chunk
+
+    def averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        """What `kernels.ratio` is told of (1) to (3), or of (2') and (3') with both corrections in two numbers."""
+        beta, beta2, eps, hold = group["beta"], group["beta2"], group["eps"], self.idle == "hold"
+        if beta2 is None:
+            return {"beta": beta, "eps": eps, "hold": hold}
+        reached = 1.0 - beta2**step
+        return {"beta": beta, "beta2": beta2, "scale": reached / (1.0 - beta**step), "eps": eps * reached, "hold": hold}
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            decay = unit.group["weight_decay"] if self.decoupled else 0.0
+            if self.bits != "none":
+                move(unit, decay)  # (6)
+                continue
+            lr = unit.group["lr"]
+            for p, u in zip(unit.params, unit.views(unit.result), strict=True):
+                p.mul_(1.0 - lr * decay).sub_(u, alpha=lr)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("beta2", None)  # state that was saved before there was one

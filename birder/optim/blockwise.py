@@ -1,0 +1,130 @@
+"""What CSER, QSparse-local-SGD and EF-SGD share: a local step of SGD with momentum, and means of what a compressor chooses.
+
+Local step of rank i, from its own gradient g_i at its own x_i (gamma: learning rate, beta: momentum, lambda: weight decay):
+
+    paper      g = g_i + lambda x_i;  m = beta m + g;                p = gamma (beta m + g)
+    released   g = g_i;               m = beta m + g + lambda x_i;   p = gamma (beta m + g)
+
+without Nesterov p = gamma m, without momentum p = gamma g. The momentum is never communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.comm import Mean, Requests
+from birder.optim.base import BucketOptimizer
+from birder.optim.blocks import Blocks
+from birder.optim.checks import require, require_choice, require_whole
+from birder.optim.contract import WIRES
+from birder.optim.layout import Unit
+from birder.optim.psync import Sent, SentAlike, SentOwn
+from birder.optim.sgdm import check_momentum
+from birder.optim.sparse import COMPRESSORS, SHARED, Largest
+
+
+class BlockwiseSGD(BucketOptimizer):
+    """Base of the methods of the CSER paper. See the module's docstring for the local step.
+
+    nesterov: as in the module's docstring.
+    block:    elements of a block, the unit of choice of the compressor "blocks" (birder/optim/blocks.py).
+    compressor: "blocks" | "random_k" | "top_k" (birder/optim/sparse.py).
+    variant:  "paper" | "released": where weight decay enters, and what the subclass says besides.
+    options:  wire (of updates and errors; parameters always travel as fp32), max_grad_norm, seed; see `BucketOptimizer`.
+
+    State, rank-local: m, fp32[d], where momentum is above 0; and the subclass's own.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"momentum": "mean", "error": "mean"}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool,
+        block: int,
+        variant: str,
+        compressor: str,
+        **options: Any,
+    ) -> None:
+        known = isinstance(compressor, str) and compressor in COMPRESSORS
+        require(known, "compressor", compressor, "one of " + ", ".join(COMPRESSORS))
+        self.compressor = compressor
+        require_choice("variant", variant, "paper", "released")
+        self.block, self.variant = require_whole("block", block), variant
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_momentum(group)
+        # m is the only way by which this form of decay reaches x.
+        lost = self.decay_in_momentum() and group["weight_decay"] and not group["momentum"]
+        require(not lost, "momentum", 0, "above 0 for weight decay with variant='released'")
+
+    def init_unit(self, unit: Unit) -> None:
+        if unit.group["momentum"]:
+            unit.state["momentum"] = unit.zeros()
+
+    def decay_in_gradient(self) -> bool:
+        """Whether weight decay is a part of g."""
+        return self.variant == "paper"
+
+    def decay_in_momentum(self) -> bool:
+        """Whether weight decay enters m, but not g."""
+        return self.variant == "released"
+
+    def reads_parameters(self, step: int) -> bool:
+        early = self.decay_in_gradient() or self.decay_in_momentum()
+        return early and any(group["weight_decay"] for group in self.param_groups)
+
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        if self.decay_in_gradient() and group["weight_decay"]:
+            torch._foreach_add_(slots, torch._foreach_mul(params, group["weight_decay"]))
+
+    def local_step(self, unit: Unit, grad: Tensor) -> Tensor:
+        """p of this rank's own step, in `grad`; updates m."""
+        # Products and sums apart from each other: fused, their rounding would depend on where in a buffer they stand.
+        group = unit.group
+        beta = group["momentum"]
+        if beta:
+            m = unit.state["momentum"]
+            m.mul_(beta).add_(grad)
+            if self.decay_in_momentum() and group["weight_decay"]:
+                torch._foreach_add_(unit.views(m), torch._foreach_mul(unit.params, group["weight_decay"]))
+            if group["nesterov"]:
+                grad.add_(m * beta)
+            else:
+                grad.copy_(m)
+        return grad.mul_(group["lr"])
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks choose the same elements."""
+        return self.compressor in SHARED
+
+    def send(
+        self, unit: Unit, v: Tensor, ratio: int | None, step: int, stream: int = 0, wire: torch.dtype | None = None
+    ) -> Requests[Sent]:
+        """C(v), 1/ratio of the elements, and its mean over ranks. ratio: None chooses nothing, and nothing is sent then.
+
+        v: fp32[padded], not changed. stream: number of the compressor, whose draws are its own.
+        """
+        wire = wire or WIRES[self.wire]
+        if not self.alike and ratio is not None:
+            own = Largest.choose(v, unit.offsets, [p.numel() for p in unit.params], ratio, wire)
+            return (yield from SentOwn.exchange(own, v.numel(), wire))
+        block = self.block if self.compressor == "blocks" else 1
+        draw = {"seed": self.seed, "step": step, "stream": stream}
+        chosen = Blocks.choose(unit.start, unit.numel, ratio, block, **draw, device=unit.device)
+        picked = chosen.gather(v)
+        return SentAlike(chosen, (yield Mean(picked, wire)) if picked.numel() else picked)

@@ -1,0 +1,211 @@
+"""What a method defines, and what it may rely on. `BucketOptimizer` (base.py) is the class to derive from."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.comm import Communicator, Pipeline, Requests, SingleProcess
+from birder.optim.checks import require, require_number
+from birder.optim.layout import ALIGN, Unit
+from birder.optim.watch import GradientWatch, Marks, ParameterWatch
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data types that a dense all-reduce can carry."""
+
+
+class Plan(enum.Enum):
+    """What is communicated in a step."""
+
+    SKIP = "nothing: a step on this rank alone"
+    DENSE = "the gradient, by all-reduce"
+    COMPRESSED = "the method's own message"
+
+    @property
+    def own(self) -> bool:
+        """Whether the method takes the local gradient itself (`exchange`), instead of having it averaged."""
+        return self is not Plan.DENSE
+
+
+class Method(torch.optim.Optimizer):
+    """The contract: what a method overrides, in the order in which it is called.
+
+    | | when | may communicate |
+    |---|---|---|
+    | `alignment`, `init_unit` | once, when the optimizer is attached | no |
+    | `plan` | before backward, any number of times | no |
+    | `adjust_gradients` | gradients have arrived | no |
+    | `exchange` | a unit is complete, beside backward | in COMPRESSED steps |
+    | `after_units` | after the last unit, before `update` | yes |
+    | `update` | in `step()` | yes |
+    | `after_update` | after `update`, beside the next step | yes |
+
+    Whatever communicates is a generator that yields requests (birder/comm/requests.py) and is sent the answers: on all ranks
+    the same in the same order within one `exchange`, `after_units`, `update` or `after_update`. How these run beside each
+    other need not be the same on all ranks (birder/comm/runtime.py).
+    """
+
+    compressed: ClassVar[bool] = False
+    """Whether the method sends messages of its own in some of its steps."""
+    local_models: ClassVar[bool] = False
+    """Whether parameters may differ between ranks after a step. `averaged` is then what to evaluate."""
+    carried: ClassVar[dict[str, str]] = {}
+    """Of what kind each state is, by its name: "copy", the same on all ranks; "mean" or "sum", each worker's own; "cut", the
+    server's. It says what becomes of it with another number of workers (birder/checkpoint/elastic.py) or, under FSDP, of
+    shards (birder/checkpoint/shards.py)."""
+    on_shards: ClassVar[bool] = False
+    """Whether the method works on any part of a parameter: on elements, and on norms from birder/optim/norms.py. FSDP's
+    parameters are refused by others."""
+    by_tensor: ClassVar[frozenset[str]] = frozenset()
+    """States that are a number for each parameter, in the order of `unit.params`, not for each element."""
+    read_in_update: ClassVar[frozenset[str]] = frozenset()
+    """Hyper-parameters of a group that `update` alone reads: they may change between backward and `step`. All others are read
+    while gradients arrive."""
+    handles_nonfinite: ClassVar[bool] = False
+    """Whether the method's own arithmetic takes gradients that are not finite for 0."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        wire: str = "fp32",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        require(isinstance(wire, str) and wire in WIRES, "wire", wire, "one of " + ", ".join(WIRES))
+        if max_grad_norm is not None:
+            require_number("max_grad_norm", max_grad_norm, "positive or None", above=True)
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
+        self.wire = wire
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.steps = 0
+        """Completed steps. A step that a GradScaler skips does not count."""
+        self.disconnect()
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            self.check_group(group)
+
+    def disconnect(self) -> None:
+        """Begins without units and peers: what a copy does not take over."""
+        self.units: list[Unit] = []
+        self.comm: Communicator = SingleProcess()
+        self.pipeline = Pipeline()
+        self._bound = False
+        self._feeding = False
+        self._sharded = False
+        self._where: dict[Tensor, tuple[Unit, int]] = {}
+        self._watch = GradientWatch()
+        self._weights: Marks | None = None
+        """What tells the parameters that messages were made of from others (`marks` in watch.py)."""
+        self._names: dict[Tensor, str] = {}
+        self._reduced: set[Tensor] = set()
+        """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""
+        self._read: list[dict[str, Any]] | None = None
+        """The hyper-parameters of each group that messages have been made with."""
+        self._shown: dict[Tensor, dict[str, Tensor]] = {}
+        """By parameter: the views of `unit.state` that are in `self.state`."""
+        self.watch = ParameterWatch()
+        """Of methods that keep a model of the last synchronisation."""
+        self._stepping = False
+        """Whether `step` has begun and not ended."""
+        self._in_backward = False
+        """Whether an attachment takes messages during backward, in steps that are not DENSE."""
+        self._unstepped = False
+        """Whether a backward pass has sent, or will send, messages for a step that has not come yet."""
+        self.attachment: Any = None
+        """The `birder.hooks.attachment.Attachment` that `attach` made last."""
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError when a hyper-parameter of the group is out of range."""
+        require_number("lr", group["lr"])
+        require_number("weight_decay", group["weight_decay"])
+
+    @property
+    def kind(self) -> str:
+        """By what name checkpoints and other ranks know the method."""
+        return type(self).__name__
+
+    @property
+    def alignment(self) -> int:
+        """Every parameter begins, and every rank's shard of a unit ends, at a multiple of so many elements; a multiple of 32.
+
+        For methods that work on blocks which may not cross the border between two parameters.
+        """
+        return ALIGN
+
+    def plan(self, step: int) -> Plan:
+        """What step number `step` (from 1) communicates. Depends on `step` alone, or ranks would wait for each other."""
+        return Plan.DENSE
+
+    def reads_parameters(self, step: int) -> bool:
+        """Whether `adjust_gradients` or `exchange` reads parameters: they must not change before `update` then."""
+        return False
+
+    @property
+    def reads_at_times(self) -> bool:
+        """Whether `reads_parameters` of some later step. A script that changes them is refused in its first step already."""
+        return False
+
+    def init_unit(self, unit: Unit) -> None:
+        """Fills `unit.state` and `unit.buffers`. All ranks make the same keys; shapes may depend on `self.comm`."""
+
+    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
+        """Chance to change the copied gradients in place, e.g. for coupled weight decay."""
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None] | None:
+        """From the unit's local gradient, fp32[padded], to `unit.result`. May overwrite `grad`.
+
+        Called in COMPRESSED steps and in SKIP steps; in the latter it must not communicate. Runs on the pipeline: maybe on
+        another thread, while backward goes on. Parameters do not change meanwhile. What follows its first request other than
+        `ShardMean` runs beside the beginning of the next unit's exchange (birder/comm/runtime.py).
+        """
+        raise TypeError(f"{type(self).__name__} does not compress")
+
+    def check_step(self, step: int) -> None:
+        """Called at the beginning of step number `step`. Raises RuntimeError where it would go wrong without a word."""
+
+    def restores(self, name: str, step: int) -> bool:
+        """Whether the state `name` stays as it is for a parameter that has no gradient in step number `step`."""
+        return True
+
+    def complete_state(self, unit: Unit) -> dict[str, Tensor]:
+        """`unit.state`, and what the method has dropped from it because it is known by now."""
+        return dict(unit.state)
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        """Copies saved tensors into the unit's state."""
+        if set(tensors) != set(unit.state):
+            raise ValueError(f"the saved state holds {sorted(tensors)}, this optimizer keeps {sorted(unit.state)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != unit.state[name].shape:
+                raise ValueError(
+                    f"saved {name} of unit {unit.index} has {tensor.numel()} elements, this run has "
+                    f"{unit.state[name].numel()}: resume with the same model, unit size and number of ranks"
+                )
+            unit.state[name].copy_(tensor)
+
+    def forget_derived(self) -> None:
+        """Drops what the method has derived from its state: the state has just been loaded, reset or laid out anew."""
+
+    def after_units(self, step: int) -> Requests[None] | None:
+        """Runs on the pipeline after the last unit, in all but DENSE steps."""
+
+    def update(self, step: int, plan: Plan) -> Requests[None] | None:
+        """Updates parameters and state, from `p.grad` in DENSE steps, from `unit.result` in the others."""
+        raise TypeError(f"{type(self).__name__} defines no update")
+
+    def after_update(self, step: int) -> Requests[None] | None:
+        """Runs on the pipeline after step number `step`, beside the forward and backward passes of the next one.
+
+        It is over before the next `update`, `averaged`, `state_dict` or `load_state_dict`. Until then parameters do not
+        change, except where the caller changes them. It may read them and `unit.state`; it must not touch `unit.grad`,
+        `unit.result`, nor what `exchange` of the next step uses, except in its place: the next step's exchanges begin when
+        its first request is on its way, or after its end where it has none.
+        """

@@ -1,0 +1,202 @@
+"""`Unit`: a fixed group of parameters that is encoded, sent and applied together.
+
+Units are the optimizer's own. DDP's buckets are not used for this: DDP rebuilds them after the first backward, so that
+whatever is kept by bucket is wrong from the second step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder.comm import Communicator
+from birder.optim.checks import check_gradient, require
+
+ALIGN = 32
+"""Every parameter starts at a multiple of at least this many elements, a 32-bit word of packed bits."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def sharded(p: Tensor) -> bool:
+    """Whether this rank holds only a part of the tensor: whether it is one of FSDP's (a DTensor)."""
+    return hasattr(type(p), "to_local")
+
+
+def local(t: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; it shares the memory."""
+    if not sharded(t):
+        return t
+    with torch.no_grad():
+        return t.to_local()  # type: ignore[attr-defined]
+
+
+def gradient(p: Tensor) -> Tensor | None:
+    """The part of a parameter's gradient that this rank holds; None where there is no gradient."""
+    return None if p.grad is None else local(p.grad)
+
+
+@dataclass
+class Unit:
+    """Parameters of one group, side by side in flat buffers of `padded` fp32 elements.
+
+    offsets: where each parameter starts in the flat buffers.
+    start:   number of the unit's first element among all elements: the counter of the random numbers. It depends on
+             the parameters alone, not on the size of units or the number of ranks.
+    state:   the method's flat tensors for this unit, rank-local.
+    grad:    fp32[padded], the local gradient on its way to `encode` (allocated at the first compressed step).
+    result:  what the exchange left for `apply`.
+    buffers: what the exchange sends and receives, by name, so that a step allocates nothing. Made in `init_unit`; their
+             content is valid until the unit's next exchange, and is not saved.
+    """
+
+    index: int
+    group: dict[str, Any]
+    params: list[Tensor]
+    offsets: list[int]
+    start: int
+    numel: int
+    wholes: list[Tensor] = field(default_factory=list)
+    """The optimizer's own parameters. `params` are the same ones; or of FSDP's the shards on this rank (`lay_out_shards`)."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """(place in the flat buffers, element number) where each run of consecutive numbers begins; none: one from `start`."""
+    padded: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()
+    """Names of the states of which there are views in `optimizer.state`."""
+    grad: Tensor | None = None
+    result: Any = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    """Parameters, by position, whose gradient has not arrived in this step."""
+    missing: set[int] = field(default_factory=set)
+    """Those that arrived without a gradient on this rank; it counts as 0 in `grad`."""
+    kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Of these, what this rank keeps of their states, as it was before the exchange."""
+    moved: set[int] = field(default_factory=set)
+    """Parameters, by position, that had a gradient in a SKIP step since the last step that was none."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    def view(self, flat: Tensor, i: int) -> Tensor:
+        """Parameter i's part of a flat buffer, in the parameter's shape."""
+        p = self.params[i]
+        return flat[self.offsets[i] : self.offsets[i] + p.numel()].view(p.shape)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """All parameters' parts of a flat buffer."""
+        return [self.view(flat, i) for i in range(len(self.params))]
+
+    def numbered(self, begin: int, size: int) -> list[tuple[slice, int]]:
+        """The runs of consecutive element numbers in `size` elements from `begin` on: (where in these, first number)."""
+        runs = self.runs or [(0, self.start)]
+        found = []
+        for k, (place, number) in enumerate(runs):
+            end = runs[k + 1][0] if k + 1 < len(runs) else self.padded
+            low, high = max(place, begin), min(end, begin + size)
+            if low < high:
+                found.append((slice(low - begin, high - begin), number + low - place))
+        return found
+
+    def shard_runs(self, comm: Communicator) -> list[tuple[slice, int]]:
+        """`numbered` of this rank's shard; one run, but with FSDP."""
+        size = self.padded // comm.shards
+        return self.numbered(comm.shard * size, size)
+
+    def chunk_runs(self, comm: Communicator) -> list[tuple[slice, int]]:
+        """`numbered` of the chunk that this rank serves."""
+        size = self.padded // (comm.shards * comm.workers)
+        return self.numbered((comm.shard * comm.workers + comm.worker) * size, size)
+
+    def zeros(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""
+        return torch.zeros(self.padded if numel is None else numel, dtype=dtype, device=self.device)
+
+    def bytes(self, count: int) -> Tensor:
+        """An uninitialised buffer for a message of `count` bytes, on the unit's device."""
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+
+def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = ALIGN) -> list[Unit]:
+    """Cuts every parameter group into units of about `cap_bytes` of fp32 gradient, last parameter first.
+
+    Gradients arrive in about that order, so that the first unit is complete early in backward. A tensor larger than the
+    cap is a unit by itself; small ones share one. Parameters on different devices never share a unit. Each parameter begins
+    at a multiple of `align` elements.
+
+    Raises ValueError when `align` is no multiple of 32.
+    """
+    require(align >= ALIGN and align % ALIGN == 0, "alignment", align, f"a multiple of {ALIGN}")
+    units: list[Unit] = []
+    start = 0
+    for group in groups:
+        open_unit: Unit | None = None
+        for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
+            size = round_up(p.numel(), align)  # of FSDP's parameters: all of it, so that all ranks cut alike
+            if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
+                open_unit = Unit(len(units), group, [], [], start, 0)
+                units.append(open_unit)
+            open_unit.params.append(p)
+            open_unit.offsets.append(open_unit.numel)
+            open_unit.numel += size
+            start += size
+    for unit in units:
+        unit.wholes = list(unit.params)
+    return units
+
+
+def first_element(p: Tensor) -> int:
+    """Number within a parameter of the first element on this rank. p: a DTensor, sharded over its first dimension.
+
+    FSDP gives every rank ceil(rows / ranks) rows while there are any.
+    """
+    mesh = p.device_mesh  # type: ignore[attr-defined]
+    rows = -(-p.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * rows, p.shape[0]) * (p.numel() // p.shape[0])
+
+
+def lay_out_shards(unit: Unit, multiple: int) -> None:
+    """Turns a unit cut from whole parameters into one of the shards on this rank, a run of numbers for each of them.
+
+    Elements keep their numbers of the unit of whole parameters, so that random numbers do not depend on the number of
+    shards. A shard begins where it would within a run of `multiple` elements there: what belongs together in such a run (the
+    words of bits among which `reduce="one_phase"` shares out workers) stays together.
+    """
+    places, end = [], 0
+    unit.params = [local(p) for p in unit.wholes]
+    for p, shard, offset in zip(unit.wholes, unit.params, unit.offsets, strict=True):
+        first = offset + first_element(p)
+        inside = first % multiple if shard.numel() else 0
+        places.append(end + inside)
+        if shard.numel():
+            unit.runs.append((end, unit.start + first - inside))
+            end += round_up(inside + shard.numel(), multiple)
+    unit.offsets, unit.numel = places, max(end, multiple)
+
+
+def refresh_shards(unit: Unit) -> None:
+    """Takes the shards anew: FSDP may have put them elsewhere since (lazy initialisation, a loaded state)."""
+    unit.params = [local(p) for p in unit.wholes]
+
+
+def fusible(params: list[Tensor], grads: list[Tensor]) -> bool:
+    """Whether torch's fused CPU kernels serve these: they go through memory in order, and states stand in logical order."""
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in (*params, *grads))
+
+
+def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
+    """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
+    found = {i: g for i, p in enumerate(unit.wholes) if (g := gradient(p)) is not None}
+    for g in found.values():
+        check_gradient(g)
+    chosen = list(found)
+    params, grads = [unit.params[i] for i in chosen], [g.to(torch.float32) for g in found.values()]
+    return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)

@@ -1,0 +1,168 @@
+"""The 1-bit all-reduce with error feedback that 1-bit Adam, 1-bit LAMB and 0/1 Adam share.
+
+With C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +1:
+
+    (1) z_i = message_i + e_i                            worker i
+    (2) send C(z_i);  e_i = z_i - C(z_i)
+    (3) a = mean_i C(z_i) + s                            server of a chunk
+    (4) send C(a) to all;  s = a - C(a)
+
+A scale travels behind the bits of each chunk (birder/kernels/message.py): (2) and (4) are one exchange each.
+|z|_2 is added up in fp64 (birder/optim/scaled_sign.py). A one-process reference gets the same scale from
+`(z.double().square().sum() / d).sqrt().float()`, in any order of summation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder import kernels
+from birder.comm import AllGather, AllToAll, Communicator, Requests
+from birder.comm.late import Late
+from birder.optim.base import BucketOptimizer
+from birder.optim.layout import Unit, gradient
+from birder.optim.scaled_sign import split
+
+Exchange = Requests[Tensor]
+"""Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
+
+
+@dataclass
+class Support:
+    """The coordinates that take part, with their number in this rank's shard and chunk.
+
+    A coordinate that never has a gradient must not: one bit cannot say 0, it would get +-scale.
+    """
+
+    mask: Tensor | None  # bool[padded]; None: all of them
+    shard: slice
+    chunk: slice
+    shard_count: Tensor  # int64[], on the device
+    chunk_count: Tensor
+    whole: Late  # 1 where the mask is True everywhere
+
+    @property
+    def in_shard(self) -> Tensor | None:
+        """The part of the mask for this rank's shard."""
+        return None if self.mask is None else self.mask[self.shard]
+
+    @property
+    def in_chunk(self) -> Tensor | None:
+        """The part of the mask for the chunk that this rank serves."""
+        return None if self.mask is None else self.mask[self.chunk]
+
+    @classmethod
+    def of(cls, mask: Tensor, comm: Communicator) -> Support:
+        """Of `mask`, bool[padded], the same on all ranks."""
+        size = mask.numel() // comm.shards
+        chunk = size // comm.workers
+        begin = comm.shard * size
+        shard_part = slice(begin, begin + size)
+        chunk_part = slice(begin + comm.worker * chunk, begin + (comm.worker + 1) * chunk)
+        return cls(mask, shard_part, chunk_part, mask[shard_part].sum(), mask[chunk_part].sum(), Late(mask.all()))
+
+    def forget_a_mask_of_all(self) -> None:
+        """Once it is known that all coordinates take part, no mask is read any more, which changes no result."""
+        if self.mask is not None and self.whole.there and self.whole.read()[0]:
+            self.mask = None
+
+
+class OneBitMethod(BucketOptimizer):
+    """Base of the methods that send the 1-bit mean: the two errors, and which coordinates take part."""
+
+    warmup_steps: int
+    """Steps after which the variance is frozen."""
+
+    compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"worker_error": "mean", "server_error": "cut"}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._support: dict[int, Support] = {}
+        self._without_variance: dict[int, Late] = {}
+        """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
+        super().__init__(*args, **kwargs)
+
+    def init_errors(self, unit: Unit) -> None:
+        """The worker's error, fp32[padded/shards], the server's, fp32[padded/(shards workers)], and the messages' buffers."""
+        workers, shards = self.comm.workers, self.comm.shards
+        shard = unit.padded // shards
+        chunk = shard // workers
+        size = kernels.message_bytes(chunk)
+        unit.state["worker_error"] = unit.zeros(shard)
+        unit.state["server_error"] = unit.zeros(chunk)
+        unit.buffers = {
+            "bits": unit.bytes(workers * size),  # of this rank's shard, a message to each server
+            "rows": unit.bytes(workers * size),  # what the workers have sent
+            "chunk": unit.bytes(size),  # of the server
+            "result": unit.bytes(shards * workers * size),
+            "sums": kernels.partial_sums(shard, unit.device),  # of squares, for either scale
+        }
+
+    def onebit_mean(self, unit: Unit, z: Tensor) -> Exchange:
+        """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message."""
+        error, mask = unit.state["worker_error"], self.support(unit).in_shard
+        squares = kernels.add_message(error, z, mask, sums=unit.buffers["sums"])  # (1)
+        return (yield from self._exchange_signs(unit, squares))
+
+    def onebit_momentum_mean(self, unit: Unit, g: Tensor, m: Tensor, beta: float) -> Exchange:
+        """`onebit_mean` of (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards]."""
+        error, mask = unit.state["worker_error"], self.support(unit).in_shard
+        squares = kernels.add_momentum(error, g, m, beta=beta, mask=mask, sums=unit.buffers["sums"])  # (1)
+        return (yield from self._exchange_signs(unit, squares))
+
+    def _exchange_signs(self, unit: Unit, squares: Tensor) -> Exchange:
+        """(2) to (4). The worker's error holds z, `squares` is the sum of its squares, fp64[]."""
+        comm, support, buffers = self.comm, self.support(unit), unit.buffers
+        worker_error, server_error = unit.state["worker_error"], unit.state["server_error"]
+        inside, count = support.in_shard, support.shard_count
+        messages = split(worker_error, squares, inside, count, comm.workers, buffers["bits"])  # (2)
+        rows = yield AllToAll(messages.view(-1), buffers["rows"])
+        inside, count = support.in_chunk, support.chunk_count
+        squares = kernels.add_average(server_error, rows, inside, sums=buffers["sums"])  # (3)
+        message = split(server_error, squares, inside, count, out=buffers["chunk"])  # (4)
+        return (yield AllGather(message.view(-1), buffers["result"])).view(comm.shards * comm.workers, -1)
+
+    def write_mean(self, unit: Unit, out: Tensor, mean: Tensor) -> None:
+        """Writes what `onebit_mean` returned into `out`, fp32[padded]; 0 where nothing takes part."""
+        kernels.write_signs(out, mean, self.support(unit).mask)
+
+    def taking_part(self, unit: Unit) -> Tensor:
+        """bool[padded], the same on all ranks: where the variance is not 0."""
+        return unit.state["v"] > 0
+
+    def support(self, unit: Unit) -> Support:
+        """Of `taking_part`; computed once, until `forget_support`."""
+        if unit.index not in self._support:
+            self._support[unit.index] = Support.of(self.taking_part(unit), self.comm)
+        self._support[unit.index].forget_a_mask_of_all()
+        return self._support[unit.index]
+
+    def forget_support(self, unit: Unit) -> None:
+        """For when what takes part may have changed."""
+        self._support.pop(unit.index, None)
+
+    def forget_derived(self) -> None:
+        self._support.clear()
+        self._without_variance.clear()
+
+    def check_step(self, step: int) -> None:
+        """Raises RuntimeError for a parameter whose first gradient comes when variances are frozen: it would never move."""
+        if step <= self.warmup_steps or self._sharded:
+            return
+        for unit in self.units:
+            if unit.index not in self._without_variance:
+                largest = torch.stack(list(torch._foreach_norm(unit.views(unit.state["v"]), float("inf"))))
+                self._without_variance[unit.index] = Late(largest > 0)
+            there = self._without_variance[unit.index]
+            if not there.there:  # on a GPU: a step later
+                continue
+            for i in (i for i, seen in enumerate(there.read()) if not seen):
+                if (g := gradient(unit.wholes[i])) is not None and bool(g.any()):
+                    raise RuntimeError(
+                        f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "
+                        "variance is 0, so it would never move. Use a longer warm-up, or give it to another optimizer"
+                    )

@@ -1,0 +1,162 @@
+"""Sigma-delta Adam: one bit per parameter each way from the first step, without dense warm-up. This project's own.
+
+Worker i keeps Adam's moments of its own gradient g_i; V is the same on all workers. For step t from 1:
+
+    (0) in the steps of a schedule: V = mean_i v_i, after (1); t_V is the last such step
+    (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
+    (2) u_i = clip( m_i/(1 - beta1^t) / (sqrt(V/(1 - beta2^t_V)) + eps), -1, 1)
+    (3) q = the +-1 that the sigma-delta quantizer makes of all u_i               birder/optim/modulator.py
+    (4) x = x - lr q - lr weight_decay x
+
+The local form leaves (0) out, and (2) has v_i and t in the place of V and t_V.
+One-process reference: `SigmaDelta` in tests/reference_sigma_delta.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from birder import kernels
+from birder.comm import Requests, ShardMean, WorkerMean
+from birder.optim.adam import check_adam
+from birder.optim.base import BucketOptimizer
+from birder.optim.bit_exchange import move
+from birder.optim.checks import pair, require, require_choice, require_number
+from birder.optim.contract import WIRES, Plan
+from birder.optim.layout import Unit
+from birder.optim.modulator import CARRIED, Modulator
+from birder.optim.seen import SeenMap
+
+
+class SigmaDeltaAdam(SeenMap, BucketOptimizer):
+    """Sigma-delta Adam (see the module's docstring for the equations).
+
+    params, lr, betas, eps, weight_decay: as in torch.optim.AdamW. Every coordinate moves by exactly lr in each step.
+    variance:     "shared": V of (0). "local": every worker's own v_i, so that nothing but bits is sent.
+    share_growth: by what factor the steps of (0) grow, at least 1: after step k comes max(k + 1, floor(share_growth k)). 1.1:
+                  each of the first ten, then 11, 12, ..., 20, 22, 24, ... 1: every step.
+    wire:         what (0) sends V as: "fp32" or "bf16".
+    gamma:        gain of the server; None: the root of the number of workers, with which Adam's lr fits. 1: the quantizer's
+                  error is bounded for all times, and lr wants to be larger.
+    reduce:       "two_phase": all-to-all and all-gather. "one_phase": one all-gather of half the bytes.
+    errors:       how the errors are kept: "fp32", or "int8" for a quarter of their memory.
+    start:        how workers' errors begin: "uniform" in [-1, 1), so that workers' bits do not move in step, or "zero".
+    idle:         what v does where the gradient is exactly 0 (rows of an embedding that are not in the batch): "decay" as in
+                  Adam, or "hold".
+    options:      max_grad_norm, seed; see `BucketOptimizer`.
+
+    State, rank-local: m, v and V fp32[d] and the worker's error, fp32 or int8[d]; with hierarchical communication
+    [d / ranks per node]. The server's error [d/n]. In one phase one error [d] instead of both.
+
+    A coordinate whose gradient has been 0 on every rank in every step so far does not move; see birder/optim/seen.py.
+    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {
+        "m": "mean",
+        "v": "mean",
+        "shared_v": "mean",  # the same on all workers; each holds its shard alone
+        **CARRIED,
+        "active": "copy",
+    }
+    on_shards: ClassVar[bool] = True
+    handles_nonfinite: ClassVar[bool] = True
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
+    seen_by: ClassVar[str] = "v"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        variance: str = "shared",
+        share_growth: float = 1.1,
+        gamma: float | None = None,
+        reduce: str = "two_phase",
+        errors: str = "fp32",
+        start: str = "uniform",
+        idle: str = "decay",
+        wire: str = "fp32",
+        **options: Any,
+    ) -> None:
+        require_choice("variance", variance, "shared", "local")
+        require_choice("idle", idle, "decay", "hold")
+        require_number("share_growth", share_growth, "at least 1", low=1.0)
+        # Most variances are too small for fp16, and 0 stands for a coordinate without gradient.
+        require(wire != "fp16", "wire", wire, "fp32 or bf16")
+        self.variance, self.share_growth, self.idle = variance, share_growth, idle
+        self.gamma, self.reduce, self.errors, self.start = gamma, reduce, errors, start
+        defaults = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, wire=wire, **options)
+        self._modulator = Modulator(gamma=gamma, reduce=reduce, errors=errors, start=start, seed=self.seed)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED
+
+    def shared_at(self, step: int) -> int:
+        """t_V: the last step up to `step` in which V is shared; in the local form `step` itself."""
+        return last_shared(step, float(self.share_growth)) if self.variance == "shared" else step
+
+    def init_unit(self, unit: Unit) -> None:
+        kept = unit.padded // self.comm.shards
+        unit.state["m"] = unit.zeros(kept)
+        unit.state["v"] = unit.zeros(kept)
+        if self.variance == "shared":
+            unit.state["shared_v"] = unit.zeros(kept)
+        self._modulator.init_unit(unit, self.comm)
+        self.init_seen(unit)
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        comm, m, v, V = self.comm, unit.state["m"], unit.state["v"], unit.state.get("shared_v")
+        (beta1, beta2), hold = unit.group["betas"], self.idle == "hold"
+        mean = yield ShardMean(grad)
+        g: Tensor | None = mean
+        if V is not None and self.shared_at(step) == step:
+            kernels.adam_moments(mean, m, v, beta1=beta1, beta2=beta2, hold=hold)  # (1)
+            g = None
+            V.copy_((yield WorkerMean(v, WIRES[self.wire])))  # (0)
+        error, encoding = unit.state[self._modulator.name], self._modulator.encoding(unit, comm, step)
+        kernels.modulate_adam(g, m, v, error, V, **self._ratio(unit.group, step), hold=hold, **encoding)  # (1)-(3)
+        unit.result = yield from self._modulator.exchange(unit, comm, step)
+
+    def _ratio(self, group: dict[str, Any], step: int) -> dict[str, float]:
+        """Options of `kernels.modulate_adam` for (1) and (2), with both corrections in two numbers."""
+        beta1, beta2 = group["betas"]
+        reached = math.sqrt(1.0 - beta2 ** self.shared_at(step))
+        scale = reached / (1.0 - beta1**step)
+        return {"beta1": beta1, "beta2": beta2, "scale": scale, "eps": group["eps"] * reached}
+
+    def update(self, step: int, plan: Plan) -> None:
+        for unit in self.units:
+            move(unit, unit.group["weight_decay"])  # (4)
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_steps(growth: float, power: int) -> list[int]:
+    """The steps of (0), as far as the first one from 2^power on."""
+    steps = [1]
+    while steps[-1] < 2**power:
+        steps.append(max(steps[-1] + 1, int(steps[-1] * growth)))
+    return steps
+
+
+def last_shared(step: int, growth: float) -> int:
+    """The last step up to `step`, from 1, in which V is shared."""
+    if growth == 1.0:
+        return step
+    steps = _shared_steps(growth, max(step.bit_length(), 10))
+    return steps[bisect.bisect_right(steps, step) - 1]

@@ -1,0 +1,339 @@
+"""SLAMB: LAMB whose momentum is averaged over ranks on a random part of the elements only; the rest is used as it is.
+
+Source: "SLAMB: Accelerated Large Batch Training with Sparse Communication", ICML 2023, and the code released with it.
+
+On rank i, with its own gradient g_i, in step t (products and quotients of vectors are element-wise):
+
+    (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
+    (2) M_t: about k d elements, the same on all ranks. Small tensors and those of one dimension are in it whole.
+        On M_t m_i = mean_j m_j. Elsewhere m_i stays: what was not sent is sent later.
+    (3) tau = 0 on M_t, otherwise tau + 1;   s = beta3^tau
+    (4) r = (m_i / (1 - beta1^t)) / (sqrt(v_i / (1 - beta2^t)) + eps)
+    (5) for every tensor, with x and r restricted to M_t for phi1 and to the rest for phi0:
+        phi1 = |x|/|r| clamped to [min_coeff, max_coeff];   phi0 = |x|/|r| clamped to [0, max_coeff]
+    (6) x_i = x_i - lr (s phi1 + (1 - s) phi0 / sqrt(n)) (r + weight_decay x_i)
+    (7) every H steps, after (6): x_i = mean_j x_j
+
+Where a norm in (5) is 0, phi1 = 1 and phi0 = 0.
+
+The code released with it differs in two forms. v2, the fused one: in (4) eps is added to the uncorrected root, and (7) comes
+in steps t with t mod H = 1. v1, the plain one: the mask goes through the int(1/k) chunks of a fixed random permutation, chunk
+t mod int(1/k) in step t; (7) as in v2; (4) includes weight_decay x, so that the norms see it, and
+
+    (5') phi1 = |x|/|r|, phi0 = |x|/|r|, both 1 where a norm is 0
+    (6') x_i = x_i - lr clamp(s phi1 + (1 - s) phi0) (s + (1 - s)/sqrt(n)) r;   tensors of one dimension: - lr phi1 r
+
+One-process reference: tests/helpers/reference_slamb.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.comm import Mean, Requests
+from birder.comm.late import Late
+from birder.optim.adam import check_adam
+from birder.optim.base import BucketOptimizer
+from birder.optim.checks import (
+    pair,
+    require_choice,
+    require_flag,
+    require_number,
+    require_whole,
+    warn_of_old_way,
+)
+from birder.optim.contract import WIRES, Plan
+from birder.optim.layout import Unit
+from birder.optim.masks import cyclic_chunks, random_mask
+
+SMALLEST = 2.0**-15
+"""Smallest share of elements sent in a step."""
+
+
+class Rules:
+    """The paper's, where the released code's forms differ."""
+
+    form = "paper"
+    first_sync = 0
+    """sync_phase where none is given."""
+
+    def init_ages(self, slamb: SLAMB, unit: Unit) -> None:
+        """The state from which `freshness` follows."""
+        unit.state["tau"] = unit.zeros(dtype=torch.uint8 if slamb.tau_limit == 255 else torch.int16)
+
+    def choose(self, slamb: SLAMB, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        """Writes M_t for parameter i into `view`, bool in its shape."""
+        p, start = unit.params[i], unit.start + unit.offsets[i]
+        mask = random_mask(p.numel(), slamb.fraction, seed=slamb.seed, step=step, start=start, device=unit.device)
+        view.copy_(mask.view(p.shape))
+
+    def grow_older(self, slamb: SLAMB, unit: Unit, mask: Tensor) -> None:
+        """tau of (3)."""
+        tau = unit.state["tau"]
+        tau.add_(tau < slamb.tau_limit).mul_(~mask)
+
+    def freshness(self, slamb: SLAMB, unit: Unit, i: int, step: int) -> Tensor:
+        """s of (3) for parameter i, fp32 in its shape."""
+        return slamb.look_up(slamb.tau_limit + 1, unit.view(unit.state["tau"], i))
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        """What is added to sqrt(v), with root = sqrt(1 - beta2^t): by (4) eps is added to the corrected root."""
+        return eps * root
+
+    def move(self, slamb: SLAMB, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        """(5) and (6) of parameter i."""
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], slamb.min_coeff, slamb.max_coeff
+        r, x = slamb.direction(unit, i, step), p.float()
+        if slamb.is_dense(p):
+            rate = slamb.ratio(x, r, 1.0).clamp_(low, high).mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1 = slamb.ratio(x * fresh, r * fresh, 1.0).clamp_(low, high)  # (5)
+            phi0 = slamb.ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, high)
+            s = self.freshness(slamb, unit, i, step)
+            rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / slamb.comm.world_size**0.5))
+        if decay:
+            r.add_(x * decay)
+        p.sub_(r.mul_(rate))  # (6)
+
+
+class Fused(Rules):
+    """Of v2."""
+
+    form, first_sync = "v2", 1
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        return eps
+
+
+class Plain(Rules):
+    """Of v1."""
+
+    form, first_sync = "v1", 1
+
+    def init_ages(self, slamb: SLAMB, unit: Unit) -> None:
+        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if slamb.chunks <= 256 else torch.int16)
+        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
+            if not slamb.is_dense(p):
+                start = unit.start + offset
+                chunks = cyclic_chunks(p.numel(), slamb.chunks, seed=slamb.seed, start=start, device=unit.device)
+                view.copy_(chunks.view(p.shape))
+
+    def choose(self, slamb: SLAMB, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        torch.eq(unit.view(unit.state["chunk"], i), step % slamb.chunks, out=view)
+
+    def grow_older(self, slamb: SLAMB, unit: Unit, mask: Tensor) -> None:
+        """tau follows from the number of the chunk."""
+
+    def freshness(self, slamb: SLAMB, unit: Unit, i: int, step: int) -> Tensor:
+        chunk = unit.view(unit.state["chunk"], i).int()
+        # Before its first turn an element is as old as the run.
+        return slamb.look_up(slamb.chunks, chunk.neg_().add_(step).remainder_(slamb.chunks).clamp_(max=step))
+
+    def move(self, slamb: SLAMB, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], slamb.min_coeff, slamb.max_coeff
+        r, x = slamb.direction(unit, i, step), p.float()
+        if decay:
+            r.add_(x * decay)
+        if slamb.is_dense(p):
+            rate = slamb.ratio(x, r, 1.0)  # (5')
+            if p.dim() > 1:
+                rate.clamp_(low, high)
+            rate.mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1, phi0 = slamb.ratio(x * fresh, r * fresh, 1.0), slamb.ratio(x * ~fresh, r * ~fresh, 1.0)
+            s = self.freshness(slamb, unit, i, step)
+            phi = (s * phi1 + (1 - s) * phi0).clamp_(low, high)
+            rate = phi.mul_(s * lr + (1 - s) * (lr / slamb.comm.world_size**0.5))
+        p.sub_(r.mul_(rate))  # (6')
+
+
+FORMS = {rules.form: rules for rules in (Rules(), Fused(), Plain())}
+
+
+class SLAMB(BucketOptimizer):
+    """SLAMB (see the module's docstring for the equations). Parameters differ between ranks but for after (7).
+
+    lr, betas, eps, weight_decay: as in LAMB. eps must be above 0.
+    beta3:       what a step without being averaged leaves of an element's weight as a fresh one, in [0, 1].
+    fraction:    k, the share of elements sent in a step, in [2^-15, 1].
+    sync_every:  H, steps from one averaging of the parameters to the next.
+    sync_phase:  they are averaged in steps t with t mod H = sync_phase mod H. None: 0; 1 in the released code's forms.
+    dense_below: tensors of fewer elements are sent whole, as are those of one dimension.
+    form:        old: "v1" and "v2" are the classes `SLAMBv1` and `SLAMBv2`.
+    unseen:      what an element does of which v_i is 0, because only other ranks have had a gradient there. "step": (4) as it
+                 stands; the step is of size m_i/eps. "hold" (this project's): r is 0 there.
+    min_coeff, max_coeff: bounds of layer-wise ratios.
+    bias_correction: divide by 1 - beta^t in (4).
+    options:     wire (of the momentum), max_grad_norm, seed (of the masks); see `BucketOptimizer`.
+
+    State, rank-local: m and v, fp32[d], and tau, uint8[d] (int16 where 8 bits could be too few); `SLAMBv1` has instead of
+    tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows. Between steps also the
+    mask of the next one, bool[d], drawn ahead so that the host need not wait for the number of its elements.
+
+    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    """
+
+    compressed: ClassVar[bool] = True
+    local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
+    read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay"})
+    rules = FORMS["paper"]
+    """What the released code's forms have in the place of the paper's."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        beta3: float = 0.93,
+        fraction: float = 0.1,
+        sync_every: int = 100,
+        sync_phase: int | None = None,
+        dense_below: int = 9000,
+        form: str = "paper",
+        unseen: str = "step",
+        min_coeff: float = 0.01,
+        max_coeff: float = 1000.0,
+        bias_correction: bool = True,
+        **options: Any,
+    ) -> None:
+        require_number("beta3", beta3, "in [0, 1]", high=1.0)
+        require_number("fraction", fraction, "in [2^-15, 1]", SMALLEST, 1.0)
+        require_whole("sync_every", sync_every)
+        if sync_phase is not None:
+            require_whole("sync_phase", sync_phase, 0)
+        require_whole("dense_below", dense_below, 0)
+        require_choice("form", form, "paper", "v1", "v2")
+        require_choice("unseen", unseen, "step", "hold")
+        require_number("max_coeff", max_coeff)
+        require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
+        require_flag("bias_correction", bias_correction)
+        if form not in ("paper", self.rules.form):
+            warn_of_old_way(f"SLAMB(form={form!r})", f"birder.SLAMB{form}(...)")
+            self.rules = FORMS[form]
+        self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
+        self.form, self.unseen = self.rules.form, unseen
+        self.sync_every = sync_every
+        self.sync_phase = self.rules.first_sync if sync_phase is None else sync_phase
+        self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
+        self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
+        self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
+        self._powers: dict[torch.device, Tensor] = {}
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+        require_number("eps", group["eps"], "above 0", above=True)
+
+    @property
+    def kind(self) -> str:
+        return f"SLAMB{self.form}" if type(self) is SLAMB and self.form != "paper" else type(self).__name__
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED
+
+    def syncs(self, step: int) -> bool:
+        """Whether parameters are averaged at the end of step number `step` (from 1)."""
+        return step % self.sync_every == self.sync_phase % self.sync_every
+
+    def is_dense(self, p: Tensor) -> bool:
+        """Whether the tensor is sent whole in every step."""
+        return p.dim() <= 1 or p.numel() < self.dense_below
+
+    @property
+    def tau_limit(self) -> int:
+        """tau stops here: where beta3^tau is nothing beside 1 in fp32, or fewer than one wait in a billion is so long."""
+        few = self.beta3**255 < 2**-24 or (1 - self.fraction) ** 255 < 1e-9
+        return 255 if few else 32767
+
+    def init_unit(self, unit: Unit) -> None:
+        unit.state["m"] = unit.zeros()
+        unit.state["v"] = unit.zeros()
+        self.rules.init_ages(self, unit)
+
+    def mask(self, unit: Unit, step: int) -> Tensor:
+        """M_t of (2): bool[padded], the same on all ranks."""
+        mask = unit.zeros(dtype=torch.bool)
+        for i, (p, view) in enumerate(zip(unit.params, unit.views(mask), strict=True)):
+            if self.is_dense(p):
+                view.fill_(True)
+            else:
+                self.rules.choose(self, unit, i, step, view)
+        return mask
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        m, v, (beta1, beta2) = unit.state["m"], unit.state["v"], unit.group["betas"]
+        v.mul_(beta2).add_(grad.square().mul_(1 - beta2))  # (1)
+        m.mul_(beta1).add_(grad.mul_(1 - beta1))
+        mask, count = self._mask_and_count(unit, step)
+        chosen = torch.nonzero_static(mask, size=count).view(-1)
+        if count:  # the same on all ranks
+            m.index_copy_(0, chosen, (yield Mean(m.index_select(0, chosen), WIRES[self.wire])))  # (2)
+        self.rules.grow_older(self, unit, mask)  # tau of (3)
+        unit.result = mask
+
+    def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
+        """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
+        known, mask, count = self._ahead.pop(unit.index, (0, None, None))
+        if known != step or mask is None or count is None:
+            mask, count = self._draw(unit, step)
+        self._ahead[unit.index] = (step + 1, *self._draw(unit, step + 1))
+        return mask, count.read()[0]
+
+    def _draw(self, unit: Unit, step: int) -> tuple[Tensor, Late]:
+        mask = self.mask(unit, step)
+        return mask, Late(mask.sum())
+
+    def forget_derived(self) -> None:
+        self._ahead.clear()
+
+    def look_up(self, ages: int, age: Tensor) -> Tensor:
+        """beta3^age for whole numbers below `ages`, fp32 in the shape of `age`."""
+        if age.device not in self._powers:
+            powers = [self.beta3**k for k in range(ages)]
+            self._powers[age.device] = torch.tensor(powers, dtype=torch.float32).to(age.device)
+        return self._powers[age.device].index_select(0, age.reshape(-1).int()).view(age.shape)
+
+    def update(self, step: int, plan: Plan) -> Requests[None]:
+        for unit in self.units:
+            for i, p in enumerate(unit.params):
+                self.rules.move(self, unit, i, p, step)
+        if self.syncs(step):
+            yield from self.average_parameters()  # (7)
+
+    def direction(self, unit: Unit, i: int, step: int) -> Tensor:
+        """r of (4) for parameter i, in a new tensor."""
+        beta1, beta2 = unit.group["betas"]
+        first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
+        eps = self.rules.scaled_eps(unit.group["eps"], root)
+        v = unit.view(unit.state["v"], i)
+        r = unit.view(unit.state["m"], i).div(v.sqrt().add_(eps)).mul_(root / first)
+        return r.masked_fill_(v == 0, 0.0) if self.unseen == "hold" else r
+
+    @staticmethod
+    def ratio(x: Tensor, r: Tensor, otherwise: float) -> Tensor:
+        """|x|/|r|, fp32[]; `otherwise` where one of them is 0."""
+        x_norm, r_norm = torch.linalg.vector_norm(x), torch.linalg.vector_norm(r)
+        return torch.where((x_norm > 0) & (r_norm > 0), x_norm / r_norm, otherwise)
+
+
+class SLAMBv1(SLAMB):
+    """SLAMB by the released code's plain form: chunks of a fixed permutation in the place of (2); (5') and (6')."""
+
+    rules = FORMS["v1"]
+
+
+class SLAMBv2(SLAMB):
+    """SLAMB by the released code's fused form: as the paper's, with eps beside the uncorrected root in (4)."""
+
+    rules = FORMS["v2"]

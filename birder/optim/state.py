@@ -1,0 +1,286 @@
+"""What an optimizer keeps: saving and restoring it, copies, and models that differ between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder.comm import Mean, Requests, run
+from birder.optim.contract import Method
+from birder.optim.layout import Unit
+from birder.optim.relayout import parts
+
+BY_UNIT = (
+    "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by unit, and "
+    "another one on every rank: use optimizer.state_dict() and birder.checkpoint on every rank"
+)
+"""A key in what `state_dict` returns: who takes keys for parameters, as those functions of torch do, raises it."""
+EMPTIED = (
+    "optimizer.state cannot be replaced or emptied, its tensors are views of this optimizer's buffers: change them in place; "
+    "to begin afresh load a state_dict that was saved before the first step, or build a new optimizer and model wrapper"
+)
+
+
+class MethodState(Method):
+    """The part of `BucketOptimizer` that saves and restores state, and averages models."""
+
+    _pending: dict[str, Any] | None = None
+    """State to be loaded when the optimizer is bound."""
+    _fingerprint: int | None = None
+    """`fingerprint` of the parameters that belong to the loaded state, until the next step has seen them."""
+
+    # ---- state by parameter, to look at -------------------------------------------------------------------------------
+
+    def _show(self, units: Iterable[Unit]) -> None:
+        """Puts views of the units' buffers into `self.state`, beside what others keep there.
+
+        In the parameter's shape; in one dimension where other ranks keep the rest; not where the host alone keeps them.
+        """
+        for unit in units:
+            unit.shown = tuple(unit.state)
+            for i, (whole, p) in enumerate(zip(unit.wholes, unit.params, strict=True)):
+                entry = self.state[whole]
+                for name in self._shown.pop(whole, ()):
+                    entry.pop(name, None)
+                found = {n: t.view(p.shape) if t.numel() == p.numel() else t for n, t in parts(self, unit, i).items()}
+                self._shown[whole] = {n: t for n, t in found.items() if t.device == p.device}
+                entry.update(self._shown[whole])
+
+    def _others(self) -> defaultdict[Any, dict[Any, Any]]:
+        """What others keep in `self.state`."""
+        kept = {
+            p: {k: v for k, v in entry.items() if k not in self._shown.get(p, ())} if isinstance(entry, dict) else entry
+            for p, entry in self.state.items()
+        }
+        return defaultdict(dict, {p: entry for p, entry in kept.items() if entry or p not in self._shown})
+
+    def _check_shown(self) -> None:
+        """Raises RuntimeError where the views in `self.state` are not those that were put there."""
+        for p, views in self._shown.items():
+            entry = self.state.get(p, {})
+            for name, view in views.items():
+                if entry.get(name) is not view:
+                    self.pipeline.wait()
+                    raise RuntimeError(EMPTIED)
+
+    # ---- models that differ between ranks ---------------------------------------------------------------------------
+
+    def flat_parameters(self, unit: Unit) -> Tensor:
+        """The unit's parameters as they are now, in a new flat buffer: fp32[padded]."""
+        flat = unit.zeros()
+        torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])
+        return flat
+
+    def average_parameters(self, counted: bool = True) -> Requests[None]:
+        """Replaces the parameters by their mean over all ranks."""
+        for unit in self.units:
+            mean = yield Mean(self.flat_parameters(unit), counted=counted)
+            torch._foreach_copy_(unit.params, unit.views(mean))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are the mean over all ranks: what to evaluate and to keep. Every rank enters it.
+
+        Where parameters are the same on all ranks it does nothing. Its bytes are not counted.
+        """
+        if not self.local_models or self.comm.world_size == 1:
+            yield
+            return
+        self.pipeline.wait()
+        saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
+        with torch.no_grad():
+            run(self.comm, self.average_parameters(counted=False))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for unit, values in zip(self.units, saved, strict=True):
+                    torch._foreach_copy_(unit.params, values)
+
+    def fingerprint(self) -> int:
+        """A 63-bit sum over the bits of all parameters and their places: the same for the same values."""
+        total = 0
+        for unit in self.units:
+            bits = self.flat_parameters(unit).view(torch.int32)[: unit.numel].to(torch.int64)
+            total += int((bits * (torch.arange(len(bits), device=bits.device) + unit.start + 1)).sum())
+        return total % 2**63
+
+    def _check_fingerprint(self) -> None:
+        """Raises RuntimeError when parameters are not those with which the loaded state was saved."""
+        wanted, self._fingerprint = self._fingerprint, None
+        if wanted is not None and wanted != self.fingerprint():
+            raise RuntimeError(
+                f"this rank's parameters are not those that its state of {type(self).__name__} was saved with: load them "
+                "on every rank after DistributedDataParallel has been built, which gives all ranks those of rank 0"
+            )
+
+    # ---- saving and restoring ----------------------------------------------------------------------------------------
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank (without the gradient buffers)."""
+        return sum(t.numel() * t.element_size() for u in self.units for t in u.state.values())
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's state, as plain data and tensors, which are not copied:
+
+        {"method", "steps", "signature", "rank", "fingerprint", "changed", "units": [{name: flat tensor}],
+         "param_groups", "state": what others have put into `optimizer.state`}
+
+        Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
+        first step there is none: "units" is None then, or what `load_state_dict` was given.
+
+        Raises RuntimeError between backward and `step` where messages are taken during backward: half of the step is in the
+        state by then.
+        """
+        if self._feeding:
+            raise RuntimeError(
+                "state_dict() between backward and step(): messages were taken during backward, so half of the step is in "
+                "the state already: call it after step(), or use attach(..., overlap=False)"
+            )
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        found = self._whole_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = replaced if (replaced := after(self, found)) is not None else found
+        return found
+
+    def _whole_state(self) -> dict[str, Any]:
+        shown, self.state = self.state, self._others()
+        try:
+            with self._hooks_set_aside("state_dict_pre", "state_dict_post"):
+                torchs = super().state_dict()
+        finally:
+            self.state = shown
+        torchs["state"][BY_UNIT] = {}
+        if self._pending is not None:
+            return self._pending | torchs
+        self.pipeline.wait()
+        differ = self._bound and self.local_models and self.comm.world_size > 1
+        for unit in self.units:
+            self.watch.look(unit)
+        return {
+            "method": self.kind,
+            "steps": self.steps,
+            "signature": list(self.comm.signature),
+            "rank": self.comm.rank,
+            "fingerprint": self.fingerprint() if differ else None,
+            "changed": self.watch.changed,
+            "units": [dict(u.state) for u in self.units] if self._bound else None,
+            **torchs,
+        }
+
+    @contextlib.contextmanager
+    def _hooks_set_aside(self, *kinds: str) -> Iterator[None]:
+        """Inside, torch's own method calls none of these hooks: they are for the whole state."""
+        names = [f"_optimizer_{kind}_hooks" for kind in kinds]
+        kept = {name: vars(self)[name] for name in names}
+        vars(self).update({name: OrderedDict() for name in names})
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restores what `state_dict` returned on the same rank; call it after `attach`.
+
+        Raises ValueError for the state of another method or rank, of another number of workers or layout of parameters.
+        RuntimeError on several processes before `attach`.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = replaced if (replaced := hook(self, state_dict)) is not None else state_dict
+        self._check_state(state_dict)
+        if state_dict["units"] is not None and not self._bound:
+            self._bind_alone()
+        if self._bound:
+            self.pipeline.wait()
+            self._feeding = self._unstepped = False
+            self._watch.forget()
+            if state_dict["units"] is None:  # saved before the first step: the optimizer is as new
+                self._reset_units()
+            else:
+                self._load_units(state_dict)
+        elif state_dict["units"] is None:
+            self._pending = None
+        others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
+        with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
+            super().load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
+        for unit in self.units:  # torch replaces the group dicts
+            unit.group = next(g for g in self.param_groups if any(p is unit.wholes[0] for p in g["params"]))
+        self.steps = int(state_dict["steps"])
+        self.watch.restore(self.units, bool(state_dict.get("changed")))
+        self.forget_derived()
+        self._show(self.units)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _bind_alone(self) -> None:
+        raise NotImplementedError
+
+    def _reset_units(self) -> None:
+        for unit in self.units:
+            unit.state, unit.result = {}, None
+            unit.moved.clear()
+            self.init_unit(unit)
+        self._fingerprint = None
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        name = self.kind
+        missing = [key for key in ("steps", "signature", "units", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(f"this is no state of {name}: it has no {', '.join(missing)} ({BY_UNIT})")
+        saved = state_dict.get("method", name)
+        if saved != name:
+            raise ValueError(
+                f"the saved state holds what {saved} keeps, this optimizer is {name}: use the one that saved it"
+            )
+        theirs, ours = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
+        if theirs != ours:
+            raise ValueError(f"the saved state has parameter groups of {theirs} tensors, this optimizer of {ours}")
+
+    def _load_units(self, state_dict: dict[str, Any]) -> None:
+        name, mine = self.kind, self.comm.signature
+        saved = tuple(state_dict["signature"])
+        differs = self.compressed or self.comm.holders > 1  # from rank to rank
+        if differs and saved != mine:
+            raise ValueError(
+                f"state of {name} was saved with {saved[0]} workers x {saved[1]} shards, "
+                f"this run has {mine[0]} x {mine[1]}: resume with the same number of nodes and ranks"
+            )
+        rank = state_dict.get("rank", self.comm.rank)
+        if differs and rank != self.comm.rank:
+            raise ValueError(
+                f"state of {name} was saved by rank {rank}, this is rank {self.comm.rank}: "
+                "it differs from rank to rank, so save and load it on every rank"
+            )
+        units = state_dict["units"]
+        if len(units) != len(self.units):
+            raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
+        for unit, tensors in zip(self.units, units, strict=True):
+            self.load_unit(unit, tensors)
+            unit.moved = set(range(len(unit.params)))  # which ones have is not saved: all may have
+        self._fingerprint = state_dict.get("fingerprint")
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: all but hooks, as in torch, and the connection to other ranks. The copy has to be
+        attached anew."""
+        own = {"step"} | {k for k in vars(self) if k.startswith("_optimizer_") and k.endswith("_hooks")}
+        blank = object.__new__(type(self))
+        blank.disconnect()
+        kept = {k: v for k, v in vars(self).items() if k not in vars(blank).keys() | own}
+        kept["_pending"] = self.state_dict() if self._bound else self._pending
+        return kept | {"state": self._others()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
+            self.disconnect()
+        super().__setstate__(state)

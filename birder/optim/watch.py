@@ -1,0 +1,218 @@
+"""Has the caller changed gradients or parameters that messages were made of? `GradientWatch`, `marks`, `ParameterWatch`.
+
+Version counters notice ordinary in-place changes. They miss `.data`, numpy, C++ and torch's multi-tensor functions on FSDP's
+shards. So the contents are compared as well, by an exact sum over their bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from birder.comm import Communicator, Requests, Union
+from birder.comm.late import Late
+from birder.optim.layout import Unit, gradient
+
+WHOLE_FIRST, WHOLE_EVERY = 8, 16
+SAMPLE = 64
+"""Elements of a gradient that are compared where not all of them are."""
+
+
+class GradientWatch:
+    """Of one optimizer. `note` when backward is over, `changed` at the beginning of `step`.
+
+    Methods that take their messages during backward have sent them by then, so a change would have no effect. On CPU the bits
+    of every gradient are summed in the first steps, and then in every WHOLE_EVERY-th; in all others a sample of its elements
+    is compared. On a GPU: the norm and the largest element of every gradient; the host waits for the answer in the first
+    steps alone, later it comes one step late.
+    """
+
+    def __init__(self) -> None:
+        self.noted = False
+        """Whether `note` was called and `changed` was not."""
+        self._versions: dict[Tensor, int | None] = {}
+        self._marks: list[Tensor] = []
+        self._times = 0
+        self._doubt: Late | None = None
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Remembers the gradients of `params` as they are now. A parameter may have none."""
+        self.noted = True
+        self._times += 1
+        self._versions = {p: None if p.grad is None else p.grad._version for p in params}
+        self._marks = self._mark()
+
+    def forget(self) -> None:
+        """Drops what `note` remembered."""
+        self.noted, self._versions, self._marks = False, {}, []
+
+    def changed(self) -> bool:
+        """Whether a gradient is another one than when `note` was called. Forgets that call. False where there was none."""
+        doubt, self._doubt = self._doubt, None
+        found = doubt is not None and bool(doubt.read()[0])
+        if self.noted:
+            found = found or any(
+                version != (None if p.grad is None else p.grad._version) for p, version in self._versions.items()
+            )
+            found = found or self._differs()
+        self.forget()
+        return found
+
+    @property
+    def _whole(self) -> bool:
+        return self._times <= WHOLE_FIRST or self._times % WHOLE_EVERY == 0
+
+    def _differs(self) -> bool:
+        now = self._mark()
+        if len(now) != len(self._marks):
+            return True
+        for before, after in zip(self._marks, now, strict=True):
+            if before.shape != after.shape:
+                return True
+            if before.is_cuda and self._times > WHOLE_FIRST:
+                self._doubt = Late((before != after).any().view(1))
+            elif not torch.equal(before, after):
+                return True
+        return False
+
+    def _mark(self) -> list[Tensor]:
+        """What tells these gradients from others: a tensor for each kind of device."""
+        grads = [g for p in self._versions if (g := gradient(p)) is not None and g.numel()]
+        host = [g.detach() for g in grads if not g.is_cuda]
+        device = [g.detach() for g in grads if g.is_cuda]
+        marks = []
+        if host:
+            marks.append(torch.cat([bit_sum(_memory(g)).view(1) if self._whole else _sample(g) for g in host]))
+        if device:
+            marks.append(torch.stack([*torch._foreach_norm(device), *torch._foreach_max(device)]).view(torch.int32))
+        return marks
+
+
+Marks = tuple[list[int], Tensor | None]
+
+
+def marks(params: Iterable[Tensor], bits: bool) -> Marks:
+    """What tells the values of these parameters from others: versions; with `bits`, on the CPU, sums over their bits too."""
+    several = [p.detach() for p in params]
+    host = [bit_sum(_memory(p)) for p in several if bits and not p.is_cuda]
+    return [p._version for p in several], torch.stack(host) if host else None
+
+
+def differ(a: Marks, b: Marks) -> bool:
+    """Whether these are the marks of other values."""
+    return a[0] != b[0] or (a[1] is not None and b[1] is not None and not torch.equal(a[1], b[1]))
+
+
+class ParameterWatch:
+    """Has the caller changed parameters since the optimizer wrote or read them? Clipped, loaded, masked.
+
+    Methods whose ranks train on their own for some steps keep the model of the last synchronisation. What the caller does to
+    the parameters meanwhile is not part of what they send. Kept by unit: the sum of its parameters' bits as they were last
+    known, and whether they have been changed. Each look is one pass over the parameters. On a GPU the host waits for what was
+    found in a synchronisation alone.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, Tensor] = {}
+        self._changed: dict[int, Tensor] = {}
+        self._late: dict[int, Tensor] = {}
+        self._told = False
+
+    def note(self, unit: Unit, flat: Tensor | None = None) -> None:
+        """The optimizer has changed them, or read them, `flat`: fp32[padded]. They should stay as they are."""
+        self._known[unit.index] = _unit_sum(unit, flat)
+
+    def follow(self, unit: Unit) -> None:
+        """The same where they are being watched."""
+        if unit.index in self._known:
+            self.note(unit)
+
+    def forget(self, unit: Unit) -> None:
+        """A synchronisation is over, and has seen to what was found."""
+        for found in (self._known, self._changed, self._late):
+            found.pop(unit.index, None)
+
+    def look(self, unit: Unit, flat: Tensor | None = None, late: bool = False) -> None:
+        """Finds out whether the caller has changed them since `note` or `look`.
+
+        flat: what was read of them just now. late: a message was made of them before.
+        """
+        if unit.index not in self._known:
+            return
+        known, found = self._known[unit.index], self._late if late else self._changed
+        self.note(unit, flat)
+        differs = (known != self._known[unit.index]).view(1)
+        found[unit.index] = found[unit.index] | differs if unit.index in found else differs
+
+    @property
+    def changed(self) -> bool:
+        """Whether they have been changed in this interval. On a GPU the host waits for it."""
+        return any(bool(flag) for flag in self._changed.values())
+
+    def restore(self, units: list[Unit], changed: bool) -> None:
+        """A state has been loaded, at whose saving `changed` was this. Its parameters may come before it or after it."""
+        self._known, self._late = {}, {}
+        self._changed = {u.index: torch.ones(1, dtype=torch.bool, device=u.device) for u in units if changed}
+
+    def anywhere(self, comm: Communicator, units: list[Unit]) -> Requests[bool]:
+        """Whether parameters have been changed in this interval on any rank. Every rank calls it, in a synchronisation.
+
+        Raises RuntimeError on all ranks when one's have been changed after its message was made of them.
+        """
+        device = units[0].device
+        none = torch.zeros(1, dtype=torch.bool, device=device)
+        found = [
+            torch.cat([none, *(flag.to(device) for flag in flags.values())]).any().view(1)
+            for flags in (self._changed, self._late)
+        ]
+        changed, late = (yield Union(torch.cat(found))).tolist()
+        if late:
+            raise RuntimeError(
+                "parameters were changed between backward and step(), but messages had been made of them: change them "
+                "before backward or after step(), or use attach(..., overlap=False)"
+            )
+        if changed and not self._told and comm.rank == 0:
+            self._told = True
+            warnings.warn(
+                "parameters were changed between two synchronisations (clipped, loaded?): such a synchronisation averages "
+                "the models themselves, whole and in fp32",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return bool(changed)
+
+
+def _unit_sum(unit: Unit, flat: Tensor | None) -> Tensor:
+    """`bit_sum` of the unit's parameters, in logical order. flat: what was read of them, fp32[padded], in their place."""
+    if unit.device.type == "cpu":  # one by one, nothing is copied
+        values = [p.detach() for p in unit.params] if flat is None else unit.views(flat)
+        return torch.stack([bit_sum(v.reshape(-1).contiguous()) for v in values]).sum()
+    if flat is None:
+        flat = unit.zeros()
+        torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])
+    return bit_sum(flat)
+
+
+def _memory(g: Tensor) -> Tensor:
+    """The elements of a gradient in one dimension, in the order of memory: no copy, unless they have gaps."""
+    order = sorted(range(g.dim()), key=g.stride, reverse=True)
+    return g.permute(order).reshape(-1).contiguous()  # elements with even gaps would be a view of stride 2
+
+
+def bit_sum(flat: Tensor) -> Tensor:
+    """The sum over the bits of all elements, 64 or 32 at a time: int64[]. A change of any one of them changes it."""
+    flat = flat.float()
+    even = flat.numel() // 2 * 2
+    pairs, rest = flat[:even], flat[even:].view(torch.int32)
+    if pairs.storage_offset() % 2:
+        pairs = pairs.clone()
+    return pairs.view(torch.int64).sum() + rest.sum()
+
+
+def _sample(g: Tensor) -> Tensor:
+    """The bits of some elements, evenly spread: int64[at most SAMPLE]."""
+    flat = _memory(g)
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].float().view(torch.int32).to(torch.int64)

@@ -1,0 +1,338 @@
+"""0/1 Adam: 1-bit rounds and local steps from the start, with a variance that is refreshed ever more rarely, then frozen.
+
+Source: "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023, Algorithm 1.
+
+Worker i in every step t; T_u and T_v are the steps with a 1-bit round and with a variance round:
+
+    (1) m_i = beta1 m_i + (1 - beta1) g_i
+    (2) u_i = u_i + lr m_i                               momentum scaled, summed since the last sync
+    (3) x_i = (1 - lr weight_decay) x_i - lr m_i / (sqrt(v) + eps)       t not in T_u: a local step
+    t in T_u, instead of (3), with R the steps since the last sync, this one included, and x' the model of that sync:
+    (4) u = 1-bit mean of u_i, with error feedback on workers and servers
+    (5) m_i = u / sum_R lr
+    (6) x_i = prod_R (1 - lr weight_decay) x' - u / (sqrt(v) + eps)
+    (7) u_i = 0
+    t in T_v:
+    (8) v = beta2 v + (1 - beta2) (mean_i g_i)^2         in floats, after the model has moved
+
+Where a caller has changed parameters since the last sync (`ParameterWatch`), (6) starts not from x', but from the mean of
+what ranks have when their local steps are taken from their x_i again; it is sent in fp32.
+
+The steps of T_u and T_v: birder/optim/zero_one_schedule.py.
+
+The reference implementation (DeepSpeed) has other rules. Until `warmup_steps` the ranks' models are the same, and it is the
+gradient that is sent:
+
+    (9)  t in T_v:  g = mean_i g_i in floats;  v as in (8);   otherwise  g = 1-bit mean of g_i
+    (10) m = beta1 m + (1 - beta1) g;   x = x - lr (m / (sqrt(v) + eps) + weight_decay x)
+
+afterwards (1)-(7) with the decay in the buffer and none in (6):
+
+    (2') u_i = u_i + lr (m_i + weight_decay x_i (sqrt(v) + eps))
+
+One-process reference: tests/helpers/reference_zero_one_adam.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from birder.comm import Mean, Requests, ShardMean
+from birder.optim import zero_one_schedule as schedule
+from birder.optim.adam import check_adam
+from birder.optim.checks import pair, require_choice, require_whole, warn_of_old_way
+from birder.optim.contract import WIRES, Plan
+from birder.optim.layout import Unit
+from birder.optim.onebit import OneBitMethod
+
+Sent = tuple[Tensor | None, Tensor | None]
+"""Of a step: what came of its round in floats, and of that in one bit."""
+
+
+class Rules:
+    """The paper's, where the reference implementation has others."""
+
+    variant = "paper"
+    aligned = False
+    """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
+
+    def sends_gradient(self, method: ZeroOneAdam, step: int) -> bool:
+        """Whether the step is one of (9) and (10)."""
+        return False
+
+    def mean_gradient(self, method: ZeroOneAdam, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        """The exchange of (9)."""
+        raise NotImplementedError
+
+    def gradient_step(self, method: ZeroOneAdam, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        """(10), and of (9) what follows the exchange. All ranks do the same."""
+        raise NotImplementedError
+
+    def decay(self, method: ZeroOneAdam, unit: Unit, lr: float, decay: float) -> None:
+        """What of (6) belongs to weight decay."""
+        unit.state["sums"][1] *= 1.0 - lr * decay
+
+    def summed_now(self, method: ZeroOneAdam, unit: Unit) -> Tensor:
+        """What (2) has added in this step."""
+        return unit.state["m"] * unit.group["lr"]
+
+    def kept(self, unit: Unit) -> float:
+        """What this step's weight decay leaves of x in (6)."""
+        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
+
+
+class DeepSpeedRules(Rules):
+    """Those of the reference implementation."""
+
+    variant = "deepspeed"
+    aligned = True
+
+    def sends_gradient(self, method: ZeroOneAdam, step: int) -> bool:
+        return 0 < step <= method.warmup_steps
+
+    def mean_gradient(self, method: ZeroOneAdam, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        if method.has_variance_round(step):
+            return (yield Mean(grad, WIRES[method.wire])), None
+        return None, (yield from method.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
+
+    def gradient_step(self, method: ZeroOneAdam, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        if mean is not None:
+            method.update_variance(unit, mean)
+        else:
+            assert signs is not None
+            mean = unit.zeros()
+            method.write_mean(unit, mean, signs)
+        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
+        method.move(unit)
+
+    def decay(self, method: ZeroOneAdam, unit: Unit, lr: float, decay: float) -> None:
+        """(2')"""
+        if decay:
+            unit.state["u"].addcmul_(method.flat_parameters(unit), method.denominator(unit), value=lr * decay)
+
+    def summed_now(self, method: ZeroOneAdam, unit: Unit) -> Tensor:
+        added = super().summed_now(method, unit)
+        rate = unit.group["lr"] * unit.group["weight_decay"]
+        return added.addcmul_(method.flat_parameters(unit), method.denominator(unit), value=rate) if rate else added
+
+    def kept(self, unit: Unit) -> float:
+        return 1.0
+
+
+VARIANTS = {rules.variant: rules for rules in (Rules(), DeepSpeedRules())}
+
+
+class ZeroOneAdam(OneBitMethod):
+    """0/1 Adam (see the module's docstring for the equations). Between syncs every rank has a model of its own.
+
+    warmup_steps:   at least 1: until then every step is a sync and the variance is refreshed; then it is frozen. The paper
+                    takes the end of the learning rate's warm-up.
+    kappa:          after so many variance rounds the gap between them doubles, from 1 on.
+    local_doubling: after the warm-up, the steps in which the interval between syncs doubles, from 1 on: those in which
+                    the learning rate halves. (32,678 is published; 32,768 may have been meant.)
+    local_limit:    the largest interval.
+    variant:        old: "deepspeed" is the class `DeepSpeedZeroOneAdam`.
+    options:        wire (of variance rounds), max_grad_norm, seed; see `BucketOptimizer`.
+
+    There is no bias correction: after k variance rounds v holds 1 - beta2^k of what it estimates, and steps are
+    1 / sqrt(1 - beta2^k) times Adam's. With the 153 rounds published for BERT (warmup_steps 12,500, kappa 16) that is
+    2.7; where a short run has 14, 8.5: try an lr as much smaller.
+
+    A step with lr 0 changes neither m nor u, since (5) would divide by 0.
+
+    State: v, fp32[d], the same on all ranks; m, u and the model of the last sync, fp32[d]; rank-local the worker's error
+    fp32[d] and the server's fp32[d/n]; two numbers for each unit.
+
+    A coordinate whose variance is 0 does not move, is not learnt from and takes no part in scales. It joins in the step
+    after the first variance round with a gradient there.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    local_models: ClassVar[bool] = True
+    carried: ClassVar[dict[str, str]] = {
+        **OneBitMethod.carried,
+        "m": "mean",
+        "u": "mean",
+        "v": "copy",
+        "last": "copy",
+        "sums": "copy",
+    }
+    rules = VARIANTS["paper"]
+    """What the reference implementation has in the place of the paper's."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int,
+        kappa: int = 16,
+        local_doubling: int = 32678,
+        local_limit: int = 16,
+        variant: str = "paper",
+        **options: Any,
+    ) -> None:
+        require_whole("warmup_steps", warmup_steps)
+        require_whole("kappa", kappa)
+        require_whole("local_doubling", local_doubling)
+        require_whole("local_limit", local_limit)
+        require_choice("variant", variant, "paper", "deepspeed")
+        if variant not in ("paper", self.rules.variant):
+            warn_of_old_way(f"ZeroOneAdam(variant={variant!r})", "birder.DeepSpeedZeroOneAdam(...)")
+            self.rules = VARIANTS[variant]
+        self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, self.rules.variant
+        self.local_doubling, self.local_limit = local_doubling, local_limit
+        super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_adam(group)
+
+    @property
+    def kind(self) -> str:
+        old = type(self) is ZeroOneAdam and self.variant == "deepspeed"
+        return "DeepSpeedZeroOneAdam" if old else type(self).__name__
+
+    # ---- the schedule ------------------------------------------------------------------------------------------------
+
+    def synced(self, step: int) -> bool:
+        """Whether all ranks have the same model after step `step`."""
+        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.rules.aligned)
+
+    def has_variance_round(self, step: int) -> bool:
+        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.rules.aligned)
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
+
+    def restores(self, name: str, step: int) -> bool:
+        return name != "last"  # it repeats the parameters
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def init_unit(self, unit: Unit) -> None:
+        for name in ("m", "v", "u", "last"):
+            unit.state[name] = unit.zeros()
+        self.init_errors(unit)
+        # Since the last sync: the sum of lr and the product of 1 - lr weight_decay. Read by the host, so kept there.
+        unit.state["sums"] = torch.tensor([0.0, 1.0], dtype=torch.float64)
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        if self.rules.sends_gradient(self, step):
+            unit.result = yield from self.rules.mean_gradient(self, unit, grad, step)
+            return
+        if self.rules.sends_gradient(self, step - 1):  # errors change their unit, from gradient to buffer
+            unit.state["worker_error"].zero_()
+            unit.state["server_error"].zero_()
+        mean = signs = None
+        if self.has_variance_round(step):
+            mean = yield Mean(grad, WIRES[self.wire])
+        self._accumulate(unit, grad)
+        if self.synced(step):
+            signs = yield from self.onebit_mean(unit, (yield ShardMean(unit.state["u"])))  # (4)
+        unit.result = mean, signs
+
+    def _accumulate(self, unit: Unit, grad: Tensor) -> None:
+        """(1) and (2), and what (5) and (6) need of the learning rates."""
+        state, lr = unit.state, unit.group["lr"]
+        if not lr:
+            return
+        state["m"].lerp_(grad, 1.0 - unit.group["betas"][0])
+        mask = self.support(unit).mask
+        if mask is not None:
+            state["m"].mul_(mask)
+        state["u"].add_(state["m"], alpha=lr)
+        state["sums"][0] += lr
+        self.rules.decay(self, unit, lr, unit.group["weight_decay"])
+
+    def update(self, step: int, plan: Plan) -> Requests[None]:
+        if self.rules.sends_gradient(self, step):
+            for unit in self.units:
+                self.rules.gradient_step(self, unit, *unit.result)
+            return
+        changed = False
+        if not self.synced(step - 1):
+            for unit in self.units:
+                self.watch.look(unit)
+            changed = plan is not Plan.SKIP and (yield from self.watch.anywhere(self.comm, self.units))
+        for unit in self.units:
+            mean, signs = unit.result
+            if plan is Plan.SKIP:
+                self._local_step(unit, step)
+            else:
+                yield from self._sync(unit, signs, step, changed)
+                if mean is not None:
+                    self.update_variance(unit, mean)
+
+    def _local_step(self, unit: Unit, step: int) -> None:
+        """(3)"""
+        if self.synced(step - 1):
+            unit.state["last"].copy_(self.flat_parameters(unit))
+        self.move(unit)
+        self.watch.note(unit)
+
+    def move(self, unit: Unit) -> None:
+        lr, decay = unit.group["lr"], unit.group["weight_decay"]
+        if decay:
+            torch._foreach_mul_(unit.params, 1.0 - lr * decay)
+        self._subtract(unit, unit.state["m"], lr)
+
+    def _sync(self, unit: Unit, signs: Tensor, step: int, changed: bool) -> Requests[None]:
+        """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
+        u, start = unit.state["u"], unit.state["last"]
+        rate, kept = unit.state["sums"].tolist()
+        if changed:
+            start, kept = (yield Mean(self._steps_taken_back(unit))), self.rules.kept(unit)
+        self.write_mean(unit, u, signs)
+        if not self.synced(step - 1):
+            torch._foreach_copy_(unit.params, unit.views(start))
+        if kept != 1.0:
+            torch._foreach_mul_(unit.params, kept)
+        self._subtract(unit, u, 1.0)
+        if rate:
+            unit.state["m"].copy_(u).div_(rate)
+        u.zero_()
+        self.watch.forget(unit)
+        unit.state["sums"].copy_(torch.tensor([0.0, 1.0]))
+
+    def _steps_taken_back(self, unit: Unit) -> Tensor:
+        """This rank's x, with its local steps since the last sync added to it again: fp32[padded]."""
+        done = unit.state["u"] - self.rules.summed_now(self, unit)  # this step's part of u has not moved x
+        return self.flat_parameters(unit).add_(self._quotient(unit, done))
+
+    def _subtract(self, unit: Unit, numerator: Tensor, rate: float) -> None:
+        """x = x - rate numerator / (sqrt(v) + eps), within the support."""
+        torch._foreach_add_(unit.params, unit.views(self._quotient(unit, numerator)), alpha=-rate)
+
+    def _quotient(self, unit: Unit, numerator: Tensor) -> Tensor:
+        """numerator / (sqrt(v) + eps), 0 outside the support."""
+        step = numerator / self.denominator(unit)
+        mask = self.support(unit).mask
+        if mask is not None:
+            step.masked_fill_(~mask, 0.0)  # not a product: 0 / 0 when eps is 0
+        return step
+
+    def denominator(self, unit: Unit) -> Tensor:
+        return unit.state["v"].sqrt().add_(unit.group["eps"])
+
+    def update_variance(self, unit: Unit, mean: Tensor) -> None:
+        """(8). The mean is the same on all ranks, and so is the new support."""
+        beta2 = unit.group["betas"][1]
+        unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
+        self.forget_support(unit)
+
+
+class DeepSpeedZeroOneAdam(ZeroOneAdam):
+    """0/1 Adam by the reference implementation's rules (see the module's docstring for the equations)."""
+
+    rules = VARIANTS["deepspeed"]

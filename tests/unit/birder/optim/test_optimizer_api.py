@@ -1,0 +1,196 @@
+"""torch.optim's interface, as torch's AdamW has it: hooks, entries of others in `state`, copies, groups, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import birder
+from tests.distributed.test_guards import METHODS, make, train
+from tests.helpers import toy
+
+ALL = ["torch", *METHODS]
+
+
+def built(name: str) -> tuple[toy.Net, Any]:
+    model = toy.make()
+    return model, torch.optim.AdamW(model.parameters()) if name == "torch" else make(name, model, lr=0.01)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_hooks_see_and_change_the_whole_state(name: str) -> None:
+    model, optimizer = built(name)
+    train(model, optimizer, range(1, 4))
+    called: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda o: called.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda o, state: state | {"extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: called.append(("loading", state["extra"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: called.append(("loaded", o.param_groups[0]["lr"])))
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["extra"] == 1
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    assert called == ["saving", ("loading", 1), ("loaded", 0.5)]
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: state | {"param_groups": []})
+    with pytest.raises(ValueError, match="parameter groups"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_step_hooks_run_once_and_schedulers_may_wrap_step(name: str) -> None:
+    model, optimizer = built(name)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    train(model, optimizer, range(1, 3))
+    schedule.step()
+    assert called == ["before", "after"] * 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * optimizer.param_groups[0]["initial_lr"])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_others_put_into_state_is_saved_loaded_and_copied(name: str) -> None:
+    model, optimizer = built(name)
+    train(model, optimizer, range(1, 4))
+    last = list(model.parameters())[-1]
+    optimizer.state[last]["mine"] = torch.ones(2)
+    other, loaded = built(name)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    kept = io.BytesIO()
+    torch.save((model, optimizer), kept)
+    kept.seek(0)
+    pairs = [copy.deepcopy((model, optimizer)), torch.load(kept, weights_only=False), (other, loaded)]
+    for theirs, o in pairs:
+        assert torch.equal(o.state[list(theirs.parameters())[-1]]["mine"], torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_hooks_stay_behind_when_an_optimizer_is_pickled(name: str) -> None:
+    model, optimizer = built(name)
+    optimizer.register_step_pre_hook(lambda *_: None)  # which cannot be pickled
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    train(model, optimizer, range(1, 3))
+    kept = io.BytesIO()
+    torch.save((model, optimizer), kept)
+    kept.seek(0)
+    other, loaded = torch.load(kept, weights_only=False)
+    for m, o in ((model, optimizer), (other, loaded)):
+        train(m, o, range(3, 5))
+    assert torch.equal(toy.flat(model), toy.flat(other))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_groups_of_other_lengths_are_refused_and_change_nothing(name: str) -> None:
+    model, optimizer = built(name)
+    train(model, optimizer, range(1, 4))
+    saved = copy.deepcopy(optimizer.state_dict())
+    group = saved["param_groups"][0]
+    train(model, optimizer, range(4, 6))
+    before = copy.deepcopy((model, optimizer))
+    for groups in ([group, group], [group | {"params": group["params"][1:]}]):
+        with pytest.raises(ValueError, match="group"):
+            optimizer.load_state_dict(saved | {"param_groups": groups})
+    for m, o in ((model, optimizer), before):
+        train(m, o, range(6, 8))
+    assert torch.equal(toy.flat(model), toy.flat(before[0]))
+
+
+@pytest.mark.parametrize("how", ["replaced", "emptied", "moved"])
+def test_a_replaced_or_emptied_state_is_refused_in_the_next_step(how: str) -> None:
+    model, optimizer = built("Birder")
+    optimizer.state.clear()  # there is none yet
+    train(model, optimizer, range(1, 3))
+    before = toy.flat(model)
+    first = next(iter(model.parameters()))
+    if how == "replaced":
+        optimizer.state = {}
+    elif how == "emptied":
+        optimizer.state.clear()
+    else:
+        optimizer.state[first]["m"] = torch.zeros_like(first)
+    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced or emptied.*before the first step"):
+        train(model, optimizer, range(3, 4))
+    assert torch.equal(before, toy.flat(model))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_names_of_parameters_are_kept(name: str) -> None:
+    model = toy.make()
+    plain, optimizer = make(name, model), make(name, model)
+    named = type(optimizer)(model.named_parameters(), **METHODS[name])
+    assert named.state_dict()["param_groups"][0]["param_names"] == [n for n, _ in model.named_parameters()]
+    named.load_state_dict(plain.state_dict())
+    assert named.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+    assert "lr: " in repr(named)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_zeroed_gradients_are_as_none(name: str) -> None:
+    """Every parameter of this model gets a gradient in each step."""
+    found = []
+    for to_none in (True, False):
+        model, optimizer = built(name)
+        for step in range(1, 6):
+            optimizer.zero_grad(set_to_none=to_none)
+            toy.loss(model, 0, step).backward()
+            optimizer.step()
+        found.append(toy.flat(model))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Birder", "OneBitAdam", "SLAMB"])
+@pytest.mark.parametrize("how", ["step", "function", "whole step"])
+def test_compiled_step_is_the_plain_one(name: str, how: str) -> None:
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model, optimizer = built(name)
+
+        def advance(model: toy.Net = model, optimizer: Any = optimizer, whole: bool = how == "whole step") -> None:
+            if whole:
+                optimizer.zero_grad()
+                toy.loss(model, 0, 1).backward()
+            optimizer.step()
+
+        does: Any = optimizer.step if how == "step" else advance
+        does = torch.compile(does, backend="eager") if compiled else does
+        for step in range(1, 6):
+            if how != "whole step":
+                optimizer.zero_grad()
+                toy.loss(model, 0, step).backward()
+            does()
+        found.append(toy.flat(model))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["torch", "Birder"])
+def test_a_compiled_model_in_a_closure_stays_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    model, optimizer = built(name)
+    counter = CompileCounter()
+    forward = torch.compile(model, backend=counter)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = forward(toy.batch(0, 1)[0]).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("elastic", "checkpoint.elastic"), ("fsdp_state", "checkpoint.shards"), ("optimizers", "optim")]
+)
+def test_a_module_is_found_under_its_old_name(name: str, place: str) -> None:
+    with pytest.warns(FutureWarning, match=f"birder.{name} is birder.{place} now"):
+        assert getattr(birder, name) is importlib.import_module(f"birder.{place}")

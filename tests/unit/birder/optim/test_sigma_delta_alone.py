@@ -1,0 +1,116 @@
+"""Sigma-delta Adam on one process: its schedule, its arguments, coordinates without gradient, what is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from birder import SigmaDeltaAdam
+from birder.optim.sigma_delta import last_shared
+
+
+def test_v_is_shared_in_steps_that_grow_by_a_tenth() -> None:
+    shared = [step for step in range(1, 2001) if last_shared(step, 1.1) == step]
+    assert shared[:24] == [*range(1, 21), 22, 24, 26, 28]
+    assert len(shared) == 70
+    assert sum(last_shared(step, 1.1) == step for step in range(1, 100_001)) == 111
+    assert [step for step in range(1, 40) if last_shared(step, 2.0) == step] == [1, 2, 4, 8, 16, 32]
+    assert all(last_shared(step, 1.0) == step for step in (1, 7, 10**6))
+    assert all(
+        last_shared(step, 1.3) == max(k for k in range(1, step + 1) if last_shared(k, 1.3) == k)
+        for step in range(1, 99)
+    )
+
+
+def test_the_schedule_does_not_depend_on_what_was_asked_before() -> None:
+    late = last_shared(10**7 + 3, 1.07)
+    assert last_shared(5, 1.07) == 5
+    assert last_shared(10**7 + 3, 1.07) == late <= 10**7 + 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"variance": "mean"}, "variance must be shared or local"),
+        ({"share_growth": 0.9}, "share_growth must be at least 1"),
+        ({"gamma": 0.0}, "gamma must be positive or None"),
+        ({"errors": "bf16"}, "errors must be fp32 or int8"),
+        ({"start": "one"}, "start must be uniform or zero"),
+        ({"reduce": "three"}, "reduce must be two_phase or one_phase"),
+        ({"idle": "stay"}, "idle must be decay or hold"),
+        ({"wire": "fp16"}, "wire must be fp32 or bf16"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
+    ],
+)
+def test_wrong_arguments_are_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        SigmaDeltaAdam([torch.nn.Parameter(torch.zeros(3))], **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}])
+def test_a_coordinate_moves_from_the_step_of_its_first_gradient(options: dict[str, Any]) -> None:
+    p = torch.nn.Parameter(torch.zeros(40))
+    optimizer = SigmaDeltaAdam([p], lr=1.0, **options)
+    for step in range(1, 6):
+        p.grad = torch.zeros(40)
+        p.grad[step] = 1.0
+        before = p.detach().clone()
+        optimizer.step()
+        assert p[step] != 0
+        assert (p[step + 1 :] == 0).all()
+        assert p[0] == 0
+        assert ((p - before).abs()[1 : step + 1] == 1).all()  # exactly lr
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce": "one_phase"}, {"errors": "int8"}])
+def test_a_parameter_without_gradient_stays_with_all_of_its_state(options: dict[str, Any]) -> None:
+    p, q = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
+    optimizer = SigmaDeltaAdam([p, q], lr=0.1, weight_decay=0.1, **options)
+    for step in range(1, 7):
+        p.grad = torch.ones(64)
+        q.grad = torch.ones(64) if step < 3 else None
+        before = q.detach().clone(), [t.clone() for t in states(optimizer, q)] if step > 1 else [], p.detach().clone()
+        optimizer.step()
+        if step >= 3:
+            assert torch.equal(q, before[0])
+            assert all(torch.equal(a, b) for a, b in zip(states(optimizer, q), before[1], strict=True))
+        assert (p != before[2]).all()
+
+
+def states(optimizer: SigmaDeltaAdam, p: torch.Tensor) -> list[torch.Tensor]:
+    """What is kept of one parameter."""
+    (unit,) = optimizer.units
+    i = next(i for i, whole in enumerate(unit.wholes) if whole is p)
+    return [unit.view(tensor, i) for tensor in unit.state.values()]
+
+
+def test_what_is_not_finite_counts_as_0() -> None:
+    clean, spoilt = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
+    first, second = SigmaDeltaAdam([clean], lr=0.1), SigmaDeltaAdam([spoilt], lr=0.1)
+    for step in range(1, 6):
+        g = torch.randn(64, generator=torch.Generator().manual_seed(step))
+        clean.grad, spoilt.grad = g.clone(), g.clone()
+        clean.grad[step], spoilt.grad[step] = 0.0, [float("nan"), float("inf")][step % 2]
+        first.step()
+        second.step()
+    assert torch.equal(clean, spoilt)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}, {"gamma": 1.0}]
+)
+def test_it_follows_adam(options: dict[str, Any]) -> None:
+    """On one worker the whole run is off Adam's clipped path by a few steps of lr, whatever its length."""
+    x, y = (torch.nn.Parameter(torch.zeros(500)) for _ in range(2))
+    target = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    ours, adam = SigmaDeltaAdam([x], lr=0.01, **options), torch.optim.Adam([y], lr=0.01)
+    for p, optimizer in ((x, ours), (y, adam)):
+        for _ in range(600):
+            optimizer.zero_grad()
+            (p - target).square().sum().backward()
+            optimizer.step()
+    assert (x - y).abs().max() < 0.06
+    assert (x - target).abs().mean() < 0.06
