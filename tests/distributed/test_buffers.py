@@ -1,6 +1,12 @@
-"""The buffers of an exchange: the same ones in every step, so that a step of 1-bit methods allocates nothing."""
+"""The buffers of an exchange: the same ones in every step, so that a step of 1-bit methods allocates nothing.
+
+One world of ranks for all cases of a topology.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +20,25 @@ WIDTH = 1024  # a unit of 2^20 elements: 128 KiB of bits
 TRIFLE = 4096  # bytes: scales, scalars, the sums of a few tiles
 
 
-def places(rank: int, world: int, name: str, options: dict, how: dict) -> list[dict[str, tuple]]:
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Birder", {}, {}),
+    ("Birder", {"reduce": "one_phase"}, {}),
+    ("SigmaDeltaAdam", {"share_growth": 9.0}, {}),
+    ("OneBitAdam", {"warmup_steps": 2}, {}),
+    ("Birder", {}, {"hierarchical": True}),
+    ("Birder", {"reduce": "one_phase"}, {"hierarchical": True}),
+    ("SigmaDeltaAdam", {"share_growth": 9.0, "errors": "int8"}, {"hierarchical": True}),
+    ("OneBitAdam", {"warmup_steps": 2}, {"hierarchical": True}),
+]
+
+
+def places(name: str, options: dict, how: dict) -> list[dict[str, tuple]]:
     """Where each unit's buffers lie, with type and size, after each of four steps."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     ddp = DistributedDataParallel(model)
     optimizer = getattr(birder, name)(model.parameters(), lr=1e-3, **options)
-    birder.attach(ddp, optimizer, **how)
+    attachment = birder.attach(ddp, optimizer, **how)
     after = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -31,16 +49,17 @@ def places(rank: int, world: int, name: str, options: dict, how: dict) -> list[d
         bits = optimizer.units[0].result
         if bits is not None and bits.dtype == torch.uint8:  # what the exchange left lies in one of them
             assert bits.data_ptr() in {t.data_ptr() for t in optimizer.units[0].buffers.values()}
+    attachment.close()
     return after
 
 
-def allocations(rank: int, world: int, name: str, options: dict, how: dict) -> list[int]:
+def allocations(name: str, options: dict, how: dict) -> list[int]:
     """The sizes in bytes of all tensors that were allocated in a step, but for trifles."""
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     ddp = DistributedDataParallel(model)
     optimizer = getattr(birder, name)(model.parameters(), lr=1e-3, **options)
-    birder.attach(ddp, optimizer, overlap=False, **how)
+    attachment = birder.attach(ddp, optimizer, overlap=False, **how)
     optimizer.pipeline = Pipeline()  # on this thread, which is the one that is watched
     made: list[int] = []
     for step in range(5):
@@ -53,26 +72,26 @@ def allocations(rank: int, world: int, name: str, options: dict, how: dict) -> l
             optimizer.step()
         events = watch.profiler.kineto_results.events()  # type: ignore[union-attr]
         made = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > TRIFLE]
+    attachment.close()
     return made
 
 
-CASES = [
-    ("Birder", {}, {}),
-    ("Birder", {"reduce": "one_phase"}, {}),
-    ("SigmaDeltaAdam", {"share_growth": 9.0}, {}),
-    ("OneBitAdam", {"warmup_steps": 2}, {}),
-    ("Birder", {}, {"hierarchical": True}),
-    ("Birder", {"reduce": "one_phase"}, {"hierarchical": True}),
-    ("SigmaDeltaAdam", {"share_growth": 9.0, "errors": "int8"}, {"hierarchical": True}),
-    ("OneBitAdam", {"warmup_steps": 2}, {"hierarchical": True}),
-]
+def watched(rank: int, world: int, hierarchical: bool) -> dict[int, tuple[list[dict[str, tuple]], list[int]]]:
+    cases = {i: case for i, case in enumerate(CASES) if bool(case[2]) == hierarchical}
+    return {i: (places(*case), allocations(*case)) for i, case in cases.items()}
 
 
-@pytest.mark.parametrize(("name", "options", "how"), CASES)
-def test_every_step_finds_the_same_buffers(name: str, options: dict, how: dict) -> None:
-    world, local = (4, 2) if how else (3, 1)
+@functools.cache
+def found(hierarchical: bool) -> list[dict[int, tuple[list[dict[str, tuple]], list[int]]]]:
+    world, local = (4, 2) if hierarchical else (3, 1)
+    return fresh_world(watched, world, hierarchical, ranks_per_node=local)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{n}, {o}, {h}" for n, o, h in CASES])
+def test_every_step_finds_the_same_buffers(case: int) -> None:
+    name, _, how = CASES[case]
     elements = 64 * 64 + 64
-    for after in fresh_world(places, world, name, options, how, ranks_per_node=local):
+    for after in (rank[case][0] for rank in found(bool(how))):
         assert after[0] == after[1] == after[2] == after[3]
         sizes = {n.split()[1]: (dtype, numel) for n, (_, dtype, numel) in after[0].items()}
         shards, workers = (2, 2) if how else (1, 3)
@@ -84,15 +103,18 @@ def test_every_step_finds_the_same_buffers(name: str, options: dict, how: dict) 
         assert sizes["chunk"] == (torch.uint8, chunk)
 
 
-@pytest.mark.parametrize(("name", "options", "how"), CASES)
-def test_a_step_after_the_first_allocates_nothing(name: str, options: dict, how: dict) -> None:
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{n}, {o}, {h}" for n, o, h in CASES])
+def test_a_step_after_the_first_allocates_nothing(case: int) -> None:
     pytest.importorskip("numba", reason="without numba the kernels run unfused, in torch")
-    world, local = (4, 2) if how else (3, 1)
-    for made in fresh_world(allocations, world, name, options, how, ranks_per_node=local):
-        assert made == []
+    for rank in found(bool(CASES[case][2])):
+        assert rank[case][1] == []
+
+
+def dense(rank: int, world: int) -> list[int]:
+    return allocations("LAMB", {}, {})
 
 
 def test_an_allocation_would_be_seen() -> None:
     """The control: a dense optimizer's kernel-free arithmetic allocates, and the watch sees it."""
-    (made,) = fresh_world(allocations, 1, "LAMB", {}, {})
+    (made,) = fresh_world(dense, 1)
     assert made != []

@@ -83,6 +83,7 @@ def fill(rank: int, world: int, root: str, big_rank: int) -> tuple[str, str, flo
     return *said, left, [*steps, restore(rank, world, root)[0]]
 
 
+@pytest.mark.xdist_group("sandbox")  # whose tests compare what is mounted before and after
 @pytest.mark.parametrize(("world", "big_rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path, world: int, big_rank: int) -> None:
     where = f" (rank {big_rank})" if world > 1 else ""
@@ -97,6 +98,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path, world: i
     assert results[0][3] == ["step-00000001"]
 
 
+@pytest.mark.xdist_group("sandbox")
 def test_a_disk_with_room_for_all_but_the_manifest(small_disk: Path) -> None:
     """Rank 0 fails alone, in the last thing that it does."""
     write(0, 1, str(small_disk), [1])

@@ -1,4 +1,7 @@
-"""CSER's family against the one-process references, bit for bit, and what must hold between ranks."""
+"""CSER's family against the one-process references, bit for bit, and what must hold between ranks.
+
+Virtual ranks for all forms of the family; on real ones one of each class, and what is between them alone.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from birder import CSER, EF21SGDM, EFSGD, QSparseLocalSGD, attach
 from tests.helpers import reference_cser, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import World
 
 STEPS, BLOCK, SEED = 22, 24, 5
 BASE = {"weight_decay": 0.01, "block": BLOCK, "seed": SEED}
@@ -42,6 +46,8 @@ CASES: dict[str, tuple[type, dict]] = {
     "ef_sgd top_k": (EFSGD, {"ratio": 8, "compressor": "top_k"}),
 }
 SMALL = {"unit_mb": 0.0013}  # three units, whose ends cut blocks
+REAL = ("I", "II", "qsparse", "ef_sgd", "ef21_sgdm", "I top_k")
+"""What `make test` runs on real ranks too: each class, and messages that each rank chooses for itself."""
 
 
 def lr_of(step: int) -> float:
@@ -74,13 +80,28 @@ class Run:
             sent.append((self.attachment.counter.total, self.attachment.counter.collectives))
         return sent
 
-    def state(self, name: str):
-        """A state of all units in the common numbering, or zeros where it is not kept."""
-        out = torch.zeros(self.layout.d)
-        for unit in self.optimizer.units:
-            if name in unit.state:
-                out[unit.start : unit.start + unit.numel] = unit.state[name][: unit.numel]
-        return out.numpy()
+
+def state(optimizer, name: str, d: int):
+    """A state of all units in the common numbering, or zeros where it is not kept."""
+    out = torch.zeros(d)
+    for unit in optimizer.units:
+        if name in unit.state:
+            out[unit.start : unit.start + unit.numel] = unit.state[name][: unit.numel]
+    return out.numpy()
+
+
+def outcome(optimizer, x: torch.Tensor, average: torch.Tensor, sent: list[tuple[int, int]]) -> dict:
+    return {
+        "x": x.numpy(),
+        "average": average.numpy(),
+        "m": state(optimizer, "momentum", len(x)),
+        "e": state(optimizer, "error", len(x)),
+        "z": state(optimizer, "common", len(x)),
+        "known": state(optimizer, "known", len(x)),
+        "sent": sent,
+        "kept": {k for u in optimizer.units for k in u.state},
+        "units": len(optimizer.units),
+    }
 
 
 def hook_run(rank: int, world: int, names: list[str], how: dict, poison: tuple[int, int] | None = None) -> dict:
@@ -92,24 +113,41 @@ def hook_run(rank: int, world: int, names: list[str], how: dict, poison: tuple[i
         with run.optimizer.averaged():
             average = run.layout.parameters()
         assert torch.equal(run.layout.parameters(), x)
-        results[name] = {
-            "x": x.numpy(),
-            "average": average.numpy(),
-            "m": run.state("momentum"),
-            "e": run.state("error"),
-            "z": run.state("common"),
-            "known": run.state("known"),
-            "sent": sent,
-            "kept": {k for u in run.optimizer.units for k in u.state},
-            "units": len(run.optimizer.units),
-        }
+        results[name] = outcome(run.optimizer, x, average, sent)
         run.attachment.close()
+    return results
+
+
+def virtual_run(rank: int, world: int, names: list[str], ranks: int, how: dict) -> list[dict]:
+    """`hook_run` on so many virtual ranks."""
+    results: list[dict] = [{} for _ in range(ranks)]
+    for name in names:
+        cls, options = CASES[name]
+        made = World(lambda p, cls=cls, options=options: cls(p, **{**BASE, **options}), ranks, **how)
+        layout, sent = reference_cser.Layout(made.model), []
+        for step in range(1, STEPS + 1):
+            made.ranks.counter.reset()
+            made.set_lr(lr_of(step))
+            made.step(step)
+            sent.append([(counter.total, counter.collectives) for counter in made.counters])
+        x = made.each(layout.parameters)
+        with made.ranks.averaged():
+            averages = made.each(layout.parameters)
+        assert all(torch.equal(*both) for both in zip(x, made.each(layout.parameters), strict=True))
+        for w, optimizer in enumerate(made.optimizers):
+            results[w][name] = outcome(optimizer, x[w], averages[w], [of_step[w] for of_step in sent])
     return results
 
 
 @functools.cache
 def plain_run(world: int) -> list[dict]:
-    return run_ranks(hook_run, world, list(CASES), SMALL if world == 3 else {})
+    return run_ranks(virtual_run, 1, list(CASES), world, SMALL if world == 3 else {})[0]
+
+
+@functools.cache
+def real_run(world: int, chosen: bool) -> list[dict]:
+    """chosen: the cases of REAL; or else the others."""
+    return run_ranks(hook_run, world, [n for n in CASES if (n in REAL) == chosen], SMALL if world == 3 else {})
 
 
 @functools.cache
@@ -134,9 +172,21 @@ def oracle_run(world: int, name: str, poison: tuple[int, int] | None = None) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_bit_for_bit(world, name):
     """With 3 ranks also: in several units what the reference has in one."""
+    check([result[name] for result in plain_run(world)], name)
+
+
+CASES_OF_REAL_RANKS = [*((3, name) for name in REAL), *(slow(3, name) for name in CASES if name not in REAL)]
+
+
+@pytest.mark.parametrize(("world", "name"), CASES_OF_REAL_RANKS + [slow(8, name) for name in REAL])
+def test_real_ranks_equal_the_reference_bit_for_bit(world, name):
+    check([result[name] for result in real_run(world, name in REAL)], name)
+
+
+def check(results: list[dict], name: str) -> None:
+    world = len(results)
     oracle = oracle_run(world, name)
-    for w, result in enumerate(plain_run(world)):
-        got = result[name]
+    for w, got in enumerate(results):
         assert (got["x"] == oracle.x[w].numpy()).all()
         assert (got["m"] == oracle.m[w].numpy()).all()
         if "error" in got["kept"]:
@@ -248,6 +298,11 @@ def test_bytes_are_those_of_the_chosen_elements(name):
         assert r[name]["sent"] == [expected_bytes(name, 4, step, d) for step in range(1, STEPS + 1)]
 
 
+def ended(optimizer, layout) -> list:
+    x = layout.parameters()
+    return [x.numpy(), *(state(optimizer, s, len(x)) for s in ("momentum", "error", "common", "known"))]
+
+
 def resumed_run(rank: int, world: int, cases: dict[str, int]) -> dict:
     results = {}
     for name, at in cases.items():
@@ -259,20 +314,39 @@ def resumed_run(rank: int, world: int, cases: dict[str, int]) -> dict:
         fresh.model.load_state_dict(saved[0])
         fresh.optimizer.load_state_dict(saved[1])
         fresh.advance(rank, at + 1, 24)
-        results[name] = [
-            torch.equal(run.layout.parameters(), fresh.layout.parameters()),
-            *((run.state(s) == fresh.state(s)).all() for s in ("momentum", "error", "common", "known")),
-        ]
+        results[name] = [ended(run.optimizer, run.layout), ended(fresh.optimizer, fresh.layout)]
         run.attachment.close()
         fresh.attachment.close()
     return results
 
 
+def resumed_virtually(rank: int, world: int, ranks: int, cases: dict[str, int]) -> list[dict]:
+    results: list[dict] = [{} for _ in range(ranks)]
+    for name, at in cases.items():
+        cls, options = CASES[name]
+        run, fresh = (World(lambda p: cls(p, **{**BASE, **options}), ranks, **SMALL) for _ in range(2))  # noqa: B023
+        for step in range(1, 25):
+            if step == at + 1:
+                fresh.load(run.saved())
+            for made in (run, fresh) if step > at else (run,):
+                made.set_lr(lr_of(step))
+                made.step(step)
+        for made in (run, fresh):
+            for w, optimizer in enumerate(made.optimizers):
+                with made.ranks.turn(w):
+                    results[w].setdefault(name, []).append(ended(optimizer, reference_cser.Layout(made.model)))
+    return results
+
+
+AT = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd released": 9, "I top_k": 8, "ef21_sgdm": 9}
+"""Within an interval."""
+
+
 def test_resumed_equals_uninterrupted_from_within_an_interval():
-    cases = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd released": 9, "I top_k": 8}
-    cases["ef21_sgdm"] = 9
-    for result in run_ranks(resumed_run, 3, cases):
-        assert all(all(r) for r in result.values()), result
+    real = run_ranks(resumed_run, 2, {name: AT[name] for name in ("I", "qsparse", "ef21_sgdm")})
+    for result in [*real, *run_ranks(resumed_virtually, 1, 3, AT)[0]]:
+        for name, (straight, resumed) in result.items():
+            assert all((a == b).all() for a, b in zip(straight, resumed, strict=True)), name
 
 
 def test_a_nan_on_one_rank_counts_as_no_gradient():

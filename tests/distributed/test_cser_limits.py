@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from birder import CSER, EFSGD, QSparseLocalSGD, attach, overall_ratio
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.virtual import World
 
 WORLD, STEPS, LR, H = 3, 40, 0.1, 4
 # Sums in another order, and products fused with sums, differ by rounding, which gradients at slightly different points
@@ -43,28 +44,24 @@ SGD = list(CASES)[:7]
 LOCAL = list(CASES)[7:11]
 
 
-def hook_run(rank: int, world: int) -> dict:
-    results = {}
+def virtual_run(rank: int, world: int) -> list[dict]:
+    """Of each of WORLD virtual ranks: the parameters, and the bytes of every step."""
+    results: list[dict] = [{} for _ in range(WORLD)]
     for name, (cls, options) in CASES.items():
-        model = toy.make()
-        ddp = DistributedDataParallel(model)
-        optimizer = cls(model.parameters(), LR, **options)
-        attachment = attach(ddp, optimizer)
+        made = World(lambda p, cls=cls, options=options: cls(p, LR, **options), WORLD)
         sent = []
         for step in range(1, STEPS + 1):
-            attachment.counter.reset()
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
-            sent.append(attachment.counter.total)
-        results[name] = (toy.flat(model).numpy(), sent)
-        attachment.close()
+            made.ranks.counter.reset()
+            made.step(step)
+            sent.append([counter.total for counter in made.counters])
+        for w, x in enumerate(made.models()):
+            results[w][name] = (x.numpy(), [of_step[w] for of_step in sent])
     return results
 
 
 @functools.cache
 def runs() -> list[dict]:
-    return run_ranks(hook_run, WORLD)
+    return run_ranks(virtual_run, 1)[0]
 
 
 def torch_sgd(every: int, world: int = WORLD) -> torch.Tensor:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +18,7 @@ from birder import attach
 from birder.hooks.fsdp import _check_parameters
 from tests.helpers import ROOT, toy
 from tests.helpers.hsdp import hsdp, make_mesh, shard, train
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, run_script
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -158,20 +155,9 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_example_runs_on_two_replicas_of_two_shards() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "examples/fsdp.py",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
-    assert losses[-1] < 0.6 * losses[0], done.stdout
-    sums = set(re.findall(r"sum of all parameters (-?\d+\.\d{12})", done.stdout))
+    printed = "".join(run_script(ROOT / "examples/fsdp.py", 4))
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert losses[-1] < 0.6 * losses[0], printed
+    sums = set(re.findall(r"sum of all parameters (-?\d+\.\d{12})", printed))
     assert len(sums) == 1
-    assert done.stdout.count("sum of all parameters") == 4
+    assert printed.count("sum of all parameters") == 4

@@ -1,6 +1,7 @@
 """Accelerate, the Hugging Face Trainer and Lightning, the real ones, on 2 ranks: the examples' own code is what runs.
 
-A framework's cases run one after the other in one pair of processes, which is where the time goes.
+A framework's cases run one after the other in one pair of processes, which is where the time goes. Two rounds of them: what
+protects a change, and the runs that are interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 LOCAL = {"CSER"}
 """Methods whose models differ between ranks."""
+FIRST = ("Birder", "CSER")
+"""Methods whose uninterrupted run belongs to the first round."""
+Found = list[dict[str, Any]]
+"""Of each rank."""
 ROUNDING = 1e-5
 """Means of numbers of size 1, added in fp32 in another order."""
 
@@ -51,7 +56,11 @@ def said(call: Any) -> str:
     return ""
 
 
-def check_resumed(results: list[dict[str, Any]], method: str) -> None:
+def both(first: Found, second: Found) -> Found:
+    return [one | two for one, two in zip(first, second, strict=True)]
+
+
+def check_resumed(results: Found, method: str) -> None:
     """Interrupted and resumed equals uninterrupted, on every rank; and something was trained, by both in common."""
     for mine in results:
         straight, resumed = mine[method], mine[f"{method} resumed"]
@@ -64,7 +73,7 @@ def check_resumed(results: list[dict[str, Any]], method: str) -> None:
 # ---- Accelerate --------------------------------------------------------------------------------------------------------
 
 
-def in_accelerate(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
     from accelerate.state import AcceleratorState
 
@@ -77,10 +86,14 @@ def in_accelerate(rank: int, world: int, folder: Path) -> dict[str, Any]:
         method, arguments = METHODS[name]
         return loop.train(folder / where, epochs, method, arguments, **options)
 
-    for name in METHODS:
-        found[name] = toy.flat(run(name, f"{name} a", 2)[0]).numpy()
-        found[f"{name} half"] = toy.flat(run(name, f"{name} b", 1)[0]).numpy()
-        found[f"{name} resumed"] = toy.flat(run(name, f"{name} b", 2)[0]).numpy()
+    if resume:
+        for name in METHODS:
+            found[name] = toy.flat(run(name, f"{name} a", 2)[0]).numpy()
+            run(name, f"{name} b", 1)
+            found[f"{name} resumed"] = toy.flat(run(name, f"{name} b", 2)[0]).numpy()
+        return found
+    for name in ("Birder", "OneBitAdam"):
+        found[f"{name} half"] = toy.flat(run(name, f"{name} half", 1)[0]).numpy()
     net, accelerator = run("Birder", "clipping", 0)
     found["start"] = toy.flat(net).numpy()
     loss = net(torch.ones(2, 2)).sum()
@@ -96,19 +109,24 @@ def in_accelerate(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def accelerated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("accelerate")
-    return run_ranks(in_accelerate, 2, tmp_path_factory.mktemp("accelerate"))
+    return run_ranks(in_accelerate, 2, tmp_path_factory.mktemp("accelerate"), False)
+
+
+@pytest.fixture(scope="module")
+def accelerated_resumed(accelerated: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(accelerated, run_ranks(in_accelerate, 2, tmp_path_factory.mktemp("accelerate"), True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_accelerate_resumes_bit_for_bit(accelerated: list[dict[str, Any]], method: str) -> None:
+def test_accelerate_resumes_bit_for_bit(accelerated_resumed: Found, method: str) -> None:
     """With two micro-batches a step, and dropout."""
-    check_resumed(accelerated, method)
+    check_resumed(accelerated_resumed, method)
 
 
-def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: list[dict[str, Any]]) -> None:
+def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: Found) -> None:
     for mine in accelerated:
         assert mine["clip"].startswith("RuntimeError: clipping by the framework has no effect")
         assert "max_grad_norm=1.0" in mine["clip"]
@@ -116,18 +134,18 @@ def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: list[
         assert mine["norm"] == mine["true norm"] > 0
 
 
-def test_accelerate_refuses_the_state_of_one_rank(accelerated: list[dict[str, Any]]) -> None:
+def test_accelerate_refuses_the_state_of_one_rank(accelerated: Found) -> None:
     for mine in accelerated:
         assert mine["one rank's"].startswith("ValueError: the state of Birder differs from rank to rank")
 
 
-def test_accelerate_trains_in_bf16_autocast(accelerated: list[dict[str, Any]]) -> None:
+def test_accelerate_trains_in_bf16_autocast(accelerated: Found) -> None:
     first, second = accelerated
     assert np.array_equal(first["bf16"], second["bf16"])
     assert not np.array_equal(first["bf16"], first["OneBitAdam half"])
 
 
-def test_accelerate_compiled_equals_eager(accelerated: list[dict[str, Any]]) -> None:
+def test_accelerate_compiled_equals_eager(accelerated: Found) -> None:
     for mine in accelerated:
         assert np.array_equal(mine["compiled"], mine["Birder half"])
 
@@ -135,7 +153,7 @@ def test_accelerate_compiled_equals_eager(accelerated: list[dict[str, Any]]) -> 
 # ---- the Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def in_trainer(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
     from transformers import BertForSequenceClassification
 
@@ -149,15 +167,20 @@ def in_trainer(rank: int, world: int, folder: Path) -> dict[str, Any]:
             more = {"gradient_accumulation_steps": o.get("accumulate", 1), "bf16": n == "OneBitAdam"}
             return hf.trainer(folder / f"{n} {where}", steps, stop, (method[0], {"lr": 1e-3} | method[1]), **more)
 
+        if resume:
+            make("b", steps // 2).train()
+            resumed = make("b")
+            resumed.train(resume_from_checkpoint=True)
+            found[f"{name} resumed"] = toy.flat(resumed.model).numpy()
+        if (name in FIRST) == resume:
+            continue
         straight = make("a")
         found["start"] = toy.flat(straight.model).numpy()
         straight.train()
         found[name] = toy.flat(straight.model).numpy()
+        if resume:
+            continue
         found[f"{name} loss"] = straight.evaluate()["eval_loss"]
-        make("b", steps // 2).train()
-        resumed = make("b")
-        resumed.train(resume_from_checkpoint=True)
-        found[f"{name} resumed"] = toy.flat(resumed.model).numpy()
         saved = BertForSequenceClassification.from_pretrained(folder / f"{name} a/checkpoint-{steps}").eval()
         found[f"{name} saved"] = toy.flat(saved).numpy()
         rows = hf.sentences()[:32]
@@ -165,6 +188,8 @@ def in_trainer(rank: int, world: int, folder: Path) -> dict[str, Any]:
             inputs = {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels")}
             found[f"{name} loss of the saved"] = float(saved(**inputs).loss)
         found[f"{name} norms"] = [entry["grad_norm"] for entry in straight.state.log_history if "grad_norm" in entry]
+    if resume:
+        return found
     clipping = hf.trainer(folder / "clipping", 2, max_grad_norm=1.0)
     found["clip"] = said(clipping.train)
     found["steps"] = unwrap_optimizer(clipping.optimizer).steps
@@ -174,29 +199,34 @@ def in_trainer(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("accelerate")
-    return run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"))
+    return run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"), False)
+
+
+@pytest.fixture(scope="module")
+def trained_resumed(trained: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(trained, run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"), True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_the_trainer_resumes_bit_for_bit(trained: list[dict[str, Any]], method: str) -> None:
+def test_the_trainer_resumes_bit_for_bit(trained_resumed: Found, method: str) -> None:
     """With dropout and a schedule; Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
-    check_resumed(trained, method)
+    check_resumed(trained_resumed, method)
 
 
-def test_the_trainer_refuses_its_own_clipping_before_the_first_step(trained: list[dict[str, Any]]) -> None:
+def test_the_trainer_refuses_its_own_clipping_before_the_first_step(trained: Found) -> None:
     for mine in trained:
         assert mine["clip"].startswith("ValueError: TrainingArguments(max_grad_norm=1.0): clipping by the framework")
         assert mine["steps"] == 0
 
 
-def test_the_trainer_refuses_other_optimizers(trained: list[dict[str, Any]]) -> None:
+def test_the_trainer_refuses_other_optimizers(trained: Found) -> None:
     assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
 
 
-def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained: list[dict[str, Any]]) -> None:
+def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained: Found) -> None:
     first, second = trained
     assert np.array_equal(first["CSER saved"], second["CSER saved"])
     mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
@@ -206,7 +236,7 @@ def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained:
     assert np.array_equal(first["Birder saved"], first["Birder"])
 
 
-def test_the_trainer_logs_a_norm_without_clipping(trained: list[dict[str, Any]]) -> None:
+def test_the_trainer_logs_a_norm_without_clipping(trained: Found) -> None:
     assert all(norm > 0 for mine in trained for norm in mine["Birder norms"])
     assert trained[0]["Birder norms"]
 
@@ -214,7 +244,7 @@ def test_the_trainer_logs_a_norm_without_clipping(trained: list[dict[str, Any]])
 # ---- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-def in_lightning(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str, Any]:
     lightning = example("lightning_callback")
     found: dict[str, Any] = {}
 
@@ -230,10 +260,15 @@ def in_lightning(rank: int, world: int, folder: Path) -> dict[str, Any]:
     for name in METHODS:
         more = {"accumulate_grad_batches": 2} if name == "Birder" else {}
         more |= {"precision": "bf16-mixed"} if name == "OneBitAdam" else {}
+        if resume:
+            run(name, f"{name} b", 1, **more)
+            found[f"{name} resumed"], _ = run(name, f"{name} b", 2, **more)
+        if (name in FIRST) == resume:
+            continue
         found[name], trainer = run(name, f"{name} a", 2, **more)
+        if resume:
+            continue
         found[f"{name} loss"] = float(trainer.callback_metrics["loss"])
-        run(name, f"{name} b", 1, **more)
-        found[f"{name} resumed"], _ = run(name, f"{name} b", 2, **more)
         torch.distributed.barrier()
         saved = torch.load(folder / f"{name} a/last.ckpt", weights_only=True)
         mean = lightning.Circle(*METHODS[name])
@@ -242,25 +277,32 @@ def in_lightning(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             x, y = lightning.circle(1).tensors
             found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
+    if resume:
+        return found
     found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
     found["other"] = said(lambda: run("other", "other", 1))
     return found
 
 
 @pytest.fixture(scope="module")
-def lit(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def lit(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("lightning")
-    return run_ranks(in_lightning, 2, tmp_path_factory.mktemp("lightning"))
+    return run_ranks(in_lightning, 2, tmp_path_factory.mktemp("lightning"), False)
+
+
+@pytest.fixture(scope="module")
+def lit_resumed(lit: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(lit, run_ranks(in_lightning, 2, tmp_path_factory.mktemp("lightning"), True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_lightning_resumes_bit_for_bit(lit: list[dict[str, Any]], method: str) -> None:
+def test_lightning_resumes_bit_for_bit(lit_resumed: Found, method: str) -> None:
     """Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
-    check_resumed(lit, method)
+    check_resumed(lit_resumed, method)
 
 
-def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: list[dict[str, Any]]) -> None:
+def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found) -> None:
     first, second = lit
     mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
     assert np.abs(first["CSER saved"] - mean).max() < ROUNDING
@@ -269,7 +311,7 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: list[
     assert np.array_equal(first["Birder saved"], first["Birder"])
 
 
-def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: list[dict[str, Any]]) -> None:
+def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: Found) -> None:
     for mine in lit:
         assert mine["clip"].startswith("ValueError: Trainer(gradient_clip_val=1.0): clipping by the framework")
         assert "one optimizer of the birder package" in mine["other"]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import Birder, attach, kernels
+from birder import kernels
 from experiments.records import labels
-from tests.distributed.test_birder import STEPS, oracle_run
-from tests.helpers import toy
+from tests.distributed.test_birder import hook_run, of_a_step, oracle_run, virtually
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 
@@ -17,32 +15,9 @@ FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct 
 SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
 
 
-def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
-    """As in tests/distributed/test_birder.py: several units, several buckets, and a rebuild of the buckets."""
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    optimizer = Birder(model.parameters(), lr=0.01, **options)
-    attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
-    for step in range(1, STEPS + 1):
-        if step == STEPS // 2:  # the map of seen coordinates has settled: from here on bytes are those of the bits
-            attachment.counter.reset()
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
-    shards = optimizer.comm.shards
-    return {
-        "x": toy.flat(model).numpy(),
-        "parts": [(u.start, u.start + u.numel, u.padded // shards) for u in optimizer.units],
-        "bytes": (attachment.counter.intra + attachment.counter.inter) / (STEPS - STEPS // 2 + 1),
-        "padded": sum(u.padded for u in optimizer.units),
-        "collectives": attachment.counter.collectives / (STEPS - STEPS // 2 + 1),
-        "units": len(optimizer.units),
-    }
-
-
 @pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
-    results = run_ranks(hook_run, world, {"reduce": "one_phase"}, {})
+    results = virtually(world, {"reduce": "one_phase"})
     expected = oracle_run(world, 1, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
     assert results[0]["units"] > 1
     assert all((r["x"] == expected).all() for r in results)
@@ -50,7 +25,14 @@ def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), slow(3, 2), slow(1, 3)])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
-    how = {"hierarchical": True}
+    results = virtually(nodes * local, {"reduce": "one_phase"}, local)
+    expected = oracle_run(nodes, local, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
+    assert all((r["x"] == expected).all() for r in results)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(3, 1), (2, 2), slow(8, 1)])
+def test_real_ranks_equal_the_reference_bit_for_bit(nodes: int, local: int) -> None:
+    how = {"hierarchical": local > 1}
     results = run_ranks(hook_run, nodes * local, {"reduce": "one_phase"}, how, ranks_per_node=local)
     expected = oracle_run(nodes, local, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
     assert all((r["x"] == expected).all() for r in results)
@@ -58,13 +40,12 @@ def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, loc
 
 def test_half_the_bytes_and_half_the_collectives() -> None:
     world = 4
-    one = run_ranks(hook_run, world, {"reduce": "one_phase"}, {})
-    two = run_ranks(hook_run, world, {}, {})
-    assert len({r["bytes"] for r in one}) == 1  # every worker sends equally much
+    one, two = virtually(world, {"reduce": "one_phase"}), virtually(world, {})
+    assert len({of_a_step(r)[0] for r in one}) == 1  # every worker sends equally much
     for results, phases in ((one, 1), (two, 2)):
-        flags = results[0]["bytes"] - phases * (world - 1) * results[0]["padded"] / 8 / world
+        flags = of_a_step(results[0])[0] - phases * (world - 1) * results[0]["padded"] / 8 / world
         assert 0 <= flags < 16  # what the map of seen coordinates sends; the bits themselves are exact
-    assert one[0]["collectives"] <= one[0]["units"] + 1 < two[0]["collectives"]
+    assert of_a_step(one[0])[1] <= one[0]["units"] + 1 < of_a_step(two[0])[1]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

@@ -1,4 +1,7 @@
-"""1-bit LAMB against its one-process reference, bit for bit, through the warm-up and long after it; its invariants."""
+"""1-bit LAMB against its one-process reference, bit for bit, through the warm-up and long after it; its invariants.
+
+Virtual ranks; on real ones a single unit, nodes, broken gradients and what is resumed.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import OneBitLAMB, attach
+from birder.comm import ByteCounter
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_onebit_lamb import OneBitLAMB as Reference
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import World
 
 WARMUP, STEPS, LR, DECAY = 20, 64, 0.02, 0.01
 SMALL = {"unit_mb": 0.0008}  # several units in a model this small
+FEW = {"unit_mb": 0.002}  # three, on real ranks: each costs messages
 NAMES = ("m", "v", "fresh", "worker_error", "server_error", "coeff", "factor", "scale")
 
 
@@ -44,16 +50,16 @@ def advance(rank: int, ddp, optimizer, first: int, last: int, broken: tuple[int,
         optimizer.step()
 
 
-def hook_run(rank: int, world: int, options: dict, how: dict, broken: tuple[int, ...] = ()) -> dict:
-    model, ddp, optimizer, attachment = build(options, how)
+def of_step(optimizer: OneBitLAMB, counter: ByteCounter) -> tuple:
+    """Of a rank after any step."""
+    sent = (counter.total, counter.collectives)
+    return sent, *(torch.cat([u.state[name] for u in optimizer.units]).numpy() for name in ("factor", "coeff"))
+
+
+def outcome(model: torch.nn.Module, optimizer: OneBitLAMB, steps: list[tuple]) -> dict:
+    """Of a rank after the last one."""
     order = list(model.parameters())
-    sent, factors, coeffs = [], [], []
-    for step in range(1, STEPS + 1):
-        attachment.counter.reset()
-        advance(rank, ddp, optimizer, step, step, broken)
-        sent.append((attachment.counter.total, attachment.counter.collectives))
-        factors.append(torch.cat([u.state["factor"] for u in optimizer.units]).numpy())
-        coeffs.append(torch.cat([u.state["coeff"] for u in optimizer.units]).numpy())
+    sent, factors, coeffs = (list(column) for column in zip(*steps, strict=True))
     return {
         "x": toy.flat(model).numpy(),
         "units": [[next(i for i, q in enumerate(order) if q is p) for p in u.params] for u in optimizer.units],
@@ -65,17 +71,47 @@ def hook_run(rank: int, world: int, options: dict, how: dict, broken: tuple[int,
     }
 
 
+def hook_run(rank: int, world: int, options: dict, how: dict, broken: tuple[int, ...] = (), last: int = STEPS) -> dict:
+    model, ddp, optimizer, attachment = build(options, how)
+    steps = []
+    for step in range(1, last + 1):
+        attachment.counter.reset()
+        advance(rank, ddp, optimizer, step, step, broken)
+        steps.append(of_step(optimizer, attachment.counter))
+    return outcome(model, optimizer, steps)
+
+
+def virtual_run(rank: int, world: int, ranks: int, options: dict) -> list[dict]:
+    """`hook_run` on so many virtual ranks, in several units."""
+    options = {"warmup_steps": WARMUP, "weight_decay": DECAY, **options}
+    made = World(lambda p: OneBitLAMB(p, LR, **options), ranks, **SMALL)
+    steps: list[list[tuple]] = [[] for _ in range(ranks)]
+    for step in range(1, STEPS + 1):
+        made.ranks.counter.reset()
+        made.set_lr(rate(step))
+        made.step(step)
+        for mine, optimizer, counter in zip(steps, made.optimizers, made.counters, strict=True):
+            mine.append(of_step(optimizer, counter))
+    results = []
+    for w, optimizer in enumerate(made.optimizers):
+        with made.ranks.turn(w):
+            results.append(outcome(made.model, optimizer, steps[w]))
+    return results
+
+
 @functools.cache
-def small_run(world: int) -> list[dict]:
-    return run_ranks(hook_run, world, {}, SMALL)
+def small_run(world: int, decay: float = DECAY) -> list[dict]:
+    return run_ranks(virtual_run, 1, world, {"weight_decay": decay})[0]
 
 
-def oracle_run(units: list[list[int]], workers: int, per_worker: int = 1) -> tuple[Reference, torch.Tensor]:
+def oracle_run(
+    units: list[list[int]], workers: int, per_worker: int = 1, last: int = STEPS
+) -> tuple[Reference, torch.Tensor]:
     """A worker's gradient is the mean over its `per_worker` ranks, which are also the shards."""
     torch.set_num_threads(1)
     model = toy.make()
     oracle = Reference(list(model.parameters()), units, workers, LR, WARMUP, DECAY, shards=per_worker)
-    for step in range(1, STEPS + 1):
+    for step in range(1, last + 1):
         oracle.lr = rate(step)
         local = reference.local_gradients(model, toy.loss, workers * per_worker, step)
         rows = [local[w * per_worker : (w + 1) * per_worker] for w in range(workers)]
@@ -96,7 +132,17 @@ def check(results: list[dict], oracle: Reference, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_hook_equals_the_reference_bit_for_bit(world: int) -> None:
-    results = small_run(world)
+    check_all(small_run(world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 8])
+def test_real_ranks_equal_the_reference_bit_for_bit(world: int) -> None:
+    check_all(run_ranks(hook_run, world, {}, SMALL))
+
+
+def check_all(results: list[dict]) -> None:
+    world = len(results)
     assert len(results[0]["units"]) > 1
     oracle, x = oracle_run(results[0]["units"], world)
     check(results, oracle, x)
@@ -114,8 +160,9 @@ def test_one_unit_is_one_fused_message() -> None:
 
 
 def test_hierarchical_equals_the_reference_with_nodes_as_workers() -> None:
-    results = run_ranks(hook_run, 4, {}, {"hierarchical": True, **SMALL}, ranks_per_node=2)
-    check(results, *oracle_run(results[0]["units"], 2, 2))
+    how = {"hierarchical": True, **FEW}
+    results = run_ranks(hook_run, 4, {}, how, (), STEPS // 2, ranks_per_node=2)
+    check(results, *oracle_run(results[0]["units"], 2, 2, STEPS // 2))
     assert results[0]["worker_error"].size == results[0]["m"].size // 2
     padded, units = sum(results[0]["padded"]), len(results[0]["padded"])
     # 2 nodes of 2 ranks. Warm-up: fp32 within the node each way, half of it between nodes each way.
@@ -137,7 +184,7 @@ def test_bytes_and_collectives_are_those_of_the_formula(world: int) -> None:
 
 @pytest.mark.slow
 def test_a_half_precision_wire_halves_the_warmup_alone() -> None:
-    full, half = small_run(2), run_ranks(hook_run, 2, {"wire": "bf16"}, SMALL)
+    full, half = (run_ranks(hook_run, 2, options, FEW) for options in ({}, {"wire": "bf16"}))
     assert half[0]["sent"][0][0] * 2 == full[0]["sent"][0][0]
     assert half[0]["sent"][-1] == full[0]["sent"][-1]
     assert (half[0]["x"] == half[1]["x"]).all()
@@ -159,7 +206,7 @@ def test_ratios_freeze_and_factors_move_within_their_bounds() -> None:
 
 
 def test_coordinates_without_gradient_in_the_warmup_only_decay() -> None:
-    free = run_ranks(hook_run, 2, {"weight_decay": 0.0}, SMALL)
+    free = small_run(2, decay=0.0)
     before = toy.make().embed.weight.detach()
     after = toy.part(free[0]["x"], "embed.weight")
     assert torch.equal(after[toy.USED :], before[toy.USED :])
@@ -172,14 +219,14 @@ def test_coordinates_without_gradient_in_the_warmup_only_decay() -> None:
 
 def test_gradients_that_are_not_finite_leave_all_ranks_consistent() -> None:
     """One step in the warm-up and one after it."""
-    results = run_ranks(hook_run, 2, {}, SMALL, (WARMUP - 3, WARMUP + 3))
+    results = run_ranks(hook_run, 2, {}, FEW, (WARMUP - 3, WARMUP + 3), STEPS // 2)
     for r in results:
         assert (r["x"] == results[0]["x"]).all()
         assert all(torch.from_numpy(r[name]).isfinite().all() for name in ("x", *NAMES))
 
 
 def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> tuple:
-    model, ddp, optimizer, attachment = build({}, SMALL)
+    model, ddp, optimizer, attachment = build({}, FEW)
     saved, done = [], 0
     for stop in stops:
         advance(rank, ddp, optimizer, done + 1, stop)
@@ -189,7 +236,7 @@ def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> tuple:
     attachment.close()
     ends = []
     for stop, (parameters, state) in zip(stops, saved, strict=True):
-        fresh, ddp, optimizer, attachment = build({}, SMALL)
+        fresh, ddp, optimizer, attachment = build({}, FEW)
         fresh.load_state_dict(parameters)
         optimizer.load_state_dict(state)
         advance(rank, ddp, optimizer, stop + 1, STEPS // 2)
@@ -200,5 +247,5 @@ def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> tuple:
 
 def test_resumed_equals_uninterrupted_bit_for_bit() -> None:
     """From within the warm-up, from its last step, and from within the compressed stage."""
-    for straight, ends in run_ranks(resumed_run, 3, (WARMUP - 7, WARMUP, WARMUP + 5)):
+    for straight, ends in run_ranks(resumed_run, 2, (WARMUP - 7, WARMUP, WARMUP + 5)):
         assert all((end == straight).all() for end in ends)

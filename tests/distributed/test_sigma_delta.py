@@ -1,4 +1,7 @@
-"""Sigma-delta Adam on real ranks: against its one-process reference bit for bit, its bytes, its state."""
+"""Sigma-delta Adam against its one-process reference bit for bit, its bytes, its state.
+
+All forms on virtual ranks, those of REAL on real ones too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tests.helpers import hsdp, reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_sigma_delta import SigmaDelta, shared_steps
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import World
 
 STEPS = 25
 """V is shared in the first 20, and in 22 and 24."""
@@ -30,7 +34,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one phase": ({"reduce": "one_phase", "seed": 5}, {"seed": 5}),
 }
 """Of each variant: options of the optimizer, and the same of the reference."""
-
+REAL = ("default", "one phase")
+"""Of the variants what `make test` runs on real ranks: each exchange."""
 
 SIZES: list[tuple[dict[str, Any], bool, int, int]] = [
     ({}, False, 16, 4),
@@ -47,22 +52,37 @@ def train(rank: int, options: dict[str, Any], how: dict[str, Any]) -> dict[str, 
     model = toy.make()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
     optimizer = SigmaDeltaAdam(model.parameters(), lr=0.01, **options)
-    attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
+    attachment = attach(ddp, optimizer, unit_mb=0.002, **how)  # three units: each costs messages
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         toy.loss(ddp, rank, step).backward()
         optimizer.step()
     attachment.close()
+    return outcome(toy.flat(model), optimizer)
+
+
+def outcome(x: torch.Tensor, optimizer: SigmaDeltaAdam) -> dict[str, Any]:
     shards = optimizer.comm.shards
     return {
-        "x": toy.flat(model).numpy(),
+        "x": x.numpy(),
         "parts": [(u.start, u.start + u.numel, u.padded // shards) for u in optimizer.units],
         "bounded": all(bool((u.state[k].abs() <= 2).all()) for u in optimizer.units for k in u.state if "error" in k),
     }
 
 
-def ranks(rank: int, world: int, how: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: train(rank, options, how) for name, (options, _) in VARIANTS.items()}
+def real_run(rank: int, world: int, names: list[str], how: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: train(rank, VARIANTS[name][0], how) for name in names}
+
+
+def virtual_run(rank: int, world: int, nodes: int, local: int, how: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    results: list[dict[str, dict[str, Any]]] = [{} for _ in range(nodes * local)]
+    for name, (options, _) in VARIANTS.items():
+        made = World(lambda p, o=options: SigmaDeltaAdam(p, lr=0.01, **o), nodes * local, local, unit_mb=0.0008, **how)  # type: ignore[misc]
+        for step in range(1, STEPS + 1):
+            made.step(step)
+        for of_rank, x, optimizer in zip(results, made.models(), made.optimizers, strict=True):
+            of_rank[name] = outcome(x, optimizer)  # type: ignore[arg-type]
+    return results
 
 
 def oracle(workers: int, per_worker: int, options: dict[str, Any]) -> np.ndarray:
@@ -76,7 +96,8 @@ def oracle(workers: int, per_worker: int, options: dict[str, Any]) -> np.ndarray
 
 
 def compare(found: list[dict[str, dict[str, Any]]], workers: int, per_worker: int) -> None:
-    for name, (real, options) in VARIANTS.items():
+    for name in found[0]:
+        real, options = VARIANTS[name]
         parts = {"parts": found[0][name]["parts"]} if real.get("reduce") == "one_phase" else {}
         expected = oracle(workers, per_worker, {**options, **parts})
         assert len(found[0][name]["parts"]) > 1
@@ -87,7 +108,7 @@ def compare(found: list[dict[str, dict[str, Any]]], workers: int, per_worker: in
 
 @functools.cache
 def flat(world: int) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(ranks, world, {})
+    return run_ranks(virtual_run, 1, world, 1, {})[0]
 
 
 @pytest.mark.parametrize("world", [1, 3, slow(4)])
@@ -97,7 +118,14 @@ def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), slow(3, 2), slow(1, 3)])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
-    compare(run_ranks(ranks, nodes * local, {"hierarchical": True}, ranks_per_node=local), nodes, local)
+    compare(run_ranks(virtual_run, 1, nodes, local, {"hierarchical": True})[0], nodes, local)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize("names", [REAL, slow([name for name in VARIANTS if name not in REAL])], ids=["chosen", "rest"])
+def test_real_ranks_equal_the_reference_bit_for_bit(nodes: int, local: int, names: list[str]) -> None:
+    how = {"hierarchical": local > 1}
+    compare(run_ranks(real_run, nodes * local, names, how, ranks_per_node=local), nodes, local)
 
 
 def test_coordinates_without_gradient_do_not_move() -> None:
@@ -236,7 +264,7 @@ def resumed(rank: int, world: int, folder: str) -> list[tuple[np.ndarray, np.nda
 def begun(options: dict[str, Any]) -> tuple[DistributedDataParallel, SigmaDeltaAdam]:
     ddp = DistributedDataParallel(toy.make())
     optimizer = SigmaDeltaAdam(ddp.module.parameters(), lr=0.01, **options)
-    attach(ddp, optimizer, unit_mb=0.0008)
+    attach(ddp, optimizer, unit_mb=0.002)
     return ddp, optimizer
 
 
@@ -248,6 +276,6 @@ def go_on(ddp: DistributedDataParallel, optimizer: SigmaDeltaAdam, rank: int, st
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    for rank in run_ranks(resumed, 3, str(tmp_path)):
+    for rank in run_ranks(resumed, 2, str(tmp_path)):
         for whole, again in rank:
             assert (whole == again).all()

@@ -1,4 +1,7 @@
-"""SLAMB against its one-process reference, through many averagings of the models; masks, staleness, bytes, resume."""
+"""SLAMB against its one-process reference, through many averagings of the models; masks, staleness, bytes, resume.
+
+Virtual ranks; on real ones the paper's form, nodes, and what is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import SLAMB, attach
+from birder.comm import ByteCounter
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_slamb import Slamb, mean
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import World
 
 STEPS, EVERY = 60, 7
 OPTIONS: dict[str, Any] = {
@@ -38,9 +43,9 @@ def build(options: dict, how: dict) -> tuple:
     return model, ddp, optimizer, attach(ddp, optimizer, **{"unit_mb": 0.0015, **how})
 
 
-def advance(rank: int, ddp: nn.Module, optimizer: SLAMB, step: int, nan: bool = False) -> list:
+def advance(rank: int, ddp: nn.Module, optimizer: SLAMB, step: int) -> list:
     optimizer.zero_grad()
-    (toy.loss(ddp, rank, step) * (float("nan") if nan else 1.0)).backward()
+    toy.loss(ddp, rank, step).backward()
     local = [p.grad.clone().flatten().numpy() for p in ddp.parameters() if p.grad is not None]
     optimizer.step()
     return local
@@ -52,46 +57,74 @@ def by_parameter(optimizer: SLAMB, model: nn.Module, name: str) -> list:
     return [found[p].flatten().clone().numpy() for p in model.parameters()]
 
 
-def hook_run(rank: int, world: int, options: dict, how: dict, broken: bool = False) -> dict:
+def outcome(model: nn.Module, optimizer: SLAMB) -> dict:
+    """Of a rank after its last step."""
+    names = {p: n for n, p in model.named_parameters()}
+    found = {name: by_parameter(optimizer, model, name) for name in optimizer.units[0].state}
+    return {"units": [([names[p] for p in u.params], u.padded) for u in optimizer.units], **found}
+
+
+def of_step(model: nn.Module, optimizer: SLAMB, counter: ByteCounter) -> dict:
+    """Of a rank after any step."""
+    return {
+        "sent": counter.total,
+        "collectives": counter.collectives,
+        "models": toy.flat(model).numpy().copy(),
+        "masks": [u.result.numpy().copy() for u in optimizer.units],
+        "momentum": [u.state["m"].clone().numpy() for u in optimizer.units],
+    }
+
+
+def columns(rows: list[dict]) -> dict:
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
     model, ddp, optimizer, attachment = build(options, how)
     random.seed(5)
     torch.manual_seed(5)
-    states = random.getstate(), torch.get_rng_state().clone()
-    out: dict = {"sent": [], "models": [], "masks": [], "gradients": [], "momentum": [], "collectives": []}
+    states, rows = (random.getstate(), torch.get_rng_state().clone()), []
     for step in range(1, STEPS + 1):
         attachment.counter.reset()
-        out["gradients"].append(advance(rank, ddp, optimizer, step, nan=broken and step == 10 and rank == world - 1))
-        out["sent"].append(attachment.counter.total)
-        out["collectives"].append(attachment.counter.collectives)
-        out["models"].append(toy.flat(model).numpy())
-        out["masks"].append([u.result.numpy() for u in optimizer.units])
-        out["momentum"].append([u.state["m"].clone().numpy() for u in optimizer.units])
+        local = advance(rank, ddp, optimizer, step)
+        rows.append({"gradients": local, **of_step(model, optimizer, attachment.counter)})
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     with optimizer.averaged():
-        out["average"] = toy.flat(model).numpy()
-    assert (toy.flat(model).numpy() == out["models"][-1]).all()
-    names = {p: n for n, p in model.named_parameters()}
-    out["units"] = [([names[p] for p in u.params], u.padded) for u in optimizer.units]
-    for name in optimizer.units[0].state:
-        out[name] = by_parameter(optimizer, model, name)
-    return out
+        average = toy.flat(model).numpy()
+    assert (toy.flat(model).numpy() == rows[-1]["models"]).all()
+    return {**columns(rows), "average": average, **outcome(model, optimizer)}
 
 
-def several(rank: int, world: int, names: list[str]) -> dict:
-    """Runs one after the other in the same processes, which are slow to start."""
-    variants: dict[str, dict] = {"broken": {}, "everything": {"fraction": 1.0}}
-    return {n: hook_run(rank, world, {**OPTIONS, **variants.get(n, {"form": n})}, {}, n == "broken") for n in names}
+def virtual_run(rank: int, world: int, ranks: int, options: dict, broken: bool) -> list[dict]:
+    """`hook_run` on so many virtual ranks. broken: in step 10 the last one's gradient is not a number."""
+    made = World(lambda p: SLAMB(p, **options), ranks, unit_mb=0.0015)
+    rows: list[list[dict]] = [[] for _ in range(ranks)]
+    for step in range(1, STEPS + 1):
+        made.ranks.counter.reset()
+        local = made.step(step, [ranks - 1] if broken and step == 10 else ())
+        for w, optimizer in enumerate(made.optimizers):
+            with made.ranks.turn(w):
+                found = of_step(made.model, optimizer, made.counters[w])
+            rows[w].append({"gradients": [g.flatten().numpy() for g in local[w]], **found})
+    with made.ranks.averaged():
+        averages = made.models()
+    results = []
+    for w, optimizer in enumerate(made.optimizers):
+        with made.ranks.turn(w):
+            assert (toy.flat(made.model).numpy() == rows[w][-1]["models"]).all()
+            results.append({**columns(rows[w]), "average": averages[w].numpy(), **outcome(made.model, optimizer)})
+    return results
+
+
+VARIANTS: dict[str, dict] = {"broken": {}, "everything": {"fraction": 1.0}}
 
 
 @functools.cache
-def runs(world: int) -> list[dict]:
-    return run_ranks(several, world, ["paper", "v1", *{2: ["everything"], 3: ["v2", "broken"]}.get(world, [])])
-
-
 def run(world: int, name: str) -> list[dict]:
-    """On every rank: a form by its name; "broken": with a NaN on the last rank; "everything": with k = 1."""
-    return [results[name] for results in runs(world)]
+    """On every virtual rank: a form by its name; "broken": with a NaN on the last rank; "everything": with k = 1."""
+    options = {**OPTIONS, **VARIANTS.get(name, {"form": name})}
+    return run_ranks(virtual_run, 1, world, options, name == "broken")[0]
 
 
 def gradients(model: nn.Module, worker: int, step: int) -> list[torch.Tensor]:
@@ -127,7 +160,16 @@ WORLDS = [(w, f) for f in ("paper", "v1") for w in (1, 2, 3, 4, 8)] + [(3, "v2")
 
 @pytest.mark.parametrize(("world", "form"), [case if case == (3, "paper") else slow(*case) for case in WORLDS])
 def test_models_and_state_equal_the_reference_bit_for_bit(world: int, form: str) -> None:
-    results, expected = run(world, form), oracle_run(world, form)
+    check(run(world, form), form)
+
+
+@pytest.mark.parametrize(("world", "form"), [(3, "paper"), slow(3, "v1"), slow(3, "v2"), slow(8, "paper")])
+def test_real_ranks_equal_the_reference_bit_for_bit(world: int, form: str) -> None:
+    check(run_ranks(hook_run, world, {**OPTIONS, "form": form}, {}), form)
+
+
+def check(results: list[dict], form: str) -> None:
+    expected = oracle_run(len(results), form)
     assert len(results[0]["units"]) > 1
     for rank, r in enumerate(results):
         for step in range(STEPS):

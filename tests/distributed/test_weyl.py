@@ -12,8 +12,7 @@ from birder import Birder, kernels
 from birder.kernels import reference, weyl
 from experiments.config import compose
 from experiments.records import labels
-from tests.distributed.test_birder import oracle_run
-from tests.distributed.test_one_phase import hook_run
+from tests.distributed.test_birder import hook_run, of_a_step, oracle_run, virtually
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 
@@ -35,30 +34,39 @@ def expected(workers: int, per_worker: int, options: dict, parts: list) -> torch
 @pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_flat_equals_the_reference_bit_for_bit(world: int, reduce: str) -> None:
     options = {**BOTH, "reduce": reduce}
-    results = run_ranks(hook_run, world, options, {})
+    results = virtually(world, options)
     x = expected(world, 1, options, results[0]["parts"])
     assert all((r["x"] == x).all() for r in results)
 
 
 @pytest.mark.parametrize("options", [{"bits": "weyl"}, {"beta2": 0.999}], ids=["weyl", "beta2"])
 def test_each_option_alone_equals_the_reference(options: dict) -> None:
-    results = run_ranks(hook_run, 2, options, {})
+    results = virtually(2, options)
     assert (results[1]["x"] == expected(2, 1, options, [])).all()
 
 
 @pytest.mark.parametrize("reduce", ["two_phase", "one_phase"])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(reduce: str) -> None:
     options = {**BOTH, "reduce": reduce}
-    results = run_ranks(hook_run, 6, options, {"hierarchical": True}, ranks_per_node=2)
+    results = virtually(6, options, 2)
     x = expected(3, 2, options, results[0]["parts"])
+    assert all((r["x"] == x).all() for r in results)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "reduce"), [(2, 2, "two_phase"), slow(3, 2, "one_phase"), slow(8, 1, "two_phase")]
+)
+def test_real_ranks_equal_the_reference_bit_for_bit(nodes: int, local: int, reduce: str) -> None:
+    options = {**BOTH, "reduce": reduce}
+    results = run_ranks(hook_run, nodes * local, options, {"hierarchical": local > 1}, ranks_per_node=local)
+    x = expected(nodes, local, options, results[0]["parts"])
     assert all((r["x"] == x).all() for r in results)
 
 
 @pytest.mark.parametrize(("nodes", "local"), [slow(1, 1), slow(3, 1), (2, 2)])
 def test_without_bits_the_mean_of_u_is_applied(nodes: int, local: int) -> None:
-    how = {"hierarchical": True} if local > 1 else {}
     options = {"bits": "none", "beta2": 0.999, "weight_decay": 0.1}
-    results = run_ranks(hook_run, nodes * local, options, how, ranks_per_node=local)
+    results = virtually(nodes * local, options, local if local > 1 else None)
     given = {"lr": 0.01, "beta2": 0.999, "weight_decay": 0.1, "exact": True}
     x = oracle_run(nodes, local, given).numpy()
     # lr u is rounded once here (x - lr u in one operation), twice in the reference: of the same sizes as x.
@@ -67,24 +75,20 @@ def test_without_bits_the_mean_of_u_is_applied(nodes: int, local: int) -> None:
 
 
 def test_u_on_every_rank_without_bits_is_the_mean_over_all_ranks() -> None:
-    how = {"hierarchical": True}
-    both = run_ranks(hook_run, 4, {"bits": "none", "intra": "u"}, how, ranks_per_node=2)
-    flat = run_ranks(hook_run, 4, {"bits": "none"}, {})
+    both, flat = virtually(4, {"bits": "none", "intra": "u"}, 2), virtually(4, {"bits": "none"})
     assert all((r["x"] == both[0]["x"]).all() for r in both)
     assert np.allclose(both[0]["x"], flat[0]["x"], rtol=0, atol=ROUNDING)  # added up in another order
 
 
 @pytest.mark.slow
 def test_u_on_every_rank_takes_both_options() -> None:
-    how = {"hierarchical": True}
-    results = run_ranks(hook_run, 4, {**BOTH, "intra": "u"}, how, ranks_per_node=2)
+    results = virtually(4, {**BOTH, "intra": "u"}, 2)
     assert all((r["x"] == results[0]["x"]).all() for r in results)
 
 
 def test_bytes_and_collectives_stay_as_they_are() -> None:
-    ours, theirs = (run_ranks(hook_run, 3, options, {}) for options in (BOTH, {}))
-    for key in ("bytes", "collectives"):
-        assert [r[key] for r in ours] == [r[key] for r in theirs]
+    ours, theirs = (virtually(3, options) for options in (BOTH, {}))
+    assert [of_a_step(r) for r in ours] == [of_a_step(r) for r in theirs]
 
 
 def test_over_a_full_period_a_threshold_takes_every_value_equally_often() -> None:

@@ -1,4 +1,7 @@
-"""0/1 Adam against its one-process reference, through warm-up, local steps and every change of an interval."""
+"""0/1 Adam against its one-process reference, through warm-up, local steps and every change of an interval.
+
+Virtual ranks; on real ones a flat world, nodes, broken gradients and what is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_zero_one_adam import ZeroOneAdam as Reference
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import World
 
 WARMUP, KAPPA, DOUBLING, LIMIT = 12, 3, 11, 4
 STEPS, LR, DECAY, EPS = 64, 0.02, 0.05, 1e-3
@@ -44,6 +48,11 @@ def advance(rank: int, ddp, optimizer: ZeroOneAdam, step: int, broken: tuple = (
     optimizer.step()
 
 
+def outcome(optimizer: ZeroOneAdam, xs: list[np.ndarray], sent: list[tuple[int, int]], average: np.ndarray) -> dict:
+    state = {k: v.numpy() for k, v in optimizer.units[0].state.items()}
+    return {"x": np.stack(xs), "sent": sent, "average": average, "units": len(optimizer.units), **state}
+
+
 def one_run(rank: int, variant: str, how: dict, broken: tuple = ()) -> dict:
     model, ddp, optimizer, attachment = build(variant, how)
     xs, sent, average = [], [], None
@@ -56,18 +65,37 @@ def one_run(rank: int, variant: str, how: dict, broken: tuple = ()) -> dict:
             with optimizer.averaged():
                 average = toy.flat(model).numpy().copy()
             assert (toy.flat(model).numpy() == xs[-1]).all()
-    state = {k: v.numpy() for k, v in optimizer.units[0].state.items()}
-    return {"x": np.stack(xs), "sent": sent, "average": average, "units": len(optimizer.units), **state}
+    assert average is not None
+    return outcome(optimizer, xs, sent, average)
 
 
-def hook_run(rank: int, world: int, how: dict, broken: tuple = ()) -> list[dict]:
-    return [one_run(rank, variant, how, broken) for variant in VARIANTS]
+def hook_run(rank: int, world: int, variants: list[str], how: dict, broken: tuple = ()) -> list[dict]:
+    return [one_run(rank, variant, how, broken) for variant in variants]
+
+
+def virtual_run(rank: int, world: int, ranks: int, variant: str, ranks_per_node: int = 0) -> list[dict]:
+    """`one_run` on so many virtual ranks. ranks_per_node: nodes are the workers."""
+    options = {"eps": EPS, "weight_decay": DECAY, "variant": variant, **OPTIONS}
+    how = {"hierarchical": ranks_per_node > 0}
+    made = World(lambda p: ZeroOneAdam(p, LR, **options), ranks, ranks_per_node or 1, **how)
+    xs, sent, averages = [], [], []
+    for step in range(1, STEPS + 1):
+        made.ranks.counter.reset()
+        made.set_lr(rate(step))
+        made.step(step)
+        sent.append([(counter.total, counter.collectives) for counter in made.counters])
+        xs.append([x.numpy() for x in made.models()])
+        if step == LOCAL:
+            with made.ranks.averaged():
+                averages = [x.numpy() for x in made.models()]
+            assert all((a.numpy() == b).all() for a, b in zip(made.models(), xs[-1], strict=True))
+    found = zip(made.optimizers, zip(*xs, strict=True), zip(*sent, strict=True), averages, strict=True)
+    return [outcome(optimizer, list(x), list(s), average) for optimizer, x, s, average in found]
 
 
 @functools.cache
-def plain_run(world: int) -> list[list[dict]]:
-    """[variant][rank]"""
-    return list(zip(*run_ranks(hook_run, world, {}), strict=True))
+def plain_run(world: int, variant: str) -> list[dict]:
+    return run_ranks(virtual_run, 1, world, variant)[0]
 
 
 @functools.cache
@@ -118,7 +146,16 @@ TIERS = [case if case[0] in (2, 3) else slow(*case) for case in CASES]
 
 @pytest.mark.parametrize(("world", "variant"), TIERS)
 def test_hook_equals_the_reference_bit_for_bit(world, variant):
-    results = plain_run(world)[VARIANTS.index(variant)]
+    check(plain_run(world, variant), variant)
+
+
+@pytest.mark.parametrize(("world", "variant"), [(2, "paper"), slow(3, "paper"), slow(3, "deepspeed"), slow(8, "paper")])
+def test_real_ranks_equal_the_reference_bit_for_bit(world, variant):
+    check([of_rank[0] for of_rank in run_ranks(hook_run, world, [variant], {})], variant)
+
+
+def check(results: list[dict], variant: str) -> None:
+    world = len(results)
     oracle, xs, _ = oracle_run(world, variant)
     assert np.isfinite(xs).all()
     for w, r in enumerate(results):
@@ -133,7 +170,7 @@ def test_hook_equals_the_reference_bit_for_bit(world, variant):
 
 @pytest.mark.parametrize(("world", "variant"), TIERS[2:])
 def test_models_agree_after_every_sync_and_differ_between(world, variant):
-    results = plain_run(world)[VARIANTS.index(variant)]
+    results = plain_run(world, variant)
     for step in range(1, STEPS + 1):
         equal = all((r["x"][step - 1] == results[0]["x"][step - 1]).all() for r in results)
         synced = schedule.sync(step, WARMUP, DOUBLING, LIMIT, variant == "deepspeed")
@@ -142,7 +179,7 @@ def test_models_agree_after_every_sync_and_differ_between(world, variant):
 
 @pytest.mark.parametrize(("world", "variant"), TIERS)
 def test_bytes_of_every_step(world, variant):
-    results = plain_run(world)[VARIANTS.index(variant)]
+    results = plain_run(world, variant)
     size = results[0]["m"].size
     for step, had in enumerate(oracle_run(world, variant)[2], start=1):
         # All-to-all and all-gather of size/n floats; of size/n bits and a scale behind them.
@@ -160,7 +197,8 @@ def test_bytes_of_every_step(world, variant):
 
 
 def test_evaluation_takes_the_mean_of_the_models():
-    for results in plain_run(3):
+    for variant in VARIANTS:
+        results = plain_run(3, variant)
         total = results[0]["x"][LOCAL - 1].copy()
         for r in results[1:]:
             total += r["x"][LOCAL - 1]
@@ -169,7 +207,8 @@ def test_evaluation_takes_the_mean_of_the_models():
 
 def test_a_row_without_gradient_only_decays():
     before = toy.make().embed.weight.detach()[toy.USED :]
-    for variant, results in zip(VARIANTS, plain_run(2), strict=True):
+    for variant in VARIANTS:
+        results = plain_run(2, variant)
         after = toy.part(results[0]["x"][-1], "embed.weight")[toy.USED :]
         # deepspeed: the decay of local steps is in the buffer, which has nothing outside of the support.
         steps = [t for t in range(1, STEPS + 1) if variant == "paper" or t <= WARMUP]
@@ -178,7 +217,9 @@ def test_a_row_without_gradient_only_decays():
 
 
 def test_hierarchical_agrees_on_all_ranks():
-    for variant, results in zip(VARIANTS, zip(*run_ranks(hook_run, 4, {"hierarchical": True}, ranks_per_node=2))):
+    (real,) = zip(*run_ranks(hook_run, 4, ["paper"], {"hierarchical": True}, ranks_per_node=2), strict=True)
+    virtual = run_ranks(virtual_run, 1, 4, "deepspeed", 2)[0]
+    for variant, results in zip(VARIANTS, (real, virtual), strict=True):
         for step in range(1, STEPS + 1):
             if schedule.sync(step, WARMUP, DOUBLING, LIMIT, variant == "deepspeed"):
                 assert all((r["x"][step - 1] == results[0]["x"][step - 1]).all() for r in results)
@@ -189,7 +230,9 @@ def test_hierarchical_agrees_on_all_ranks():
 def test_a_gradient_that_is_not_finite_leaves_ranks_consistent():
     # A step with a variance round, one with a 1-bit round alone, a local step.
     broken = ((1, 6), (0, 7), (1, LOCAL))
-    for variant, results in zip(VARIANTS, zip(*run_ranks(hook_run, 2, {}, broken), strict=True), strict=True):
+    for variant, results in zip(
+        VARIANTS, zip(*run_ranks(hook_run, 2, list(VARIANTS), {}, broken), strict=True), strict=True
+    ):
         assert all(np.isfinite(r["x"]).all() for r in results)
         last = max(t for t in range(STEPS + 1) if schedule.sync(t, WARMUP, DOUBLING, LIMIT, variant == "deepspeed"))
         assert (results[0]["x"][last - 1] == results[1]["x"][last - 1]).all()
@@ -214,9 +257,26 @@ def interrupted(rank: int, world: int, cases: list[tuple[str, int]]) -> list[tup
     return found
 
 
+def interrupted_virtually(rank: int, world: int, cases: list[tuple[str, int]]) -> list[list[tuple]]:
+    """For each case the two ends of each of two ranks."""
+    found = []
+    for variant, at in cases:
+        options = {"eps": EPS, "weight_decay": DECAY, "variant": variant, **OPTIONS}
+        whole, fresh = (World(lambda p: ZeroOneAdam(p, LR, **options), 2, unit_mb=0.0015) for _ in range(2))  # noqa: B023
+        for step in range(1, LOCAL + 9):
+            if step == at + 1:
+                fresh.load(whole.saved())
+            for made in (whole, fresh) if step > at else (whole,):
+                made.set_lr(rate(step))
+                made.step(step)
+        found.append(list(zip(whole.models(), fresh.models(), strict=True)))
+    return found
+
+
 def test_resumed_equals_uninterrupted_bit_for_bit():
-    """Within the warm-up, at its last step, and within a local interval."""
+    """Within the warm-up, at its last step, and within a local interval; the last on real ranks too."""
     cases = [(variant, at) for variant in VARIANTS for at in (5, WARMUP, LOCAL)]
-    for rank in run_ranks(interrupted, 2, cases):
-        for case, (straight, resumed) in zip(cases, rank, strict=True):
-            assert (straight == resumed).all(), case
+    for case, ends in zip(cases, run_ranks(interrupted_virtually, 1, cases)[0], strict=True):
+        assert all((straight == resumed).all() for straight, resumed in ends), case
+    for ((straight, resumed),) in run_ranks(interrupted, 2, [("paper", LOCAL)]):
+        assert (straight == resumed).all()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ import birder
 from experiments import predict, replay, tune
 from experiments.config import compose, sweeps
 from tests.helpers import ROOT
+from tests.helpers.ranks import run_script
 
 PAGES = sorted(
     p.relative_to(ROOT).as_posix()
@@ -69,19 +67,11 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
-def torchrun(script: Path) -> subprocess.CompletedProcess[str]:
-    """The script on two ranks with gloo, in the script's own folder."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, cwd=script.parent)
-
-
 def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
     (block,) = blocks("README.md", "python")
     (tmp_path / "script.py").write_text(block)
-    done = torchrun(tmp_path / "script.py")
-    assert done.returncode == 0, done.stderr
-    said = [int(sent) for sent in re.findall(r"rank \d sent (\d+) bytes", done.stdout)]
+    printed = "".join(run_script(tmp_path / "script.py", 2))
+    said = [int(sent) for sent in re.findall(r"rank \d sent (\d+) bytes", printed)]
     # 128 elements after padding: 8 bytes up and 8 down in each of 10 steps. In the first step also the map of seen
     # coordinates: one byte of flags, 128 of coordinates. fp32 would send 1,680.
     assert said == [289, 289]
@@ -89,12 +79,11 @@ def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_file_ends_with_equal_parameters_on_both_ranks() -> None:
-    done = torchrun(ROOT / "examples/ddp.py")
-    assert done.returncode == 0, done.stderr
-    sums = re.findall(r"sum of all parameters ([-\d.]+)", done.stdout)
+    printed = "".join(run_script(ROOT / "examples/ddp.py", 2))
+    sums = re.findall(r"sum of all parameters ([-\d.]+)", printed)
     assert len(sums) == 2
     assert sums[0] == sums[1]
-    losses = [float(v) for v in re.findall(r"loss ([\d.]+),", done.stdout)]
+    losses = [float(v) for v in re.findall(r"loss ([\d.]+),", printed)]
     assert losses[-1] < 0.5 < losses[0] + 0.1
 
 

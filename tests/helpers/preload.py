@@ -1,5 +1,6 @@
 """What every rank of a test needs, imported and compiled once in the server that the ranks are forked from."""
 
+import gc
 import importlib
 import os
 
@@ -24,6 +25,37 @@ for _name in (
 import birder  # noqa: E402,F401
 from birder import kernels  # noqa: E402
 
+
+def compile_kernels() -> None:
+    """Calls each fused kernel with the types that ranks call it with. What is missing here, each rank compiles for itself."""
+    n, draw = 64, {"seed": 0, "step": 1, "start": 0}
+    x, y, z = torch.zeros(3, n).unbind()
+    active, bits = torch.ones(n, dtype=torch.bool), torch.zeros(n // 8, dtype=torch.uint8)
+    for g in (x, x.bfloat16()):
+        kernels.encode(g, y, z, beta=0.9, eps=0.0, hold=False, worker=0, **draw)
+    for workers in (2, 3):  # powers of two are served otherwise
+        kernels.reduce_bits(torch.zeros(workers, n // 8, dtype=torch.uint8), **draw)
+    kernels.owned(bits, n=2, worker=0, **draw)
+    kernels.assemble(bits.view(2, -1), **draw)
+    kernels.apply_bits([x], [0], bits, lr=0.1, decay=0.1, active=active)
+    kernels.unseen_blocks(x, active, 32)
+    kernels.sum_squares(x)
+    kernels.add_message(x, y, None)
+    kernels.add_momentum(x, y, z, beta=0.9, mask=None)
+    messages = kernels.split_signs(x, torch.ones(1), None)
+    kernels.add_average(x, messages, None)
+    kernels.write_signs(x, messages, None)
+    kernels.average_signs(bits.view(1, -1), torch.ones(1))
+    kernels.pack_signs(x)
+    kernels.move_adam([x], [y], [z], rate=0.1, correction=1.0, eps=1e-8, keep=1.0)
+    for error in (torch.zeros(n), torch.zeros(n, dtype=torch.int8)):
+        kernels.modulate(x, error)
+        law = {"beta1": 0.9, "beta2": 0.9, "scale": 1.0, "eps": 1e-8, "hold": False}
+        kernels.modulate_adam(x, y, z, error, None, **law)
+        kernels.serve_sigma(bits.view(1, -1), error, gamma=1.0)
+
+
 assert dist.is_available()
-_bits = kernels.encode(*torch.zeros(3, 64).unbind(), beta=0.9, eps=0.0, hold=False, seed=0, step=1, worker=0, start=0)
-kernels.reduce_bits(_bits.view(1, -1), seed=0, step=1, start=0)
+compile_kernels()
+gc.collect()
+gc.freeze()  # or every rank would look through what was imported here, and copy it

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import multiprocessing as mp
 import os
+import runpy
 import socket
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
@@ -81,15 +84,14 @@ def _serve(pipe: Connection) -> None:
     """The life of a process of the pool: calls, until one fails or leaves something behind."""
     import torch
 
-    gc.collect()
     gc.freeze()  # what was imported is not looked through after every call
     environment, folder = dict(os.environ), os.getcwd()
+    before = _state()
     while True:
         try:
             job: Job = pipe.recv()
         except EOFError:
             return
-        before = _state()
         torch.manual_seed(0)
         try:
             with warnings.catch_warnings():
@@ -106,10 +108,12 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(environment)
         os.chdir(folder)
         gc.collect()
-        clean = _state().items() >= before.items() and len(os.listdir("/proc/self/task")) <= THREADS
+        after = _state()
+        clean = after.items() >= before.items() and len(os.listdir("/proc/self/task")) <= THREADS
         pipe.send(("ok" if clean else "last", value))
         if not clean:
             return
+        before = after  # modules that were imported meanwhile are watched from here on
 
 
 def _state() -> dict[tuple[str, str], int]:
@@ -206,6 +210,20 @@ def fresh_world(
         if "error" in kinds:
             raise RuntimeError(_failures(kinds, values))
         return values
+
+
+def run_script(path: Path, world: int, *arguments: str) -> list[str]:
+    """What each of `world` ranks prints that runs a script, in torchrun's environment, from the script's own folder."""
+    return fresh_world(_script, world, str(path.resolve()), arguments, grouped=False)
+
+
+def _script(rank: int, world: int, path: str, arguments: tuple[str, ...]) -> str:
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.chdir(os.path.dirname(path))
+    sys.argv = [path, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(path, run_name="__main__")
+    return said.getvalue()
 
 
 def _answers(pipes: list[Connection]) -> tuple[list[str], list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tests.distributed.habits.script import NAMES, Script
+from tests.distributed.habits.script import NAMES, Gradients, Script, drawn
 
 HABITS: dict[str, type[Script]] = {}
 SECOND = ("second.weight", "second.bias")
@@ -12,6 +12,7 @@ FIRST = ("first.weight", "first.bias")
 DDP_ONLY = ("DDP", "DDP, overlap=False", "hierarchical", "hierarchical, overlap=False")
 EVERYWHERE = (*Script.ways, "FSDP2", "FSDP2, overlap=False")
 CHANGED = r"changed|replaced|None|clip"
+CLIPS = r"clip"
 
 
 def habit(cls: type[Script]) -> type[Script]:
@@ -41,3 +42,27 @@ class Taken(Script):
 
     ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
     ways = EVERYWHERE
+
+
+class Absent(Script):
+    """FIRST has no gradient on any rank in steps 4 to `until`."""
+
+    ways = EVERYWHERE
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    until: ClassVar[int] = 9
+    names = others(*FIRST)
+    twin = elementwise(Plain)
+
+    def absent(self, t: int) -> bool:
+        return 4 <= t <= self.until
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        return FIRST if self.absent(t) else ()
+
+
+class HalvedSumOfTwo(Script):
+    """The twin of two micro-batches whose mean counts."""
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        a, b = drawn(rank, t), drawn(rank, t, 1)
+        return {n: a[n] / 2 + b[n] / 2 for n in a}

@@ -6,7 +6,6 @@ from tests.distributed.habits import (  # noqa: F401
     accumulation,
     copies,
     evaluation,
-    frameworks,
     frozen,
     gan,
     holders,
@@ -19,7 +18,10 @@ from tests.distributed.habits import (  # noqa: F401
     steps,
     surgery,
     uneven,
+    unused,
     weights,
+    with_lightning,
+    with_trainer,
 )
 from tests.distributed.habits.base import HABITS
 

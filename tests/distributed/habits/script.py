@@ -190,7 +190,7 @@ class Script:
     def make_and_wrap(self) -> None:
         """The optimizer and the wrapped model, connected."""
         if self.way.name.startswith("Accelerate"):
-            from tests.distributed.habits.frameworks import accelerate
+            from tests.distributed.habits.with_accelerate import accelerate
 
             accelerate(self)
             return

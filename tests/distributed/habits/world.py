@@ -13,7 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests.helpers.preload", "tests.distributed.habits.world"])
+_context.set_forkserver_preload(
+    ["tests.helpers.preload", "tests.distributed.habits.catalogue", "tests.distributed.habits.world"]
+)
 
 COLLECTIVE_S = 12
 """A rank that waits so long for the others has been left alone."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from experiments.records import record
-from launch import failure, local, process
+from launch import failure, local, lock, process
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from tests.helpers import ROOT
@@ -136,7 +136,7 @@ def test_an_interrupt_after_the_result_keeps_the_record(tmp_path: Path) -> None:
     assert (kept.status, kept.reason) == ("completed", None)
 
 
-def test_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_launcher_leaves_nothing_and_holds_nothing(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     wait_for_ranks(tmp_path)
     everything = process.descendants(launcher.pid)
@@ -144,6 +144,8 @@ def test_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     launcher.kill()
     assert_all_gone(everything, within_s=15)
     launcher.communicate()
+    with lock.held(tmp_path / "run"):  # though run.owner is still there
+        assert (tmp_path / "run/run.owner").exists()
 
 
 def test_command(tmp_path: Path) -> None:

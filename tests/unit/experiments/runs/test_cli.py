@@ -1,4 +1,4 @@
-"""The command lines: exit status, one line for a mistake, nothing stray written. `make` included."""
+"""The command lines: exit status, one line for a mistake, nothing stray written. `make`: test_make.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
-from tests.helpers.tiers import slow
 
 Captured = pytest.CaptureFixture[str]
 
@@ -44,11 +42,6 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "experiments" / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NODES", "VENV")}
-    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120, env=env)
 
 
 @pytest.mark.parametrize(
@@ -294,112 +287,3 @@ def test_under_torchrun() -> None:
     (run_dir,) = Path("outputs/digits").iterdir()
     assert run_dir.name == content["id"]
     assert content["command"].startswith("torchrun --nnodes 1 --nproc-per-node 2 experiments/run.py +exp=digits")
-
-
-@pytest.mark.parametrize("nodes", ["four", slow("0"), slow("-1")])
-def test_make_with_a_bad_node_count(nodes: str) -> None:
-    done = make(f"VENV={sys.prefix}", "resnet50", f"NODES={nodes}")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    shown = f"'{nodes}'" if nodes == "four" else nodes
-    assert lines == [f"error: cluster.nodes must be a whole number, 1 or more, not {shown}"]
-    assert done.returncode != 0
-
-
-@pytest.mark.parametrize(("given", "near"), [("NODE=4", "NODES"), ("DATAS=x", "DATA"), ("node=4", "NODES")])
-def test_make_with_an_unknown_variable(given: str, near: str) -> None:
-    for target in ("digits", "test", "tables"):
-        done = make(f"VENV={sys.prefix}", target, given)
-        assert done.returncode == 2
-        name = given.partition("=")[0]
-        assert f"no variable {name}: did you mean {near}? make help lists them" in done.stderr
-        assert done.stderr.count("\n") == 1
-
-
-def test_make_knows_the_variables_that_it_lists() -> None:
-    listed = re.findall(r"^#= (\w+) = ", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert make("-n", "help", *(f"{name}=x" for name in listed if name != "PYTHON")).returncode == 0
-
-
-def test_make_help_lists_targets_and_variables() -> None:
-    shown = make("help").stdout
-    makefile = (ROOT / "Makefile").read_text()
-    for name in ["resnet50", "test", "check", "tables", "NODES", "OPT", "SEED", "DATA", "CLUSTER", "SCALE", "ARGS"]:
-        assert f"\n  {name} " in shown
-    assert make(folder=ROOT).stdout == shown
-    named = makefile.partition("EXPERIMENTS := ")[2].partition("\n")[0].split()
-    assert all((compose.CONF / "exp" / f"{n}.yaml").exists() for n in named)
-
-
-def test_make_help_fits_a_terminal_and_lists_every_target_once() -> None:
-    shown = make("help").stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    told = re.findall(r"^([a-z0-9_-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    listed = re.findall(r"^  ([a-z0-9_-]+) ", shown, re.MULTILINE)
-    assert sorted(listed) == sorted(told)
-    groups = [line for line in shown.splitlines() if line.startswith("To ")]
-    assert groups == ["To try:", "To reproduce:", "To develop:"]
-
-
-@pytest.mark.parametrize(
-    ("target", "near"),
-    [("digts", "make digits"), ("tset", "make test"), ("resnet50_b128", "make exp EXP=resnet50_b128")],
-)
-def test_make_with_an_unknown_target(target: str, near: str) -> None:
-    done = make(f"VENV={sys.prefix}", target)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert done.returncode == 2
-    assert lines == [f"error: no target '{target}'; did you mean {near}? make help lists them"]
-
-
-def test_make_passes_only_what_is_set() -> None:
-    shown = make("-n", f"VENV={sys.prefix}", "ptb", "NODES=2", "OPT=sgdm,birder", "ARGS=train.max_steps=5").stdout
-    assert "+exp=ptb 'cluster.nodes=2' '--methods=sgdm,birder' train.max_steps=5" in " ".join(shown.split())
-    assert "seed" not in shown
-
-
-def fake_python(folder: Path, version: str) -> Path:
-    """An interpreter that says it is `version`, makes "environments" that hold itself, and writes down its calls."""
-    path = folder / "fake_python"
-    path.write_text(
-        f"""#!/bin/sh
-echo "$@" >> {folder}/calls
-case "$*" in
-  -V) echo "Python {version}" ;;
-  *version_info*) [ {version} != 3.9 ] ;;
-  "-m venv --upgrade-deps .venv") mkdir -p .venv/bin && cp {path} .venv/bin/python ;;
-esac
-"""
-    )
-    path.chmod(0o755)
-    return path
-
-
-def test_environment_is_made_once_and_follows_pyproject(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    python = f"PYTHON={fake_python(tmp_path, '3.11')}"
-
-    def installs() -> int:
-        return (tmp_path / "calls").read_text().count("pip install")
-
-    assert make("setup", python, folder=tmp_path).returncode == 0
-    assert installs() == 1
-    assert make("setup", python, folder=tmp_path).returncode == 0
-    assert installs() == 1
-    os.utime(tmp_path / "pyproject.toml", ns=(2**62, 2**62))
-    assert make("setup", python, folder=tmp_path).returncode == 0
-    assert installs() == 2
-
-
-@pytest.mark.parametrize(("version", "words"), [("3.9", "Python 3.11 or later is needed"), (None, "no nowhere")])
-def test_python_that_does_not_do(tmp_path: Path, version: str | None, words: str) -> None:
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    python = fake_python(tmp_path, version) if version else "nowhere"
-    done = make("setup", f"PYTHON={python}", folder=tmp_path)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert done.returncode != 0
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert words in lines[0]
-    assert not (tmp_path / ".venv").exists()

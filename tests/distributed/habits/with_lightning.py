@@ -1,41 +1,18 @@
-"""Habits of frameworks: Accelerate's prepare, the Hugging Face Trainer, Lightning."""
+"""Habits of Lightning's users."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from birder.hooks.wrappers import unwrap_optimizer
-from tests.distributed.habits.base import FIRST, Plain, habit, others
+from tests.distributed.habits.base import CLIPS, FIRST, HalvedSumOfTwo, Plain, habit, others
 from tests.distributed.habits.rates import SchedulerAfterByHand
 from tests.distributed.habits.script import Gradients, Script, Stop, drawn
 from tests.distributed.habits.surgery import Halved
-
-CLIPS = r"clip"
-
-
-def accelerate(script: Script) -> None:
-    """The optimizer and the wrapped model from accelerator.prepare, attached."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.state import AcceleratorState
-
-    from birder.integrations.accelerate import attach
-
-    AcceleratorState._reset_state(True)
-    options = DistributedDataParallelKwargs(**({"bucket_cap_mb": 1} | script.ddp_options))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    model, opt = script.model, script.make_optimizer(script.trained())
-    script.ddp, script.opt = accelerator.prepare(model, opt)
-    script.accelerator = accelerator
-    if not script.method.torch:
-        script.attachment = attach(accelerator, script.ddp, script.opt, unit_mb=0.002, **script.way.options)
-
-
-# ---- Lightning ---------------------------------------------------------------------------------------------------------
 
 
 class Fitted(Script):
@@ -169,12 +146,6 @@ class LightningAccumulates(Fitted):
         return module.net(drawn(self.rank, self.t, self.micro))
 
 
-class HalvedSumOfTwo(Script):
-    def gradients(self, t: int, rank: int) -> Gradients:
-        a, b = drawn(rank, t), drawn(rank, t, 1)
-        return {n: a[n] / 2 + b[n] / 2 for n in a}
-
-
 @habit
 class LightningClips(Fitted):
     """Lightning: gradient_clip_val"""
@@ -280,195 +251,3 @@ class LightningChannelsLast(Fitted):
 
     def make_model(self) -> nn.Module:
         return super().make_model().to(memory_format=torch.channels_last)
-
-
-# ---- the Trainer ---------------------------------------------------------------------------------------------------------
-
-
-class Trained(Script):
-    """The Hugging Face Trainer."""
-
-    ways = ("Trainer",)
-    twin: ClassVar[Any] = Plain
-    twin_way = "DDP"
-    arguments: ClassVar[dict[str, Any]] = {}
-    micro: ClassVar[int] = 1
-
-    def build(self) -> None:
-        from accelerate.state import AcceleratorState
-        from torch.utils.data import SequentialSampler
-        from transformers import Trainer, TrainerCallback, TrainingArguments
-
-        from birder.integrations.transformers import BirderTrainerMixin
-
-        AcceleratorState._reset_state(True)
-        script = self
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = script.make_model()
-
-            def forward(self, number: Tensor) -> dict[str, Tensor]:
-                k = int(number[0]) // script.way.ranks
-                return {"loss": self.net(script.of_batch(k // script.micro + 1, k % script.micro))}
-
-        class Recorder(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **k: Any) -> None:
-                if script.opt is None:
-                    script.opt = unwrap_optimizer(k["optimizer"])
-                script.begin(state.global_step + 1)
-                script.step_begins()
-
-            def on_pre_optimizer_step(self, *args: Any, **k: Any) -> None:
-                script.between()
-
-            def on_step_end(self, *args: Any, **k: Any) -> None:
-                script.record()
-
-        bases = (Trainer,) if self.method.torch else (BirderTrainerMixin, Trainer)
-
-        class Mine(*bases):  # type: ignore[misc]
-            def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-                return SequentialSampler(self.train_dataset)
-
-            def training_step(self, *args: Any, **kwargs: Any) -> Any:
-                return script.training_step(super().training_step, *args, **kwargs)
-
-        self.folder = tempfile.TemporaryDirectory()
-        self.whole = Model()
-        self.model = self.whole.net
-        self.opt = None
-        chosen = self.make_optimizer(self.trained())
-        arguments = {
-            "max_grad_norm": 0.0,
-            "per_device_train_batch_size": 1,
-            "max_steps": self.steps,
-            "lr_scheduler_type": "constant",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "use_cpu": True,
-            "gradient_accumulation_steps": self.micro,
-            "ddp_find_unused_parameters": bool(self.ddp_options.get("find_unused_parameters")),
-            "remove_unused_columns": False,
-        } | self.arguments
-        options = {} if self.method.torch else {"attach_options": {"unit_mb": 0.002, **self.way.options}}
-        data = [{"number": k} for k in range(self.way.ranks * self.steps * self.micro)]
-        self.trainer = Mine(
-            self.whole,
-            TrainingArguments(self.folder.name, **arguments),
-            train_dataset=data,
-            optimizers=(chosen, None),
-            callbacks=[Recorder()],
-            **options,
-        )
-
-    def of_batch(self, t: int, micro: int) -> Gradients:
-        return drawn(self.rank, t, micro) if self.micro > 1 else self.gradients(t, self.rank)
-
-    def step_begins(self) -> None:
-        pass
-
-    def training_step(self, usual: Any, *args: Any, **kwargs: Any) -> Any:
-        return usual(*args, **kwargs)
-
-    def train(self) -> None:
-        try:
-            self.trainer.train()
-        finally:
-            self.folder.cleanup()
-
-
-@habit
-class TrainerPlain(Trained):
-    """the Trainer"""
-
-
-@habit
-class TrainerAccumulates(Trained):
-    """the Trainer: gradient_accumulation_steps=2"""
-
-    micro = 2
-    twin = HalvedSumOfTwo
-    tolerance = 1e-6
-
-
-@habit
-class TrainerClips(Trained):
-    """the Trainer: max_grad_norm"""
-
-    arguments: ClassVar[dict[str, Any]] = {"max_grad_norm": 1e9}
-    says = CLIPS
-
-
-@habit
-class TrainerSurgery(Trained):
-    """the Trainer: a callback changes gradients before the step (on_pre_optimizer_step)"""
-
-    twin = Halved
-    since = 2
-    says = r"changed"
-    tolerance = 1e-6
-
-    def between(self) -> None:
-        if self.t >= 2:
-            for p in self.of("second"):
-                p.grad.data.mul_(0.5)  # type: ignore[union-attr]
-
-
-@habit
-class TrainerFreezes(Trained):
-    """the Trainer: a callback freezes layers in mid-training"""
-
-    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-    twin = staticmethod(lambda m, w: Plain if m.elementwise else None)
-    names = others(*FIRST)
-
-    def step_begins(self) -> None:
-        if self.t == 4:
-            self.model.first.requires_grad_(False)
-
-    def stays(self, t: int) -> tuple[str, ...]:
-        return FIRST if t >= 4 else ()
-
-
-@habit
-class TrainerUnused(Trained):
-    """the Trainer: a branch that is not used in some steps"""
-
-    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-    twin = staticmethod(lambda m, w: Plain if m.elementwise else None)
-    names = others(*FIRST)
-
-    def gradients(self, t: int, rank: int) -> Gradients:
-        g = drawn(rank, t)
-        return {n: v for n, v in g.items() if n not in FIRST} if t >= 4 else g
-
-    def stays(self, t: int) -> tuple[str, ...]:
-        return FIRST if t >= 4 else ()
-
-
-@habit
-class TrainerChannelsLast(Trained):
-    """the Trainer: a channels_last model"""
-
-    norm_tolerance = 1e-5
-
-    def make_model(self) -> nn.Module:
-        return super().make_model().to(memory_format=torch.channels_last)
-
-
-@habit
-class TrainerOwnStep(Trained):
-    """the Trainer: a training_step of one's own that goes backward twice (two losses)"""
-
-    says = r"twice|no_sync"
-    twin = Plain
-
-    def training_step(self, usual: Any, model: nn.Module, inputs: Any, *args: Any) -> Any:
-        usual(model, inputs, *args)
-        for p in self.model.parameters():
-            p.grad = None
-        return usual(model, inputs, *args)

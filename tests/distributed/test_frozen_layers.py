@@ -1,0 +1,251 @@
+"""Layers that are frozen, unused, unfrozen or added in an ordinary script: torch's behaviour, or one line in the first step.
+
+One world of two ranks for all of it: each scenario is a function of the rank, and the tests read what it found.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import attach
+from tests.helpers.ordinary import LOCAL, METHODS, Trunk, apart, batches, said, state_of, train, values
+from tests.helpers.ranks import run_ranks
+
+
+def frozen(rank: int) -> dict[str, Any]:
+    """A layer is frozen or unused from step 4 on, then comes back."""
+    found = {}
+    for name, make in {**METHODS, **LOCAL}.items():
+        for overlap in (True, False):
+            model = Trunk()
+            optimizer = make(model.parameters())
+            ddp = DistributedDataParallel(model, find_unused_parameters=True)
+            attachment = attach(ddp, optimizer, overlap=overlap)
+            train(ddp, optimizer, rank, 4)
+            before, state = values(model), state_of(optimizer, model.first.weight)
+            for p in model.first.parameters():
+                p.requires_grad_(False)
+                p.grad = None
+            train(ddp, optimizer, rank, 5, seed=1, aux=False)
+            after = values(model)
+            stays = {k: torch.equal(before[k], after[k]) for k in before}
+            now = state_of(optimizer, model.first.weight)
+            kept = all(torch.equal(state[k], now[k]) for k in state if k not in ("common", "last"))
+            for p in model.first.parameters():
+                p.requires_grad_(True)
+            train(ddp, optimizer, rank, 4, seed=2)
+            with optimizer.averaged():
+                spread = max(apart(p) for p in model.parameters())
+            moves = not torch.equal(model.first.weight, after["first.weight"])
+            attachment.close()
+            found[f"{name}, overlap={overlap}"] = (
+                all(stays[k] for k in stays if not k.startswith("last")),
+                not stays["last.weight"],
+                kept,
+                moves,
+                spread,
+            )
+    return found
+
+
+def used_on_one_rank(rank: int) -> dict[str, float]:
+    """A layer that one rank uses and the other does not moves, alike on both."""
+    found = {}
+    for overlap in (True, False):
+        model = Trunk()
+        optimizer = METHODS["Birder"](model.parameters())
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        attachment = attach(ddp, optimizer, overlap=overlap)
+        before = values(model)
+        train(ddp, optimizer, rank, 3, aux=rank == 0)
+        found[f"moved {overlap}"] = float((model.aux.weight - before["aux.weight"]).abs().max())
+        found[f"apart {overlap}"] = apart(model.aux.weight)
+        attachment.close()
+    return found
+
+
+def frozen_at_attach(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, make in METHODS.items():
+        for refuse in (True, False):
+            model = Trunk()
+            model.first.requires_grad_(False)
+            optimizer = make(model.parameters())
+            ddp = DistributedDataParallel(model)
+            attach(ddp, optimizer)
+            train(ddp, optimizer, rank, 2)
+            model.first.requires_grad_(True)
+            if refuse:
+                found[name] = [said(lambda d=ddp, o=optimizer: train(d, o, rank, 1, seed=1))]  # type: ignore[misc]
+        steps, first = optimizer.steps, values(model)
+        kept = state_of(optimizer, model.last.weight)
+        ddp = DistributedDataParallel(model)
+        optimizer.zero_grad()
+        attach(ddp, optimizer)
+        now = state_of(optimizer, model.last.weight)
+        found[name].append(all(torch.equal(kept[k], now[k]) for k in kept))
+        found[name].append(optimizer.steps == steps)
+        train(ddp, optimizer, rank, 3, seed=2)
+        with optimizer.averaged():
+            found[name].append(apart(model.first.weight))
+        found[name].append(float((model.first.weight - first["first.weight"]).abs().max()) > 0)
+    return found
+
+
+def ignored_by_ddp(rank: int) -> str:
+    model = Trunk()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["aux.weight"])
+    optimizer = METHODS["Birder"](model.parameters())
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    return said(lambda: train(ddp, optimizer, rank, 1))
+
+
+def added_group(rank: int) -> dict[str, Any]:
+    model = Trunk()
+    optimizer = METHODS["Birder"]([*model.first.parameters(), *model.last.parameters()])
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    train(ddp, optimizer, rank, 2)
+    optimizer.add_param_group({"params": list(model.aux.parameters()), "lr": 5e-3})
+    line = said(lambda: train(ddp, optimizer, rank, 1, seed=1))
+    before = values(model)
+    optimizer.zero_grad()
+    attach(ddp, optimizer)
+    train(ddp, optimizer, rank, 2, seed=2)
+    moved = float((model.aux.weight - before["aux.weight"]).abs().max())
+    return {"line": line, "moved": moved, "apart": apart(model.aux.weight)}
+
+
+def frozen_variance(rank: int) -> dict[str, str]:
+    found = {}
+    for name in ("OneBitAdam", "OneBitLAMB", "ZeroOneAdam"):
+        model = Trunk()
+        optimizer = METHODS[name](model.parameters())
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        attach(ddp, optimizer)
+        train(ddp, optimizer, rank, 5, aux=False)
+        found[name] = said(lambda d=ddp, o=optimizer: train(d, o, rank, 1, seed=3))  # type: ignore[misc]
+    return found
+
+
+def dense_against_torch(rank: int) -> float:
+    """A layer that comes late, and goes, and comes: every parameter counts its own steps, as in torch."""
+    ends = []
+    for ours in (False, True):
+        model = Trunk()
+        optimizer: Any = (birder.AdamW if ours else torch.optim.AdamW)(model.parameters(), lr=1e-2, weight_decay=0.1)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        if ours:
+            attach(ddp, optimizer)
+        optimizer.step()  # without any gradient
+        for step, x in enumerate(batches(rank, 8)):
+            optimizer.zero_grad()
+            ddp(x, aux=step in (3, 4, 7)).square().mean().backward()
+            optimizer.step()
+            if ours and step == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return float((ends[0] - ends[1]).abs().max())
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        frozen,
+        used_on_one_rank,
+        frozen_at_attach,
+        ignored_by_ddp,
+        added_group,
+        frozen_variance,
+        dense_against_torch,
+    )
+}
+
+
+def everything(rank: int, world: int) -> dict[str, Any]:
+    return {name: scenario(rank) for name, scenario in SCENARIOS.items()}
+
+
+@functools.cache
+def world() -> list[dict[str, Any]]:
+    return run_ranks(everything, 2)
+
+
+def of(scenario: Callable[..., Any]) -> Any:
+    """What rank 0 found."""
+    return world()[0][scenario.__name__]
+
+
+@pytest.mark.parametrize("name", [*METHODS, *LOCAL])
+def test_a_parameter_without_gradient_stays(name: str) -> None:
+    for overlap in (True, False):
+        stays, others_move, state_stays, comes_back, spread = of(frozen)[f"{name}, overlap={overlap}"]
+        assert others_move
+        assert comes_back
+        assert spread == 0.0
+        if name not in LOCAL:  # ranks that differed when it was frozen meet once more
+            assert stays
+            assert state_stays
+
+
+def test_a_layer_that_one_rank_uses_moves_on_both() -> None:
+    found = of(used_on_one_rank)
+    assert found["moved True"] > 0.005
+    assert found["moved False"] > 0.005
+    assert found["apart True"] == found["apart False"] == 0.0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_unfreezing_is_refused_until_the_model_is_attached_again(name: str) -> None:
+    line, kept, steps, spread, moved = of(frozen_at_attach)[name]
+    assert "first.weight" in line
+    assert "attach" in line
+    assert kept
+    assert steps
+    assert spread == 0.0
+    assert moved
+
+
+def test_what_ddp_ignores_is_refused() -> None:
+    assert "aux.weight" in of(ignored_by_ddp)
+
+
+def test_a_group_that_was_added_takes_part_after_attach() -> None:
+    found = of(added_group)
+    assert "attach" in found["line"]
+    assert found["moved"] == pytest.approx(1e-2, rel=0.1)  # two steps of its own lr, and weight decay
+    assert found["apart"] == 0.0
+
+
+def test_a_parameter_whose_variance_was_frozen_at_0_is_named() -> None:
+    for line in of(frozen_variance).values():
+        assert "warm-up" in line
+        assert "aux." in line
+
+
+def test_dense_methods_count_steps_as_torch() -> None:
+    assert of(dense_against_torch) < 1e-6
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_process_lays_itself_out_anew(name: str) -> None:
+    model = Trunk()
+    model.first.requires_grad_(False)
+    optimizer = METHODS[name](model.parameters())
+    train(model, optimizer, 0, 2)
+    model.first.requires_grad_(True)
+    before = values(model)
+    optimizer.zero_grad()
+    refused = said(lambda: train(model, optimizer, 0, 3, seed=1))
+    assert not refused
+    assert not torch.equal(before["first.weight"], model.first.weight)
+    assert optimizer.steps == 5
