@@ -317,7 +317,7 @@ def crossovers() -> bytes:
 
 def page(results: Path) -> str:
     """tables/predict.md. Raises UserError where no cell has a prediction."""
-    cells = prediction.load(results, read_all(results))
+    cells = prediction.load(results)
     if cells.empty:
         raise UserError(f"{results / prediction.FILE} holds no prediction of a cell that is recorded there")
     return "\n\n".join(filter(None, [replayed(cells), real(results), published()])) + "\n"

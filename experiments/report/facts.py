@@ -252,7 +252,7 @@ class Facts:
 
     def replayed_rows(self) -> str:
         """The summary of the errors of replayed cells."""
-        return prediction.table(prediction.load(self.results, self._records)).grid()
+        return prediction.table(prediction.load(self.results)).grid()
 
     # ---- accuracy -----------------------------------------------------------------------------------------------------
 

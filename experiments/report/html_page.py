@@ -58,7 +58,7 @@ def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = 
         "speedups": speedups(records),
         "accuracy": accuracies(records),
         "tasks": tasks(results_dir, records),
-        "replays": replays(results_dir, records),
+        "replays": replays(results_dir),
         "grid": predicted(grid),
     }
 
@@ -168,9 +168,9 @@ def _interval(found: Difference | None, scale: float = 1.0) -> dict[str, float |
     return {"value": scale * found.value, **dict(zip(("low", "high"), ends, strict=True))}
 
 
-def replays(results_dir: str | Path, records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
+def replays(results_dir: str | Path) -> list[dict[str, Any]]:
     """Every replayed cell on links of a set rate beside its prediction, which knows none of its times."""
-    cells = prediction.load(results_dir, records)
+    cells = prediction.load(results_dir)
     shown = cells[(cells.link == "emulated") & (cells.sends == 1)].reset_index()
     shown = shown.rename(columns={"measured_ms": "replayed", "predicted_ms": "predicted"})
     columns = ["id", "kind", "replayed", "predicted"]

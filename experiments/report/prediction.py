@@ -1,7 +1,8 @@
 """Replayed cells beside what was predicted for them without any of their times. No torch.
 
 The predictions are a record, `FILE` of a results folder, made once: a machine was fitted to the cells of one model and
-predicted those of the other (docs/predict.md). A cell that has been measured again since has no prediction.
+predicted those of the other (docs/predict.md). It holds what the cells took then: what is measured again later has no
+prediction, and takes none away.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ RANGE = 0.03
 HEAD = ("cells", "number", "median", "95th percentile", "worst", "within the cell's own range")
 
 
-def load(results_dir: str | Path, records: Sequence[ResultRecord]) -> pd.DataFrame:
-    """The cells among `records` that have a prediction, by the record's id; empty where the folder has no file.
+def load(results_dir: str | Path, records: Sequence[ResultRecord] | None = None) -> pd.DataFrame:
+    """All cells that have a prediction, by the record's id, or those of `records`; empty where the folder has no file.
 
     Times in ms of the cluster's clock: predicted_ms, measured_ms, and the fastest and slowest timed step, low_ms, high_ms.
     link: emulated, or this machine's loopback. sends: whether anything leaves a node. error: predicted over measured, less 1.
@@ -46,9 +47,10 @@ def load(results_dir: str | Path, records: Sequence[ResultRecord]) -> pd.DataFra
     path = Path(results_dir) / FILE
     if not path.is_file():
         return pd.DataFrame(columns=pd.Index([*COLUMNS, "error", "steady", "inside"]), index=pd.Index([], name="id"))
-    times = {r.id: r.time for r in records}
     found = pd.read_csv(path, index_col="id")
-    found = found[[times.get(str(name)) == time for name, time in found["time"].items()]].copy()
+    if records is not None:
+        times = {r.id: r.time for r in records}
+        found = found[[times.get(str(name)) == time for name, time in found["time"].items()]].copy()
     found["error"] = found.predicted_ms / found.measured_ms - 1
     found["steady"] = found.high_ms <= UNSTEADY * found.low_ms
     found["inside"] = found.predicted_ms.between((1 - RANGE) * found.low_ms, (1 + RANGE) * found.high_ms)

@@ -183,9 +183,8 @@ def test_a_validation_of_what_there_is_not_ends_with_one_line(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["paper", "bench"])
-def test_the_page_of_a_suite_shows_every_cells_prediction(name: str) -> None:
-    made = suite.load(name)
+def test_the_page_of_a_suite_shows_every_cells_prediction() -> None:
+    made = suite.load("paper")
     results = replayed.load(made, RESULTS)
     ids = {r.id: cell for cell, r in results.records.items()}
     assert set(results.predicted.index) <= set(ids)
@@ -193,7 +192,7 @@ def test_the_page_of_a_suite_shows_every_cells_prediction(name: str) -> None:
     details = page[page.index("## " + next(s.heading for s in made.report.sections if s.kind == "details")) :]
     for of, o in results.predicted.iterrows():
         cell = ids[str(of)]
-        scale = results.records[cell].link["dilation"] if name == "paper" else 1.0
+        scale = results.records[cell].link["dilation"]
         (line,) = (row for row in details.splitlines() if f"/{of}.json" in row)
         assert f"| {number(scale * o.predicted_ms)} ({100 * o.error:+.1f} %) |" in line
         assert o.measured_ms == pytest.approx(results.clock(cell))
