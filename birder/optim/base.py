@@ -135,8 +135,13 @@ class BucketOptimizer(GradientExchange, MethodState):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. After `attach` call `attach` again, before the group's first step; one process needs nothing more."""
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            check_parameter(p)
+        try:
+            self.check_group(self.param_groups[-1])
+            for p in self.param_groups[-1]["params"]:
+                check_parameter(p)
+        except (TypeError, ValueError):
+            del self.param_groups[-1]  # what is refused is not taken
+            raise
 
     def digest(self, *more: Any) -> int:
         """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""

@@ -89,8 +89,6 @@ class Method(torch.optim.Optimizer):
         """Completed steps. A step that a GradScaler skips does not count."""
         self.disconnect()
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            self.check_group(group)
 
     def disconnect(self) -> None:
         """Begins without units and peers: what a copy does not take over."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from birder.optim.adam import AdamW, Tensors
-from birder.optim.checks import require, require_flag, require_fraction
+from birder.optim.checks import pair, require, require_flag, require_fraction
 from birder.optim.layout import Unit
 
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
@@ -56,10 +56,9 @@ class Muon(AdamW):
         nesterov: bool = True,
         **options: Any,
     ) -> None:
-        given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        common = {"muon": True, "momentum": momentum, "nesterov": nesterov}
-        super().__init__([common | group for group in groups], lr, betas, eps, weight_decay, **options)
+        adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
+        more = {"muon": True, "momentum": momentum, "nesterov": nesterov}
+        super(AdamW, self).__init__(params, adam | more, **options)
 
     @staticmethod
     def groups(model: nn.Module, groups: Iterable[dict[str, Any]] | None = None) -> list[dict[str, Any]]:

@@ -237,9 +237,8 @@ class SparseLoCo(LocalSteps):
 
     def _all_of(self, unit: Unit, mean: Tensor) -> Requests[Tensor]:
         """z once all of e has been sent, in the same bits on all ranks; e becomes 0."""
-        x = unit.state["common"] - mean
-        if "error" not in unit.state:  # all of it has been sent, and all ranks have the same
-            return x
-        z = yield Mean(x - (yield GatherShards(unit.state["error"])))
-        unit.state["error"].zero_()
-        return z
+        x = unit.state["common"] - mean  # z of this rank: the caller may have changed it at one alone
+        if "error" in unit.state:
+            x -= yield GatherShards(unit.state["error"])
+            unit.state["error"].zero_()
+        return (yield Mean(x))

@@ -109,3 +109,13 @@ def test_ranks_agree_with_one_process_and_resume_bit_for_bit() -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Muon([nn.Parameter(torch.zeros(3))], **options)
+
+
+def test_a_group_that_is_added_is_checked() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = Muon([model.weight])
+    optimizer.add_param_group({"params": [model.bias], "muon": False})
+    late = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="less than two dimensions"):
+        optimizer.add_param_group({"params": [late.bias]})
+    assert [group["muon"] for group in optimizer.param_groups] == [True, False]

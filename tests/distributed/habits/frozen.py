@@ -148,7 +148,10 @@ class FreezeByLr(Script):
 
     def step(self) -> None:
         if self.t == 4:
-            self.opt.param_groups[1]["lr"] = 0.0
+            first = {id(p) for n, p in self.model.named_parameters() if n in FIRST}
+            for group in self.opt.param_groups:
+                if any(id(p) in first for p in group["params"]):
+                    group["lr"] = 0.0
         super().step()
 
     def stays(self, t: int) -> tuple[str, ...]:
@@ -265,7 +268,7 @@ class AddGroupAndAttachAgain(FrozenAtFirst):
 
     def unfreeze(self) -> None:
         super().unfreeze()
-        self.opt.add_param_group({"params": self.of("first")})
+        self.method.add(self.opt, self.of("first"))
         self.ddp = self.wrap(self.model)
         if not self.method.torch:
             self.attachment.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.distributed.habits.methods import METHODS
+from tests.distributed.habits.methods import METHODS, Method
 from tests.distributed.habits.script import ONE_LINE, WAYS, Ran, find
 from tests.distributed.habits.world import World
 
@@ -64,7 +64,7 @@ class Bench:
             return Verdict("fault", next(r.fault for r in runs if r.fault))
         refused = [r for r in runs if r.error]
         if refused:
-            verdict = self._refusal(script, runs)
+            verdict = self._refusal(script, METHODS[method], runs)
             if verdict.kind != "refused" or METHODS[method].torch:
                 return Verdict("fault", verdict.line)
         elif script.refuses and not METHODS[method].torch:
@@ -75,7 +75,7 @@ class Bench:
         return verdict if refused else Verdict("same")
 
     @staticmethod
-    def _refusal(script: Any, runs: list[Ran]) -> Verdict:
+    def _refusal(script: Any, m: Method, runs: list[Ran]) -> Verdict:
         first = next(r for r in runs if r.error)
         if script.by_one:
             first = next((r for r in runs if r.ours), first)
@@ -88,7 +88,9 @@ class Bench:
             return Verdict("fault", f"refused in step {first.step}: {first.error}")
         if not re.search(script.says, first.error):
             return Verdict("fault", f"the line does not fit, step {first.step}: {first.error}")
-        if first.step > max(script.since, 1):
+        since = max(script.since, 1)
+        since += -since % (m.meets or 1)  # nothing is sent before ranks meet
+        if first.step > since and not script.races:
             return Verdict("fault", f"late, in step {first.step} of {script.since}: {first.error}")
         return Verdict("refused", first.error)
 

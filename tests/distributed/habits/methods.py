@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import birder
+from birder.optim.local_steps import LocalSteps
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Method:
         return not self.torch and self.type.local_models
 
     @property
+    def meets(self) -> int:
+        """Every so many steps of a rank alone, ranks meet at a common point; 0: they do not train alone."""
+        return 0 if self.torch or not issubclass(self.type, LocalSteps) else self.options["sync_every"]
+
+    @property
     def compressed(self) -> bool:
         return not self.torch and self.type.compressed
 
@@ -49,8 +55,25 @@ class Method:
     def on_shards(self) -> bool:
         return self.torch or self.type.on_shards
 
+    def add(self, optimizer: Any, params: list[torch.nn.Parameter]) -> None:
+        for group in by_dimensions(params) if self.cls == "Muon" else [{"params": params}]:
+            optimizer.add_param_group(group)
+
     def make(self, params: Any, **more: Any) -> Any:
-        return self.type(params, **(self.options | more))
+        return self.type(by_dimensions(params) if self.cls == "Muon" else params, **(self.options | more))
+
+
+def by_dimensions(params: Any) -> list[dict[str, Any]]:
+    """Groups for Muon, which takes matrices alone: what has fewer dimensions goes to its AdamW."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    split = []
+    for group in groups:
+        own = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for muon in (True, False):
+            some = [p for p in own if ((p[1] if isinstance(p, tuple) else p).ndim >= 2) is muon]
+            split += [{**group, "params": some, "muon": muon}] if some else []
+    return split
 
 
 _CSER = {"lr": 0.01, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 3, "block": 8}
@@ -65,6 +88,7 @@ METHODS = {
     "AdamW": Method("AdamW", {"lr": 1e-3, "weight_decay": 0.0}, norms=True),
     "BertAdam": Method("BertAdam", {"lr": 1e-3, "weight_decay": 0.0}, norms=True),
     "LAMB": Method("LAMB", {"lr": 1e-3}, norms=True, scaled=True),
+    "Muon": Method("Muon", {"lr": 1e-3, "weight_decay": 0.0}, norms=True),
     "Birder": Method("Birder", {"lr": 1e-3}),
     "Birder decay": Method("Birder", {"lr": 1e-3, "weight_decay": 0.1}, scaled=True),
     "Birder coupled decay": Method("Birder", {"lr": 1e-3, "weight_decay": 0.1, "decoupled": False}, scaled=True),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tests.distributed.habits.catalogue import HABITS
 from tests.distributed.habits.methods import METHODS
@@ -25,48 +24,51 @@ COLUMNS = {
     "Accelerate": ("Accelerate", "Accelerate, overlap=False"),
     "Trainer, Lightning": ("Trainer", "Lightning"),
 }
-Kept = dict[str, dict[str, dict[str, Any]]]
+Kept = dict[str, dict[str, dict[str, str]]]
+"""Of each habit and way, what came of each method that was tried: "same", "refused", or "none" where it does not apply."""
+SIGNS = {"same": "=", "refused": "r", "none": " ", "": "?"}
+KINDS = {sign: kind for kind, sign in SIGNS.items()}
 
 
 def read() -> Kept:
-    """{habit: {way: {"same": [methods], "refused": {line: [methods]}}}}"""
-    return json.loads(FILE.read_text()) if FILE.is_file() else {}
+    """The file has one sign for each method, in the order of its own list of methods."""
+    if not FILE.is_file():
+        return {}
+    methods, habits = (kept := json.loads(FILE.read_text()))["methods"], kept["habits"]
+    return {
+        habit: {
+            way: {m: KINDS[sign] for m, sign in zip(methods, signs, strict=True) if KINDS[sign]}
+            for way, signs in ways.items()
+        }
+        for habit, ways in habits.items()
+    }
 
 
 def write(kept: Kept) -> None:
     """A line for each habit and way."""
-    habits = []
-    for habit, ways in sorted(kept.items()):
-        lines = [f"  {json.dumps(way)}: {json.dumps(cells, sort_keys=True)}" for way, cells in sorted(ways.items())]
-        habits.append(f" {json.dumps(habit)}: {{\n" + ",\n".join(lines) + "\n }")
-    FILE.write_text("{\n" + ",\n".join(habits) + "\n}\n")
+    ours = [m for m in METHODS if not METHODS[m].torch]
+    habits = {
+        habit: {way: "".join(SIGNS[cells.get(m, "")] for m in ours) for way, cells in sorted(ways.items())}
+        for habit, ways in sorted(kept.items())
+    }
+    FILE.write_text(json.dumps({"signs": SIGNS, "methods": ours, "habits": habits}, indent=1) + "\n")
 
 
-def put(kept: Kept, habit: str, way: str, method: str, kind: str, line: str) -> None:
+def put(kept: Kept, habit: str, way: str, method: str, kind: str) -> None:
     """Enters one cell in the place of what was there."""
-    here = kept.setdefault(habit, {}).setdefault(way, {"same": [], "refused": {}})
-    here["same"] = [m for m in here["same"] if m != method]
-    refused = {k: [m for m in v if m != method] for k, v in here["refused"].items()}
-    if kind == "same":
-        here["same"] = sorted([*here["same"], method])
-    elif kind == "refused":
-        refused[line] = sorted([*refused.get(line, []), method])
-    here["refused"] = {k: v for k, v in refused.items() if v}
+    kept.setdefault(habit, {}).setdefault(way, {})[method] = kind
 
 
 def outcome(kept: Kept, habit: str, way: str, method: str) -> str:
-    """ "same", "refused", or "" for a cell that is not kept."""
-    here = kept.get(habit, {}).get(way, {"same": [], "refused": {}})
-    if method in here["same"]:
-        return "same"
-    return "refused" if any(method in methods for methods in here["refused"].values()) else ""
+    """ "same", "refused", "none", or "" for a cell that is not kept."""
+    return kept.get(habit, {}).get(way, {}).get(method, "")
 
 
 def _cell(kept: Kept, habit: str, ways: tuple[str, ...]) -> str:
     found: dict[str, set[str]] = {"same": set(), "refused": set()}
     for way in ways:
         for method, m in METHODS.items():
-            if not m.torch and (kind := outcome(kept, habit, way, method)):
+            if not m.torch and (kind := outcome(kept, habit, way, method)) in found:
                 found[kind].add(method)
     same, refused = found["same"], found["refused"]
     if not refused:
@@ -81,7 +83,7 @@ def _cell(kept: Kept, habit: str, ways: tuple[str, ...]) -> str:
 
 def table(kept: Kept) -> str:
     """The table in Markdown. Ways that were not tried with any method have no column."""
-    tried = {m for h in kept.values() for w in h.values() for ms in (w["same"], *w["refused"].values()) for m in ms}
+    tried = {m for ways in kept.values() for cells in ways.values() for m in cells}
     ours = [m for m in METHODS if m in tried and not METHODS[m].torch]
     names = [name for name in HABITS if name in kept]
     cells = {column: [_cell(kept, name, ways) for name in names] for column, ways in COLUMNS.items()}

@@ -81,7 +81,8 @@ class GroupsTwin(Script):
         head = {"params": [named[n] for n in SECOND]}
         body = {"params": [p for n, p in named.items() if n not in SECOND]}
         opt = self.method.make([body, head])
-        opt.param_groups[1]["lr"] = 3e-3
+        for group in opt.param_groups[len(opt.param_groups) // 2 :]:
+            group["lr"] = 3e-3
         return opt
 
 
@@ -107,7 +108,7 @@ class AddGroupBeforeAttach(Script):
     def build(self) -> None:
         self.model = self.make_model()
         self.opt = self.method.make([p for n, p in self.model.named_parameters() if n not in SECOND])
-        self.opt.add_param_group({"params": self.of("second")})
+        self.method.add(self.opt, self.of("second"))
         self.ddp = self.wrap(self.model)
         self.attach(self.ddp, self.opt)
 
@@ -135,7 +136,7 @@ class AddGroupMidway(Script):
 
     def step(self) -> None:
         if self.t == 4:
-            self.opt.add_param_group({"params": self.of("second")})
+            self.method.add(self.opt, self.of("second"))
         super().step()
 
     def stays(self, t: int) -> tuple[str, ...]:

@@ -93,7 +93,8 @@ class SchedulerAfterByHand(Script):
         self.base = self.opt.param_groups[0]["lr"]
 
     def after(self) -> None:
-        self.opt.param_groups[0]["lr"] = self.base * (1.0 / (1 + self.t))
+        for group in self.opt.param_groups:
+            group["lr"] = self.base * (1.0 / (1 + self.t))
 
 
 @habit

@@ -8,9 +8,9 @@ import time
 
 from tests.distributed.habits import outcomes
 from tests.distributed.habits.catalogue import HABITS
-from tests.distributed.habits.judge import Bench, possible
+from tests.distributed.habits.judge import Bench, covers, possible
 from tests.distributed.habits.methods import CONTROLS, FEW, METHODS, OURS
-from tests.distributed.habits.script import WAYS
+from tests.distributed.habits.script import WAYS, find
 from tests.distributed.habits.world import worlds
 
 GROUPS = {"few": FEW, "ours": OURS, "controls": CONTROLS, "all": list(METHODS)}
@@ -42,8 +42,8 @@ def main() -> None:
                 if not v.ok or (args.v and v.kind != "none"):
                     took = f"[{time.time() - t:.1f}]"
                     print(f"{took} {way} | {method} | {h}: {v.kind.upper()} {v.line[:700]}", flush=True)
-                if v.kind != "none":
-                    outcomes.put(kept, h, way, method, v.kind, v.line)
+                if v.ok and covers(find(h), way):
+                    outcomes.put(kept, h, way, method, v.kind)
             if args.keep:
                 outcomes.write(kept)
     if args.o:

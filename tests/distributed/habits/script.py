@@ -166,6 +166,8 @@ class Script:
     """The parameters that are compared."""
     by_one: ClassVar[bool] = False
     """Whether one rank alone does it. It is enough then that this one is told, which ends its process, as in a real run."""
+    races: ClassVar[bool] = False
+    """Whether it is right or refused depends on when a thread reads the parameters."""
     torch_fails: ClassVar[bool] = False
     """Whether torch's own optimizers go wrong under DDP; then there is no control."""
     apart: ClassVar[str] = ""

@@ -208,7 +208,7 @@ class LightningUnfreezes(Fitted):
         super().batch_begins(number)
         if self.t == 4:
             self.model.first.requires_grad_(True)
-            self.opt.add_param_group({"params": self.of("first")})
+            self.method.add(self.opt, self.of("first"))
 
     def finish(self) -> None:
         if any(torch.equal(torch.from_numpy(self.trace[-1][n]), torch.from_numpy(self.trace[3][n])) for n in FIRST):
