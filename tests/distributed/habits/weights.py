@@ -145,6 +145,7 @@ class LoadWeightsLater(LoadWeights):
 class LoadWeightsBetween(LoadWeights):
     """the same between backward and step"""
 
+    races = True
     ways = Script.ways
     since = Loaded.at
 
@@ -211,6 +212,7 @@ class PlainClippedLater(Script):
 class Sam(Script):
     """sharpness-aware minimisation: weights are moved before the second backward pass and put back before the step"""
 
+    races = True
     twin = staticmethod(lambda m, w: SecondBatch)
     says = r"parameters|weights|changed"
     sync: ClassVar[bool] = False
@@ -240,6 +242,7 @@ class SecondBatch(Script):
 class DecayByHand(Script):
     """p.mul_(0.99) between backward and step"""
 
+    races = True
     ways = EVERYWHERE
     twin = staticmethod(lambda m, w: DecayByHandBefore)
     says = r"parameters|weights|changed"
