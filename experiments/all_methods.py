@@ -6,7 +6,7 @@ For each row of `compare` in conf/exp/methods.yaml that has learning rates to tr
     seeds   the chosen rate with the other seeds
     time    all rows on emulated links, in turns in one world (experiments/compare.py), nothing evaluated
 
-Runs that are recorded are not run again, so that an interrupted table is gone on with by the same command; when the time of
+Runs that are recorded are not run again, so that the same command continues an interrupted table; when the time of
 one row is missing all take their turns again, for only then they can be compared. A run whose loss became no number is
 recorded and counts; one that failed otherwise is tried again. The same command in several terminals shares the runs that tune
 and train. Exit status: 0; 1 a run failed otherwise than by its loss; 2
@@ -96,7 +96,7 @@ class Plan:
 def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
     """Times all rows in one world, unless each has its time already, or that is not asked for.
 
-    With timing.mode=sequential each has a run of its own, if it lacks its time.
+    With timing.mode=sequential each is timed in a separate run, if it lacks its time.
     """
     group = compose.new_name(EXP)
     if apart(composed) is not None:
@@ -119,7 +119,7 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
 
 
 def apart(composed: Sequence[Composed]) -> str | None:
-    """Why rows are timed in runs of their own; None where they take turns. Raises UserError where that is not possible."""
+    """Why rows are timed in separate runs; None where they take turns. Raises UserError where that is not possible."""
     return worlds.why_runs([compose.resolve(c) for c in composed], synthetic=False)
 
 

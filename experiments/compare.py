@@ -5,7 +5,7 @@ files in `results` up to date. What is only timed takes turns in one world of ra
 accuracy counts, one run follows the other: `timing.mode` says. Under torchrun methods take turns in that world.
 `--paper cser|slamb|zero_one_adam` in the place of +exp=NAME: the methods of that paper side by side (conf/paper), with what
 the paper compares: bytes per step, rounds, step time and metric, against dense methods and 1-bit Adam. A comparison that is
-recorded is not made again, so that the same command goes on after an interruption.
+recorded is not made again, so that the same command continues after an interruption.
 Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
@@ -24,7 +24,7 @@ if not __package__:  # run as a script
 from experiments.config import compose, papers
 from experiments.config.compose import Composed
 from experiments.records import labels
-from experiments.report import comparison, tables
+from experiments.report import speedup_table, tables
 from experiments.report.table import Table
 from experiments.runs import command, start
 from experiments.runs.study import Study
@@ -163,7 +163,8 @@ def of_paper(name: str, given: list[str], methods: list[str] | None, verbose: bo
     known = {m for part in paper.parts for m in part.kept(given, None)}
     if unknown := [m for m in methods or () if m not in known]:
         raise UserError(f"'{name}' compares no '{unknown[0]}'{there_are(unknown[0], sorted(known))}")
-    status, show = 0, functools.partial(comparison.show, verbose=verbose)
+    view, kinds = speedup_table.as_papers, ("speedup", "accuracy")
+    status, show = 0, functools.partial(tables.print_group, view=view, kinds=kinds, verbose=verbose)
     for part, chosen in parts:
         if chosen:
             status = max(status, _part(part.given(given), chosen, show))

@@ -3,7 +3,7 @@
 It needs a GPU's own torch, Triton and NumPy, and safetensors, psutil, PyYAML and rich; ResNet-50 wants torchvision, BERT-Base
 transformers, whole runs and records this project's other packages (docs/gpu.md). No network, no installation of this package.
 
-Twenty minutes at most on one GPU, the parts in the order of their worth, each with a time limit of its own and its result
+Twenty minutes at most on one GPU, the parts in the order of their worth, each with its time limit and its result
 written as soon as it is there: what comes later can fail or be cut off, and nothing is lost.
 
     kernels    every Triton kernel equal to its definition on the CPU, bit for bit
@@ -77,7 +77,7 @@ def hardware() -> str:
 
 
 def run_part(name: str, folder: Path, rehearse: bool, limit: float) -> None:
-    """Runs one part in a process group of its own, for `limit` seconds at most."""
+    """Runs one part in a new process group, for `limit` seconds at most."""
     command = [sys.executable, "-m", "experiments.bench.gpu_parts", name, str(folder / f"{name}.jsonl")]
     command += ["--rehearse"] if rehearse else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -124,7 +124,7 @@ def show(value: Any) -> str:
 
 
 def write_report(folder: Path, names: Sequence[str], began: float, finished: Sequence[str]) -> bool:
-    """Writes report.md anew; whether all is well so far."""
+    """Writes report.md again; whether all is well so far."""
     text = [f"# GPU check\n\nOn {hardware()}. {time.time() - began:.0f} s.\n"]
     well = True
     for name in names:

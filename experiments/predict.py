@@ -36,7 +36,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
@@ -48,6 +47,8 @@ from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import Plan
 from experiments.cells import timelines
 from experiments.config import question
+from experiments.config.question import ask as ask  # passed on
+from experiments.config.schema_predict import Question
 from experiments.records import record
 from experiments.runs import command
 from launch.errors import UserError
@@ -77,34 +78,6 @@ SHOWN = (
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked, by key of conf/predict."""
-
-    model: str | None
-    timeline: str | None
-    gpu: str
-    batch: int
-    seq: int | None
-    precision: str | None
-    compiled: bool
-    checkpointing: bool | str
-    accumulation: int
-    sharding: Any
-    optimizer: str
-    local_steps: int | None
-    gpu_rate: float
-    steps: int | None
-    methods: list[str] | None
-    cluster: Cluster
-    inside: float | None = None
-    """GB/s inside a node where it was said."""
-
-    @property
-    def plan(self) -> Plan:
-        return Plan(self.sharding, self.accumulation, self.optimizer)
-
-
-@dataclass(frozen=True)
 class Model:
     """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted."""
 
@@ -115,16 +88,6 @@ class Model:
     @property
     def unsure(self) -> float:
         return 0.0 if self.saved_bytes is None else UNSURE
-
-
-def ask(pairs: Sequence[str]) -> Question:
-    """From key=value pairs. Raises UserError for unknown keys and values of the wrong type or out of range."""
-    asked = question.ask(pairs)
-    there = asked.pop("cluster")
-    between = Link(there["gbps"] * there["nics"] / there["oversubscription"], there["latency_us"])
-    inside = there["inside_gb_per_s"]
-    link = NVLINK if inside is None else replace(NVLINK, gbps=8 * inside)
-    return Question(**asked, cluster=Cluster(there["nodes"], there["ranks_per_node"], between, link), inside=inside)
 
 
 def model_of(q: Question) -> Model:
@@ -182,10 +145,14 @@ def _scaled(t: Timeline, q: Question) -> Timeline:
     return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=q.gpu)
 
 
-def cluster_of(q: Question, m: Model) -> Cluster:
-    """The cluster, with the GPU's own link inside a node where none was said."""
-    link = m.gpu.link if q.inside is None and m.gpu is not None else q.cluster.inside
-    return replace(q.cluster, inside=link, borders=True)
+def cluster_of(q: Question, gpu: GPU | None = None) -> Cluster:
+    """The cluster that is asked about, with the GPU's own link inside a node where none is said."""
+    c = q.cluster
+    inside = NVLINK if gpu is None else gpu.link
+    if c.inside_gb_per_s is not None:
+        inside = replace(NVLINK, gbps=8 * c.inside_gb_per_s)
+    between = Link(c.gbps * c.nics / c.oversubscription, c.latency_us)
+    return Cluster(c.nodes, c.ranks_per_node, between, inside, borders=True)
 
 
 def costs_of(t: Timeline) -> Costs:
@@ -202,15 +169,15 @@ def costs_of(t: Timeline) -> Costs:
 
 def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
-    m = model_of(q)
-    t, there = m.timeline, cluster_of(q, m)
+    m, plan = model_of(q), Plan(q.sharding, q.accumulation, q.optimizer)
+    t, there = m.timeline, cluster_of(q, m.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
         if options.sweep:
             from experiments.report import prediction_plots
 
             found = sweep(
-                q.plan.timeline(t, there),
+                plan.timeline(t, there),
                 there,
                 options.sweep,
                 SWEEPS[options.sweep],
@@ -222,14 +189,14 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
             print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
         elif options.crossover:
-            found_rates = crossover(q.plan.timeline(t, there), there, q.methods, costs, layout)
+            found_rates = crossover(plan.timeline(t, there), there, q.methods, costs, layout)
             for name, rate in found_rates.items():
                 print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
         else:
             made = answers.answer(
                 t,
                 there,
-                q.plan,
+                plan,
                 q.methods,
                 costs,
                 gpu=m.gpu,

@@ -1,10 +1,10 @@
 """A grid of runs: `python experiments/sweep.py sweep=cser_cifar100 data.path=ROOT [key=value ...] [--methods a,b]`.
 
 Runs what conf/sweep/NAME.yaml lists, one run after the other; where it chooses among learning rates (`choose`), the other
-seeds are run with the best of them alone. A run that is recorded is not run again, so that an interrupted sweep is gone on
-with by the same command; one whose loss became no number counts as run. The same command may run in several terminals, one
+seeds are run with the best of them alone. A run that is recorded is not run again, so that the same command continues an
+interrupted sweep; one whose loss became no number counts as run. The same command may run in several terminals, one
 for each GPU or core: they share the runs among themselves, and all end with the last one. With --published the runs of
-results/published count as recorded, so that a study there is gone on with or given further methods, rates and seeds. The
+results/published count as recorded, so that a study there can be continued or given further methods, rates and seeds. The
 table of the experiment, with all ratios and learning rates, is written at the end. In W&B the runs are the group
 sweep-NAME. Exit status: 0; 1 a run failed
 otherwise; 2 bad input; 130 Ctrl-C.

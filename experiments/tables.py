@@ -9,7 +9,7 @@ Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script
@@ -17,8 +17,8 @@ if not __package__:  # run as a script
 
 from experiments.cells import suite as suites
 from experiments.cells.suite import Suite
-from experiments.records.record import LOCAL, PUBLISHED, read_all
-from experiments.report import documents, replay_page, tables
+from experiments.records.record import LOCAL, PUBLISHED, ROOT, read_all
+from experiments.report import documents, outputs, replay_page, tables
 from experiments.runs import command
 
 
@@ -28,26 +28,29 @@ def measured_suites(results: Path) -> list[Suite]:
     return [suites.load(name) for name in suites.names() if name in exps]
 
 
+def further(results: Path, exp: str | None = None) -> Iterator[dict[Path, bytes]]:
+    """What follows the tables of experiments: pages of suites, and of the published records the documents, which show
+    parts of the pages before them."""
+    if exp is None:
+        for suite in measured_suites(results):
+            yield replay_page.render(suite, results)
+        if results.resolve() == PUBLISHED.resolve():
+            yield documents.render(results)
+
+
 def write(results: Path, exp: str | None = None) -> list[Path]:
-    """Brings all tables and plots of a results folder up to date, or those of one experiment. Returns what it wrote."""
+    """Brings everything made of a results folder up to date, or the tables of one experiment. Returns what it made."""
     written = tables.write(results, exp)
-    for suite in measured_suites(results) if exp is None else ():
-        written += replay_page.write(suite, results)
-    if exp is None and results.resolve() == PUBLISHED.resolve():
-        written += documents.write(results)
+    for files in further(results, exp):
+        written += outputs.write(files)
     return sorted(written)
 
 
 def check(results: Path, exp: str | None = None) -> list[str]:
-    """Names of the tables and plots on disk that differ from what the records say."""
-    wrong = tables.check(results, exp)
-    for suite in measured_suites(results) if exp is None else ():
-        made = replay_page.render(suite, results)
-        mark = replay_page.mark(suite)
-        wrong += [str(path.relative_to(results)) for path, new in made.items() if not tables.same(path, new, mark)]
-    if exp is None and results.resolve() == PUBLISHED.resolve():
-        wrong += documents.check(results)
-    return wrong
+    """Names of the files on disk that differ from what the records say."""
+    wrong = [path for files in further(results, exp) for path in outputs.differing(files)]
+    names = [str(p.relative_to(results if p.is_relative_to(results) else ROOT)) for p in wrong]
+    return tables.check(results, exp) + names
 
 
 @command.told

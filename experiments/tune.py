@@ -8,9 +8,9 @@
     rungs     lengths of training: each twice the one before, up to the whole; default 3
     seeds     with how many seeds the chosen rate is then trained; default 5, 0: none
 
-Every trial is trained at the shortest length first, and goes on to the next one if it is among the better half so far
-(optuna's SuccessiveHalvingPruner). Each training is a run of its own with its whole schedule and a record; what is recorded
-is not run again, so that the same command goes on after an interruption. Test data decide nothing. In W&B the runs are the
+Every trial is trained at the shortest length first, and goes to the next one if it is among the better half so far
+(optuna's SuccessiveHalvingPruner). Each training is a separate run with its whole schedule and a record; what is recorded
+is not run again, so that the same command continues after an interruption. Test data decide nothing. In W&B the runs are the
 group tune-NAME. Exit status: 0; 1 a run failed otherwise than by its loss; 2 bad input; 130 Ctrl-C.
 """
 
@@ -47,7 +47,7 @@ EDGE = 0.1
 
 
 class Budget(Section):
-    """Keys of the tuner's own."""
+    """The tuner's keys."""
 
     budget: Count = doc("trials of each method, the same for all", 8)
     held_out: Count | None = doc(

@@ -142,7 +142,7 @@ class Launcher(ABC):
         command += ["--rdzv-conf", f"is_host={int(is_host)},join_timeout={JOIN_S}"]
         if local_addr is not None:
             command += ["--local-addr", local_addr]
-        # Else torchrun makes a folder of its own in the temporary folder of each node, and leaves it there.
+        # Else torchrun makes a folder in the temporary folder of each node, and leaves it there.
         command += ["--log-dir", str(spec_path.parent / failure.TORCHRUN)]
         command += ["--max-restarts", str(self.max_restarts)]
         return [*command, str(self.worker), str(spec_path)]

@@ -46,7 +46,7 @@ _CONNECTION_TYPES = {
 
 
 TORCHRUN = "logs/torchrun"
-"""Where in a run directory torchrun keeps files of its own."""
+"""Where in a run directory torchrun keeps its files."""
 
 
 class RunFailed(Exception):

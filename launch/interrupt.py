@@ -6,7 +6,7 @@ import signal
 
 
 def ends_silently() -> None:
-    """Until `is_heard`. A program that ignores interrupts, in a shell's background, goes on doing so."""
+    """Until `is_heard`. A program that ignores interrupts, in a shell's background, still ignores them."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -38,7 +38,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def start(command: Sequence[str], env: dict[str, str], log: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
-    """Starts `command` in a session of its own, output appended to `log`; it dies when this process does.
+    """Starts `command` in a new session, output appended to `log`; it dies when this process does.
 
     The session keeps the terminal's Ctrl-C away from it: the launcher alone decides when and how it ends.
     """

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,10 @@ from experiments import predict
 from experiments.cells import timelines
 from experiments.cells.published import PROFILES, bert_large
 from experiments.records.record import PUBLISHED, read_all, write_file
-from experiments.report import crossover, figure, prediction, prediction_plots, trained
+from experiments.report import crossover, figure, prediction, prediction_plots, templates, trained
 from experiments.report.formats import number
 from experiments.report.metrics import OPEN
-from experiments.report.prediction_plots import COLOURS, MARK, plain, rate_axis, tints
+from experiments.report.prediction_plots import COLOURS, MARK, rate_axis, tints
 from experiments.report.table import Table
 from experiments.runs import command
 from launch.errors import UserError
@@ -62,55 +62,21 @@ GPUS = {"Ethernet": 4, "InfiniBand": 8}
 # ---- replayed cells ---------------------------------------------------------------------------------------------------
 
 
-def replayed(cells: pd.DataFrame) -> str:
-    """Summary, errors by method and the worst cells."""
-    emulated, loopback = (cells[cells.link == link] for link in ("emulated", "loopback"))
-    by_method = [
-        prediction.line(f"{suite}, {name}", part) for (suite, name), part in emulated.groupby(["suite", "method"])
-    ]
-    return "\n\n".join(
-        [
-            "# Predicted and replayed",
-            "Made by `python studies/predicted.py` from records alone; docs/predict.md says how. Each cell is "
-            "predicted by a machine that was fitted to the cells of the other model: no time of the cell, nor of any cell "
-            "of its model.",
-            prediction.table(cells).grid().rstrip(),
-            "## By method, links of a set rate",
-            Table.text(prediction.HEAD, by_method).grid().rstrip(),
-            "## The worst ten, links of a set rate",
-            worst(emulated),
-            "## The worst ten, loopback",
-            worst(loopback),
-        ]
-    )
-
-
-def worst(cells: pd.DataFrame, count: int = 10) -> str:
+def worst(cells: pd.DataFrame, count: int = 10) -> Table:
     """The cells that are furthest off, with the likely reason."""
     furthest = cells.loc[cells.error.abs().sort_values(ascending=False, kind="stable").index[:count]]
     rows = [
         [str(name), number(o.predicted_ms), number(o.measured_ms), f"{o.error:+.1%}", o.why]
         for name, o in furthest.iterrows()
     ]
-    return Table.text(["cell", "predicted, ms", "replayed, ms", "difference", "why"], rows).grid().rstrip()
+    return Table.text(["cell", "predicted, ms", "replayed, ms", "difference", "why"], rows)
 
 
-def real(results: Path) -> str:
-    """Real training, in a results folder and in its folder of the validation; empty without any."""
+def real(results: Path) -> list[str]:
+    """Tables of real training, in a results folder and in its folder of the validation; none without any."""
     folders = [folder for folder in (results, results / trained.FOLDER) if folder.is_dir()]
     found = trained.rows([r for folder in folders for r in read_all(folder)])
-    if not found:
-        return ""
-    return "\n\n".join(
-        [
-            "## Real training on emulated links",
-            "Methods in turns in one world, predicted from its bound, the dense update, its links and what kernels cost "
-            "there: `python studies/validate.py`, and the published comparisons. Milliseconds are those of "
-            "the machine that trained.",
-            trained.summary(found).grid().rstrip(),
-            validate.table(found).grid().rstrip(),
-        ]
-    )
+    return [trained.summary(found).grid(), validate.table(found).grid()] if found else []
 
 
 # ---- published step times ---------------------------------------------------------------------------------------------
@@ -171,26 +137,21 @@ def throughputs() -> list[Beside]:
     return found
 
 
-def published() -> str:
-    """Published step times beside predicted ones, as Markdown."""
-    profile = [
+def profile_table() -> Table:
+    rows = [
         [b.what, number(b.published), number(b.predicted), f"{b.predicted / b.published - 1:+.0%}", number(b.by_nodes),
          f"{(b.by_nodes or 0) / b.published - 1:+.0%}"]
         for b in profiles()
     ]  # fmt: skip
-    rates = [
+    return Table.text(PROFILE, rows)
+
+
+def throughput_table() -> Table:
+    rows = [
         [b.what, number(b.published), number(b.predicted), f"{b.predicted / b.published - 1:+.0%}"]
         for b in throughputs()
     ]
-    return "\n\n".join(
-        [
-            "## Published step times",
-            "BERT-Large pre-training with Adam, all-reduce after backward (1-bit Adam, Table 1; secondary source).",
-            Table.text(PROFILE, profile).grid().rstrip(),
-            "Whole steps, from throughputs read off charts (+-5 %) of the authors' blog.",
-            Table.text(["", "published, ms", "predicted, ms", "difference"], rates).grid().rstrip(),
-        ]
-    )
+    return Table.text(["", "published, ms", "predicted, ms", "difference"], rows)
 
 
 # ---- what the paper's speedups need -----------------------------------------------------------------------------------
@@ -231,7 +192,7 @@ def draw_paper(path: Path, grid: int = GRID) -> Path:
             # Above what is written along the top.
             axes.set_title(f"{label}: the paper's {claim:g}x", loc="left", pad=10 * MARKS)
             for axis in (axes.xaxis, axes.yaxis):
-                plain(axis)
+                figure.plain(axis)
             _marks(axes, timelines.load(name).model)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
         point = "The published speedups come out below and to the left of the red lines: slow links, little computing"
@@ -291,7 +252,7 @@ def crossovers() -> bytes:
             axes.axhline(1, color=COLOURS["fp32"], linewidth=0.8)
             rate_axis(axes, crossover.GBPS)
             axes.set_yscale("log")
-            plain(axes.yaxis)
+            figure.plain(axes.yaxis)
             axes.grid(visible=True)
             axes.set_title(
                 f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(sentence(found), 56)}",
@@ -320,7 +281,19 @@ def page(results: Path) -> str:
     cells = prediction.load(results)
     if cells.empty:
         raise UserError(f"{results / prediction.FILE} holds no prediction of a cell that is recorded there")
-    return "\n\n".join(filter(None, [replayed(cells), real(results), published()])) + "\n"
+    emulated, loopback = (cells[cells.link == link] for link in ("emulated", "loopback"))
+    groups = emulated.groupby(["suite", "method"])
+    by_method = [prediction.of_cells(f"{suite}, {name}", part) for (suite, name), part in groups]
+    return templates.page(
+        "predict",
+        cells=prediction.table(cells).grid(),
+        by_method=Table.text(prediction.HEAD, by_method).grid(),
+        worst=worst(emulated).grid(),
+        worst_loopback=worst(loopback).grid(),
+        trained=real(results),
+        profile=profile_table().grid(),
+        throughputs=throughput_table().grid(),
+    )
 
 
 @command.told
@@ -337,7 +310,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(plots / "predict_crossover.png")
     for name in CLAIMS:
         t = timelines.load(name)
-        found = sweep(t, predict.ask([]).cluster, "nodes", predict.SWEEPS["nodes"], predict.SHOWN, predict.costs_of(t))
+        found = sweep(
+            t,
+            replace(predict.cluster_of(predict.ask([])), borders=False),
+            "nodes",
+            predict.SWEEPS["nodes"],
+            predict.SHOWN,
+            predict.costs_of(t),
+        )
         print(prediction_plots.draw_sweep(found, "nodes", plots / f"predict_{name}_nodes.png"))
     return 0
 

@@ -1,6 +1,6 @@
 """What a change of the number of workers costs: `python studies/resize.py [--seeds 5] [--publish]`.
 
-scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to the change and then goes on
+scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to the change and then continues
 three times, with the same batches in all: unchanged; on k workers with what `birder.checkpoint.elastic` makes of the old
 states (`mean`, what resume_resize=average does); and on k workers that keep only what all old ones had in common and begin
 with zeros for the rest (`zeros`). What counts is the loss over all training images after each of the steps that follow the
@@ -35,7 +35,7 @@ from birder import BucketOptimizer
 from birder.checkpoint import elastic
 from experiments.config import compose
 from experiments.records.record import LOCAL, PUBLISHED, write_file
-from experiments.report import documents, paired
+from experiments.report import documents, outputs, paired
 from experiments.report.formats import DASH
 from experiments.report.table import Table, terminal
 from experiments.runs import command
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = study(options.seeds)
     write(lines, PUBLISHED if options.publish else Path(LOCAL))
     if options.publish:
-        documents.write()
+        outputs.write(documents.render())
     table(lines).show(terminal())
     return 0
 

@@ -28,6 +28,7 @@ from birder.predict.layouts import Plan
 from experiments.cells import architectures, published, timelines
 from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED, ROOT, write_file
+from experiments.report import templates
 from experiments.report.formats import number
 from experiments.report.table import Table
 from experiments.runs import command
@@ -373,38 +374,18 @@ def profiles() -> Table:
 
 def markdown(there: Sequence[Beside], timelines_: Sequence[Recorded], large: Table) -> str:
     """The page."""
-    listed = [f"- {key}: {s['title']} ({s['where']})" for key, s in sources().items()]
-    return (
-        "\n\n".join(
-            [
-                "# Timelines from the architecture, beside what is known",
-                "Made by `python studies/step_times.py`. The shares of the data sheet's rates that GPUs reach "
-                "(birder/predict/gpus.py) are the same for every model, and none is fitted to a published throughput: they "
-                "were set on the timelines of the second part. All throughputs had been written down before they were "
-                "compared (results/step_times.yaml). The interval of "
-                f"+-{gpus.UNSURE:.0%} was chosen after the first comparison.",
-                f"The first comparison had {FIRST} rows, and a median a little above the target of {TARGET:.0%}. Its rows "
-                "were then read again, and are now as their sources say: fused loss and activation function (MPT), "
-                "checkpointing, power and memory of the GPU (torchtitan), no compiler and the rate of the link (IBM). "
-                "Collectives are now simulated as where questions are answered. Terms were added, each from a source "
-                "outside of this table: the host's time for a kernel, matrix products of GPUs with few operations in a "
-                "cycle, products at an H100's power limit, and fused attention on it. The last two were looked for when "
-                "rows on H100 had come out too fast, which an unfused loss had hidden before.",
-                "## Published throughputs",
-                summary(there).grid().rstrip(),
-                rows(there).grid().rstrip(),
-                "\n".join(listed),
-                "## The timelines that there are",
-                "Those are a published rate each, spread by an assumption: forward a third, backward by operations. Targets: "
-                f"{TARGET:.0%} of the step, and {READY:.0%} of it for every gradient.",
-                own(timelines_).grid().rstrip(),
-                "BERT-Large on V100, the profile of 1-bit Adam's authors. With batch 1 the GPU waits for the host. The two "
-                "clusters' hosts differ so much that no single time for a kernel is within the target of both; assumed are "
-                f"{HOST_US[0]:g} us in forward and {HOST_US[1]:g} in backward.",
-                large.grid().rstrip(),
-            ]
-        )
-        + "\n"
+    return templates.page(
+        "step_times",
+        unsure=f"{gpus.UNSURE:.0%}",
+        first=FIRST,
+        target=f"{TARGET:.0%}",
+        ready=f"{READY:.0%}",
+        host_us=[f"{us:g}" for us in HOST_US],
+        summary=summary(there).grid(),
+        rows=rows(there).grid(),
+        sources=sources(),
+        timelines=own(timelines_).grid(),
+        large=large.grid(),
     )
 
 

@@ -2,7 +2,7 @@
 
 For ResNet-50, a small BERT and a small GPT on 2, 4 and 8 emulated nodes at three rates, `experiments/compare.py` trains steps
 of four methods on random data, in turns in one world. What is predicted for each comes from what the world knew before
-(experiments/cells/trained.py). Worlds that are recorded are not made again: an interrupted validation goes on where it
+(experiments/cells/trained.py). Worlds that are recorded are not made again: an interrupted validation continues where it
 stopped.
 
 Everything takes 1.8 hours on a quiet machine. Records are below results_dir=FOLDER; default: results/local/validation.

@@ -17,7 +17,7 @@ if not __package__:  # run as a script
 from rich.console import Console
 
 from experiments.records.record import LOCAL, write_file
-from experiments.report import published
+from experiments.report import published, templates
 from experiments.report.table import Note, Table, terminal
 from experiments.report.volume import (
     LENGTHS,
@@ -26,6 +26,7 @@ from experiments.report.volume import (
     against_adam,
     against_onebit_adam,
     bits,
+    measured,
     passed_at,
     readings,
     rounds_saved,
@@ -94,18 +95,12 @@ def claim_rows(setting: Setting, lengths: Sequence[int]) -> tuple[list[str], lis
         target = float(entry["value"]) / (100 if percentage else 1)
         show = _percent if percentage else (lambda v: f"{v:.1f}x")
         shown = f"{entry['value']:g} %" if percentage else f"{entry['value']:g}x"
-        found: list[tuple[float, str]] = []
         for words, measure in readings(setting, kind):
             values = [measure(setting.rounds(steps, False)) for steps in lengths]
             rows.append([shown, words, *map(show, values), passed_at(setting, measure, target)])
-            found += [
-                (abs(value - target), f"{show(value)} {words}, {steps:,} steps")
-                for value, steps in zip(values, lengths, strict=True)
-            ]
-        nearest = min(found)[1]
-        sentences.append(
-            f"Published: {quantity}: {shown} ({entry['source']}; {entry['status']}). Nearest here: {nearest}."
-        )
+        value, reading = min(measured(setting, kind, lengths), key=lambda found: abs(found[0] - target))
+        said = f"Published: {quantity}: {shown} ({entry['source']}; {entry['status']})"
+        sentences.append(f"{said}. Nearest here: {show(value)} {reading}.")
     return head, rows, sentences
 
 
@@ -144,9 +139,8 @@ def caution(s: Setting) -> Note:
 
 def markdown(setting: Setting, lengths: Sequence[int]) -> str:
     """The whole page."""
-    head = ["<!-- Made by studies/volume.py from the schedule; do not edit. -->", f"# {TITLE}", ""]
     made = [table.markdown(2) for table in tables(setting, lengths)]
-    return "\n".join([*head, caution(setting).text, "", *made])
+    return templates.page("zero_one_adam_volume", title=TITLE, caution=caution(setting).text, tables=made)
 
 
 def show(setting: Setting, lengths: Sequence[int], console: Console | None = None) -> None:

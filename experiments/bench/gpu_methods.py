@@ -77,7 +77,7 @@ class Given(nn.Module):
 
 
 def train(name: str, device: torch.device, steps: int, resume: bool = False) -> Tensor:
-    """All parameters after so many steps, on the CPU. `resume`: half-way everything is saved, made anew and loaded."""
+    """All parameters after so many steps, on the CPU. `resume`: half-way everything is saved, made again and loaded."""
     world = dist.get_world_size()
     topology = Topology(world, 1) if world % 2 else Topology(world // 2, 2)
 

@@ -1,4 +1,4 @@
-"""The parts of `make gpu-check`, each a process of its own: `python -m experiments.bench.gpu_parts NAME FILE [--rehearse]`.
+"""The parts of `make gpu-check`, each in a separate process: `python -m experiments.bench.gpu_parts NAME FILE [--rehearse]`.
 
 A part appends what it finds to FILE, a JSON object a line, as soon as it has it; `ok` is false where something is not as it
 must be. The last line is {"done": true}: without it the part was cut off.

@@ -1,4 +1,4 @@
-"""The setups of one architecture on one node: as many as memory holds are kept, the others made anew for every turn."""
+"""The setups of one architecture on one node: as many as memory holds are kept, the others are made again for every turn."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Setups:
         return setup
 
     def _model(self, scaled: Scaled) -> ReplayModel:
-        """A model of its own, which does not wait yet. Those of one share have their memory in common."""
+        """A new model, which does not wait yet. Those of one share have their memory in common."""
         whole, share = scaled.method.whole, scaled.share
         form, fraction = (share, whole and share < 1), 1.0 if whole else share
         if form not in self._memory:

@@ -56,7 +56,7 @@ class Model(Data):
     architecture: what models of the same parameters share; default: the model's name.
     short:        what distinguishes it from others of its architecture.
     fraction:     a further factor on the methods' fractions over emulated links.
-    fractions:    method -> share of the elements, in the place of its own times that factor.
+    fractions:    method -> share of the elements, instead of its own times that factor.
     published:    the experiment under which results/paper keeps its published speedup.
     default:      measured where no models are asked for.
     """

@@ -72,7 +72,7 @@ def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
 
 
 def plain(overrides: Sequence[str], config_dir: Path) -> dict[str, Any]:
-    """A configuration of its own, `config_dir`/config.yaml with `overrides`, resolved. Raises UserError."""
+    """Another configuration than a run's: `config_dir`/config.yaml with `overrides`, resolved. Raises UserError."""
     try:
         config = from_hydra(_compose(overrides, config_dir), list(overrides)).config
         return {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]

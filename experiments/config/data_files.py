@@ -1,4 +1,4 @@
-"""YAML files that are data: the suites, sweeps and papers of conf/, each kind in a folder and with a model of its own.
+"""YAML files that are data: the suites, sweeps and papers of conf/, one folder and one model for each kind.
 
 Imports neither torch nor Hydra.
 """

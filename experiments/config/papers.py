@@ -39,7 +39,7 @@ class Paper(Data):
     parts: tuple[Part, ...]
 
     def asked(self, overrides: Sequence[str]) -> list[Part]:
-        """What is to be run. With the user's data, or at paper scale, the paper's experiments have a metric of their own."""
+        """What is to be run. With the user's data, or at paper scale, the paper's experiments measure accuracy themselves."""
         whole = any(o == "scale=paper" or o.startswith("data.path=") for o in overrides)
         return [p for p in self.parts if not (whole and p.accuracy)]
 

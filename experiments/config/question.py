@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from experiments.config import compose, validate
 from experiments.config.schema_predict import Question
@@ -12,12 +11,13 @@ from experiments.config.schema_predict import Question
 FOLDER = compose.CONF / "predict"
 
 
-def ask(overrides: Sequence[str]) -> dict[str, Any]:
-    """The keys of `Question`, with `methods` as a list. Raises UserError for whatever is no key or out of its range."""
+def ask(overrides: Sequence[str]) -> Question:
+    """What key=value pairs ask, with `methods` as a list. Raises UserError for whatever is no key or out of its range."""
     # Hydra would take methods=a,b for two runs, layers=24 of a model for a key, and gpu=4090 for a number.
     typed = [re.sub(r"""^((?:methods|model|gpu)=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
     asked = compose.plain(typed, FOLDER)
     validate.check_section(Question, asked)
-    if isinstance(asked["methods"], str):
-        asked["methods"] = asked["methods"].split(",")
-    return asked
+    found = Question.model_validate(asked)
+    if isinstance(found.methods, str):
+        found.methods = found.methods.split(",")
+    return found

@@ -1,4 +1,4 @@
-"""Whether a configuration goes on with the run of a directory, and in what it has been changed since."""
+"""Whether a configuration resumes the run of a directory, and which keys have changed since."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
             )
             raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
     if not any(run_dir.glob("checkpoints/step-*")):
-        return earlier.id  # nothing of it is gone on with
+        return earlier.id  # nothing of it is resumed
     changed = differences(then_config, resolved)
     unasked = [change for change in changed if not (resized and change[0] in _OF_THE_WORLD)]
     if unasked and not resolved["resume_allow_config_change"]:

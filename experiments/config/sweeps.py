@@ -6,12 +6,12 @@ rates:     learning rates, one run with each; left out: the experiment's own
 choose:    true: all rates are run with the first seed, and only the best of a setting with the others: by the held-out
            part of the training data where the workload keeps one, else by the metric itself
 choose_seeds: so many of the seeds, the first ones, choose, by their mean; default 1
-choose_at: further keys of the runs that choose, for example fewer epochs: they are runs of their own then, and the first
+choose_at: further keys of the runs that choose, for example fewer epochs: they are separate runs then, and the first
            seed is run with the best rate as the others are. One rate alone (--rates) is not chosen
 overrides: further keys of every run, as on the command line
 methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: instead of those above, overrides: further
-           keys}}; {} is the optimizer as the experiment has it. Of an optimizer's second entry the key is a name of its own,
-           and `optimizer` says which
+           keys}}; {} is the optimizer as the experiment has it. An optimizer's second entry has another name, and
+           `optimizer` says which
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ COLUMNS = ("step", "seconds", "loss", "metric")
 class Curve:
     """Appends rows to `path`, each on disk as soon as it is written.
 
-    start: the step that the run goes on from. Rows of later steps, written before the interruption, are dropped, and so
+    start: the step after which the run continues. Rows of later steps, written before the interruption, are dropped, and so
            is a last row that was torn; 0 begins a new file.
-    seconds: after construction, the time of the last row kept: where the clock of a resumed run goes on.
+    seconds: after construction, the time of the last row kept: where the clock of a resumed run starts.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:

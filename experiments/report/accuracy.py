@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +13,12 @@ from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord
 from experiments.report.differences import order, variants
-from experiments.report.formats import DASH, mean_sd
+from experiments.report.formats import DASH, mean_sd, task
 from experiments.report.paired import BETTER, LEVEL, OPEN, WORSE, Difference, Parity, difference, holm
+from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
 
-# Shown in columns or headings of their own, or of no consequence for what is reached.
+# Shown in other columns or in headings, or without effect on what is reached.
 SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps", *SAME_NUMBERS)
 EDGE = "§"
 """Marks a best learning rate that is the smallest or the largest one tried."""
@@ -65,6 +67,38 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Methods against one of them, `base`, seed by seed: the one rule of better and worse.
+
+    others: the methods over which Holm's correction goes.
+    """
+
+    base: Cell
+    others: tuple[Cell, ...]
+    parity: Parity
+    higher_is_better: bool
+
+    def gap(self, cell: Cell) -> Difference | None:
+        """The paired difference; None where no seed is shared."""
+        return difference(cell.by_seed, self.base.by_seed, self.parity.relative)
+
+    @cached_property
+    def p(self) -> dict[str, float]:
+        """By label, p of the difference of each of `others` with several seeds, after Holm's correction."""
+        found = {c.label: gap for c in self.others if (gap := self.gap(c)) is not None and gap.n > 1}
+        return dict(zip(found, holm(list(found.values())), strict=True))
+
+    def verdict(self, cell: Cell) -> str:
+        """What `gap` decides. "better" only where Holm's correction leaves it; "worse" where a method loses more seeds."""
+        lost, theirs = (len(c.records) - len(c.valid) for c in (cell, self.base))
+        if lost > theirs:
+            return WORSE
+        gap = self.gap(cell)
+        said = OPEN if gap is None else gap.verdict(self.parity.margin, self.higher_is_better)
+        return OPEN if said is BETTER and self.p[cell.label] > 1 - LEVEL else said
+
+
+@dataclass(frozen=True)
 class AccuracyTable:
     """All methods and learning rates tried in one setting. `slug` names its plot.
 
@@ -75,6 +109,34 @@ class AccuracyTable:
     title: str
     cells: tuple[Cell, ...]
     against: str = ""
+
+    @cached_property
+    def first(self) -> ResultRecord:
+        """One of the runs, which share their setting; one that ended well."""
+        return next(r for cell in self.cells for r in cell.valid)
+
+    @property
+    def workers(self) -> int:
+        return self.first.nodes * self.first.ranks_per_node
+
+    @property
+    def batch(self) -> int:
+        """Samples that a rank has in a step."""
+        return batch_of(self.first)
+
+    @property
+    def batch_in_all(self) -> int:
+        return self.batch * self.workers
+
+    @property
+    def task(self) -> str:
+        """What is trained on: digits."""
+        return task(str(self.first.data["name"]))
+
+    @property
+    def name(self) -> str:
+        """A short title: digits, 150 steps, 64 workers."""
+        return f"{self.task}, {length_of(self.first)}, {self.workers} workers"
 
     @property
     def metric(self) -> dict[str, Any]:
@@ -128,10 +190,20 @@ class AccuracyTable:
 
     def compared(self, cell: Cell) -> Difference | None:
         """The paired difference of a method's best learning rate to `held_against`; None for all other rows."""
-        base = self.held_against
-        if self.parity is None or base is None or cell.label == base.label or self.best(cell.label) is not cell:
-            return None
-        return difference(cell.by_seed, base.by_seed, self.parity.relative)
+        found = self.comparison
+        return found.gap(cell) if found is not None and cell in found.others else None
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """Of all methods, each at its best learning rate, to `held_against`."""
+        return None if self.held_against is None else self.versus(self.held_against, self.chosen)
+
+    def versus(self, base: Cell, cells: Sequence[Cell], parity: Parity | None = None) -> Comparison:
+        """Of some cells to one. parity: where the runs state none. Raises ValueError without either."""
+        stated = self.parity or parity
+        if stated is None:
+            raise ValueError(f"{self.title!r} states no margin")
+        return Comparison(base, tuple(c for c in cells if c.label != base.label), stated, self.higher_is_better)
 
     def difference_text(self, cell: Cell) -> str:
         """`compared` as text; empty where it is None."""
@@ -139,18 +211,9 @@ class AccuracyTable:
         return "" if found is None or self.parity is None else found.text(self.parity.relative)
 
     def verdict(self, cell: Cell) -> str:
-        """What `compared` decides; empty where it is None. "better" only where Holm's correction leaves it."""
-        found = self.compared(cell)
-        if found is None or self.parity is None or self.held_against is None:
-            return ""
-        said = counted(found.verdict(self.parity.margin, self.higher_is_better), cell, self.held_against)
-        return OPEN if said is BETTER and self.corrected[cell.label] > 1 - LEVEL else said
-
-    @cached_property
-    def corrected(self) -> dict[str, float]:
-        """By label, p of each method's difference after Holm's correction over all of them."""
-        found = {c.label: gap for c in self.chosen if (gap := self.compared(c)) is not None and gap.n > 1}
-        return dict(zip(found, holm(list(found.values())), strict=True))
+        """What `compared` decides; empty where it is None."""
+        found = self.comparison
+        return "" if found is None or self.compared(cell) is None else found.verdict(cell)
 
     @cached_property
     def held_against(self) -> Cell | None:
@@ -195,7 +258,7 @@ class AccuracyTable:
         """The learning rate with the best mean metric; one with a failed seed is no candidate.
 
         With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
-        choice whatever became of its other seeds.
+        choice even if other seeds fail.
         """
         sign = self.sign
         mine = [c for c in self.cells if c.label == label]
@@ -206,13 +269,6 @@ class AccuracyTable:
             return max(scored, default=(0.0, 0, None))[2]
         sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
         return max(sound, key=lambda c: sign * (c.mean or 0.0), default=None)
-
-
-def counted(verdict: str, cell: Cell, base: Cell) -> str:
-    """The verdict of seeds that ended well, counted with those that did not: a method that diverges at its chosen rate where
-    the baseline does not is the worse one."""
-    lost, theirs = (len(c.records) - len(c.valid) for c in (cell, base))
-    return WORSE if lost > theirs else verdict
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
@@ -296,25 +352,8 @@ def columns(table: AccuracyTable) -> list[Column]:
 
 def as_table(table: AccuracyTable) -> Table:
     """The table, and above it how it is to be read."""
-    better = "higher" if table.higher_is_better else "lower"
-    kept = "images" if table.metric["name"] == "top1" else "data"
-    first = "first seed" if table.choosing == 1 else f"first {table.choosing} seeds"
-    by = f"{HELD_OUT} of its {first}"
-    chosen = f"{by}, on {kept} held out of training" if table.tuned else "this same metric"
-    notes = (
-        f"Mean ± sample standard deviation over n seeds, {better} is better. Every learning rate tried is listed; "
-        f"the best of a method is chosen by {chosen}. Records are named by their seed."
-    )
-    if table.baseline is not None and table.parity is not None:
-        notes += (
-            f" Differences to {table.baseline.label} are those of runs with the same seed and batches, with a 95 % interval "
-            f"(Student's t). Parity: the interval lies within {table.parity.text()}, the margin that the configuration "
-            "states; better, worse: it does not, and lies on one side of 0, better after Holm's correction over all methods."
-        )
-        if table.held_against is not None and table.held_against is not table.baseline:
-            rate = f"{table.held_against.lr:g}"
-            notes += f" {table.baseline.label} does better at {rate} than at its chosen rate: differences are to that."
-    return Table.of(columns(table), table.cells, title=table.title, notes=(Note(notes),))
+    note = Note(say("accuracies", t=table, held_out=HELD_OUT))
+    return Table.of(columns(table), table.cells, title=table.title, notes=(note,))
 
 
 def markdown(table: AccuracyTable, plot: bool) -> str:

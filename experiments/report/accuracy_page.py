@@ -13,7 +13,7 @@ from experiments.records.record import ResultRecord
 from experiments.report import accuracy
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.formats import DASH, mean_sd
-from experiments.report.paired import difference
+from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
 
 TABLES = "../results/published/tables"
@@ -27,7 +27,7 @@ def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTabl
     found: dict[str, list[AccuracyTable]] = {}
     for table in accuracy.build([r for r in records if labels.is_virtual(r.config) or _hook(r)]):
         if any(labels.is_virtual(r.config) for c in table.cells for r in c.records):
-            found.setdefault(_first(table).exp, []).append(table)
+            found.setdefault(table.first.exp, []).append(table)
     return {exp: _together(tables) for exp, tables in found.items()}
 
 
@@ -38,13 +38,20 @@ def _hook(r: ResultRecord) -> bool:
 def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
     """Numbers of workers with the same batch of each, then those with the same batch in all, then what has no company."""
     groups: list[list[AccuracyTable]] = []
-    for batch in (_batch, _batch_in_all):
+    for batch in ("batch", "batch_in_all"):
         found: dict[tuple[object, ...], list[AccuracyTable]] = {}
         for table in tables:
-            r = _first(table)
-            key = _setting(table), r.ranks_per_node, r.scale, accuracy.precision_of(r), table.parity, batch(table)
+            r = table.first
+            key = (
+                _setting(table),
+                r.ranks_per_node,
+                r.scale,
+                accuracy.precision_of(r),
+                table.parity,
+                getattr(table, batch),
+            )
             found.setdefault(key, []).append(table)
-        several = [sorted(group, key=_workers) for group in found.values() if len(group) > 1]
+        several = [sorted(group, key=lambda t: t.workers) for group in found.values() if len(group) > 1]
         groups += [group for group in several if group not in groups]
     shown = {table.slug for group in groups for table in group}
     return [*groups, *([table] for table in tables if table.slug not in shown)]
@@ -76,10 +83,10 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
     for name in names:
         cells = [next((c for c in table.chosen if c.label == name), None) for table in tables]
         rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
-    heads = ["method", *(f"{_workers(table)} workers" for table in tables)]
-    first, same = tables[0], len({_batch(table) for table in tables}) == 1
-    batch = f"batch {_batch(first)} each" if same else f"batch {_batch_in_all(first)} in all"
-    title = ", ".join(part for part in (_setting(first), batch, accuracy.precision_of(_first(first))) if part)
+    heads = ["method", *(f"{table.workers} workers" for table in tables)]
+    first, same = tables[0], len({table.batch for table in tables}) == 1
+    batch = f"batch {first.batch} each" if same else f"batch {first.batch_in_all} in all"
+    title = ", ".join(part for part in (_setting(first), batch, accuracy.precision_of(first.first)) if part)
     return Table.text(heads, rows, notes=(Note(f"**{title}**; {_words(first)}"),))
 
 
@@ -94,19 +101,12 @@ def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
     best = table.strongest
     if best is None or best is table.baseline or accuracy.full_precision(cell.records[0]) or table.parity is None:
         return ""
-    found = difference(cell.by_seed, best.by_seed, table.parity.relative)
+    found = table.versus(best, ()).gap(cell)
     return "" if found is None else f"{found.text(table.parity.relative)} to {best.label}"
 
 
 def _words(table: AccuracyTable) -> str:
-    if table.parity is None or table.baseline is None:
-        return "no margin was stated."
-    better = "higher" if table.higher_is_better else "lower"
-    return (
-        f"{table.metric['name']}, {better} is better; differences and verdicts: to {table.baseline.label}, margin "
-        f"{table.parity.text()}. "
-        f"[All learning rates and records]({TABLES}/{_first(table).exp}.md)."
-    )
+    return say("study", t=table, page=f"{TABLES}/{table.first.exp}.md")
 
 
 def _verdict(table: AccuracyTable, cell: Cell) -> str:
@@ -115,24 +115,7 @@ def _verdict(table: AccuracyTable, cell: Cell) -> str:
 
 def _setting(table: AccuracyTable) -> str:
     """Experiment, data and length."""
-    return table.title.partition(f", {_workers(table)} ranks")[0]
-
-
-def _workers(table: AccuracyTable) -> int:
-    r = _first(table)
-    return r.nodes * r.ranks_per_node
-
-
-def _batch(table: AccuracyTable) -> int:
-    return accuracy.batch_of(_first(table))
-
-
-def _batch_in_all(table: AccuracyTable) -> int:
-    return _batch(table) * _workers(table)
-
-
-def _first(table: AccuracyTable) -> ResultRecord:
-    return table.cells[0].records[0]
+    return table.title.partition(f", {table.workers} ranks")[0]
 
 
 def tables(found: Sequence[Sequence[AccuracyTable]]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from birder.predict import gpus
 from birder.predict.answers import Answer
 from experiments.records.record import ResultRecord
-from experiments.report import accuracy_page, glance
+from experiments.report import accuracy_page, gaps
 from experiments.report.paired import BETTER, PARITY, WORSE
 
 WIDTH = 80
@@ -19,7 +19,7 @@ ALL = "The whole table: --all. As data: --json. What is behind it: docs/predict.
 def price(label: str, records: Sequence[ResultRecord]) -> str:
     """What a method costs in accuracy, by the published studies: in how many it was at parity, better, worse, or open."""
     own = label.split(",")[0].split(" (")[0]
-    found = Counter(v for panel in glance.panels(accuracy_page.studies(records)) if (v := _verdict(panel, own)))
+    found = Counter(v for panel in gaps.panels(accuracy_page.studies(records)) if (v := _verdict(panel, own)))
     if not found:
         return "no study of its accuracy is published here"
     studies = sum(found.values())
@@ -28,7 +28,7 @@ def price(label: str, records: Sequence[ResultRecord]) -> str:
     return said + (f", undecided in {studies - good - worse}" if studies > good + worse else "")
 
 
-def _verdict(panel: glance.Panel, label: str) -> str | None:
+def _verdict(panel: gaps.Panel, label: str) -> str | None:
     rows = [row for row in panel.rows if row.label.split(" (")[0].startswith(label)]
     return rows[0].verdict if rows else None
 

@@ -4,7 +4,7 @@ A step without overlap takes compute + bytes/rate. With DDP's buckets it cannot 
 (when the bucket is ready + what is left to be sent from then on / rate). A row that is further than `TOLERANCE` from it is
 named where it is published.
 
-Where nodes are emulated the exchange has work of its own on the cores on which they compute: copies to and from sockets,
+Where nodes are emulated the exchange also works on the cores on which they compute: copies to and from sockets,
 sums, casts. Methods in turns measure it (experiments/timing/opened.py): E = a step with open links - the bound - the update.
 A bucket then is work of the cores, which backward waits for, and after that bytes on the wire, which hide behind the backward
 and the work of later buckets. Buckets k = 1..n with shares s of the elements, ready in the bound at r_k, W = bytes/rate:
@@ -14,7 +14,7 @@ and the work of later buckets. Buckets k = 1..n with shares s of the elements, r
 With open links, W = 0, this is what was measured there; with E = 0 it is the sentence above. Nothing in it is taken from the
 step that it is held against. What a link's token bucket lets pass at once after the pause between two steps is not in W.
 
-Whether the link itself is right is told apart from that: the same buckets, all-reduced on the same links while nobody
+Whether the link itself is right is checked separately: the same buckets, all-reduced on the same links while nobody
 computes, take W.
 """
 
@@ -28,14 +28,14 @@ from birder.predict.simulation import Layout, buckets
 from birder.predict.timeline import Timeline
 from experiments.cells import timelines, trained
 from experiments.records.record import ResultRecord
+from experiments.report.sentences import say
 from launch.emulated.network import GOODPUT, burst_bytes
 from launch.errors import UserError
 
-TOLERANCE = 0.05
+TOLERANCE, WITHIN = 0.05, "5%"
 """Share by which a step may differ from arithmetic without being named."""
 WIRES = {"fp32": 4, "bf16": 2}
 """Bytes of an element on the wire, of the methods that are checked."""
-WORK = " + the exchange's own work"
 SAME = 0.02
 """A timeline is that of the model when their numbers of elements differ by no more than this share."""
 
@@ -180,45 +180,18 @@ def _update_ms(r: ResultRecord) -> float:
 
 
 def listed(checks: Sequence[Check]) -> str:
-    """What the check of a table found, every row named."""
-    said = []
-    for work, kind in (("", [c for c in checks if c.own is None]), (WORK, [c for c in checks if c.own is not None])):
-        if kind:
-            rows = ", ".join(map(str, kind))
-            said.append(f"Against arithmetic (compute{work} + bytes/rate, less what hides behind backward): {rows}.")
-    return " ".join([*said, *_own_work(checks), *_links(checks), missed(checks)]).rstrip()
-
-
-def _own_work(checks: Sequence[Check]) -> list[str]:
-    """What the exchange costs beside the wire."""
-    shares = [f"{100 * c.own:.0f} % of the step of {c.name}" for c in checks if c.own is not None]
-    if not shares:
-        return []
-    return [
-        f"The exchange's own work (copies, sums, casts), measured with open links, keeps this machine's cores busy for "
-        f"{', '.join(shares)}, partly beside the wire; nodes whose GPUs compute would not have it in their backward."
-    ]
-
-
-def _links(checks: Sequence[Check]) -> list[str]:
-    """Whether the links carry what they should when nobody computes."""
-    known = [c for c in checks if c.link is not None]
-    if not known:
-        return []
-    rows = ", ".join(f"{c.name} ({c.link:+.1%})" for c in known)
-    text = f"The exchange alone, while nobody computes, against bytes/rate: {rows}."
-    bad = [c.name for c in known if not c.link_holds]
-    return [f"{text} Not within {TOLERANCE:.0%}: {', '.join(bad)}." if bad else text]
+    """What the check of a table found, every row named: compute, the exchange's own work, links, what is further off."""
+    return say(
+        "arithmetic",
+        plain=[c for c in checks if c.own is None],
+        with_work=[c for c in checks if c.own is not None],
+        links=[c for c in checks if c.link is not None],
+        missed=missed(checks),
+        within=WITHIN,
+    )
 
 
 def missed(checks: Sequence[Check]) -> str:
     """Which rows are further off than `TOLERANCE`, and whether their links were; empty where none is."""
     bad = [c for c in checks if not c.holds]
-    if not bad:
-        return ""
-    text = f"Not within {TOLERANCE:.0%}: {'; '.join(map(str, bad))}."
-    links = [c.off_by for c in bad if c.off_by > SAME]
-    if links:
-        off = f"{min(links):.1%} to {max(links):.1%} off what its set rate gives"
-        text += f" In {len(links)} of these {len(bad)} rows the link had been measured {off}."
-    return text
+    return say("missed", bad=bad, off=[c.off_by for c in bad if c.off_by > SAME], within=WITHIN)

@@ -15,7 +15,7 @@ import yaml
 
 from experiments.config.data_files import Data
 from experiments.records.record import ResultRecord
-from experiments.report import published
+from experiments.report import captions, published
 from experiments.report.claims_evidence import CLOSE as CLOSE
 from experiments.report.claims_evidence import EVIDENCE, STEPS, TABLES
 from experiments.report.formats import times
@@ -23,8 +23,6 @@ from experiments.report.table import Column, Table
 
 Kind = Literal["trained", "replayed", "predicted", "computed", "nothing"]
 VERDICTS = ("confirmed", "exceeded", "not reached", "not decided", "cannot be tried here")
-NEAR = 0.15
-"""A factor is met by what is as close as this to it."""
 COLUMNS = ("claim", "source", "what was run", "result", "verdict")
 FILE = Path(__file__).with_name("claims.yaml")
 
@@ -112,17 +110,15 @@ def paper(quantity: str, source: str) -> tuple[float, str]:
 def met(factor: float, found: Sequence[tuple[float, str]], why: str = "") -> str:
     """The verdict on "up to `factor`": under which assumptions it is met, exceeded, and not reached. why: of the last.
 
-    Met is within `NEAR`: a paper that says "up to 2.5" and a prediction of 12.8 disagree.
+    Met is within `captions.NEAR`: a paper that says "up to 2.5" and a prediction of 12.8 disagree.
     """
-    close = sorted(f for f in found if abs(f[0] / factor - 1) <= NEAR)
-    above = sorted(f for f in found if f not in close and f[0] > factor)
-    below = sorted(f for f in found if f not in close and f[0] < factor)
-    said = [f"confirmed within {100 * NEAR:g} % under {listed(close)}"] * bool(close)
+    close, below, above = captions.by_factor(factor, found)
+    said = [f"confirmed within {100 * captions.NEAR:g} % under {listed(close)}"] * bool(close)
     said += [f"exceeded under {listed(above)}: these assumptions disagree with the claim"] * bool(above)
     said += [f"not reached under {listed(below)}{why}"] * bool(below)
     return "; ".join(said)
 
 
-def listed(found: Sequence[tuple[float, str]]) -> str:
+def listed(found: Sequence[captions.Found]) -> str:
     """Each name with its factor."""
     return ", ".join(f"{name} ({times(value)})" for value, name in found)

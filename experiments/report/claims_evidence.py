@@ -18,8 +18,8 @@ from experiments.report import accuracy as accuracies
 from experiments.report import captions, speedup, volume
 from experiments.report import replayed as replays
 from experiments.report.accuracy import AccuracyTable, Cell
-from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, task, times
-from experiments.report.paired import BETTER, LEVEL, OPEN, PARITY, WORSE, difference, holm
+from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, times
+from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Parity
 from experiments.report.speedup import SpeedupTable
 
 CLOSE = 0.01
@@ -30,6 +30,8 @@ STEPS = volume.LENGTHS[1]
 """Of 0/1 Adam's longer published run, BERT-Large."""
 ONEBIT_WARMUP = 23_000
 """Dense steps of 1-bit Adam in it."""
+PLAIN = ("Birder", "1-bit Adam", "0/1 Adam", "CSER", "SLAMB")
+"""Methods that a claim's rows need not name."""
 Words = dict[str, Any]
 Records = Sequence[ResultRecord]
 
@@ -46,7 +48,7 @@ def replayed(records: Records, value: float, name: str, architecture: str) -> Wo
         if plan.architecture(model) == architecture:
             best = results.best(setting, "birder_hierarchical")
             where = f"{plan.models[model].short} {plan.rates.get(rate or '', '')} at {plan.links[link].gbit:g} Gbit/s"
-            found += [] if best is None else [(best, where)]
+            found += [] if best is None else [(best[0], where)]
     return {"factors": found} if found else None
 
 
@@ -124,8 +126,7 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
         theirs = [c for c in table.cells if len(c.by_seed) > 1 and c.records[0].method in bases]
         base = max(theirs, key=lambda c: table.sign * (c.mean or 0.0), default=None)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
-        p = {} if base is None else _corrected(table, base)
-        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base, p)) is not None]
+        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
         if base and not mine and tried:  # no rate of it has kept all of its seeds
             told = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
@@ -135,20 +136,11 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
 
 
-def _corrected(table: AccuracyTable, base: Cell) -> dict[str, float]:
-    """p of every other method's difference to `base` by its label, after Holm's correction over all of them."""
-    relative = table.parity is None or table.parity.relative
+def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
+    """None for a single seed that both have: it decides nothing."""
     others = [c for c in table.one_of_each if c.records[0].method != base.records[0].method]
-    gaps = {c.label: difference(c.by_seed, base.by_seed, relative) for c in others}
-    known = {label: gap for label, gap in gaps.items() if gap is not None and gap.n > 1}
-    return dict(zip(known, holm(list(known.values())), strict=True))
-
-
-def _outcome(table: AccuracyTable, cell: Cell, base: Cell, p: dict[str, float]) -> Outcome | None:
-    """None for a single seed that both have: it decides nothing. p: as `_corrected` gives them."""
-    relative = table.parity is None or table.parity.relative
-    margin = CLOSE if table.parity is None else table.parity.margin
-    gap = difference(cell.by_seed, base.by_seed, relative)
+    found = table.versus(base, others, parity=Parity(base.label, CLOSE, relative=True))
+    gap, relative, p = found.gap(cell), found.parity.relative, found.p
     if gap is None or gap.n < 2:
         return None
     unit = "" if relative else metric_unit(str(table.metric["name"]))
@@ -156,22 +148,13 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell, p: dict[str, float]) 
     text += f", p = {p[cell.label]:.2g} by Holm for {len(p)} methods" * (len(p) > 1)
     lost = len(cell.records) - len(cell.valid)
     text += f", {lost} of {len(cell.records)} seeds failed" if lost else ""
-    others = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
-    if others:
-        worst = min(others, key=lambda c: table.sign * (c.mean or 0.0))
-        apart = difference(worst.by_seed, base.by_seed, relative)
-        text += (
-            f"; the best of {len(others) + 1} variants, the worst has {apart.text(relative) if apart else DASH}{unit}"
-        )
-    short = (
-        ""
-        if cell.records[0].method in ("Birder", "1-bit Adam", "0/1 Adam", "CSER", "SLAMB")
-        else f" ({cell.records[0].method})"
-    )
-    verdict = accuracies.counted(gap.verdict(margin, table.higher_is_better), cell, base)
-    if verdict is BETTER and p[cell.label] > 1 - LEVEL:
-        verdict = OPEN
-    return Outcome(short, _where(cell), verdict, text)
+    variants = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
+    if variants:
+        worst = found.gap(min(variants, key=lambda c: table.sign * (c.mean or 0.0)))
+        least = worst.text(relative) if worst else DASH
+        text += f"; the best of {len(variants) + 1} variants, the worst has {least}{unit}"
+    method = cell.records[0].method
+    return Outcome("" if method in PLAIN else f" ({method})", _where(cell), found.verdict(cell), text)
 
 
 def _where(cell: Cell) -> str:
@@ -185,14 +168,12 @@ ORDER = (WORSE, OPEN, PARITY, BETTER)
 
 def _names(tables: Sequence[AccuracyTable]) -> list[str]:
     """What tasks are called: data, length and workers; only where several are alike their batch, then the schedule."""
-    firsts = [(table.slug, table.cells[0].records[0]) for table in tables]
-    names = {}
-    for slug, r in firsts:
-        names[slug] = f"{task(str(r.data['name']))}, {accuracies.length_of(r)}, {r.nodes * r.ranks_per_node} workers"
-    for more in (lambda r: f"batch {accuracies.batch_of(r)}", accuracies.schedule_of):
+    by_slug = {table.slug: table for table in tables}
+    names = {slug: table.name for slug, table in by_slug.items()}
+    for more in (lambda t: f"batch {t.batch}", lambda t: accuracies.schedule_of(t.first)):
         alike = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
-        names |= {slug: f"{names[slug]}, {more(r)}" for slug, r in dict(firsts).items() if slug in alike}
-    return [names[slug] for slug, _ in firsts]
+        names |= {slug: f"{names[slug]}, {more(by_slug[slug])}" for slug in alike}
+    return [names[table.slug] for table in tables]
 
 
 # ---- predicted --------------------------------------------------------------------------------------------------------
@@ -284,18 +265,13 @@ def dense_steps(records: Records, value: float, dense: int, steps: int, **about:
 def schedule(records: Records, value: float, reading: str) -> Words:
     """What 0/1 Adam saves, a per cent, from its schedule alone."""
     setting, target = volume.Setting(), value / 100
-    measures = volume.readings(setting, reading)
-    found = sorted(
-        (measure(setting.rounds(steps, False)), f"{words}, {steps:,} steps")
-        for words, measure in measures
-        for steps in volume.LENGTHS
-    )
+    found = volume.measured(setting, reading)
     if any(saved >= target for saved, _ in found):
         nearest = min(found, key=lambda f: abs(f[0] - target))
         least, close, most = (f"{100 * saved:.1f} %, {words}" for saved, words in (found[0], nearest, found[-1]))
         whether = f"confirmed by the nearest reading: {close}; exceeded by others, up to {most}; least is {least}"
     else:
-        passed = volume.passed_at(setting, measures[0][1], target)
+        passed = volume.passed_at(setting, volume.readings(setting, reading)[0][1], target)
         whether = f"not reached because these runs are too short: {value:g} % is passed at {passed} steps"
     ends = {end: f"{100 * found[at][0]:.1f} %" for end, at in (("least", 0), ("most", -1))}
     return {**ends, "count": len(found), "whether": whether}

@@ -102,7 +102,7 @@ class Curves:
 
 def baseline(table: AccuracyTable) -> Cell | None:
     """What others are held against: `parity` of the runs, else `BASELINES`, else the strongest fp32 all-reduce."""
-    name = BASELINES.get(table.cells[0].records[0].exp)
+    name = BASELINES.get(table.first.exp)
     named = [c for c in table.chosen if c.valid and c.label == name]
     return table.baseline or next(iter(named), table.strongest)
 

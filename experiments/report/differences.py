@@ -9,7 +9,7 @@ from typing import Any
 from experiments.config.same_run import BEFORE, BOOKKEEPING, flatten, within
 from experiments.records.record import ResultRecord
 
-# Bookkeeping, and what tables show in columns or titles of their own.
+# Bookkeeping, and what tables show in other columns or in titles.
 NOT_A_VARIANT = (
     *BOOKKEEPING,
     *("seed", "exp", "scale", "scales", "cluster", "data", "workload.data_path", "timing", "parity"),

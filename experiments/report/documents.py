@@ -15,46 +15,39 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, TemplateError
 
-from experiments.records.record import PUBLISHED, ROOT, write_file
+from experiments.records.record import PUBLISHED, ROOT
+from experiments.report import templates
 from experiments.report.facts import Facts
 from launch.errors import UserError
 
-TEMPLATES = Path(__file__).with_name("pages")
+TEMPLATES = templates.FOLDER
 MADE = "<!-- Made by python experiments/tables.py from experiments/report/pages/{}; do not edit. -->\n"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 PART = re.compile(r"^<!-- (\{\{.*?\}\}) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 
 def environment(facts: Facts) -> Environment:
-    """What templates can say: `Facts.words`."""
-    made = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    """What documents can say: `Facts.words`."""
+    made = templates.environment()
     made.globals.update(facts.words())
     made.filters["from_docs"] = from_docs
     return made
 
 
-def render(results: Path = PUBLISHED, root: Path = ROOT) -> dict[Path, str]:
+def render(results: Path = PUBLISHED, root: Path = ROOT) -> dict[Path, bytes]:
     """Every document, whole, by its path. Raises UserError where a template asks for what no record holds."""
     with_facts = environment(Facts(results))
     found: dict[Path, str] = {}
-    for template in sorted(TEMPLATES.rglob("*.j2")):
+    for template in [TEMPLATES / "README.md.j2", *sorted((TEMPLATES / "docs").rglob("*.j2"))]:
         name = template.relative_to(TEMPLATES).as_posix()
-        found[root / name.removesuffix(".j2")] = MADE.format(name) + _made(
-            with_facts, name, template.read_text("utf-8")
-        )
+        text = _made(with_facts, name, template.read_text("utf-8"))
+        found[root / name.removesuffix(".j2")] = MADE.format(name) + text
     for page in sorted((root / "docs").rglob("*.md")):
         if page not in found and PART.search(old := page.read_text("utf-8")):
             found[page] = _renewed(with_facts, page.name, old)
-    return found
+    return {path: text.encode() for path, text in found.items()}
 
 
 def from_docs(text: str) -> str:
@@ -63,7 +56,7 @@ def from_docs(text: str) -> str:
 
 
 def _renewed(environment: Environment, name: str, old: str) -> str:
-    """A page with its parts made anew."""
+    """A page with its parts made again."""
 
     def part(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n\n{_made(environment, name, match[1]).strip()}\n\n<!-- end -->"
@@ -76,18 +69,3 @@ def _made(environment: Environment, name: str, source: str) -> str:
         return environment.from_string(source).render()
     except (TemplateError, LookupError, ValueError) as error:
         raise UserError(f"{name}: {error}") from None
-
-
-def write(results: Path = PUBLISHED, root: Path = ROOT) -> list[Path]:
-    """Brings every document up to date. Returns their paths."""
-    made = render(results, root)
-    for path, text in made.items():
-        write_file(path, text.encode(), "page")
-    return list(made)
-
-
-def check(results: Path = PUBLISHED, root: Path = ROOT) -> list[str]:
-    """Names of the documents on disk that differ from what records and templates say."""
-    made = render(results, root)
-    wrong = [p for p, text in made.items() if not p.is_file() or p.read_text("utf-8") != text]
-    return [p.relative_to(root).as_posix() for p in wrong]

@@ -1,6 +1,6 @@
 """What documents can say: every figure of a page is the answer of one of these, from records alone. No torch.
 
-A template calls the methods of `Facts` by name and goes on with what they return, tables of speedups or of accuracies:
+A template calls the methods of `Facts` by name, and methods of the tables that they return:
 `{{ study("digits", "8 workers").gap("Birder") }}`. What no record holds is a LookupError, which names what was asked for.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from birder.predict import Cluster, Link, Prediction, Timeline, predict
+from birder.predict import Cluster, Link, Prediction, predict
 from experiments.cells import suite as suites
 from experiments.cells import timelines
 from experiments.config import question, reference
@@ -46,7 +46,7 @@ from experiments.report.claims_evidence import newest
 from experiments.report.formats import mean_sd, number, percent, size, times
 from experiments.report.paired import difference
 from experiments.report.replayed import Results
-from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.speedup import SpeedupTable
 from experiments.report.table import Table
 
 MAKE = {
@@ -86,9 +86,7 @@ class Study:
     def __init__(self, table: AccuracyTable, results: Path) -> None:
         self.table = table
         self.results = results
-        self.first = table.cells[0].valid[0]
-        self.workers = self.first.nodes * self.first.ranks_per_node
-        self.batch = accuracy.batch_of(self.first)
+        self.first, self.workers, self.batch = table.first, table.workers, table.batch
 
     def cell(self, name: str) -> Cell:
         label, _, rate = name.partition("@")
@@ -137,6 +135,18 @@ class Study:
         return accuracy_page.section([self.table])
 
 
+OTHERS = {
+    **{f.__name__: f for f in (number, times, percent, size, minutes)},
+    "shown": speedup_table.as_table,
+    "versus": captions.versus,
+    "compression": captions.compression,
+    "timeline": timelines.load,
+    "keys": reference.tables,
+    "volume": lambda kind: [value for value, _ in volume.measured(volume.Setting(), kind)],
+}
+"""Functions that need no records."""
+
+
 class Facts:
     """All records of a results folder, read once."""
 
@@ -148,11 +158,10 @@ class Facts:
         return read_all(self.results)
 
     def words(self) -> dict[str, Any]:
-        """What a template can call: the methods here, formats, and the three shares by which things are decided."""
+        """What a template can call: methods of this class, `OTHERS`, and the shares by which things are decided."""
         mine = {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_") and name != "words"}
-        shares = {"level": metrics.LEVEL, "close": claims.CLOSE, "near": claims.NEAR}
-        formats = {f.__name__: f for f in (number, times, percent, size, minutes)}
-        return {**mine, **formats, **{name: f"{100 * share:g} %" for name, share in shares.items()}}
+        shares = {"level": metrics.LEVEL, "close": claims.CLOSE, "near": captions.NEAR}
+        return {**mine, **OTHERS, **{name: f"{100 * share:g} %" for name, share in shares.items()}}
 
     # ---- step times ---------------------------------------------------------------------------------------------------
 
@@ -162,29 +171,15 @@ class Facts:
         found: SpeedupTable = only(newest(of, exp, cluster), f"{exp} on {nodes} nodes, cluster {cluster}")
         return found
 
-    def shown(self, table: SpeedupTable) -> Table:
-        return speedup_table.as_table(table)
-
-    def versus(self, table: SpeedupTable, row: Row, wire: str) -> str:
-        """A row's speedup over the baseline of `wire`."""
-        return captions.versus(table, row, wire)
-
-    def compression(self, table: SpeedupTable) -> str | None:
-        """Whether it pays."""
-        return captions.compression(table)
-
     def off_arithmetic(self, tables: Sequence[SpeedupTable]) -> str:
         """By what percentage a dense row of these tables misses arithmetic at most."""
         checks = [c for table in tables for c in arithmetic.of_runs(table.records)]
         return number(100 * max(abs(c.difference) for c in checks))
 
-    def timeline(self, name: str) -> Timeline:
-        return timelines.load(name)
-
     def expected(self, timeline: str, nodes: int, ranks: int, gbps: float) -> Prediction:
         """Steps of a real cluster, predicted: nodes x ranks of the timeline's GPU, `gbps` between nodes."""
         cluster = Cluster(nodes, ranks, Link(gbps, crossover.LATENCY_US))
-        return predict(self.timeline(timeline), cluster, methods=crossover.METHODS)
+        return predict(timelines.load(timeline), cluster, methods=crossover.METHODS)
 
     def example(self, title: str) -> dict[str, str]:
         """A worked example of docs/predict_examples.md by its title: its command, with make, and what is answered first."""
@@ -290,13 +285,3 @@ class Facts:
         value, _ = claims.paper(quantity, source)
         unit = next(e["unit"] for e in published.load() if e["quantity"].startswith(quantity) and e["value"] == value)
         return f"{value:g}" + (unit if unit == "x" else f" {unit}")
-
-    def volume(self, kind: str) -> list[float]:
-        """0/1 Adam's schedule over its published runs, in every reading, least first: `volume.readings`."""
-        setting = volume.Setting()
-        readings = [measure for _, measure in volume.readings(setting, kind)]
-        return sorted(m(setting.rounds(steps, False)) for m in readings for steps in volume.LENGTHS)
-
-    def keys(self) -> str:
-        """The table of all configuration keys."""
-        return reference.tables()

@@ -8,16 +8,19 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from matplotlib import style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from experiments.records.labels import is_compressed
 
@@ -42,7 +45,7 @@ LOOK: dict[str, Any] = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
 }
-# A method has the same colour in every picture in which it has one of its own.
+# These methods have the same colour in every picture.
 COLOURS = {
     "SGDM fp32": "#4477aa",
     "SGDM bf16": "#66ccee",
@@ -101,6 +104,35 @@ def key(figure: Figure, axes: Axes, columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
+class Ends(Protocol):
+    """What has an interval, or None for its ends."""
+
+    @property
+    def low(self) -> float | None: ...
+
+    @property
+    def high(self) -> float | None: ...
+
+
+def interval(
+    axes: Axes, x: float, y: float, of: Ends | None, tint: str, *, dot: float = 0.0, upright: bool = False
+) -> None:
+    """The interval of a value, across or upright, where it has one. dot: size of the value's mark; 0: it is drawn already."""
+    value = y if upright else x
+    low, high = (value, value) if of is None or of.low is None or of.high is None else (of.low, of.high)
+    reach: dict[str, Any] = {"yerr" if upright else "xerr": [[max(0.0, value - low)], [max(0.0, high - value)]]}
+    mark: dict[str, Any] = {"fmt": "o" if dot else "none", "markersize": dot}
+    if dot or low < high:
+        axes.errorbar(x, y, **reach, **mark, color=tint, ecolor=tint, capsize=2, elinewidth=1)
+
+
+def plain(axis: Axis) -> None:
+    """1, 2, 5, 10, 20, ... on a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def groups(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """The items in order, in as few groups of at most `size` as there must be, of about the same length."""
     count = math.ceil(len(items) / size)
@@ -109,7 +141,7 @@ def groups(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def colour(method: str, place: int) -> str:
-    """The colour of a method; `place` decides for methods without one of their own."""
+    """The colour of a method; `place` decides for methods that `COLOURS` does not name."""
     return COLOURS.get(method, OTHERS[place % len(OTHERS)])
 
 
@@ -127,10 +159,10 @@ def wire_colour(wire: str) -> str:
     return COMPRESSED if is_compressed(wire) else WIRES.get(wire, "#4477aa")
 
 
-def digest(png: bytes, mark: str = MARK) -> bytes:
-    """The digest of the data that a plot with this mark shows; of any other file, its bytes."""
-    _, found, rest = png.partition(f"{mark}, data ".encode())
-    return rest[:64] if found else png
+def digest(png: bytes) -> bytes:
+    """The digest of what a plot shows, as `png` writes it; of any other file, its bytes."""
+    found = re.search(rb"Made by [^,]+, data ([0-9a-f]{64})", png)
+    return found[1] if found else png
 
 
 def png(figure: Figure, data: object, mark: str = MARK) -> bytes:

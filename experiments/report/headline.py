@@ -42,6 +42,6 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
 
 
 def make_command(exp: str) -> str:
-    """How `make` runs an experiment: by a target of its own, or as `make exp EXP=NAME`."""
+    """How `make` runs an experiment: by a target of that name, or as `make exp EXP=NAME`."""
     listed = re.search(r"^EXPERIMENTS := (.*)$", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE)
     return f"make {exp}" if listed and exp in listed[1].split() else f"make exp EXP={exp}"

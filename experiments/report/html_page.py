@@ -19,9 +19,9 @@ from experiments.cells import timelines
 from experiments.records.record import ResultRecord
 from experiments.report import (
     accuracy,
-    against_bytes,
     crossover,
     curves,
+    gaps,
     methods_table,
     prediction,
     sentences,
@@ -84,12 +84,9 @@ def speedups(records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
 
 
 def _versus(table: speedup.SpeedupTable, row: speedup.Row, base: str) -> dict[str, float | None]:
-    ratio = table.ratio(row, base) if row is not table.baseline(base) else None
-    return {
-        "value": table.speedup(row, base),
-        "low": None if ratio is None else ratio.low,
-        "high": None if ratio is None else ratio.high,
-    }
+    found = table.compared(row, base)
+    ends = {} if found is None or row is table.baseline(base) else found.ends
+    return {"value": None if found is None else found.value, "low": None, "high": None, **ends}
 
 
 def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
@@ -98,7 +95,7 @@ def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
     axis: the differences that a chart has room for; a row `beyond` it is named beside it.
     """
     tables = methods_table.build(records)
-    found = against_bytes.build(tables[0]) if tables else None
+    found = gaps.against_bytes(tables[0]) if tables else None
     if found is None:
         return {"title": "", "rows": [], "failures": [], "axis": [0, 0]}
     rows = [{"method": p.label, **{k: v for k, v in vars(p).items() if k != "label"}} for p in found.points]
@@ -164,8 +161,8 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
 def _interval(found: Difference | None, scale: float = 1.0) -> dict[str, float | None] | None:
     if found is None:
         return None
-    ends = (None if v is None else scale * v for v in (found.low, found.high))
-    return {"value": scale * found.value, **dict(zip(("low", "high"), ends, strict=True))}
+    shown = found.times(scale)
+    return {"value": shown.value, "low": shown.low, "high": shown.high}
 
 
 def replays(results_dir: str | Path) -> list[dict[str, Any]]:

@@ -21,13 +21,6 @@ from launch.errors import UserError
 EXP = "methods"
 # In which the runs of one method differ among each other.
 OF_A_RUN = ("optimizer.lr", "train.epochs", "train.max_steps", "train.eval_every", "train.timing_warmup", "evaluate")
-INTRO = """\
-Every method is tuned from the same small budget, three or four learning rates (`tried`), one run each with the first seed.
-The rate is chosen by {chosen}; what is shown is the {metric} on the test set with that rate, mean ± sample standard
-deviation over n seeds. Settings: conf/exp/methods.yaml. Bytes, rounds (share of the steps in which anything is sent) and
-collectives are those of whole training runs, warm-ups included; state is what the optimizer keeps on one rank besides the
-parameters.
-{edge} The chosen rate is the smallest or largest one tried: a wider budget might do better."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
     clocks = [r for r in sorted(ours, key=lambda r: (r.time, r.id)) if is_timing(r)]
     tables = []
     for scores in accuracy.build(ours):
-        lines, shape = [], _shape(scores.cells[0].records[0])
+        lines, shape = [], _shape(scores.first)
         timed = [r for r in reversed(clocks) if _shape(r) == shape]  # the latest first
         for label in dict.fromkeys(cell.label for cell in scores.cells):
             mine = tuple(cell for cell in scores.cells if cell.label == label)
@@ -159,14 +152,12 @@ def columns(table: MethodsTable) -> list[Column]:
 def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
     """The table, how it was made and where its step times come from above it, failed runs below it.
 
-    beside: the published table of the same setting: its metric has a column of its own.
+    beside: the published table of the same setting: its metric is a further column.
     """
     theirs = {line.label: _score(line) for line in beside.lines} if beside else {}
     published = [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if beside else []
-    chosen = "the accuracy on a held-out part of the training set" if table.scores.tuned else "the test metric itself"
-    intro = INTRO.format(chosen=chosen, metric=table.metric, edge=accuracy.EDGE)
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
-    notes = [Note(intro), Note(clock_note(table), "caution")]
+    notes = [Note(sentences.say("methods", t=table, edge=accuracy.EDGE)), Note(clock_note(table), "caution")]
     notes += [Note(said, "caution" if cautious else "plain") for said, cautious in captions.notes(table.timed)]
     if checked := arithmetic.of_runs(table.timed):
         notes.append(Note(arithmetic.listed(checked)))

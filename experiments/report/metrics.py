@@ -83,6 +83,11 @@ class Speedup:
         decided = self.apart if self.interval is None else not self.interval.tie
         return OPEN if not decided else FASTER if self.value > 1 else SLOWER
 
+    @property
+    def ends(self) -> dict[str, float]:
+        """low and high of the interval; empty where there is none."""
+        return {} if self.interval is None else {"low": self.interval.low, "high": self.interval.high}
+
 
 def uneven(r: ResultRecord) -> bool:
     """Whether a method's steps differ in what they send, so that the mean step time is the one that counts."""
@@ -96,7 +101,7 @@ def step_ms(r: ResultRecord) -> float | None:
 
 
 def rounds(r: ResultRecord, clock: float = 1.0) -> Rounds | None:
-    """The rounds in a record; None where it has none, as in every record of a run of its own. clock: as `speedup`."""
+    """The rounds in a record; None where it has none, as in the record of a single run. clock: as `speedup`."""
     if r.status != "completed" or not r.turns or not r.turns.get("ms"):
         return None
     return Rounds(tuple(ms / clock for ms in r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))

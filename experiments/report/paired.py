@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.report.formats import between
@@ -72,6 +72,11 @@ class Difference:
         if reach == 0:
             return float(self.value == 0)
         return 2 * float(stdtr(self.n - 1, -abs(self.value) / reach * float(stdtrit(self.n - 1, (1 + LEVEL) / 2))))
+
+    def times(self, scale: float) -> Difference:
+        """In another unit: 100 makes per cent of shares."""
+        low, high = (None if end is None else scale * end for end in (self.low, self.high))
+        return replace(self, value=scale * self.value, low=low, high=high)
 
     def verdict(self, margin: float, higher_is_better: bool) -> str:
         """What the interval decides.

@@ -12,12 +12,12 @@ from birder.predict.answers import DDP, answer
 from birder.predict.table import NEAR
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
+from experiments.report.crossover import LATENCY_US
+from experiments.report.crossover import METHODS as SHOWN
 
-SHOWN = ("fp32", "bf16", "powersgd4", "onebit_adam", "birder", "birder_hierarchical", "none")
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
 PRECISION = "bf16"
-LATENCY_US = 20.0
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-from experiments.report import captions, curves, figure, sentences
+from experiments.report import captions, curves, figure, gaps, sentences
 from experiments.report.accuracy import AccuracyTable
-from experiments.report.against_bytes import Against, Point
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number
+from experiments.report.gaps import Against, Panel, Point, Row, Sent, Studies
+from experiments.report.paired import BETTER, OPEN, PARITY, WORSE
 from experiments.report.speedup import SpeedupTable
+from experiments.report.time_to_loss import GBPS, GPUS, OURS, Race
 
 EVALUATIONS = 3
 """So many make a curve of the metric; fewer stand in the legend and in the table alone."""
@@ -21,6 +27,12 @@ BARS = 6.0
 """Inches of the panel of step times, at least."""
 LINE = 0.15
 """Inches of a legend's line."""
+WIDE = 1.9
+"""Inches of a study's panel."""
+COLUMNS = 3
+"""Panels of studies next to each other, where bytes are shown."""
+GREY = "#888888"
+VERDICTS = {PARITY: "#228833", BETTER: "#4477aa", WORSE: "#ee6677", OPEN: GREY}
 
 
 def step_times(table: SpeedupTable) -> bytes | None:
@@ -118,16 +130,16 @@ def _draw(axes: Axes, what: str, curve: Curve, base: Curve | None, tint: str, la
 
 
 def legend(found: Curves, curve: Curve) -> str:
-    """A method, its learning rate and what became of it."""
+    """A method, its learning rate and its final metric."""
     cell = curve.cell
     rate = f", lr {cell.lr:g}" if cell.lr else ""
-    # A label may hold the keys in which runs differ: each on a line of its own.
+    # A label may hold the keys in which runs differ: each on a separate line.
     name = curve.label.replace("optimizer.", "").replace(" (", "\n  (").replace(", workload.", ",\n  workload.")
     return f"{name}{rate}\n  {found.table.metric['name']} {mean_sd(*cell.summary(None))}"
 
 
 def outcome(found: Curves) -> str:
-    """What became of the best compressed method beside the baseline, in one sentence."""
+    """How the best compressed method ends, compared with the baseline, in one sentence."""
     table, base = found.table, found.baseline
     name = str(table.metric["name"])
     sign = 1 if table.higher_is_better else -1
@@ -149,7 +161,7 @@ def _short(label: str) -> str:
 def against_bytes(found: Against) -> bytes | None:
     """A row for each method: the bytes that it sends, and how far its metric is from the baseline's. None without rows.
 
-    Rows too far off for the axis, and methods without a metric, are named beside it.
+    Rows too far off for the axis, and methods without a metric, are named at the edge.
     """
     points = found.points[::-1]
     if not points:
@@ -166,7 +178,7 @@ def against_bytes(found: Against) -> bytes | None:
         left.set_xlabel("payload per node and step, kB")
         left.set_yticks(range(len(points)), [_row(p) for p in points])
         left.set_ylim(-0.7, len(points) - 0.3)
-        right.axvline(0, color="#888888", linewidth=0.8)
+        right.axvline(0, color=GREY, linewidth=0.8)
         right.set_xlim(*found.axis)
         unit = metric_unit(found.metric).strip() or found.metric
         name = metric_axis(found.metric).partition(", ")[0]
@@ -196,14 +208,152 @@ def _difference(axes: Axes, place: int, p: Point, found: Against, tint: str) -> 
             arrow, (at, place), (4 if side == "left" else -4, 0), textcoords="offset points", ha=side, va="center"
         )
         return
-    low, high = (p.low, p.high) if p.low is not None and p.high is not None else (p.difference, p.difference)
-    axes.errorbar(
-        p.difference,
-        place,
-        xerr=[[p.difference - low], [high - p.difference]],
-        fmt="o",
-        color=tint,
-        markersize=5,
-        capsize=2,
-        elinewidth=1,
-    )
+    figure.interval(axes, p.difference, place, p, tint, dot=5)
+
+
+# ---- all studies ------------------------------------------------------------------------------------------------------
+
+
+def accuracies(studies: Studies) -> bytes | None:
+    """A column for each study, a row for each method. Right is better in every column. None without intervals."""
+    found = gaps.panels(studies)
+    if not found:
+        return None
+    labels = sorted(dict.fromkeys(row.label for panel in found for row in panel.rows), key=_order)[::-1]
+    with figure.styled():
+        made = figure.blank(3.0 + WIDE * len(found), 1.5 + 0.24 * len(labels))
+        grid = made.subplots(1, len(found), sharey=True, squeeze=False)[0]
+        for axes, panel in zip(grid, found, strict=True):
+            axes.axvspan(-panel.margin, panel.margin, color=VERDICTS[PARITY], alpha=0.12, linewidth=0)
+            axes.axvline(0, color=GREY, linewidth=0.8)
+            for row in panel.rows:
+                _gap(axes, labels.index(row.label), row, panel)
+            axes.set_xlim(*_upwards(panel, 1.1))
+            axes.set_xlabel(panel.axis)
+            axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 26), loc="left", fontsize=8)
+            axes.grid(visible=True, axis="both")
+        grid[0].set_yticks(range(len(labels)), labels)
+        grid[0].set_ylim(-0.7, len(labels) - 0.3)
+        _verdict_key(made, grid[0])
+        setting = (
+            "Differences to the baseline, paired by seed, 95 % intervals; right is better everywhere, the band is the margin "
+            "that was stated. Virtual workers, small budgets; learning rates by data held out of training. "
+            "Of a method's variants, such as values of eps, the best."
+        )
+        figure.head(made, gaps.point(found), setting)
+        return figure.png(made, [[panel] for panel in found])
+
+
+def _order(label: str) -> tuple[int, str]:
+    """Methods that send no bits first, Birder's forms last and together."""
+    return 2 * label.startswith("Birder") + ("fp32" not in label and "bf16" not in label), label
+
+
+def _gap(axes: Axes, place: int, row: Row, panel: Panel) -> None:
+    gap, tint = row.gap, VERDICTS[row.verdict]
+    if abs(gap.value) <= panel.limit:
+        figure.interval(axes, gap.value, place, gap, tint, dot=4.5)
+        return
+    rightmost = (gap.value > 0) == panel.higher_is_better
+    at, side = (panel.limit if gap.value > 0 else -panel.limit), ("right" if rightmost else "left")
+    said = f"{gap.value:+.0f} ▸" if rightmost else f"◂ {gap.value:+.0f}"
+    axes.annotate(said, (at, place), ha=side, va="center", color=tint, fontsize=8)
+
+
+def _upwards(panel: Panel, room: float) -> tuple[float, float]:
+    """The ends of an axis of differences on which better is further right, or further up."""
+    end = room * panel.limit if panel.higher_is_better else -room * panel.limit
+    return -end, end
+
+
+def _verdict_key(made: Figure, axes: Axes) -> None:
+    for verdict, tint in VERDICTS.items():
+        axes.plot([], [], "o", color=tint, label=verdict, markersize=5)
+    figure.key(made, axes, len(VERDICTS))
+
+
+def accuracies_by_bytes(studies: Studies) -> bytes | None:
+    """A panel for each study, a point for each method; up is better. None without a study whose bytes are known."""
+    found = gaps.with_bytes(studies)
+    if not found:
+        return None
+    columns = min(len(found), COLUMNS)
+    rows = -(-len(found) // COLUMNS)
+    with figure.styled():
+        made = figure.blank(2.9 * columns + 0.4, 3.0 * rows)
+        grid = made.subplots(rows, columns, sharex=True, squeeze=False)
+        for axes in grid.flat[len(found) :]:
+            axes.remove()
+        names = [_by_bytes(axes, panel, sent) for axes, (panel, sent) in zip(grid.flat, found, strict=False)]
+        _verdict_key(made, grid[0, 0])
+        setting = (
+            "Difference to the baseline, paired by seed, 95 % intervals, up is better; the band is the stated margin. "
+            "Across: what a rank sends. Arrows: beyond the panel. Names where there is room; all of them in docs/accuracy.md."
+        )
+        figure.head(made, gaps.point_of_bytes(found), setting)
+        made.draw_without_rendering()
+        for some in names:
+            _thin_out(some)
+        return figure.png(made, [[panel, sent] for panel, sent in found])
+
+
+def _by_bytes(axes: Axes, panel: Panel, sent: Sequence[Sent]) -> list[Text]:
+    axes.axhspan(-panel.margin, panel.margin, color=VERDICTS[PARITY], alpha=0.12, linewidth=0)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    names = []
+    for s in sent:
+        gap, tint = s.row.gap, VERDICTS[s.row.verdict]
+        y = max(-panel.limit, min(panel.limit, gap.value))
+        if abs(gap.value) > panel.limit:
+            axes.plot(s.each, y, "v" if (y < 0) == panel.higher_is_better else "^", color=tint, markersize=5)
+        else:
+            figure.interval(axes, s.each, y, gap, tint, dot=4.5, upright=True)
+        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (4, 3), "fontsize": 6.5, "color": "#333333"}
+        names.append(axes.annotate(s.row.label.replace(OURS, ""), (s.each, y), annotation_clip=True, **place))
+    axes.set_ylim(*_upwards(panel, 1.15))
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes per parameter and step")
+    axes.xaxis.set_tick_params(labelbottom=True)
+    axes.set_ylabel(panel.axis)
+    axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 40), loc="left", fontsize=8)
+    axes.grid(visible=True)
+    return list(names)
+
+
+def _thin_out(names: Sequence[Text]) -> None:
+    """Hides what lies upon a name before it, or beyond its panel."""
+    kept: list[Any] = []
+    for text in names:
+        box = text.get_window_extent()
+        assert text.axes is not None
+        inside = box.x1 < text.axes.bbox.x1 and box.y1 < text.axes.bbox.y1 and box.y0 > text.axes.bbox.y0
+        if inside and not any(box.overlaps(other) for other in kept):
+            kept.append(box)
+        else:
+            text.set_visible(False)
+
+
+def time_to_loss(race: Race) -> bytes:
+    """A panel for each GPU and link, a row for each method."""
+    rows = race.methods[::-1]
+    places = [(gpu, gbps) for gbps in GBPS for gpu in GPUS]
+    aside: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": "#777777"}
+    with figure.styled():
+        made = figure.blank(11, 1.4 + 0.24 * len(rows))
+        grid = made.subplots(1, len(places), sharey=True)
+        for axes, place in zip(grid, places, strict=True):
+            for y, m in enumerate(rows):
+                seconds = m.seconds(place)
+                tint = figure.COMPRESSED if "fp32" not in m.label else figure.WIRES["fp32"]
+                if seconds is None:
+                    axes.text(0.03, y, "not reached", transform=axes.get_yaxis_transform(), **aside)
+                else:
+                    axes.plot(seconds, y, "o", color=tint, markersize=5)
+            axes.set_xlim(left=0)
+            axes.set_title(f"{place[0].upper()}, {place[1]:g} Gbit/s", loc="left")
+            axes.set_xlabel("steps x predicted step, s")
+            axes.grid(visible=True)
+        grid[0].set_yticks(range(len(rows)), [m.label.removesuffix(OURS) for m in rows])
+        grid[0].set_ylim(-0.7, len(rows) - 0.3)
+        figure.head(made, race.point(), race.setting())
+        return figure.png(made, [[race]])

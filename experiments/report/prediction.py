@@ -63,10 +63,14 @@ def quantiles(errors: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], sizes[-1]
 
 
-def line(name: str, cells: pd.DataFrame) -> list[str]:
-    """A row of the summary; columns: HEAD."""
-    sizes = (f"{size:.1%}" for size in quantiles(list(cells.error)))
-    return [name, str(len(cells)), *sizes, percent(float(cells.inside.mean()))]
+def line(name: str, errors: Sequence[float], *more: str) -> list[str]:
+    """A row of a summary of predictions: how many, `quantiles`, and what more is known of them."""
+    return [name, str(len(errors)), *(f"{size:.1%}" for size in quantiles(errors)), *more]
+
+
+def of_cells(name: str, cells: pd.DataFrame) -> list[str]:
+    """`line` of replayed cells; columns: HEAD."""
+    return line(name, list(cells.error), percent(float(cells.inside.mean())))
 
 
 def table(cells: pd.DataFrame) -> Table:
@@ -80,4 +84,4 @@ def table(cells: pd.DataFrame) -> Table:
         "of those, steady ones": sending[sending.steady],
         "loopback": loopback,
     }
-    return Table.text(HEAD, [line(name, part) for name, part in parts.items() if len(part)])
+    return Table.text(HEAD, [of_cells(name, part) for name, part in parts.items() if len(part)])

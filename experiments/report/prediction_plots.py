@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import NullLocator
 
 from birder.predict import METHODS, Prediction
 from experiments.records.record import write_file
@@ -63,7 +62,7 @@ def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
             if over == "nodes":
                 axes.set_xlabel("nodes")
             axes.set_yscale("log")
-            plain(axes.yaxis)
+            figure.plain(axes.yaxis)
             axes.grid(visible=True)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         grid[0].set_ylabel("predicted step, ms")
@@ -107,10 +106,3 @@ def rate_axis(axes: Axes, gbps: Sequence[float]) -> None:
     axes.set_xticks(gbps, [f"{g:g}" for g in gbps])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("link of a node, Gbit/s")
-
-
-def plain(axis: Axis) -> None:
-    """1, 2, 5, 10, 20, ... on a logarithmic axis."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(NullFormatter())

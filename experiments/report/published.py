@@ -69,3 +69,8 @@ def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
             said = Note(f"Published: {e['title']} ({e['source']}; {e['status']}).")
             found.append(Table.text(e["columns"], rows, notes=(said,)).markdown())
     return found
+
+
+def sections(exp: str, kind: str) -> list[str]:
+    """All that stands above the tables of `exp`, as Markdown."""
+    return [f"{sentence}\n" for sentence in beside(exp, kind)] + tables_beside(exp, kind)

@@ -13,14 +13,12 @@ from rich.console import Console
 
 from experiments.cells.page import Section
 from experiments.cells.suite import Suite
-from experiments.records.record import write_file
-from experiments.report import replay_words
+from experiments.report import replay_words, templates
 from experiments.report.replay_plots import plot
 from experiments.report.replay_sections import SECTIONS, Block
 from experiments.report.replayed import Results, load
 from experiments.report.sentences import hardware
 from experiments.report.table import Note, Table, terminal
-from experiments.report.tables import same
 
 
 def mark(suite: Suite) -> str:
@@ -41,31 +39,20 @@ def render(suite: Suite, results_dir: str | Path) -> dict[Path, bytes]:
     return {page: markdown(results).encode(), **drawn}
 
 
-def write(suite: Suite, results_dir: str | Path) -> list[Path]:
-    """Brings page and picture up to date with the records; returns their paths. Raises UserError."""
-    made = render(suite, results_dir)
-    for path, content in made.items():
-        if not same(path, content, mark(suite)):
-            write_file(path, content, "table" if path.suffix == ".md" else "plot")
-    return list(made)
-
-
 def markdown(results: Results) -> str:
     """The page."""
     suite, report = results.suite, results.suite.report
-    lines = [f"<!-- {mark(suite)} from the records; do not edit. -->", f"# {report.title}", ""]
-    if results.records:
-        about = report.about.format(hardware=hardware(next(iter(results.records.values()))))
-        lines += [f"**{replay_words.honesty(results)}.**{about}", ""]
-        lines += [
-            line
-            for said, cautious in replay_words.rounds(results)
-            for line in (f"**{said}**" if cautious else said, "")
-        ]
-    for section in report.sections:
-        for block in _blocks(results, section):
-            lines += [block.markdown()] if isinstance(block, Table) else [block, ""]
-    return "\n".join(lines).rstrip() + "\n"
+    first = next(iter(results.records.values()), None)
+    blocks = [block for section in report.sections for block in _blocks(results, section)]
+    return templates.page(
+        "suite",
+        mark=mark(suite),
+        title=report.title,
+        honesty=first and replay_words.honesty(results),
+        about=first and report.about.format(hardware=hardware(first)),
+        rounds=replay_words.rounds(results),
+        blocks=[block.markdown() if isinstance(block, Table) else f"{block}\n" for block in blocks],
+    )
 
 
 def show(

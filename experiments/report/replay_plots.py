@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from experiments.cells.suite import Place
 from experiments.report import figure
@@ -40,18 +39,17 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
         for axes, (rate, link) in zip(row, columns, strict=True):
             places = suite.across((model, rate, link))
             for name, method in suite.rows.items() if (model, rate, link) in results.settings() else ():
-                points = [(n, p, results.speedup(p, name)) for n, p in zip(gpus, places, strict=True)]
-                known = [(x, y) for x, _, y in points if y is not None]
-                if known and name != "fp32":  # fp32 is the line at 1
-                    look = {"marker": "o", "markersize": 3.5, "color": method.colour, "label": method.label}
-                    axes.plot(*zip(*known, strict=True), **look)
-                    drawn.append([model, rate, link, name, known])
-                ratios = [(x, y, results.ratio(p, name)) for x, p, y in points if y is not None and name != "fp32"]
-                for x, y, ratio in ratios:
-                    if ratio is not None:
-                        whiskers = [[max(0.0, y - ratio.low)], [max(0.0, ratio.high - y)]]
-                        axes.errorbar(x, y, yerr=whiskers, fmt="none", ecolor=method.colour, elinewidth=0.8, capsize=2)
-                        drawn.append([x, ratio.low, ratio.high])
+                found = [(n, results.compared(p, name)) for n, p in zip(gpus, places, strict=True)]
+                known = [(n, at.value) for n, at in found if at is not None]
+                if not known or name == "fp32":  # fp32 is the line at 1
+                    continue
+                look = {"marker": "o", "markersize": 3.5, "color": method.colour, "label": method.label}
+                axes.plot(*zip(*known, strict=True), **look)
+                drawn.append([model, rate, link, name, known])
+                for n, at in found:
+                    if at is not None and at.interval is not None:
+                        figure.interval(axes, n, at.value, at.interval, method.colour, upright=True)
+                        drawn.append([n, *at.ends.values()])
             axes.axhline(1, color="#4477aa", linewidth=0.8)
             if factor:
                 axes.axhline(factor, linestyle=":", color="black", linewidth=1, label="the paper's best")
@@ -77,7 +75,7 @@ def _name(results: Results, model: str) -> str:
 def _gains(results: Results) -> str:
     """By how much the suite's own method wins, from the setting in which it wins least to that in which it wins most."""
     suite = results.suite
-    found = [best for s in results.settings() if (best := results.best(s, suite.report.ours)) is not None]
+    found = [best[0] for s in results.settings() if (best := results.best(s, suite.report.ours)) is not None]
     label = suite.methods[suite.report.ours].label
     if not found:
         return f"{label}: nothing measured"
@@ -101,24 +99,17 @@ def _dots(results: Results) -> tuple[Figure, list[Any]]:
         for axes, (rate, link) in zip(row, links, strict=True):
             for count in nodes:
                 place = Place(model, rate, count, link)
-                found = [(i, y) for i, name in enumerate(names) if (y := results.speedup(place, name)) is not None]
+                every = [(i, results.compared(place, name)) for i, name in enumerate(names)]
+                found = [(i, at) for i, at in every if at is not None]
                 if found:
-                    text = f"{count} nodes"
-                    axes.plot(
-                        [y for _, y in found], [i for i, _ in found], "o", color=shades[count], markersize=5, label=text
-                    )
-                for i, y in found:
-                    ratio = results.ratio(place, names[i])
-                    if ratio is not None:
-                        reach = [[max(0.0, y - ratio.low)], [max(0.0, ratio.high - y)]]
-                        axes.errorbar(y, i, xerr=reach, fmt="none", ecolor=shades[count], elinewidth=1, capsize=2)
-                    ends = [] if ratio is None else [ratio.low, ratio.high]
-                    drawn.append([model, link, count, names[i], y, *ends])
+                    look = {"color": shades[count], "markersize": 5, "label": f"{count} nodes"}
+                    axes.plot([at.value for _, at in found], [i for i, _ in found], "o", **look)
+                for i, at in found:
+                    figure.interval(axes, at.value, i, at.interval, shades[count])
+                    drawn.append([model, link, count, names[i], at.value, *at.ends.values()])
             axes.axvline(1, color="#888888", linewidth=0.8)
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            figure.plain(axes.xaxis)
             axes.set_yticks(range(len(names)), [suite.methods[name].label for name in names])
             axes.grid(visible=True)
             axes.set_title(f"{_name(results, model)}, {suite.links[link].title}", loc="left")
@@ -135,11 +126,11 @@ def _winners(results: Results) -> str:
     said = []
     for link in dict.fromkeys(p.link for p in results.places()):
         gains = [
-            gain
+            gain.value
             for p in results.places()
             if (p.link, p.nodes) == (link, most)
             for _, name in results.fastest(p)[:1]
-            if (gain := results.speedup(p, name)) is not None
+            if (gain := results.compared(p, name)) is not None
         ]
         if gains:
             low, high = times(min(gains)), times(max(gains))

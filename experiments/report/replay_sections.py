@@ -29,8 +29,8 @@ def _summary(results: Results, section: Section) -> Iterator[Block]:
         place = Place(*setting[:2], suite.nodes[-1], setting[2])
         row = [_setting(suite, place), number(results.ms(place, "fp32")), number(results.ms(place, ours))]
         for base in ("fp32", "bf16"):
-            best = results.best_place(setting, ours, base)
-            row += [results.versus(place, ours, base), DASH if best is None else results.versus(best, ours, base)]
+            best = results.best(setting, ours, base)
+            row += [results.versus(place, ours, base), DASH if best is None else results.versus(best[1], ours, base)]
         factor = replay_verdicts.headline(results, place.model)[1]
         rows.append([*row, results.versus(place, "none"), times(factor)])
     name = suite.methods[ours].label.partition(",")[0]

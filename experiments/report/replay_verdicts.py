@@ -9,9 +9,7 @@ from experiments.report import captions, published
 from experiments.report.formats import between, percent
 from experiments.report.metrics import FASTER, OPEN, SLOWER
 from experiments.report.replayed import Results
-
-NEAR = 0.15
-"""An assumption reproduces a published factor when its best speedup is this close to it."""
+from experiments.report.sentences import say
 
 
 def headline(results: Results, model: str) -> tuple[str, float | None]:
@@ -28,33 +26,27 @@ def reproduced(results: Results) -> list[str]:
     suite, said = results.suite, []
     for architecture, model in {suite.architecture(m): m for m in results.models}.items():
         quoted, factor = headline(results, model)
-        found: list[tuple[float, str, str]] = []
+        found: list[captions.Found] = []
         for setting in results.settings():
             for base in ("fp32", "bf16"):
-                place = results.best_place(setting, suite.report.ours, base)
-                if place is not None and suite.architecture(setting[0]) == architecture:
+                best = results.best(setting, suite.report.ours, base)
+                if best is not None and suite.architecture(setting[0]) == architecture:
                     rate, link = suite.rates.get(setting[1] or ""), suite.links[setting[2]].gbit
                     where = f"{suite.models[setting[0]].short}, {rate}, {link:g} Gbit/s, against {base}"
-                    best = results.speedup(place, suite.report.ours, base) or 0.0
-                    found.append((best, where, results.versus(place, suite.report.ours, base)))
+                    found.append((best[0], where, results.versus(best[1], suite.report.ours, base)))
         if factor is not None and found:
             said.append(_reproduced(quoted, factor, found))
     return said
 
 
-def _reproduced(quoted: str, factor: float, found: list[tuple[float, str, str]]) -> str:
+def _reproduced(quoted: str, factor: float, found: list[captions.Found]) -> str:
     # How far off in either direction: half of a factor is as far from it as twice.
     ordered = sorted(found, key=lambda f: (max(f[0] / factor, factor / f[0]), f[1]))
-    near = [f for f in ordered if abs(f[0] / factor - 1) <= NEAR]
-    text = f"Published: {quoted}. Here, best over the numbers of nodes: reproduced within {percent(NEAR)} by "
-    text += _list(near) if near else f"no assumption; nearest is {_list(ordered[:1])}"
-    rest = sorted((f for f in ordered if f not in near), key=lambda f: f[0])
-    below, above = [f for f in rest if f[0] < factor], [f for f in rest if f[0] > factor]
-    return text + "." + "".join(f" {word}: {_list(some)}." for word, some in (("Less", below), ("More", above)) if some)
-
-
-def _list(found: list[tuple[float, str, str]]) -> str:
-    return "; ".join(f"{where} ({text})" for _, where, text in found)
+    close, below, above = captions.by_factor(factor, found)
+    near = [f for f in ordered if f in close]
+    shown = {"near": near, "nearest": ordered[:1], "below": below, "above": above}
+    listed = {name: "; ".join(f"{where} ({text})" for _, where, text in some) for name, some in shown.items()}
+    return say("factor", quoted=quoted, within=percent(captions.NEAR), **listed)
 
 
 def fastest(results: Results) -> list[str]:

@@ -6,6 +6,7 @@ from experiments.report import captions
 from experiments.report.formats import number
 from experiments.report.metrics import LEAST_ROUNDS
 from experiments.report.replayed import Results
+from experiments.report.sentences import say
 from experiments.training import machine
 
 
@@ -51,16 +52,13 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     if not timed:
         return [(alone, False)]
     counts = [len(r.turns["ms"]) for r in timed]
-    told = f"Methods took turns, {_between(counts)} rounds of one step in shuffled order. "
-    if max(counts) >= LEAST_ROUNDS:
-        told += (
-            f"[low, high] is a speedup's 95 % interval, paired by rounds, Student's t;{captions.TIE} marks a tie, one that "
-            "holds 1. Measured at different times there is none."
-        )
-    else:
-        told += f"Fewer than {LEAST_ROUNDS} give no interval."
-    if anew := sum(r.turns["held"] == "one" for r in timed):
-        told += f" Memory did not hold all methods: {anew} of {len(timed)} cells were made anew in every round."
+    told = say(
+        "replay_rounds",
+        counts=_between(counts),
+        fewest=LEAST_ROUNDS if max(counts) < LEAST_ROUNDS else None,
+        anew=sum(r.turns["held"] == "one" for r in timed),
+        cells=len(timed),
+    )
     said = [(told, False)] + [(alone, False)] * (len(timed) < len(compared))
     worlds = {r.turns["world"]: r.turns for r in timed}.values()
     busy = [about for about in worlds if machine.is_busy(about["busy"])]

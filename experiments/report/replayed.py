@@ -11,7 +11,7 @@ import pandas as pd
 from experiments.cells.suite import Cell, Place, Setting, Suite
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import captions, metrics, prediction
-from experiments.report.metrics import Interval, Speedup
+from experiments.report.metrics import Speedup
 from launch.errors import UserError
 
 
@@ -43,29 +43,14 @@ class Results:
         theirs, mine = found
         return metrics.speedup(theirs, mine, (float(theirs.link["dilation"]), float(mine.link["dilation"])))
 
-    def speedup(self, place: Place, method: str, base: str = "fp32") -> float | None:
-        """The value of `compared`."""
-        found = self.compared(place, method, base)
-        return None if found is None else found.value
-
-    def ratio(self, place: Place, method: str, base: str = "fp32") -> Interval | None:
-        """The interval of `compared`; None unless both took turns in the same rounds."""
-        found = self.compared(place, method, base)
-        return None if found is None else found.interval
-
     def versus(self, place: Place, method: str, base: str = "fp32", share: bool = False) -> str:
         """`compared` as text. share: as a percentage."""
         return (captions.share if share else captions.faster)(self.compared(place, method, base), method == base)
 
-    def best_place(self, setting: Setting, method: str, base: str = "fp32") -> Place | None:
-        """Where, over the numbers of nodes above one, the speedup is largest."""
-        found = [(self.speedup(p, method, base), p) for p in self.suite.across(setting) if p.nodes > 1]
-        return max(((s, p) for s, p in found if s is not None), default=(None, None))[1]
-
-    def best(self, setting: Setting, method: str, base: str = "fp32") -> float | None:
-        """The speedup there."""
-        place = self.best_place(setting, method, base)
-        return None if place is None else self.speedup(place, method, base)
+    def best(self, setting: Setting, method: str, base: str = "fp32") -> tuple[float, Place] | None:
+        """The largest speedup over the numbers of nodes above one, and where."""
+        found = [(self.compared(p, method, base), p) for p in self.suite.across(setting) if p.nodes > 1]
+        return max(((s.value, p) for s, p in found if s is not None), default=None)
 
     def places(self) -> list[Place]:
         """Where anything has been sent over a link, in the order of the tables."""

@@ -17,7 +17,7 @@ from experiments.records.labels import is_virtual
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
 from experiments.report.differences import order, variants
-from experiments.report.metrics import Interval, Speedup
+from experiments.report.metrics import Speedup
 
 # Hyper-parameters that do not change what a step costs.
 COSTLESS = (
@@ -98,20 +98,11 @@ class SpeedupTable:
         found = self.compared(row, wire)
         return None if found is None else found.value
 
-    def ratio(self, row: Row, wire: str) -> Interval | None:
-        """The interval of `compared`."""
-        found = self.compared(row, wire)
-        return None if found is None else found.interval
-
     @property
     def skips(self) -> bool:
         """Whether any method of the table has steps in which nothing is sent."""
         found = [row.record.rounds_per_step for row in self.rows if row.record.wire != "none"]
         return any(rounds is not None and rounds < 1 for rounds in found)
-
-    def of_bound(self, row: Row) -> float | None:
-        """Share of the rate without communication that `row` reaches."""
-        return self.speedup(row, "none")
 
     def payload_ratio(self, row: Row) -> float | None:
         """Payload of `row` as a share of the fp32 baseline's."""

@@ -19,6 +19,11 @@ UNEVEN_NOTE = (
     "the share of steps in which anything is sent."
 )
 
+PAPERS_NOTE = (
+    "Payload: bytes that a node sends per step. Rounds: share of the steps in which anything is sent; collectives per step. "
+    "State: of the optimizer, on one rank."
+)
+
 
 def columns(table: SpeedupTable) -> list[Column]:
     """The columns, each with what makes its cells from a `Row`; to add one see experiments/report/table.py."""
@@ -62,7 +67,7 @@ def _split(key: str) -> Column:
 def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
     """The table, its machine and link above it, what it shows below it.
 
-    beside: the published table of the same setting: its speedups have a column of their own.
+    beside: the published table of the same setting: its speedups are a further column.
     """
     r = table.records[0]
     said = sentences.honesty(table.records)
@@ -97,6 +102,31 @@ def closing(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
     rows = tuple((own[0], *value, *own[1:]) for own, value in zip(made.rows, metric.rows, strict=True))
     known = [c.terminal and {*cells} != {DASH} for c, cells in zip(columns, zip(*rows, strict=True), strict=True)]
     return replace(made, columns=tuple(replace(c, terminal=k) for c, k in zip(columns, known, strict=True)), rows=rows)
+
+
+def as_papers(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+    """As papers compare methods: bytes, rounds, state, time and metric of each; beside: as in `as_table`."""
+    shown = as_table(table)
+    columns = [
+        Column("method", "left", value=lambda row: row.label),
+        Column(
+            "payload", value=lambda row: size(row.payload) if row.record.status == "completed" else row.record.status
+        ),
+        measured("vs fp32", lambda row: fraction(table.payload_ratio(row))),
+        measured("rounds", lambda row: number(row.record.rounds_per_step)),
+        measured("collectives", lambda row: number(row.record.collectives_per_step)),
+        measured("state", lambda row: size(row.record.state_bytes_per_rank)),
+        measured("step ms", _milliseconds),
+        measured("speed vs fp32", lambda row: captions.versus(table, row, "fp32")),
+        *([published_column(beside)] if beside else []),
+        metric_column(table),
+    ]
+    footnotes = (Note(PAPERS_NOTE), *shown.footnotes)
+    return Table.of(columns, table.rows, title=shown.title, notes=shown.notes, footnotes=footnotes)
+
+
+def _milliseconds(row: Row) -> str:
+    return ("mean " if row.uneven else "") + number(1000 * row.seconds) if row.seconds is not None else DASH
 
 
 def metric_column(table: SpeedupTable) -> Column:

@@ -10,7 +10,7 @@ whose rows are text already is made with `Table.text(names, rows)`. A sentence a
 it) or `footnotes` (below it); both renderers show it.
 
 Cells and notes are inline Markdown: **bold**, `code`, [text](target). A terminal shows their text, and a table that is wider
-than the terminal gives way in this order: an interval goes to a line of its own in its cell; it is left out; columns are left
+than the terminal gives way in this order: an interval goes to a second line of its cell; it is left out; columns are left
 out, the last one first, and a line names them. No word is broken.
 """
 

@@ -6,37 +6,31 @@ those it wrote before whose records are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.records.record import LOCAL, ResultRecord, place, read_all, write_file
+from experiments.records.record import LOCAL, ResultRecord, place, read_all
 from experiments.report import (
     accuracy,
     accuracy_page,
-    against_bytes,
-    bytes_plot,
     evidence,
     figure,
-    glance,
+    gaps,
     methods_table,
+    outputs,
     plots,
     published,
     speedup,
     speedup_table,
+    templates,
     time_to_loss,
 )
 from experiments.report.formats import DASH
 from experiments.report.table import Table, terminal
 from launch.errors import UserError
-
-NOTES = """\
-Speedup = t_baseline / t_method, medians of the step time on the same machine: of methods in turns where the table says so,
-with intervals, else of runs made one after the other, without; the baselines are the fp32 and the bf16 all-reduce of the
-same table. The run without communication is the bound for any method. Payload is counted where it is sent, NIC traffic is
-read from the interface. {dash} means that no record holds the number. Sizes are decimal (1 MB = 10^6 bytes).
-"""
 
 
 def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, bytes]:
@@ -47,60 +41,68 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
         pages.setdefault(table.records[0].exp, []).append(speedup_table.markdown(table))
         if (png := plots.step_times(table)) is not None:
             files[f"plots/{table.slug}_step_time.png"] = png
-    timed = set(pages)
     scores: dict[str, list[str]] = {}
     for scored in accuracy.build(list(records)):
         png = plots.loss_curves(scored, results_dir)
         if png is not None:
             files[f"plots/{scored.slug}_curve.png"] = png
         section = accuracy.markdown(scored, plot=png is not None)
-        scores.setdefault(scored.cells[0].records[0].exp, []).append(section)
+        scores.setdefault(scored.first.exp, []).append(section)
     studies = accuracy_page.studies(records)
     race = time_to_loss.build(studies, results_dir)
-    drawn = {"accuracy": glance.picture(studies), "accuracy_bytes": bytes_plot.picture(studies)}
-    drawn["time_to_loss"] = None if race is None else time_to_loss.picture(race)
+    drawn = {"accuracy": plots.accuracies(studies), "accuracy_bytes": plots.accuracies_by_bytes(studies)}
+    drawn["time_to_loss"] = None if race is None else plots.time_to_loss(race)
     files |= {f"plots/{name}.png": png for name, png in drawn.items() if png is not None}
-    for exp in sorted(timed | set(scores)):
-        text = [f"<!-- {figure.MARK} from the records; do not edit. -->", f"# {exp}", ""]
-        if exp == methods_table.EXP:
-            for methods in methods_table.build(records):
-                text += ["## All methods", "", methods_table.markdown(methods)]
-                against = against_bytes.build(methods)
-                if against is not None and (png := plots.against_bytes(against)) is not None:
-                    files[methods.plot_name] = png
-        if exp in timed:
-            text += ["## Time and bytes", "", NOTES.format(dash=DASH)]
-            text += [
-                *_paragraphs(published.beside(exp, "speedup")),
-                *published.tables_beside(exp, "speedup"),
-                *pages[exp],
-            ]
-        if exp in scores:
-            text += ["## Accuracy", "", *_paragraphs(published.beside(exp, "accuracy"))]
-            text += [*published.tables_beside(exp, "accuracy"), *scores[exp]]
-        files[f"tables/{exp}.md"] = ("\n".join(text).rstrip() + "\n").encode()
+    for exp in sorted({*pages, *scores}):
+        methods = methods_table.build(records) if exp == methods_table.EXP else []
+        for of_all in methods:
+            against = gaps.against_bytes(of_all)
+            if against is not None and (png := plots.against_bytes(against)) is not None:
+                files[of_all.plot_name] = png
+        files[f"tables/{exp}.md"] = templates.page(
+            "experiment",
+            mark=figure.MARK,
+            exp=exp,
+            dash=DASH,
+            methods=list(map(methods_table.markdown, methods)),
+            published=functools.partial(published.sections, exp),
+            timed=pages.get(exp, []),
+            scored=scores.get(exp, []),
+        ).encode()
     return files
 
 
 def write(results_dir: str | Path, exp: str | None = None) -> list[Path]:
-    """Brings tables and plots up to date with the records, of one experiment or of all. Returns what it wrote."""
-    results = Path(results_dir)
-    files = render(_records(results, exp), results)
-    for name, content in files.items():
-        if not same(results / name, content):  # a picture of the same data has other bytes with another matplotlib
-            write_file(results / name, content, "table" if name.endswith(".md") else "plot")
-    if exp is None:
-        for stale in _stale(results, files):
-            stale.unlink()
-    return [results / name for name in sorted(files)]
+    """Brings tables and plots up to date with the records, of one experiment or of all. Returns what it made."""
+    found = _files(results_dir, exp)
+    written = outputs.write(found)
+    for path in _stale(results_dir, found, exp):
+        path.unlink()
+    return written
 
 
 def check(results_dir: str | Path, exp: str | None = None) -> list[str]:
     """Names of the tables and plots on disk that differ from what the records say: changed, missing or left over."""
+    found = _files(results_dir, exp)
+    wrong = outputs.differing(found) + _stale(results_dir, found, exp)
+    return [path.relative_to(results_dir).as_posix() for path in wrong]
+
+
+def _files(results_dir: str | Path, exp: str | None) -> dict[Path, bytes]:
     results = Path(results_dir)
-    files = render(_records(results, exp), results)
-    wrong = [name for name, content in sorted(files.items()) if not same(results / name, content)]
-    return wrong + ([p.relative_to(results).as_posix() for p in _stale(results, files)] if exp is None else [])
+    if not results.is_dir():
+        raise UserError(f"no results folder at {results}: give --results DIR")
+    records = [r for r in read_all(results) if exp in (None, r.exp)]
+    if exp is not None and not records:
+        raise UserError(f"no record of experiment {exp!r} in {results / 'records'}")
+    return {results / name: content for name, content in render(records, results).items()}
+
+
+def _stale(results_dir: str | Path, found: Collection[Path], exp: str | None) -> list[Path]:
+    """What was made here and whose records are gone; of one experiment it is not known."""
+    results = Path(results_dir)
+    ours = [] if exp else [*(results / "tables").glob("*.md"), *(results / "plots").glob("*.png")]
+    return sorted(p for p in ours if p not in found and figure.MARK.encode() in p.read_bytes())
 
 
 def print_group(
@@ -169,30 +171,3 @@ def plots_of(everything: Sequence[ResultRecord], results: Path, group: str) -> l
         if any(r.group == group for cell in t.cells for r in cell.records)
     ]
     return [results / "plots" / name for name in drawn]
-
-
-def _records(results: Path, exp: str | None) -> list[ResultRecord]:
-    if not results.is_dir():
-        raise UserError(f"no results folder at {results}: give --results DIR")
-    records = [r for r in read_all(results) if exp in (None, r.exp)]
-    if exp is not None and not records:
-        raise UserError(f"no record of experiment {exp!r} in {results / 'records'}")
-    return records
-
-
-def _paragraphs(sentences: Sequence[str]) -> list[str]:
-    return [line for sentence in sentences for line in (sentence, "")]
-
-
-def same(path: Path, content: bytes, mark: str = figure.MARK) -> bool:
-    """Whether a file shows what `content` shows: the same text, a plot of the same data."""
-    if not path.is_file():
-        return False
-    found = path.read_bytes()
-    return figure.digest(found, mark) == figure.digest(content, mark) if path.suffix == ".png" else found == content
-
-
-def _stale(results: Path, files: dict[str, bytes]) -> list[Path]:
-    ours = [*(results / "tables").glob("*.md"), *(results / "plots").glob("*.png")]
-    gone = [p for p in ours if p.relative_to(results).as_posix() not in files]
-    return sorted(p for p in gone if figure.MARK.encode() in p.read_bytes())

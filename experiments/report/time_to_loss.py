@@ -13,8 +13,7 @@ from pathlib import Path
 from birder.predict import Cluster, Link, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
-from experiments.report import curves, glance
-from experiments.report.accuracy import AccuracyTable
+from experiments.report import curves, gaps
 from experiments.report.curves import Curve
 
 EXPS = ("language_model", "zero_one_gpt2")
@@ -69,10 +68,29 @@ class Race:
     total: int
     methods: tuple[Reached, ...]
 
+    def point(self) -> str:
+        """Who is first on the slow link and on the fast one, in one sentence."""
+        said = []
+        for gbps in GBPS:
+            ranked = [(s, m.label) for m in self.methods if (s := m.seconds((GPUS[0], gbps))) is not None]
+            said.append(f"{min(ranked)[1].removesuffix(OURS)} at {gbps:g} Gbit/s")
+        missed = sum(m.steps is None for m in self.methods)
+        rest = f"{missed} of {len(self.methods)} methods do not reach it in {self.total} steps"
+        return f"First to the loss: {' and '.join(said)}; {rest}"
 
-def build(studies: dict[str, list[list[AccuracyTable]]], results_dir: Path) -> Race | None:
+    def setting(self) -> str:
+        """Which steps, and for what they are predicted."""
+        return (
+            f"Steps: {self.title.partition(': ')[2]}; loss {self.loss:.2f}, which {self.baseline} has after "
+            f"{100 * SHARE:g} % of its steps. "
+            "Predicted, not measured on GPUs: the step of GPT-2 124M, 8 sequences of 1,024 tokens a GPU, "
+            f"{NODES} nodes of 8, bf16."
+        )
+
+
+def build(studies: gaps.Studies, results_dir: Path) -> Race | None:
     """Of the first of `EXPS` with a baseline that has a curve; None where there is none."""
-    tables = {t.cells[0].records[0].exp: t for t in glance.chosen(studies)}
+    tables = {t.first.exp: t for t in gaps.chosen(studies)}
     for table in (tables[exp] for exp in EXPS if exp in tables):
         found = curves.read(table, results_dir)
         base = found.baseline
@@ -113,61 +131,3 @@ def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:
             p = predict(timeline, Cluster(NODES, 8, Link(gbps, LATENCY_US)), ["fp32", "none", name], local_steps=every)
             found[gpu, gbps] = dense * p["fp32"].ms + (1 - dense) * p[name].ms
     return found
-
-
-def picture(race: Race) -> bytes:
-    """A PNG: a panel for each GPU and link, a row for each method."""
-    from experiments.report import figure
-
-    rows = race.methods[::-1]
-    with figure.styled():
-        made = figure.blank(11, 1.4 + 0.24 * len(rows))
-        grid = made.subplots(1, len(GPUS) * len(GBPS), sharey=True)
-        places = [(gpu, gbps) for gbps in GBPS for gpu in GPUS]
-        for axes, place in zip(grid, places, strict=True):
-            for y, m in enumerate(rows):
-                seconds = m.seconds(place)
-                if seconds is None:
-                    axes.text(
-                        0.03,
-                        y,
-                        "not reached",
-                        transform=axes.get_yaxis_transform(),
-                        va="center",
-                        fontsize=7.5,
-                        color="#777777",
-                    )
-                else:
-                    axes.plot(
-                        seconds,
-                        y,
-                        "o",
-                        color=figure.COMPRESSED if "fp32" not in m.label else figure.WIRES["fp32"],
-                        markersize=5,
-                    )
-            axes.set_xlim(left=0)
-            axes.set_title(f"{place[0].upper()}, {place[1]:g} Gbit/s", loc="left")
-            axes.set_xlabel("steps x predicted step, s")
-            axes.grid(visible=True)
-        grid[0].set_yticks(range(len(rows)), [m.label.removesuffix(OURS) for m in rows])
-        grid[0].set_ylim(-0.7, len(rows) - 0.3)
-        setting = (
-            f"Steps: {race.title.partition(': ')[2]}; loss {race.loss:.2f}, which {race.baseline} has after "
-            f"{100 * SHARE:g} % of its steps. "
-            "Predicted, not measured on GPUs: the step of GPT-2 124M, 8 sequences of 1,024 tokens a GPU, "
-            f"{NODES} nodes of 8, bf16."
-        )
-        figure.head(made, point(race), setting)
-        return figure.png(made, [[race]])
-
-
-def point(race: Race) -> str:
-    """Who is first on the slow link and on the fast one, in one sentence."""
-    said = []
-    for gbps in GBPS:
-        place = GPUS[0], gbps
-        ranked = [(s, m.label) for m in race.methods if (s := m.seconds(place)) is not None]
-        said.append(f"{min(ranked)[1].removesuffix(OURS)} at {gbps:g} Gbit/s")
-    missed = sum(m.steps is None for m in race.methods)
-    rest = f"{missed} of {len(race.methods)} methods do not reach it in {race.total} steps"
-    return f"First to the loss: {' and '.join(said)}; {rest}"

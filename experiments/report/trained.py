@@ -8,7 +8,7 @@ from experiments.cells import trained
 from experiments.cells.trained import Trained
 from experiments.records.record import ResultRecord
 from experiments.report.formats import number
-from experiments.report.prediction import quantiles
+from experiments.report.prediction import line
 from experiments.report.table import Table
 
 FOLDER = "validation"
@@ -32,11 +32,7 @@ def summary(found: Sequence[Trained]) -> Table:
         parts.setdefault(t.record.exp, []).append(t)
     for t in sorted(found, key=lambda t: t.record.method):
         parts.setdefault(t.record.method, []).append(t)
-    return Table.text(HEAD, [_line(name, part) for name, part in parts.items() if part])
-
-
-def _line(name: str, part: Sequence[Trained]) -> list[str]:
-    return [name, str(len(part)), *(f"{error:.1%}" for error in quantiles([t.error for t in part]))]
+    return Table.text(HEAD, [line(name, [t.error for t in part]) for name, part in parts.items() if part])
 
 
 def sentence(records: Sequence[ResultRecord]) -> str:

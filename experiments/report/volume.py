@@ -5,7 +5,7 @@ Volumes are bits per parameter in one direction; scales and padding are left out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,15 @@ def readings(setting: Setting, kind: str) -> list[tuple[str, Measure]]:
         for name, warmup in setting.onebit_warmups
         for wire in (16, 32)
     ]
+
+
+def measured(setting: Setting, kind: str, lengths: Sequence[int] = LENGTHS) -> list[tuple[float, str]]:
+    """(value, reading and length of the run) by the rule as published, least first."""
+    return sorted(
+        (measure(setting.rounds(steps, False)), f"{words}, {steps:,} steps")
+        for words, measure in readings(setting, kind)
+        for steps in lengths
+    )
 
 
 def passed_at(setting: Setting, measure: Measure, value: float) -> str:

@@ -1,8 +1,7 @@
 """Runs that are made once: the engine of sweep.py, tune.py, all_methods.py and compare.py --paper.
 
-What is recorded is not run again, so that the same command goes on after an interruption; processes that run the same command
-share the runs among themselves. A run whose loss became no number counts as run; one that failed otherwise is tried again the
-next time.
+What is recorded is not run again, so that the same command continues after an interruption. Processes that run the same
+command share the runs. A run whose loss diverged counts as run; one that failed otherwise is tried again the next time.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def asked(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
     Its keys in any order, without those that only say how a run is kept or, but for times, how its sums are ordered; of a key
     given twice the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
-    What is not typed does not count, so that a study goes on when defaults have changed.
+    What is not typed does not count, so that a study continues when defaults have changed.
     """
     clean = (old_keys.override(privacy.clean_text(o, Path.cwd())).lstrip("+").partition("=") for o in overrides)
     last = {key: of_number(value) for key, _, value in clean}
@@ -62,7 +61,7 @@ def of_number(text: str) -> str:
         return text
 
 
-# ---- what became of a run -----------------------------------------------------------------------------------------------
+# ---- how a run ended ----------------------------------------------------------------------------------------------------
 
 
 def diverged(reason: str | None) -> bool:

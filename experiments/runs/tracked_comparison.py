@@ -115,9 +115,8 @@ def numbers(table: SpeedupTable, row: Row) -> list[Cell]:
         "record": r.id,
     }
     for name, wire in BASELINES.items():
-        about[name] = table.speedup(row, wire)
-        if (found := table.ratio(row, wire)) is not None:
-            about[f"{name}_low"], about[f"{name}_high"] = found.low, found.high
+        if (found := table.compared(row, wire)) is not None:
+            about |= {name: found.value, **{f"{name}_{end}": value for end, value in found.ends.items()}}
     return [about.get(column) for column in COLUMNS]
 
 

@@ -1,4 +1,4 @@
-"""Who takes turns: methods, each with a training of its own on the shared model, and the bound that nobody can beat."""
+"""Who takes turns: methods, which train separately on a shared model, and the bound that nobody can beat."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Links:
         self.known = {**self.agree(check), "dilation": dilation}
 
     def follow(self) -> None:
-        """Sets emulated links anew from the bound's last turns: this machine's pace changes, the cluster's does not."""
+        """Sets emulated links again from the bound's last turns: this machine's pace changes, the cluster's does not."""
         if not self.shapes or self.config["cluster"].get("dilation") != "auto":
             return
         pace = statistics.median(self.pace)

@@ -30,7 +30,7 @@ SHARED_KEYS = (
 
 
 def why_runs(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
-    """Why these variants are run one after the other, each in a world of its own; None where they take turns.
+    """Why these variants are run one after the other, each in another world; None where they take turns.
 
     With timing.mode=auto those take turns that are only timed: synthetic data at quick scale. Raises UserError where
     timing.mode=interleaved asks for what cannot be.

@@ -1,12 +1,12 @@
 """Methods timed in turns: one world of ranks, one model, one set of data; in every round each method runs a few steps.
 
 Every rank runs `train`. The order of the turns is shuffled in every round, alike on all ranks. Each method trains for itself:
-parameters, buffers, random state and batches are its own, and its steps those of a run of its own. A method whose turn has
+parameters, buffers, random state and batches are its own, and its steps those of a single run. A method whose turn has
 ended leaves the ranks no sooner than the slowest of them: a turn is as long as on the slowest rank.
 
     warm up   each method, past its dense stage; emulated links have no rate yet
     bound     forward and backward alone, nothing sent, nothing updated; the dilation and the links' rate follow from it
-    rounds    each method, the bound among them; before each the links are set anew from the bound's last turns. Beside some
+    rounds    each method, the bound among them; before each the links are set again from the bound's last turns. Next to some
               of them dense methods on open links, and their exchange alone (experiments/timing/opened.py)
     check     the bound again; if the links did not keep up with this machine's pace the rounds are repeated, once
 
@@ -43,7 +43,7 @@ from launch.errors import UserError
 from launch.spec import RunSpec
 
 CHECK_TURNS = 3
-"""Turns of the bound after the rounds, which have had one each; before them too, where methods are made anew."""
+"""Turns of the bound after the rounds, which have had one each; before them too, where each turn makes its method again."""
 MEMORY = 0.8
 """Share of the memory available that the methods may take together."""
 
@@ -235,7 +235,7 @@ class _World:
                 if extra:
                     self._open_turn(entry)
                 self.links.set()
-            # Made anew, a method plans anew too.
+            # A method that was made again has planned again.
             steps = entry.lengths(self.rounds, self.steps)[number] if timed else 1
             self._turn(entry, steps, timed)
             if not self.held:

@@ -21,7 +21,7 @@ class About:
     job:    "train" for a run, "comparison" for the table of several, "tuning" for the choice of learning rates.
     config: the resolved configuration.
     folder: the tracker's files are written below it, and nowhere else.
-    start:  the step that a resumed run goes on from; 0 for a new one.
+    start:  the step after which a resumed run continues; 0 for a new one.
     """
 
     id: str

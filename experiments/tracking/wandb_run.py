@@ -142,7 +142,7 @@ class WandbRun(TrackedRun):
             self._restore()
 
     def _restore(self) -> None:
-        """Takes back what was set for this run: the next one, also of a child process, has a folder of its own."""
+        """Takes back what was set for this run: the next one, also of a child process, has another folder."""
         for variable in self._environment:
             os.environ.pop(variable, None)
         if (wandb := sys.modules.get("wandb")) is not None:

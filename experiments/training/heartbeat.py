@@ -1,6 +1,6 @@
 """Heartbeats between ranks: a collective that fails, or waits, does not say on whose account.
 
-Every rank answers on a socket of its own, from a thread, so also while it computes, prepares data or waits. Each rank asks
+Every rank answers on a socket, from a thread, so also while it computes, prepares data or waits. Each rank asks
 the next one every few seconds; one that has been quiet for `cluster.heartbeat_timeout_s` ends the run. A rank that fails for
 want of others asks all of them once. What it finds goes into its error file, where the launcher reads whom most ranks miss.
 Imports no torch.

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run goes on from one."""
+"""What a checkpoint of a run holds, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Checkpoints:
             raise UserError(f"cannot resume from {found.folder}: it is no checkpoint of this run ({what})") from e
 
     def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
-        """What this rank goes on with. Of another number of ranks: random states and text under way begin anew."""
+        """What this rank resumes with. Of another number of ranks: random states and text under way start fresh."""
         world = dist.get_world_size()
         if found.world_size == world:
             return found.local

@@ -24,7 +24,7 @@ class Tracker:
     """Progress, curve and tracker of one run. On ranks other than 0 (`is_main` false) every method does nothing.
 
     total:  optimizer steps of the whole run.
-    start:  the step that a resumed run goes on from, 0 for a new one; make the tracker after loading the checkpoint.
+    start:  the step after which a resumed run continues, 0 for a new one; make the tracker after loading the checkpoint.
     sample: what a sample is called in rates; metric: what the metric is called.
 
     Raises UserError when the curve cannot be written, or `tracker` or `wandb.mode` is unknown. A tracker itself never raises.

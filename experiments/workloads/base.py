@@ -81,7 +81,7 @@ class Workload(ABC):
     ) -> Iterator[Batch]:
         """This rank's batches of one epoch, as tensors on `shard.device`, each of `batch_per_rank` samples.
 
-        A pure function of its arguments: order and augmentation come from a generator of its own, seeded with (seed,
+        A pure function of its arguments: order and augmentation come from a separate generator, seeded with (seed,
         epoch, rank), never from torch's global one. `start` skips that many batches and then yields exactly what an
         uninterrupted iteration would have yielded (resume). Every rank yields the same number of batches.
         """

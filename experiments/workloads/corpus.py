@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.workloads.base import Shard, all_sum
+from experiments.workloads.base import Shard, all_sum, at_least
 from experiments.workloads.files import from_hub, read_text, text_files
 from experiments.workloads.squad_data import read_json, synthetic_questions
 from launch.errors import UserError
@@ -25,6 +25,15 @@ def corpus_name(data_path: str | None, dataset: str, config: str | None) -> str:
     if data_path is not None:
         return f"text of {Path(data_path).name}"
     return "synthetic sentences" if dataset == "synthetic" else f"{dataset} {config or ''}".strip()
+
+
+def check_stream(seq_len: int, valid_fraction: float, documents: int | None) -> None:
+    """Raises UserError for a length of sequences, a part to evaluate on or a number of documents that cannot be."""
+    if seq_len < 8:
+        raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
+    if not 0 < valid_fraction < 1:
+        raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
+    at_least(1, documents=documents)
 
 
 def read_lines(

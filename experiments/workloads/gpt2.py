@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from experiments.workloads import bert
 from experiments.workloads.base import Batch, Shard, at_least, one_of
-from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
+from experiments.workloads.corpus import check_stream, corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from launch.errors import UserError
 from launch.words import shortened
@@ -68,16 +68,12 @@ class GPT2(bert.Text):
         if init not in ("pretrained", "random"):
             raise UserError(f"workload.init={shortened(init)} is unknown: pretrained or random")
         one_of(PRESETS, preset=preset)
-        if seq_len < 8:
-            raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
+        check_stream(seq_len, valid_fraction, documents)
         if model is None and seq_len > PRESETS[preset]["n_positions"]:
             raise UserError(
                 f"workload.seq_len={seq_len}: preset {preset} has {PRESETS[preset]['n_positions']} positions"
             )
-        if not 0 < valid_fraction < 1:
-            raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
         at_least(0, held_out=held_out)
-        at_least(1, documents=documents)
         if vocab_size < 300:
             raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 300, the bytes alone are 256")
         self.model, self.init, self.preset = model, init, preset

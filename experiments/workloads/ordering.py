@@ -62,7 +62,7 @@ def batch_indices(
 
 
 class Shuffled(Workload):
-    """A workload whose training samples are numbered, and shuffled anew in every epoch."""
+    """A workload whose training samples are numbered, and shuffled in every epoch."""
 
     @property
     @abstractmethod

@@ -27,7 +27,7 @@ class Swin(ResNet50):
     """torchvision's Swin Transformer with the augmentation of its paper; data and further arguments as in `ResNet50`.
 
     Training images: random crop and flip, RandAugment of two operations, random erasing of one image in four; each batch
-    mixed by MixUp or CutMix, drawn anew.
+    mixed by MixUp or CutMix, drawn again in every epoch.
 
     preset:          base (Swin-B) | tiny.
     drop_path:       probability to drop the last block for a sample (stochastic depth); earlier ones less.

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard, at_least
-from experiments.workloads.corpus import corpus_name, hold_out, perplexity, read_lines, token_stream
+from experiments.workloads.base import Batch, Shard, one_of
+from experiments.workloads.corpus import check_stream, corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from experiments.workloads.ordering import generator
 from launch.errors import UserError
-from launch.words import shortened
 
 IGNORED = -100  # label of a token that is not predicted
 
@@ -21,14 +20,14 @@ class Wikipedia(bert.Text):
     """The text as one stream of word pieces, cut into sequences of `seq_len` with [CLS] and [SEP]; one sample is one.
 
     In each sequence `mask_prob` of the tokens are predicted: 80 % of them appear as [MASK], 10 % as a random token,
-    10 % unchanged, drawn anew in every epoch. No next-sentence prediction.
+    10 % unchanged, drawn again in every epoch. No next-sentence prediction.
 
     model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
     preset:         base | large | xl | small | tiny, the shape where `model` is None.
     attention:      sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     weights:        directory of a run, or of one of its checkpoints, whose parameters the model begins with: a phase that
-                    goes on from another with longer sequences, say. Where ranks kept models of their own their mean is taken.
+                    continues another with longer sequences, say. Where ranks kept different models their mean is taken.
     metric:         perplexity | loss: which of the two tables show.
     data_path:      a text file or a folder of .txt files.
     dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
@@ -62,15 +61,10 @@ class Wikipedia(bert.Text):
         metric: str = "perplexity",
         attention: str | None = None,
     ) -> None:
-        if metric not in ("perplexity", "loss"):
-            raise UserError(f"workload.metric={shortened(metric)} is unknown: perplexity or loss")
-        if seq_len < 8:
-            raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
+        one_of(("perplexity", "loss"), metric=metric)
+        check_stream(seq_len, valid_fraction, documents)
         if not 0 < mask_prob < 1:
             raise UserError(f"workload.mask_prob={mask_prob} must be between 0 and 1")
-        if not 0 < valid_fraction < 1:
-            raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
-        at_least(1, documents=documents)
         if vocab_size < 100:
             raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 100")
         self.model, self.init, self.preset = model, init, preset

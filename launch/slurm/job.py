@@ -107,7 +107,7 @@ def environment() -> dict[str, str]:
 
 def submit(command: Sequence[str]) -> str:
     """Submits a job; its id. Raises UserError when SLURM refuses it. An interrupt leaves no job behind."""
-    # In a session of its own: Ctrl-C must not end it between the job's making and the word of its id.
+    # In a new session: Ctrl-C must not end it between the job's making and the word of its id.
     sbatch = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -280,7 +280,7 @@ def _submission(spec: RunSpec) -> list[str]:
 def directive(key: str, value: Any) -> str:
     """An option of sbatch as a line of its script. Raises UserError for a value that is more than one line of text.
 
-    sbatch reads these lines by rules of its own: a backslash escapes also within quotes of either kind, an unquoted #
+    sbatch reads these lines by other rules than a shell: a backslash escapes also within quotes of either kind, an unquoted #
     begins a comment.
     """
     if value is None or value is True:

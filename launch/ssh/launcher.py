@@ -239,7 +239,7 @@ class SshLauncher(Launcher):
             raise UserError(f"{number} of {self.nodes} hosts cannot take part: nothing was started")
 
     def _gather(self, spec: RunSpec, completed: bool) -> dict[int, str]:
-        """Brings what the run has left on hosts with folders of their own here. Returns why, for each that fails."""
+        """Brings here what the run has left on hosts that do not share this folder. Returns why, for each that fails."""
         results = Path(spec.config["results_dir"])
         arguments = ["gather", spec.run_dir, str(results), spec.id]
         command = self._in_directory(self.python, "-m", "launch.ssh.remote", *arguments)

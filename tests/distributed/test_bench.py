@@ -24,7 +24,7 @@ from experiments.cells import engine, selection, suite, timelines
 from experiments.cells.suite import Cell
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import replay_page, replay_verdicts, replayed, tables
+from experiments.report import outputs, replay_page, replay_verdicts, replayed, tables
 from launch.emulated import sandbox
 from tests.distributed.test_hooks import powersgd_bytes
 from tests.helpers.ranks import fresh_world, run_ranks
@@ -176,7 +176,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     record.write(
         entry(Cell("resnet50", None, 1, "x", "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}), tmp_path
     )
-    for path in replay_page.write(BENCH, tmp_path):
+    for path in outputs.write(replay_page.render(BENCH, tmp_path)):
         assert path.is_file()
     page = replay_page.paths(BENCH, tmp_path)[0].read_text()
     assert "Replayed, not measured on GPUs" in page
@@ -189,7 +189,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     assert "No GPU was at hand" in page
     assert "bert_base" not in page
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    replay_page.write(BENCH, tmp_path)
+    outputs.write(replay_page.render(BENCH, tmp_path))
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     # Other tables leave these records and this page alone.
     assert tables.check(tmp_path) == []

@@ -63,7 +63,7 @@ def typed(name: str, source: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made() -> dict[Path, str]:
-    return documents.render()
+    return {path: content.decode() for path, content in documents.render().items()}
 
 
 def test_every_document_is_that_of_the_records(made: dict[Path, str]) -> None:

@@ -30,6 +30,12 @@ def test_the_files_at_the_top_are_the_entry_points_that_the_architecture_lists()
     assert [sorted(re.findall(r"\w+", names)) for names in listed.groups()] == [COMMANDS, STUDIES]
 
 
+def test_every_study_makes_something_that_is_published() -> None:
+    """results/README.md says what, with the command."""
+    listed = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in STUDIES if f"`python studies/{name}.py" not in listed] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "name"), [*(("experiments", name) for name in COMMANDS), *(("studies", name) for name in STUDIES)]

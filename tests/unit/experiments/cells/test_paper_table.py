@@ -17,7 +17,7 @@ from experiments.cells.suite import Cell, Model, Place, Suite
 from experiments.cells.traffic import nic_bytes
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import replay_check, replay_page, replay_verdicts, replayed, tables
+from experiments.report import outputs, replay_check, replay_page, replay_verdicts, replayed, tables
 from launch.emulated import launcher as emulated
 from launch.emulated import sandbox
 from tests.helpers.records import blank
@@ -106,15 +106,15 @@ def test_times_are_divided_by_their_own_dilation_and_speedups_by_each_other() ->
     results = collect(grid())
     assert results.ms(AT, "fp32") == pytest.approx(100.0)
     assert results.ms(AT, "none") == pytest.approx(35.0)
-    assert results.speedup(AT, "birder_hierarchical") == pytest.approx(2.5)
-    assert results.speedup(AT, "birder_hierarchical", "bf16") == pytest.approx(1.5)
+    assert results.compared(AT, "birder_hierarchical").value == pytest.approx(2.5)
+    assert results.compared(AT, "birder_hierarchical", "bf16").value == pytest.approx(1.5)
     assert results.ms(AT._replace(nodes=4), "fp32") is None
     assert results.settings() == [("resnet50_b32", "tf32", "9.4")]
 
 
 def test_the_page_says_what_it_is_and_guesses_nothing(tmp_path: Path) -> None:
     save(tmp_path, [*grid(), entry(Cell("resnet50_b32", "tf32", 2, "9.4", "fp32_serial"), 100.0)])
-    for path in replay_page.write(PAPER, tmp_path):
+    for path in outputs.write(replay_page.render(PAPER, tmp_path)):
         assert path.is_file()
     page = replay_page.paths(PAPER, tmp_path)[0].read_text()
     first = page[: page.index("## In short")]
@@ -131,13 +131,13 @@ def test_the_page_says_what_it_is_and_guesses_nothing(tmp_path: Path) -> None:
     for link in re.findall(r"\.\./records/([^)]+)\.json", page):
         assert (tmp_path / "records" / f"{link}.json").is_file()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    replay_page.write(PAPER, tmp_path)
+    outputs.write(replay_page.render(PAPER, tmp_path))
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
 def test_other_tables_leave_these_records_and_this_page_alone(tmp_path: Path) -> None:
     save(tmp_path, grid())
-    replay_page.write(PAPER, tmp_path)
+    outputs.write(replay_page.render(PAPER, tmp_path))
     assert tables.check(tmp_path) == []
     assert tables.write(tmp_path) == []
     assert replay_page.paths(PAPER, tmp_path)[0].is_file()

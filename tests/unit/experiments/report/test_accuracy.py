@@ -10,7 +10,7 @@ import pytest
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, accuracy_page, bytes_plot, glance, time_to_loss
+from experiments.report import accuracy, accuracy_page, gaps, plots, time_to_loss
 from tests.helpers.records import score
 
 
@@ -283,24 +283,24 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     ]
     made += [on_virtual_workers(8, "Birder", 95.0 + s, s, 0.1) for s in range(3)]
     made += [on_virtual_workers(8, "1-bit Adam", 90.1 + 1.1 * s, s, 0.1) for s in range(3)]
-    found = glance.panels(accuracy_page.studies(made))
+    found = gaps.panels(accuracy_page.studies(made))
     (panel,) = found
     assert panel.title == "digits, 12 steps, 8 workers"
     assert panel.baseline == "SGDM fp32"
     assert panel.axis == "top-1 accuracy, points"
     assert {row.label: row.verdict for row in panel.rows} == {"Birder": "better", "1-bit Adam": "parity"}
     assert [round(row.gap.value, 2) for row in panel.rows] == [0.2, 5.0]
-    assert glance.point(found) == "Birder against the dense baseline, 95 % intervals: better on digits"
+    assert gaps.point(found) == "Birder against the dense baseline, 95 % intervals: better on digits"
     # Of two variants of a method one is drawn, by its name alone.
     other = [on_virtual_workers(8, "Birder", 99.0 + s, s, 0.1) for s in range(3)]
     other = [
         dataclasses.replace(r, id=f"o{r.seed}", config={**r.config, "optimizer": {**r.config["optimizer"], "eps": 1.0}})
         for r in other
     ]
-    (panel,) = glance.panels(accuracy_page.studies([*made, *other]))
+    (panel,) = gaps.panels(accuracy_page.studies([*made, *other]))
     assert [(row.label, round(row.gap.value, 2)) for row in panel.rows] == [("1-bit Adam", 0.2), ("Birder", 9.0)]
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
-    assert glance.picture(accuracy_page.studies(alone)) is None  # one seed has no interval
+    assert plots.accuracies(accuracy_page.studies(alone)) is None  # one seed has no interval
 
 
 def test_accuracy_against_bytes_has_what_a_rank_sends_for_each_parameter() -> None:
@@ -310,15 +310,15 @@ def test_accuracy_against_bytes_has_what_a_rank_sends_for_each_parameter() -> No
         dataclasses.replace(r, bytes_per_step={**r.bytes_per_step, "payload_inter": sent[r.method], "payload_intra": 0})
         for r in made
     ]
-    ((panel, found),) = bytes_plot.build(accuracy_page.studies(made))
+    ((panel, found),) = gaps.with_bytes(accuracy_page.studies(made))
     ranks = made[0].ranks_per_node * made[0].nodes
     assert [(s.row.label, round(s.each, 6)) for s in found] == [
         (m, round(8 * (ranks - 1) / ranks * sent[m] / 7000, 6)) for m in ("Birder", "1-bit Adam")
     ]
     assert panel.baseline == "SGDM fp32"
-    assert bytes_plot.point([(panel, found)]).endswith("accuracy kept 2 times, lost 0 times, not decided 0 times")
-    assert (bytes_plot.picture(accuracy_page.studies(made)) or b"").startswith(b"\x89PNG")
-    assert bytes_plot.build(accuracy_page.studies([r for r in made if r.method != "SGDM fp32"])) == []
+    assert gaps.point_of_bytes([(panel, found)]).endswith("accuracy kept 2 times, lost 0 times, not decided 0 times")
+    assert (plots.accuracies_by_bytes(accuracy_page.studies(made)) or b"").startswith(b"\x89PNG")
+    assert gaps.with_bytes(accuracy_page.studies([r for r in made if r.method != "SGDM fp32"])) == []
 
 
 def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:

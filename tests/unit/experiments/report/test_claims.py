@@ -53,7 +53,7 @@ def test_numbers_of_replayed_rows_are_those_of_the_records(rows: list[Claim]) ->
         for setting in results.settings()
         if setting[0].startswith("resnet50")
     ]
-    found = [b for b in best if b is not None]
+    found = [b[0] for b in best if b is not None]
     (row,) = [r for r in rows if r.kind == "replayed" and "ResNet-50" in r.text]
     assert f"{min(found):.2f}x to {max(found):.2f}x" in row.result
 

@@ -48,7 +48,7 @@ def test_speedups_are_those_of_the_records(records: list[ResultRecord], content:
             mine = rows[row.label]
             assert mine["ms"] == 1000 * (row.seconds or 0)
             assert mine["fp32"]["value"] == table.speedup(row, "fp32")
-            ratio = table.ratio(row, "fp32")
+            ratio = table.compared(row, "fp32").interval
             if ratio is not None and row is not table.baseline("fp32"):
                 assert (mine["fp32"]["low"], mine["fp32"]["high"]) == (ratio.low, ratio.high)
 

@@ -48,7 +48,7 @@ def group(**about: Any) -> list[ResultRecord]:
 def test_speedups_have_intervals_and_ties_are_marked() -> None:
     (table,) = speedup.build(group())
     rows = {row.label: row for row in table.rows}
-    found = table.ratio(rows["Birder"], "fp32")
+    found = table.compared(rows["Birder"], "fp32").interval
     assert found is not None
     assert found.value == pytest.approx(table.speedup(rows["Birder"], "fp32"), rel=1e-3)
     assert found.low < found.value < found.high

@@ -16,11 +16,12 @@ from experiments.config import compose, papers
 from experiments.config.papers import Paper, Part
 from experiments.records import labels, record
 from experiments.records.record import ROOT, ResultRecord
-from experiments.report import comparison
+from experiments.report import speedup_table, tables
 from launch.errors import UserError
 from tests.helpers.records import run
 
 LINKS = ("cluster=emulated", "cluster.link_gbps=0.1", "cluster.dilation=1")
+AS_PAPERS = {"view": speedup_table.as_papers, "kinds": ("speedup", "accuracy")}
 
 
 def digits(paper: Paper) -> Part:
@@ -128,7 +129,7 @@ def test_the_comparison_of_a_group(tmp_path: Path) -> None:
     for r in group():
         record.write(r, tmp_path)
     out = io.StringIO()
-    comparison.show(tmp_path, "g", Console(file=out, width=118))
+    tables.print_group(tmp_path, "g", Console(file=out, width=118), **AS_PAPERS)
     text = out.getvalue()
     lines = {
         line.split("│")[1].strip(): [c.strip() for c in line.split("│")[2:-1]]
@@ -141,13 +142,20 @@ def test_the_comparison_of_a_group(tmp_path: Path) -> None:
     assert "1-bit Adam failed: the loss is nan" in text
     assert max(len(line) for line in text.splitlines() if "│" in line) <= 118
     with pytest.raises(UserError, match="no record of group 'absent'"):
-        comparison.show(tmp_path, "absent")
+        tables.print_group(tmp_path, "absent", **AS_PAPERS)
 
 
 def test_the_comparison_stands_beside_the_papers_numbers(tmp_path: Path) -> None:
     record.write(run("SGDM fp32", 10.0, exp="cser_cifar100"), tmp_path)
     out = io.StringIO()
-    comparison.show(tmp_path, "g", Console(file=out, width=118), verbose=True)
+    tables.print_group(
+        tmp_path,
+        "g",
+        Console(file=out, width=118),
+        verbose=True,
+        view=speedup_table.as_papers,
+        kinds=("speedup", "accuracy"),
+    )
     assert "acceleration, CIFAR-100, nearly: 10x (CSER, NeurIPS 2020, abstract; verified)" in out.getvalue()
     line = next(line for line in out.getvalue().splitlines() if line.startswith("│ SGDM"))
     assert line.rstrip("│ ").endswith("—")  # synthetic data: no accuracy

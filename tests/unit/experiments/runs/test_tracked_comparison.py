@@ -62,11 +62,11 @@ def test_intervals_stand_in_the_numbers(tmp_path: Path) -> None:
 
 def test_a_paper_comparison_records_the_table_that_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    from experiments.report import comparison
+    from experiments.report import speedup_table
 
     with TrackedComparison([compose.compose(overrides(tmp_path, "wandb=offline", "wandb.group=mine"))], "g") as made:
         records("g", tmp_path / "results")
-        printed = comparison.show(tmp_path / "results", "g")
+        printed = tables.print_group(tmp_path / "results", "g", view=speedup_table.as_papers)
         made.record(tmp_path / "results", printed)
     run = wandb_file.read(tmp_path)
     headings, rows = printed[0].printed()
