@@ -127,6 +127,9 @@ class GradientExchange(Method):
 
     def note_gradients(self) -> None:
         """Called when a backward pass that takes messages is over: from now on changing `p.grad` would have no effect."""
+        for p in self._where:
+            if p.grad is not None:
+                check_gradient(p.grad)
         self._watch.note(self._where)
 
     def _check_untouched(self) -> None:

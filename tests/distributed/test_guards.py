@@ -300,6 +300,26 @@ def test_sparse_gradients_are_refused(name: str) -> None:
         optimizer.step()
 
 
+def sparse_under_ddp(rank: int, world: int) -> dict[str, str]:
+    said = {}
+    for name in ("Birder", "OneBitAdam", "AdamW"):
+        ddp = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
+        optimizer = make(name, ddp.module)
+        attach(ddp, optimizer)
+        try:
+            ddp(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        except RuntimeError as e:
+            said[name] = str(e)
+    return said
+
+
+def test_sparse_gradients_are_refused_in_the_first_backward_pass_of_ddp() -> None:
+    for said in run_ranks(sparse_under_ddp, 2):
+        assert len(said) == 3
+        assert all("gradients must be dense" in line for line in said.values())
+
+
 # ---- one rank refuses a step -------------------------------------------------------------------------------------------
 
 
