@@ -56,7 +56,7 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
     local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
     Checkpoints of later steps are removed too: they are those of a future that this run has left.
 
-    Returns the checkpoint's folder. When one rank fails, all raise alike: OSError for what the system says (a full disk),
+    Returns the checkpoint's folder. When one rank fails, all raise the same: OSError for what the system says (a full disk),
     RuntimeError for the rest. Nothing of the checkpoint is left then.
     """
     root, rank = Path(root), _rank()

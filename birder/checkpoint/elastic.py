@@ -1,15 +1,15 @@
-"""Going on with another number of workers: the state of each new rank, out of the states of all old ones.
+"""Resuming with another number of workers: the state of each new rank, out of the states of all old ones.
 
-What becomes of a tensor stands with its method, `Method.carried`:
+`Method.carried` says what happens to each state:
 
     copy    the same on all ranks: taken over
     mean    every worker's own: each new worker gets the mean of the old ones'
     sum     every worker's own: each new worker gets its share of the sum of the old ones'
-    cut     every server's own: put together in the order of elements, and cut anew
+    cut     every server's own: put together in the order of elements, and cut again
 
 The mean of the workers' errors stays as it was, so that nothing that was withheld is lost or sent twice; and |m| <= b of
-Birder still holds, for |mean m| <= mean b. Nothing is random: all new ranks get the same, bit for bit. The run that goes on
-is another one than that which would have gone on with the old number.
+Birder still holds, for |mean m| <= mean b. Nothing is random: all new ranks get the same, bit for bit. The resumed run is not
+the one that would have followed with the old number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from birder.optim.base import BucketOptimizer
 from birder.optim.layout import Unit, round_up
-from birder.optim.relayout import own
+from birder.optim.state import own
 
 RULES = ("copy", "mean", "sum", "cut")
 
@@ -32,7 +32,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
     """The state for this rank of `optimizer`, which is attached, for its `load_state_dict`.
 
     states: what `state_dict` returned on each rank of the old run, in the order of ranks; read one at a time. Units must be
-            cut alike: the same model, parameter groups and `unit_mb`. Old and new ranks may lie on nodes in any way.
+            the same: same model, parameter groups and `unit_mb`. Old and new ranks may lie on nodes in any way.
 
     Where ranks' models differ (`local_models`), every new rank begins with the mean of the old ones': `mean`.
     Raises ValueError for states that do not belong together or to this optimizer, and for a method that does not say what
@@ -71,7 +71,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         "rank": optimizer.comm.rank,
         "fingerprint": None,
         "units": [
-            own(optimizer, unit, {name: whole.anew(optimizer, unit) for name, whole in wholes_of_unit.items()})
+            own(optimizer, unit, {name: whole.result(optimizer, unit) for name, whole in wholes_of_unit.items()})
             for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)
         ],
     }
@@ -111,7 +111,7 @@ def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, 
 
 
 class _Whole:
-    """One state of one unit, all elements of it, as it is put together from the old ranks' tensors."""
+    """One state of one unit, all elements of it, put together from the old ranks' tensors."""
 
     def __init__(self, rule: str, first: Tensor, padded: int, workers: int, shards: int) -> None:
         own = padded, padded // shards
@@ -144,7 +144,7 @@ class _Whole:
             begin = (shard * self.workers + worker) * self.size
             self.whole[begin : begin + self.size] = tensor
 
-    def anew(self, optimizer: BucketOptimizer, unit: Unit) -> Tensor:
+    def result(self, optimizer: BucketOptimizer, unit: Unit) -> Tensor:
         """All of it as the unit's new ranks keep it together, on the CPU."""
         whole = self.whole
         if self.rule in ("mean", "sum"):

@@ -61,7 +61,7 @@ def write_tree(path: Path, tree: Any) -> Seal:
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in seen else tensor  # safetensors wants memory of its own for each
+        tensors[name] = tensor.clone() if storage in seen else tensor  # safetensors wants separate memory for each
         seen.add(storage)
     with _os_errors():
         save_file(tensors, path, metadata={"tree": shape})

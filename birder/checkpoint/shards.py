@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from birder.hooks.fsdp import ShardAttachment, reshard
 from birder.optim.layout import Unit
-from birder.optim.relayout import Flat, gathered, own
+from birder.optim.state import Flat, gathered, own
 
 OWN = {"mean", "sum"}
 """Of `Method.carried`: what every replica has for itself."""
@@ -44,7 +44,7 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
 def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> None:
     """Restores what `save` wrote. Every rank calls it, after `attach`; `unit_mb` may be another one.
 
-    Raises ValueError for the state of another method or, where replicas keep parts of their own, of another number of them.
+    Raises ValueError for the state of another method or, where replicas keep different parts, of another number of them.
     """
     optimizer = attachment.optimizer
     about: dict[str, Any] = {"meta": ""}

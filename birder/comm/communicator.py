@@ -28,7 +28,7 @@ class Communicator:
         bits = gather(what the server makes)     uint8[c]            -> uint8[D/8]
 
     with c = D/(8 shards workers). The server on a rank owns row `worker` of its shard. D is a multiple of `multiple`.
-    Methods with error feedback send a scale behind the bits of each chunk: c is then 4 more (birder/kernels/message.py).
+    Methods with error feedback send a scale behind the bits of each chunk: c is then 4 more (birder/kernels/bits.py).
     `out`: where what is received goes, contiguous; a new tensor where it is not given. A single rank returns its own message.
 
     everyone: all ranks. between: the workers with this rank's shard; None: everyone, and every rank is a worker. within: the
@@ -93,7 +93,7 @@ class Communicator:
         if self.shards == 1:
             return (yield from self.inter.mean(flat, wire))
         whole = pad(flat, (0, -flat.numel() % self.shards))
-        # In memory of its own: what `shard_mean` has given may still be in use.
+        # In separate memory: what `shard_mean` has given may still be in use.
         part = yield from self.intra.reduce_scatter_mean_into(torch.empty_like(whole), whole)
         return (yield from self.gather_shards((yield from self.inter.mean(part, wire))))[: flat.numel()]
 
@@ -136,7 +136,7 @@ class TwoPhase(Communicator):
     """Flat: every rank is a worker and serves 1/n of the unit. All-to-all, then all-gather."""
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
-        """`group` should be this communicator's own: its collectives run beside those of DDP."""
+        """`group` must be this communicator's alone: its collectives overlap those of DDP."""
         super().__init__(Link(group, topology, ByteCounter()))
 
 

@@ -226,7 +226,7 @@ class Link:
         return (yield Post(self, rows[0].numel() * rows.element_size(), start))
 
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
-        """Every rank's `part` goes to all, in rank order: [c] -> [size, c]. `part` must stay as it is until then."""
+        """Every rank's `part` goes to all, in rank order: [c] -> [size, c]. `part` must not change until then."""
         if self.size == 1:
             return part.unsqueeze(0)
         shape = self.size, part.numel()
@@ -245,7 +245,7 @@ class Link:
     def reduce_scatter_mean(self, flat: Tensor) -> Operation[Tensor]:
         """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call.
 
-        The next one on the same thread and stream, that is: what two halves of a pipeline do beside each other stays apart.
+        The next one on the same thread and stream, that is: what two halves of a pipeline do at the same time stays apart.
         """
         return (yield from self.reduce_scatter_mean_into(self._buffer(flat) if self.size > 1 else flat, flat))
 

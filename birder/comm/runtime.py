@@ -3,8 +3,8 @@
 | driver | a unit's exchange runs |
 |---|---|
 | `run`, `Pipeline` | at once |
-| `ThreadPipeline` | on two threads beside backward, for CPU tensors |
-| `StreamPipeline` | on two side streams beside backward, for CUDA tensors |
+| `ThreadPipeline` | on two threads during backward, for CPU tensors |
+| `StreamPipeline` | on two side streams during backward, for CUDA tensors |
 | `lockstep` | for all ranks of a world in this process: `birder.VirtualRanks` |
 
 A task is begun on the first thread or stream: until its first request that is not `early` is on its way. The second one
@@ -44,7 +44,7 @@ HIGH = -1
 
 
 def performing(comm: Communicator, requests: Requests[T], task: Turn | None = None) -> Steps[T]:
-    """Performs what is asked for: yields when a collective has started, and waits for it when it goes on."""
+    """Performs what is asked for: yields when a collective has started, and waits for it when it is resumed."""
     answer: Any = None
     while True:
         try:
@@ -98,7 +98,7 @@ def asking(found: Any) -> Requests[None]:
 def lockstep(comms: Sequence[Communicator], tasks: Sequence[Requests[Any]], enter: Callable[[int], None]) -> None:
     """Performs the tasks of all ranks of a world, each until it would wait for the others, then the next one's.
 
-    enter: called with the rank that goes on. Raises the first error that one of them meets.
+    enter: called with the rank that continues. Raises the first error that one of them meets.
     """
     going = {rank: performing(comm, task) for rank, (comm, task) in enumerate(zip(comms, tasks, strict=True))}
     while going:
@@ -126,7 +126,7 @@ class Turn:
         self.pipeline.spent(waited_from - time.perf_counter())
 
     def begin(self) -> None:
-        """Runs the task until it would wait, with something on its way that need not be there for it to go on."""
+        """Runs the task until it would wait, with something on its way that it does not need at once."""
         self.steps = performing(self.pipeline.comm, asking(self.task()), self)
         for request in self.steps:
             if not request.early:
@@ -164,7 +164,7 @@ class Pipeline:
             self._busy_s += seconds
 
     def take_busy(self) -> float:
-        """Seconds spent in tasks since the last call, but for waits; beside each other they count twice. On CUDA the time to
+        """Seconds spent in tasks since the last call, but for waits; two at the same time count twice. On CUDA the time to
         queue them."""
         busy, self._busy_s = self._busy_s, 0.0
         return busy
@@ -222,9 +222,9 @@ class OwnTurn(Pipeline):
 
 
 class ThreadPipeline(Pipeline):
-    """Two worker threads, for CPU tensors: while backward goes on and unit k is on the wire, unit k+1 is encoded.
+    """Two worker threads, for CPU tensors: during backward, while unit k is on the wire, unit k+1 is encoded.
 
-    The first thread begins a task, the second one finishes it. Both keep the order of submission, but not beside each other.
+    The first thread begins a task, the second one finishes it. Each keeps the order of submission.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:
@@ -291,7 +291,7 @@ class ThreadPipeline(Pipeline):
 
 
 class StreamPipeline(Pipeline):
-    """Two side streams, for CUDA tensors, beside backward's: while unit k is on the wire, unit k+1 is encoded.
+    """Two side streams, for CUDA tensors, next to backward's: while unit k is on the wire, unit k+1 is encoded.
 
     Everything is queued from the caller's thread, in the order of submission; nothing waits on the host. Both streams have
     high priority: their kernels are short, and what they delay is a collective that all ranks wait for.

@@ -21,7 +21,7 @@ def needed(tensor: Tensor) -> bool:
 class Staging:
     """Host copies of what is sent, and room on the host for what is received.
 
-    out: as they are sent; the same tensor twice has one copy. into: received on the host, then copied to where it belongs.
+    out: what is sent; the same tensor twice has one copy. into: received on the host, then copied to where it belongs.
     """
 
     def __init__(self, out: Sequence[Tensor], into: Sequence[Tensor], me: int) -> None:

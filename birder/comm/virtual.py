@@ -1,6 +1,6 @@
 """The ranks of a world in one process: their collectives, without a network.
 
-Each rank goes on until it would wait for the others (`lockstep` in birder/comm/runtime.py). What it would send is copied to
+Each rank runs until it would wait for the others (`lockstep` in birder/comm/runtime.py). What it would send is copied to
 where it is received (`Board`). `VirtualLink` changes nothing else of `Link`: paddings, the order of sums and the count of
 bytes are those of real ranks on gloo, and so are the results, bit for bit.
 """

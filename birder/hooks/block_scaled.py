@@ -66,7 +66,7 @@ class BlockScaled:
         require(even, "block", block, "an even number of at least 2")
         self.code, self.block, self.error_feedback = code, block, error_feedback
         self.counter = ByteCounter()
-        # A group of its own: its messages run beside DDP's, in an order of their own.
+        # A separate group: its messages overlap DDP's, in another order.
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
         self.link = Link(new_group(ranks, group), topology or Topology(len(ranks), 1), self.counter)
         self._errors: dict[Tensor, Tensor] = {}
@@ -101,7 +101,7 @@ class BlockScaled:
         return self._on_thread(run)
 
     def _on_thread(self, run: Callable[[], Tensor]) -> Future[Tensor]:
-        """One bucket follows the other, beside backward."""
+        """One bucket after the other, during backward."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)
         return on_thread(self._thread, run)

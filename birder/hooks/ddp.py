@@ -19,13 +19,15 @@ from birder.hooks.attachment import (
     Attachment,
     Detached,
     agree,
+    check_reducer,
     done,
     mark_overflow,
     pipeline_for,
     queue_after_backward,
+    unwrap_method,
+    unwrap_model,
 )
 from birder.hooks.bucket_hook import bucket_hook
-from birder.hooks.wrappers import check_reducer, unwrap_method, unwrap_model
 from birder.optim.base import BucketOptimizer
 from birder.optim.contract import WIRES, Plan
 
@@ -156,9 +158,9 @@ def attach(
 ) -> Attachment:
     """Makes `model` communicate as `optimizer` wants. Call it on every rank, before the first step.
 
-    Call it again, between two steps, when the model was wrapped anew or the optimizer has more parameters: the state of those
-    that were there is kept. A model may have several optimizers, each with parameters of its own: attach each of them that is
-    of this package. The gradients of parameters that none of these holds are averaged, as DDP does.
+    Call it again, between two steps, when the model was wrapped again or the optimizer has more parameters: the state of
+    those that were there is kept. A model may have several optimizers over different parameters: attach each that is of this
+    package. Gradients of parameters that none of these holds are averaged, as DDP does.
 
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
                   torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.
@@ -169,9 +171,9 @@ def attach(
     hierarchical: the 2-D mesh with the nodes of `topology`. For methods that compress.
     topology:     nodes x ranks per node. When not given, what the launcher says (torchrun, mpirun, srun), or the names of
                   hosts where they differ.
-    communicator: makes another way for 1-bit messages to travel, from a process group of its own and the topology; the
+    communicator: makes another way for 1-bit messages to travel, from a separate process group and the topology; the
                   same on every rank. `hierarchical` then has no say.
-    overlap:      take messages during backward. False: inside `step`, from `p.grad` as it is by then; needed with
+    overlap:      take messages during backward. False: inside `step`, from the `p.grad` of that moment; needed with
                   GradScaler (ranks then agree on overflow), whenever you change `p.grad` before `step`, and where a loop
                   sets a hyper-parameter that the method uses during backward between backward and `step`. An optimizer
                   with `max_grad_norm` does this by itself in compressed steps.
@@ -221,7 +223,7 @@ def attach(
     comm: Communicator | None = None
     pipeline = Pipeline()
     if optimizer.compressed and communicate:
-        # A group of its own: these collectives run beside DDP's, in an order of their own.
+        # A separate group: these collectives overlap DDP's, in another order.
         own = borrow(Link(group, topology, ByteCounter()), device)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
         if overlap:

@@ -59,7 +59,7 @@ class ShardAttachment(Attachment):
             handle.remove()
 
     def _begin(self) -> None:
-        """A backward pass has brought something. FSDP has queued the end of its own work when the pass began."""
+        """A backward pass has brought something. FSDP queued the end of its work at the beginning of the pass."""
         if not self._in_pass:
             self._in_pass = True
             queue_after_backward(self._end)
@@ -145,13 +145,13 @@ def attach_shards(
         )
     replica, shard = mesh.get_coordinate() or (0, 0)
     peers = mesh.mesh[:, shard].tolist()
-    # Groups of their own: these collectives run beside FSDP's, in an order of their own.
+    # Separate groups: these collectives overlap FSDP's, in another order.
     among = new_group(peers)
     comm = Replicas(
         among if communicate else new_group([dist.get_rank()]), new_group(mesh.mesh[replica].tolist()), topology
     )
-    beside = optimizer.compressed and communicate and overlap
-    pipeline = pipeline_for(device, among) if beside else Pipeline()
+    overlaps = optimizer.compressed and communicate and overlap
+    pipeline = pipeline_for(device, among) if overlaps else Pipeline()
     pipeline.trace.on = device.type == "cpu"
     # Dense gradients do not wait behind messages of the step before.
     link = Link(new_group(peers), topology, comm.counter)
@@ -234,18 +234,14 @@ def _register(model: nn.Module, attachment: ShardAttachment, inside: Link) -> No
     ]
 
 
-class _Allocating:
-    """The part of FSDP's interface for collectives that makes buffers."""
+class CountedAllGather:
+    """FSDP's all-gather of parameters, counted."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CountedAllGather(_Allocating):
-    """FSDP's all-gather of parameters, counted."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -254,17 +250,13 @@ class CountedAllGather(_Allocating):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class CountedReduceScatter(_Allocating):
+class CountedReduceScatter(CountedAllGather):
     """FSDP's reduce-scatter of gradients, counted. On gloo a mean is added up in rank order, and halves the bytes."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> dist.Work | None:  # fmt: skip
         if backend_for(group, input_tensor.device) == "gloo" and op == dist.ReduceOp.AVG and not async_op:
             output_tensor.copy_(finish(self.link.reduce_scatter_mean(input_tensor)))
             return None

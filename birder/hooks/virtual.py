@@ -31,17 +31,9 @@ class TotalCounter(ByteCounter):
     def __init__(self, counters: Sequence[ByteCounter]) -> None:
         self.counters = counters
 
-    @property
-    def intra(self) -> int:  # type: ignore[override]
-        return sum(c.intra for c in self.counters)
-
-    @property
-    def inter(self) -> int:  # type: ignore[override]
-        return sum(c.inter for c in self.counters)
-
-    @property
-    def collectives(self) -> int:  # type: ignore[override]
-        return self.counters[0].collectives
+    intra = property(lambda self: sum(c.intra for c in self.counters))  # type: ignore[assignment]
+    inter = property(lambda self: sum(c.inter for c in self.counters))  # type: ignore[assignment]
+    collectives = property(lambda self: self.counters[0].collectives)  # type: ignore[assignment]
 
     def reset(self) -> None:
         for counter in self.counters:
@@ -53,10 +45,10 @@ class VirtualRanks:
 
     model:        in DistributedDataParallel of a process group of this process alone, with no other hook: it cuts the
                   gradient into the buckets that real ranks would have, on which the order of a dense sum depends.
-    optimizers:   one for each rank, alike, over parameters of the model; not attached.
+    optimizers:   one for each rank, with the same settings, over parameters of the model; not attached.
     topology, hierarchical, overlap, unit_mb: as in `attach`. All is sent inside `step`; where real ranks would do so too,
                   ranks agree on gradients that are not finite, as they do.
-    seeds:        of each rank's random numbers, as `torch.manual_seed` takes it; None: all go on with the present state.
+    seeds:        of each rank's random numbers, as `torch.manual_seed` takes it; None: all continue with the present state.
 
     In a step every rank computes its own gradient, one after the other, and then all of them step:
 
@@ -65,10 +57,10 @@ class VirtualRanks:
                 loss(model, batches[rank]).backward()
         ranks.step()
 
-    Outside of `turn` the model is rank 0's. Ranks keep parameters, gradient and random state of their own; buffers (batch
+    Outside of `turn` the model is rank 0's. Each rank keeps its own parameters, gradient and random state; buffers (batch
     statistics) begin each step as rank 0's, as under DDP. Memory: 12 bytes for each parameter and rank, the largest bucket
     once for each rank, and the optimizers' state. Ranks of a method that does not compress are equal after every step: the
-    first optimizer steps for all of them, the others are left as they are, and parameters and state are kept once.
+    first optimizer steps for all of them, the others do not change, and parameters and state are kept once.
 
     Raises ValueError where sizes do not fit.
     """
@@ -122,7 +114,7 @@ class VirtualRanks:
         self._load(0)
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Begins each rank's random numbers anew."""
+        """Seeds each rank's random numbers."""
         for rank, seed in enumerate(seeds):
             torch.manual_seed(seed)
             self._states[rank] = self._random()
@@ -211,7 +203,7 @@ class VirtualRanks:
         return self._equal * sum(optimizer.state_bytes() for optimizer in self._bound)
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Leaves a bucket as it is, since nothing is sent during backward, and keeps which parameters it holds.
+        """Leaves a bucket unchanged, since nothing is sent during backward, and keeps which parameters it holds.
 
         Rank 0's, whose first backward precedes DDP's rebuilding of its buckets.
         """

@@ -4,7 +4,7 @@
     model, optimizer, batches = accelerator.prepare(model, Birder(model.parameters(), lr=1e-3), batches)
     attach(accelerator, model, optimizer)
 
-The loop stays as it is: `accelerator.accumulate`, `accelerator.backward`, `optimizer.step`. One process attaches nothing.
+The loop does not change: `accelerator.accumulate`, `accelerator.backward`, `optimizer.step`. One process attaches nothing.
 Runnable: examples/accelerate_loop.py.
 """
 
@@ -22,8 +22,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 import birder
+from birder.hooks.attachment import unwrap_method
 from birder.hooks.ddp import Attachment
-from birder.hooks.wrappers import unwrap_method
 from birder.integrations import every_rank
 from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer
@@ -68,7 +68,7 @@ def refuse_clipping(accelerator: Accelerator) -> None:
 
 
 def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, method: BucketOptimizer) -> None:
-    """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state beside it."""
+    """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state next to it."""
     number = accelerator._optimizers.index(optimizer)
     kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""))
     optimizer.every_rank = kept

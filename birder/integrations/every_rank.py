@@ -19,7 +19,7 @@ NO_CLIPPING = (
 
 
 def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:
-    """What this rank alone has: the optimizer's state, and the parameters where ranks have models of their own."""
+    """What this rank alone has: the optimizer's state, and the parameters where ranks' models differ."""
     own: dict[str, Any] = {"optimizer": optimizer.state_dict()}
     if optimizer.local_models:
         own["parameters"] = [optimizer.flat_parameters(unit) for unit in optimizer.units]

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import birder
 from birder.comm import Topology
-from birder.hooks.wrappers import unwrap_optimizer
+from birder.hooks.attachment import unwrap_optimizer
 from birder.integrations import every_rank
 from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer

@@ -9,7 +9,7 @@
     trainer.train()
 
 Started with torchrun. Checkpoints hold every rank's state, in `birder` of the checkpoint's folder, and
-`train(resume_from_checkpoint=True)` goes on as if there had been no interruption. Runnable: examples/transformers_trainer.py.
+`train(resume_from_checkpoint=True)` continues as if uninterrupted. Runnable: examples/transformers_trainer.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import Trainer
 
-from birder.hooks.wrappers import unwrap_method, unwrap_optimizer
+from birder.hooks.attachment import unwrap_method, unwrap_optimizer
 from birder.integrations.accelerate import EveryRank, attach
 from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer

@@ -5,13 +5,11 @@
 | reference | any device | torch |
 | cpu | CPU tensors | numba |
 | cuda | GPU tensors | triton, and a C compiler at run time |
-| one_phase | any device; index work, fused in cpu | torch |
 
-A kernel writes its result into `out` and its intermediate sums into `sums` (`partial_sums`) where the caller gives them,
-otherwise into new tensors.
-
-The same bits come from all of them. Without numba or Triton the reference runs there too, after one warning. Which kernel
-moves how many bytes, and what it does with NaN: docs/kernels.md.
+`reference` defines each kernel: its arguments, what it computes and what it returns. The others equal it bit for bit. A
+kernel writes its result into `out` and its intermediate sums into `sums` (`partial_sums`) where the caller gives them,
+otherwise into new tensors. Without numba or Triton the reference runs there too, after one warning. Which kernel moves how
+many bytes, and what it does with NaN: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -25,13 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.kernels import bits as packed
 from birder.kernels import reference
-from birder.kernels.bits import unpack
-from birder.kernels.message import message_bytes, scales_of
-from birder.kernels.reference import ratio
-from birder.kernels.reference_feedback import partial_sums
-from birder.kernels.reference_sigma import adam_moments, settle
+from birder.kernels.bits import message_bytes, part, scales_of, unpack
+from birder.kernels.reference import adam_moments, partial_sums, ratio, settle
 
 
 @functools.cache
@@ -94,7 +88,7 @@ def _whole_bytes(flat: Tensor, parts: int = 1) -> None:
 
 
 def _served(name: str, by: int = 0, whole: bool = False) -> Callable[..., Any]:
-    """The kernel of that name, which the back end for the device of its argument number `by` serves.
+    """The kernel of that name, of the back end for the device of its argument number `by`, or for its option `device`.
 
     whole: that argument must make whole bytes of bits, in each of `parts`.
     """
@@ -103,7 +97,8 @@ def _served(name: str, by: int = 0, whole: bool = False) -> Callable[..., Any]:
     def kernel(*args: Any, **options: Any) -> Any:
         if whole:
             _whole_bytes(args[by], options.get("parts", 1))
-        return getattr(backend(args[by].device), name)(*args, **options)
+        device = options["device"] if "device" in options else args[by].device
+        return getattr(backend(device), name)(*args, **options)
 
     return kernel
 
@@ -117,9 +112,10 @@ modulate = _served("modulate", whole=True)
 modulate_adam = _served("modulate_adam", by=1, whole=True)
 serve_sigma = _served("serve_sigma")
 unseen_blocks = _served("unseen_blocks")
+random_mask = _served("random_mask")
+chosen_blocks = _served("chosen_blocks")
 pack_signs = _served("pack_signs", whole=True)
 average_signs = _served("average_signs")
-sum_squares = _served("sum_squares")
 add_message = _served("add_message")
 add_momentum = _served("add_momentum")
 add_average = _served("add_average")
@@ -127,30 +123,20 @@ split_signs = _served("split_signs", whole=True)
 write_signs = _served("write_signs")
 
 
-def random_mask(numel: int, limit: int, *, device: torch.device, **options: int) -> Tensor:
-    """See `draw.random_mask`."""
-    return backend(device).random_mask(numel, limit, device=device, **options)
-
-
-def chosen_blocks(first: int, count: int, ratio: int, *, device: torch.device, **options: int) -> Tensor:
-    """See `draw.chosen_blocks`."""
-    return backend(device).chosen_blocks(first, count, ratio, device=device, **options)
-
-
+@functools.wraps(reference.apply_bits)
 def apply_bits(params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, **options: Any) -> None:
-    """See `reference_many.apply_bits`. Of shards of parameters an offset may be any."""
     even, odd = _by_offset(offsets)
-    for i in odd:
+    for i in odd:  # of shards of parameters an offset may be any
         first, count = offsets[i], params[i].numel()
         active = options["active"] if options["active"] is None else options["active"][first : first + count]
-        mine = packed.part(bits, first, count)
+        mine = part(bits, first, count)
         backend(bits.device).apply_bits([params[i]], [0], mine, **options | {"active": active})
     if even:
         backend(bits.device).apply_bits([params[i] for i in even], [offsets[i] for i in even], bits, **options)
 
 
+@functools.wraps(reference.take)
 def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], **options: Any) -> None:
-    """See `reference_many.take`. All gradients on the device of `flat`; of shards of parameters an offset may be any."""
     even, odd = _by_offset(offsets)
     if odd:
         reference.take(flat, [grads[i] for i in odd], [offsets[i] for i in odd], **options)
@@ -158,6 +144,6 @@ def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], **option
         backend(flat.device).take(flat, [grads[i] for i in even], [offsets[i] for i in even], **options)
 
 
+@functools.wraps(reference.move_adam)
 def move_adam(params: list[Tensor], m: list[Tensor], v: list[Tensor], **options: float) -> None:
-    """See `reference_feedback.move_adam`. All parameters on one device."""
     backend(params[0].device).move_adam(params, m, v, **options)

@@ -1,4 +1,13 @@
-"""Packed bits, in plain torch: 8 to a byte, the lowest bit first; a set bit is +1."""
+"""Packed bits, and messages of them, in plain torch.
+
+Bits: 8 to a byte, the lowest bit first; a set bit is +1. A message of the 1-bit all-reduce with error feedback is the bits of
+some elements and their scale, so that one exchange carries both:
+
+    bytes    0 ... c-1     bits; c is rounded up to a multiple of 4
+             c ... c+3     the scale, fp32
+
+A unit's chunks have a multiple of 32 elements, so that nothing is rounded up there.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +43,28 @@ def part(bits: Tensor, first: int, count: int) -> Tensor:
 def into(out: Tensor | None, value: Tensor) -> Tensor:
     """`value`, copied into `out` where that is given."""
     return value if out is None else out.copy_(value)
+
+
+def room(out: Tensor | None, count: int, like: Tensor) -> Tensor:
+    """`out`, or a new buffer of `count` bytes on the device of `like` where it is not given."""
+    return torch.empty(count, dtype=torch.uint8, device=like.device) if out is None else out
+
+
+def message_bytes(elements: int) -> int:
+    """Of a message about that many elements, a multiple of 8."""
+    return -(-elements // 32) * 4 + 4
+
+
+def new_messages(count: int, elements: int, device: torch.device) -> Tensor:
+    """Room for `count` messages about `elements` elements each: uint8[count, message_bytes]."""
+    return torch.empty((count, message_bytes(elements)), dtype=torch.uint8, device=device)
+
+
+def scales_of(messages: Tensor) -> Tensor:
+    """uint8[n, message_bytes], contiguous -> fp32[n], a view."""
+    return messages.view(torch.float32)[:, -1]
+
+
+def bits_of(messages: Tensor, elements: int) -> Tensor:
+    """uint8[n, message_bytes(elements)] -> uint8[n, elements / 8], a view."""
+    return messages[:, : elements // 8]

@@ -1,38 +1,42 @@
 """The kernels fused for CPU with numba: each one a single pass over its memory, on the calling thread, without the GIL.
 
-Same results as `birder.kernels.reference`, bit for bit: numba contracts no multiply-add unless asked to.
+Same results as `birder.kernels.reference`, bit for bit: numba contracts no multiply-add unless asked to. Work goes by
+tiles, and what follows from a tile in loops of one kind each, so that all of them vectorise.
+
+Error feedback: the scale needs the whole sum of squares, so two passes over the error are the least. One makes the message
+and sums, one splits it into bits and error. Both work in place; nothing of the size of the message is allocated.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from birder.kernels import reference
-from birder.kernels.cpu_bits import MASK, S32, TILE, below, count_rows, draw, expand, pack, philox
-from birder.kernels.cpu_feedback import (
-    NO_MASK,
-    add_average,
-    add_message,
-    add_momentum,
-    average_signs,
-    move_adam,
-    pack_signs,
-    split_signs,
-    sum_squares,
-    write_signs,
-)
-from birder.kernels.cpu_sigma import modulate, modulate_adam, serve_sigma
-from birder.kernels.jit import njit
+from birder.kernels.bits import new_messages, room, scales_of
+from birder.kernels.cpu_bits import MASK, S32, TILE, below, count_rows, draw, expand, njit, pack, philox
+from birder.kernels.implements import implements
 from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
-from birder.kernels.reference import binarize, chosen_blocks, random_mask  # rarely needed on CPU
-from birder.kernels.reference_many import take  # one pass for each gradient as it is
+from birder.kernels.reference import (
+    BLOCK,
+    UNITS,
+    binarize,  # as the two other draws rarely needed on CPU
+    chosen_blocks,
+    partial_sums,
+    random_mask,
+    take,  # one pass for each gradient already
+)
+
+assert TILE == BLOCK  # a tile's sum is a block's sum
+NONE, NO_MASK = np.empty(0, np.float32), np.empty(0, np.uint8)
+
 
 BYTES = 4096
 """Bytes of bits that `_copied` works on at a time: drawing and copying take turns."""
+
+
+# ---- Birder -----------------------------------------------------------------------------------------------------------
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -156,24 +160,24 @@ def _copied(rows, out, k0, k1, step, stream, first):
 
 
 @njit(nogil=True, cache=True)
-def _shift(number, n, k0, k1, step):
+def _shift(number, n, k0, k1, step, stream):
     """`philox.shifts` for the group whose first word has this number."""
-    word, _, _, _ = philox(number & MASK, number >> S32, step, np.uint64(OWNER_STREAM), k0, k1)
+    word, _, _, _ = philox(number & MASK, number >> S32, step, stream, k0, k1)
     return np.int64((word * np.uint64(n)) >> S32)
 
 
 @njit(nogil=True, cache=True)
-def _owned(groups, worker, out, k0, k1, step, first):
+def _owned(groups, worker, out, k0, k1, step, stream, first):
     n = groups.shape[1]
     for i in range(out.size):
-        out[i] = groups[i, (worker + n - _shift(first + np.uint64(i * n), n, k0, k1, step)) % n]
+        out[i] = groups[i, (worker + n - _shift(first + np.uint64(i * n), n, k0, k1, step, stream)) % n]
 
 
 @njit(nogil=True, cache=True)
-def _assemble(rows, turn, out, k0, k1, step, first):
+def _assemble(rows, turn, out, k0, k1, step, stream, first):
     n = rows.shape[0]
     for i in range(out.shape[0]):
-        row = (_shift(first + np.uint64(i * n), n, k0, k1, step) + turn) % n
+        row = (_shift(first + np.uint64(i * n), n, k0, k1, step, stream) + turn) % n
         for j in range(n):
             out[i, j] = rows[row, i]
             row = row + 1 if row + 1 < n else 0
@@ -208,94 +212,403 @@ def _unseen_blocks(b, active, block, out):
         out[i] = hits > 0
 
 
-def _keys(seed: int) -> tuple[np.uint64, np.uint64]:
-    return np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
+def _counter(o, stream, each=LANES):
+    """Key, step, stream and the number of the first Philox block, which serves `each` elements."""
+    seed, step = o.seed & 0xFFFFFFFFFFFFFFFF, np.uint64(o.step & 0xFFFFFFFF)
+    return np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32), step, np.uint64(stream), np.uint64(o.start // each)
 
 
-def encode(
-    g: Tensor,
-    m: Tensor,
-    b: Tensor,
-    *,
-    beta: float,
-    eps: float,
-    hold: bool,
-    seed: int,
-    step: int,
-    worker: int,
-    start: int,
-    beta2: float | None = None,
-    scale: float = 1.0,
-    shift: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See `reference.encode`."""
-    beta2 = beta if beta2 is None else beta2
-    out = torch.empty(g.numel() // LANES, dtype=torch.uint8) if out is None else out
-    k0, k1 = _keys(seed)
-    state = m.numpy(), b.numpy(), out.numpy()
-    first, second = (np.float32(beta), np.float32(1.0 - beta)), (np.float32(beta2), np.float32(1.0 - beta2))
-    law = *first, *second, np.float32(scale), np.float32(eps), hold, np.uint16(shift)
-    counter = k0, k1, np.uint64(step & 0xFFFFFFFF), np.uint64(worker), np.uint64(start // LANES)
+@implements(reference.encode)
+def encode(g, m, b, o):
+    out, beta2 = room(o.out, g.numel() // LANES, g), o.beta if o.beta2 is None else o.beta2
+    state, averages = (m.numpy(), b.numpy(), out.numpy()), (o.beta, 1.0 - o.beta, beta2, 1.0 - beta2, o.scale, o.eps)
+    law = *map(np.float32, averages), o.hold, np.uint16(o.shift), *_counter(o, o.worker)
     if g.dtype == torch.float32:
-        _encode(g.numpy(), *state, *law, *counter)
+        _encode(g.numpy(), *state, *law)
     else:
-        bits = g.view(torch.int16).numpy().view(np.uint16)
-        _encode_half(bits, g.dtype == torch.bfloat16, *state, *law, *counter)
+        _encode_half(g.view(torch.int16).numpy().view(np.uint16), g.dtype == torch.bfloat16, *state, *law)
     return out
 
 
-def reduce_bits(
-    rows: Tensor, *, seed: int, step: int, start: int, shift: int | None = None, out: Tensor | None = None
-) -> Tensor:
-    """See `reference.reduce_bits`."""
-    out = torch.empty(rows.shape[1], dtype=torch.uint8) if out is None else out
-    key, step_word, n = _keys(seed), np.uint64(step & 0xFFFFFFFF), len(rows)
+@implements(reference.reduce_bits)
+def reduce_bits(rows, o):
+    out, n = room(o.out, rows.shape[1], rows), len(rows)
     if n == 1:
         return out.copy_(rows[0])
-    if n & (n - 1) == 0 and shift is None:
-        _copied(rows.numpy(), out.numpy(), *key, step_word, np.uint64(SELECT_STREAM), start // LANES)
+    if n & (n - 1) == 0 and o.shift is None:
+        _copied(rows.numpy(), out.numpy(), *_counter(o, SELECT_STREAM)[:4], o.start // LANES)
     else:
-        counter = *key, step_word, np.uint64(SERVER_STREAM), np.uint64(start // LANES)
-        _reduce(rows.numpy(), out.numpy(), np.uint16(shift or 0), *counter)
+        _reduce(rows.numpy(), out.numpy(), np.uint16(o.shift or 0), *_counter(o, SERVER_STREAM))
     return out
 
 
-def owned(
-    bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None
-) -> Tensor:
-    """See `one_phase.owned`."""
-    out = torch.empty(bits.numel() // n, dtype=torch.uint8) if out is None else out
-    groups, words = bits.numpy().view(np.int32).reshape(-1, n), out.numpy().view(np.int32)
-    _owned(groups, (worker - turn) % n, words, *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32))
+@implements(reference.owned)
+def owned(bits, o):
+    out = room(o.out, bits.numel() // o.n, bits)
+    groups, words = bits.numpy().view(np.int32).reshape(-1, o.n), out.numpy().view(np.int32)
+    _owned(groups, (o.worker - o.turn) % o.n, words, *_counter(o, OWNER_STREAM, 32))
     return out
 
 
-def assemble(rows: Tensor, *, seed: int, step: int, start: int, turn: int = 0, out: Tensor | None = None) -> Tensor:
-    """See `one_phase.assemble`."""
-    out = torch.empty(rows.numel(), dtype=torch.uint8) if out is None else out
-    groups, turn = out.numpy().view(np.int32).reshape(-1, len(rows)), turn % len(rows)
-    counter = *_keys(seed), np.uint64(step & 0xFFFFFFFF), np.uint64(start // 32)
-    _assemble(rows.numpy().view(np.int32), turn, groups, *counter)
+@implements(reference.assemble)
+def assemble(rows, o):
+    out = room(o.out, rows.numel(), rows)
+    groups = out.numpy().view(np.int32).reshape(-1, len(rows))
+    _assemble(rows.numpy().view(np.int32), o.turn % len(rows), groups, *_counter(o, OWNER_STREAM, 32))
     return out
 
 
-def apply_bits(
-    params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, *, lr: float, decay: float, active: Tensor | None
-) -> None:
-    """See `reference_many.apply_bits`; parameters that are not fp32 and contiguous take it."""
-    packed, moves = bits.numpy(), NO_MASK if active is None else active.view(torch.uint8).numpy()
+@implements(reference.apply_bits)
+def apply_bits(params, offsets, bits, o):
+    packed, moves = bits.numpy(), _array(o.active)
     for p, offset in zip(params, offsets, strict=True):
         if p.dtype != torch.float32 or not p.is_contiguous():
-            reference.apply_bits([p], [offset], bits, lr=lr, decay=decay, active=active)
+            reference.apply_bits([p], [offset], bits, **vars(o))
             continue
         flat, mine = p.detach().view(-1).numpy(), packed[offset // LANES : (offset + p.numel() + LANES - 1) // LANES]
         where = moves[offset : offset + p.numel()]
-        _apply(flat, mine, np.float32(lr), np.float32(1.0 - decay), bool(decay), where)
+        _apply(flat, mine, np.float32(o.lr), np.float32(1.0 - o.decay), bool(o.decay), where)
 
 
-def unseen_blocks(b: Tensor, active: Tensor, block: int) -> Tensor:
-    """See `reference.unseen_blocks`."""
+@implements(reference.unseen_blocks)
+def unseen_blocks(b, active, block):
     out = torch.empty(-(-b.numel() // block), dtype=torch.bool)
-    _unseen_blocks(b.numpy(), active.view(torch.uint8).numpy(), block, out.numpy())
+    _unseen_blocks(b.numpy(), _array(active), block, out.numpy())
+    return out
+
+
+# ---- error feedback ---------------------------------------------------------------------------------------------------
+
+
+@njit(nogil=True, cache=True)
+def _halve(x):
+    """Adds up fp64[BLOCK], which is overwritten."""
+    width = BLOCK // 2
+    while width:
+        for j in range(width):
+            x[j] += x[width + j]
+        width //= 2
+    return x[0]
+
+
+@njit(nogil=True, cache=True)
+def _total(sums):
+    """`reference.tree_sum` of the blocks' sums, fp64[k], which are overwritten."""
+    count, scratch = sums.size, np.empty(BLOCK)
+    while count > 1:
+        blocks = -(-count // BLOCK)
+        for i in range(blocks):
+            size = min(BLOCK, count - i * BLOCK)
+            for j in range(size):
+                scratch[j] = sums[i * BLOCK + j]
+            scratch[size:] = 0.0
+            sums[i] = _halve(scratch)
+        count = blocks
+    return sums[0] if count else 0.0
+
+
+@njit(nogil=True, cache=True)
+def _finish(z, mask, scratch):
+    """Applies the mask to a tile and returns its sum of squares."""
+    if mask.size:
+        for e in range(z.size):
+            z[e] = z[e] if mask[e] else np.float32(0)
+    for e in range(z.size):
+        x = np.float64(z[e])
+        scratch[e] = x * x
+    scratch[z.size :] = 0.0
+    return _halve(scratch)
+
+
+@njit(nogil=True, cache=True)
+def _add_message(error, z, mask, sums):
+    scratch = np.empty(TILE)
+    for i in range(sums.size):
+        part = slice(i * TILE, (i + 1) * TILE)
+        e, x = error[part], z[part]
+        for j in range(e.size):
+            e[j] += x[j]
+        sums[i] = _finish(e, mask[part], scratch)
+    return _total(sums)
+
+
+@njit(nogil=True, cache=True)
+def _add_momentum(error, g, m, beta, rest, mask, sums):
+    scratch = np.empty(TILE)
+    for i in range(sums.size):
+        part = slice(i * TILE, (i + 1) * TILE)
+        e, x, y = error[part], g[part], m[part]
+        for j in range(e.size):
+            e[j] = (x[j] * rest + y[j] * beta) + e[j]
+        sums[i] = _finish(e, mask[part], scratch)
+    return _total(sums)
+
+
+@njit(nogil=True, cache=True)
+def _average(rows, weights, low, signs, out):
+    """The weighted sum of the workers' signs for a tile whose bytes begin at `low`."""
+    out[:] = np.float32(0)
+    for r in range(rows.shape[0]):
+        weight = weights[r]
+        expand(rows[r, low : low + out.size // LANES], signs)
+        for e in range(out.size):
+            out[e] += signs[e] * weight  # times +-1: exact
+
+
+@njit(nogil=True, cache=True)
+def _average_signs(rows, weights, out):
+    signs = np.empty(TILE, np.float32)
+    for low in range(0, out.size, TILE):
+        _average(rows, weights, low // LANES, signs, out[low : low + TILE])
+
+
+@njit(nogil=True, cache=True)
+def _add_average(error, rows, weights, mask, sums):
+    scratch = np.empty(TILE)
+    signs, mean = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    for i in range(sums.size):
+        part = slice(i * TILE, (i + 1) * TILE)
+        e = error[part]
+        _average(rows, weights, i * TILE // LANES, signs, mean[: e.size])
+        for j in range(e.size):
+            e[j] += mean[j]
+        sums[i] = _finish(e, mask[part], scratch)
+    return _total(sums)
+
+
+@njit(nogil=True, cache=True)
+def _pack_signs(z, out):
+    flags = np.empty(TILE, np.uint8)
+    for low in range(0, z.size, TILE):
+        part = z[low : low + TILE]
+        for e in range(part.size):
+            flags[e] = np.uint8(part[e] >= 0)
+        pack(flags, out[low // LANES : (low + part.size) // LANES])
+
+
+@njit(nogil=True, cache=True)
+def _split_signs(error, scale, mask, messages):
+    flags, size = np.empty(TILE, np.uint8), error.size // messages.shape[0]
+    for k in range(messages.shape[0]):
+        bits, first = messages[k], k * size
+        for low in range(first, first + size, TILE):
+            part = error[low : min(low + TILE, first + size)]
+            for e in range(part.size):
+                x = part[e]
+                plus = x >= 0
+                flags[e] = np.uint8(plus)
+                part[e] = x - scale if plus else x + scale
+            pack(flags, bits[(low - first) // LANES : (low - first + part.size) // LANES])
+            if mask.size:
+                inside = mask[low : low + part.size]
+                for e in range(part.size):
+                    part[e] = part[e] if inside[e] else np.float32(0)
+
+
+@njit(nogil=True, cache=True)
+def _write_signs(out, messages, scales, mask):
+    signs, size = np.empty(TILE, np.float32), out.size // messages.shape[0]
+    for k in range(messages.shape[0]):
+        bits, first, scale = messages[k], k * size, scales[k]
+        for low in range(first, first + size, TILE):
+            part = out[low : min(low + TILE, first + size)]
+            expand(bits[(low - first) // LANES : (low - first + part.size) // LANES], signs)
+            if mask.size:
+                inside = mask[low : low + part.size]
+                for e in range(part.size):
+                    part[e] = signs[e] * scale if inside[e] else np.float32(0)
+            else:
+                for e in range(part.size):
+                    part[e] = signs[e] * scale
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _move_adam(p, m, v, rate_down, correction, eps, keep):
+    for e in range(p.size):
+        p[e] = p[e] * keep + m[e] * rate_down / (np.sqrt(v[e]) / correction + eps)
+
+
+def _array(mask: Tensor | None) -> np.ndarray:
+    return NO_MASK if mask is None else mask.view(torch.uint8).numpy()
+
+
+def _summed(kernel, error, o, *args):
+    """Performs `kernel`, which adds to `error`, and returns the sum of squares."""
+    sums = partial_sums(error.numel()) if o.sums is None else o.sums
+    return torch.tensor(kernel(error.numpy(), *args, sums[: -(-error.numel() // TILE)].numpy()), dtype=torch.float64)
+
+
+@implements(reference.add_message)
+def add_message(error, z, mask, o):
+    return _summed(_add_message, error, o, z.numpy(), _array(mask))
+
+
+@implements(reference.add_momentum)
+def add_momentum(error, g, m, o):
+    law = np.float32(o.beta), np.float32(1.0 - o.beta)
+    return _summed(_add_momentum, error, o, g.numpy(), m.numpy(), *law, _array(o.mask))
+
+
+@implements(reference.add_average)
+def add_average(error, messages, mask, o):
+    weights = (scales_of(messages) / len(messages)).numpy()  # of the rows, the bits come first: all that is read
+    return _summed(_add_average, error, o, messages.numpy(), weights, _array(mask))
+
+
+@implements(reference.split_signs)
+def split_signs(error, scale, mask, o):
+    size = error.numel() // o.parts
+    messages = new_messages(o.parts, size, error.device) if o.out is None else o.out.view(o.parts, -1)
+    scales_of(messages).copy_(scale)
+    _split_signs(error.numpy(), np.float32(scale.item()), _array(mask), messages.numpy())
+    return messages
+
+
+@implements(reference.write_signs)
+def write_signs(out, messages, mask):
+    _write_signs(out.numpy(), messages.numpy(), scales_of(messages).contiguous().numpy(), _array(mask))
+
+
+@implements(reference.average_signs)
+def average_signs(rows, scales):
+    out = torch.empty(rows.shape[1] * LANES, dtype=torch.float32)
+    _average_signs(rows.numpy(), (scales / rows.shape[0]).numpy(), out.numpy())
+    return out
+
+
+@implements(reference.pack_signs)
+def pack_signs(z):
+    out = room(None, z.numel() // LANES, z)
+    _pack_signs(z.numpy(), out.numpy())
+    return out
+
+
+@implements(reference.move_adam)
+def move_adam(params, m, v, o):
+    law = np.float32(-o.rate), np.float32(o.correction), np.float32(o.eps), np.float32(o.keep)
+    for moved, mean, square in zip(params, m, v, strict=True):
+        if moved.dtype != torch.float32 or not moved.is_contiguous():
+            reference.move_adam([moved], [mean], [square], **vars(o))
+        else:
+            _move_adam(*(t.detach().view(-1).numpy() for t in (moved, mean, square)), *law)
+
+
+# ---- sigma-delta ------------------------------------------------------------------------------------------------------
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _adam_moments(g, m, v, beta1, rest1, beta2, rest2, hold):
+    zero, inf = np.float32(0), np.float32(np.inf)
+    for e in range(g.size):
+        x = g[e]
+        x = x if abs(x) < inf else zero  # false for NaN too
+        old = v[e]
+        new = old * beta2 + (x * x) * rest2
+        if hold:
+            new = old if x == zero else new
+        m[e] = m[e] * beta1 + x * rest1
+        v[e] = new
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _adam_ratio(m, square, scale, eps, u):
+    zero, one = np.float32(0), np.float32(1)
+    for e in range(m.size):
+        below = np.sqrt(square[e]) + eps
+        x = m[e] * scale / below
+        x = x if below > zero else zero
+        x = x if x < one else one
+        u[e] = x if x > -one else -one
+
+
+@njit(nogil=True, cache=True)
+def _clipped(z, most):
+    z = z if z < most else most
+    return z if z > -most else -most
+
+
+@njit(nogil=True, cache=True)
+def _leave(z, error, most, units, dither, feedback, flags, bits):
+    """The bits of z, and in `error` what they leave. units: numbers of an int8 error in 1.0; 0: the error is fp32."""
+    one = np.float32(1)
+    for e in range(z.size):
+        flags[e] = np.uint8(z[e] >= 0)
+    pack(flags, bits)
+    if feedback:
+        for e in range(z.size):
+            z[e] -= one if z[e] >= 0 else -one
+    if units == np.float32(0):
+        for e in range(z.size):
+            error[e] = _clipped(z[e], most)
+    else:
+        for e in range(z.size):
+            error[e] = _clipped(np.floor(z[e] * units + dither), most)
+
+
+@njit(nogil=True, cache=True)
+def _modulate(u, error, weight, step, most, units, dither, feedback, out):
+    """`step` is what a number in `error` stands for: 1 where it is fp32."""
+    z, flags = np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
+    for low in range(0, u.size, TILE):
+        count = min(TILE, u.size - low)
+        part, bits = slice(low, low + count), slice(low // LANES, (low + count) // LANES)
+        x, old = u[part], error[part]
+        for e in range(count):
+            z[e] = x[e] * weight + np.float32(old[e]) * step
+        _leave(z[:count], old, most, units, dither, feedback, flags, out[bits])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _modulate_adam(g, m, v, shared, error, law, hold, weight, step, most, units, dither, feedback, out):
+    """law: beta1, 1 - beta1, beta2, 1 - beta2, scale, eps."""
+    u = np.empty(TILE, np.float32)
+    for low in range(0, m.size, TILE):
+        count = min(TILE, m.size - low)
+        part, bits = slice(low, low + count), slice(low // LANES, (low + count) // LANES)
+        if g.size:
+            _adam_moments(g[part], m[part], v[part], law[0], law[1], law[2], law[3], hold)
+        _adam_ratio(m[part], shared[part] if shared.size else v[part], law[4], law[5], u)
+        _modulate(u[:count], error[part], weight, step, most, units, dither, feedback, out[bits])
+
+
+@njit(nogil=True, cache=True)
+def _serve(rows, error, weight, step, most, units, dither, out):
+    z, flags = np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
+    ones, lanes, n = np.empty(TILE, np.int32), np.empty(TILE // LANES, np.uint64), np.int32(rows.shape[0])
+    for low in range(0, out.size, TILE // LANES):
+        count = min(TILE // LANES, out.size - low)
+        count_rows(rows, low, lanes[:count], ones[: count * LANES])
+        old = error[low * LANES : (low + count) * LANES]
+        for e in range(count * LANES):
+            z[e] = np.float32(np.int32(2) * ones[e] - n) * weight + np.float32(old[e]) * step
+        _leave(z[: count * LANES], old, most, units, dither, True, flags, out[low : low + count])
+
+
+def _form(error: Tensor, limit: int, dither: float) -> tuple[np.float32, ...]:
+    """Of an error: what a number stands for, the largest number, numbers in 1.0 (0: fp32), the dither."""
+    units = UNITS[limit]
+    fp32 = error.dtype == torch.float32
+    return tuple(map(np.float32, (1, limit, 0, 0) if fp32 else (1.0 / units, limit * units, units, dither)))
+
+
+@implements(reference.modulate)
+def modulate(u, error, o):
+    out, form = room(o.out, u.numel() // LANES, u), _form(error, o.limit, o.dither)
+    _modulate(u.numpy(), error.numpy(), np.float32(o.weight), *form, o.limit == 1, out.numpy())
+    return out
+
+
+@implements(reference.modulate_adam)
+def modulate_adam(g, m, v, error, shared, o):
+    out, form = room(o.out, m.numel() // LANES, m), (np.float32(o.weight), *_form(error, o.limit, o.dither))
+    law = np.array([o.beta1, 1.0 - o.beta1, o.beta2, 1.0 - o.beta2, o.scale, o.eps], np.float32)
+    wide, common = (NONE if t is None else t.float().numpy() for t in (g, shared))  # no copy of what is fp32
+    _modulate_adam(wide, m.numpy(), v.numpy(), common, error.numpy(), law, o.hold, *form, o.limit == 1, out.numpy())
+    return out
+
+
+@implements(reference.serve_sigma)
+def serve_sigma(rows, error, o):
+    out, gain = room(o.out, rows.shape[1], rows), np.float32(o.gamma / len(rows))
+    _serve(rows.numpy(), error.numpy(), gain, *_form(error, 1, o.dither), out.numpy())
     return out

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numba
 import numpy as np
 
-from birder.kernels.jit import njit
 from birder.kernels.philox import LANES, MUL_0, MUL_1, ROUNDS, WEYL_0, WEYL_1
 
 _M0, _M1 = np.uint64(MUL_0), np.uint64(MUL_1)
@@ -24,6 +27,20 @@ SPREAD = ((np.arange(256, dtype=np.uint8)[:, None] >> np.arange(LANES, dtype=np.
 # Times this, 8 bytes of 0 or 1 have their bits side by side in the highest byte; no two of them meet in any place.
 _GATHER = np.uint64(0x0102040810204080)
 _TOP = np.uint64(56)
+
+
+def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """As `numba.njit(**options)`. With cache=True numba raises RuntimeError where neither the package's folder nor the user's
+    can be written (a read-only image, no HOME): such a process compiles for itself.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(**options)(function)
+        except RuntimeError:
+            return numba.njit(**options | {"cache": False})(function)
+
+    return compiled
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -94,7 +111,7 @@ def count_ones(rows, low, lanes):
 
 @njit(nogil=True, cache=True)
 def count_rows(rows, low, lanes, ones):
-    """The same for any n, as numbers of their own: int32[8c]. lanes: uint64[c], for what is in between."""
+    """The same for any n, as int32[8c]. lanes: uint64[c], for intermediate counts."""
     counts, n = lanes.view(np.uint8), rows.shape[0]
     ones[:] = 0
     for first in range(0, n, 255):  # so many fit into the 8 bits of a count

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from birder.kernels.philox import MUL_0, MUL_1, WEYL_0, WEYL_1
 from birder.kernels.philox import ROUNDS as PHILOX_ROUNDS
@@ -24,7 +25,7 @@ ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 
 @triton.jit
-def first_byte(BYTES: tl.constexpr):
+def first_byte(BYTES: constexpr):
     """int64[BYTES]: numbers of this program's bytes. Not int32: there may be more than 2^31 elements."""
     return tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
 
@@ -89,5 +90,5 @@ def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **constants
     if 0 in grid:
         return
     first: Tensor = args[0]
-    with torch.cuda.device(first.device if first.is_cuda else -1):  # -1: as it is, for Triton's interpreter
+    with torch.cuda.device(first.device if first.is_cuda else -1):  # -1: unchanged, for Triton's interpreter
         kernel[grid](*args, **constants, enable_fp_fusion=False)

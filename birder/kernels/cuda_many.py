@@ -1,7 +1,7 @@
 """Kernels over the tensors of a unit, one launch for all of them: see birder/kernels/segments.py for their table.
 
 Tensors in logical order are read and written 16 bytes at a time. Others (channels last) are read and written in the order of
-memory too; what is beside them in flat buffers is then gathered, from the cache for the greater part.
+memory too; the flat buffers are then gathered, from the cache for the greater part.
 """
 
 # In the functions of Triton only constants are annotated.
@@ -16,16 +16,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from birder.kernels import reference_feedback, reference_many
+from birder.kernels import reference
 from birder.kernels.cuda_bits import launch, unpack
+from birder.kernels.implements import implements
 from birder.kernels.segments import CHUNK, IN_ORDER, Order, order, table
 
 ROWS = tl.constexpr(CHUNK // 8)
 
 
 @triton.jit
-def _cell(rows, column, COLUMNS: tl.constexpr):
+def _cell(rows, column, COLUMNS: constexpr):
     return tl.load(rows + tl.program_id(0).to(tl.int64) * COLUMNS + column)
 
 
@@ -36,31 +38,31 @@ def _inside():
 
 
 @triton.jit
-def _begin(rows, COLUMNS: tl.constexpr):
+def _begin(rows, COLUMNS: constexpr):
     """Number of this program's first element in memory."""
     return tl.multiple_of(_cell(rows, 0, COLUMNS), 32)
 
 
 @triton.jit
-def _live(rows, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+def _live(rows, COLUMNS: constexpr, WHOLE: constexpr):
     """bool[ROWS, 8]: which of this program's elements there are. All of them, where that is known, keep accesses wide."""
     return _inside() < (ROWS * 8 if WHOLE else _cell(rows, 1, COLUMNS).to(tl.int32))
 
 
 @triton.jit
-def _whole(rows, COLUMNS: tl.constexpr):
+def _whole(rows, COLUMNS: constexpr):
     return _cell(rows, 1, COLUMNS) == ROWS * 8
 
 
 @triton.jit
-def _place(rows, COLUMNS: tl.constexpr, ORDERED: tl.constexpr):
+def _place(rows, COLUMNS: constexpr, ORDERED: constexpr):
     """Where in the flat buffer the numbers of `_logical` begin to count."""
     place = tl.multiple_of(_cell(rows, 2, COLUMNS), 32)
     return place + _begin(rows, COLUMNS) if ORDERED else place
 
 
 @triton.jit
-def _logical(rows, COLUMNS: tl.constexpr, ORDERED: tl.constexpr):
+def _logical(rows, COLUMNS: constexpr, ORDERED: constexpr):
     """int32[ROWS, 8]: the logical numbers of this program's elements; where memory has that order, from its first one on."""
     if ORDERED:
         return _inside()
@@ -71,7 +73,7 @@ def _logical(rows, COLUMNS: tl.constexpr, ORDERED: tl.constexpr):
 
 
 @triton.jit
-def _pointer(rows, column, first, KIND: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr):
+def _pointer(rows, column, first, KIND: constexpr, COLUMNS: constexpr, ALIGNED: constexpr):
     """To element `first` of the tensor whose address stands in that column."""
     address = _cell(rows, column, COLUMNS).to(tl.pointer_type(KIND))
     if ALIGNED:  # chunks begin at multiples of CHUNK
@@ -81,30 +83,17 @@ def _pointer(rows, column, first, KIND: tl.constexpr, COLUMNS: tl.constexpr, ALI
 
 @triton.jit
 def _apply_part(
-    rows,
-    bits,
-    active,
-    lr,
-    keep,
-    DECAYS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    ORDERED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    rows, bits, active, lr, keep,
+    DECAYS: constexpr, PARTIAL: constexpr, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr,
+):  # fmt: skip
     inside, logical, live = _inside(), _logical(rows, 6, ORDERED), _live(rows, 6, WHOLE)
     p, place = _pointer(rows, 5, _begin(rows, 6), tl.float32, 6, ALIGNED), _place(rows, 6, ORDERED)
     x = tl.load(p + inside, mask=live, other=0.0)
     if DECAYS:
         x = x * keep
     if ORDERED:
-        byte = tl.arange(0, ROWS)
-        plus = (
-            unpack(
-                tl.load(bits + (place >> 3) + byte, mask=byte * 8 < (ROWS * 8 if WHOLE else _cell(rows, 1, 6)), other=0)
-            )
-            != 0
-        )
+        byte, count = tl.arange(0, ROWS), ROWS * 8 if WHOLE else _cell(rows, 1, 6)
+        plus = unpack(tl.load(bits + (place >> 3) + byte, mask=byte * 8 < count, other=0)) != 0
     else:
         byte = tl.load(bits + (place >> 3) + (logical >> 3), mask=live, other=0).to(tl.int32)
         plus = ((byte >> (logical & 7)) & 1) != 0
@@ -115,17 +104,7 @@ def _apply_part(
 
 
 @triton.jit
-def _apply(
-    rows,
-    bits,
-    active,
-    lr,
-    keep,
-    DECAYS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    ORDERED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _apply(rows, bits, active, lr, keep, DECAYS: constexpr, PARTIAL: constexpr, ORDERED: constexpr, ALIGNED: constexpr):
     if _whole(rows, 6):
         _apply_part(rows, bits, active, lr, keep, DECAYS, PARTIAL, ORDERED, ALIGNED, True)
     else:
@@ -133,9 +112,7 @@ def _apply(
 
 
 @triton.jit
-def _move_part(
-    rows, rate_down, correction, eps, keep, ORDERED: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
-):
+def _move_part(rows, rate_down, correction, eps, keep, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr):
     inside, logical, live = _inside(), _logical(rows, 8, ORDERED), _live(rows, 8, WHOLE)
     first = _begin(rows, 8)
     p = _pointer(rows, 5, first, tl.float32, 8, ALIGNED)
@@ -149,7 +126,7 @@ def _move_part(
 
 
 @triton.jit
-def _move(rows, rate_down, correction, eps, keep, ORDERED: tl.constexpr, ALIGNED: tl.constexpr):
+def _move(rows, rate_down, correction, eps, keep, ORDERED: constexpr, ALIGNED: constexpr):
     if _whole(rows, 8):
         _move_part(rows, rate_down, correction, eps, keep, ORDERED, ALIGNED, True)
     else:
@@ -158,16 +135,9 @@ def _move(rows, rate_down, correction, eps, keep, ORDERED: tl.constexpr, ALIGNED
 
 @triton.jit
 def _take_part(
-    rows,
-    flat,
-    factor,
-    KIND: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCREENED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    rows, flat, factor,
+    KIND: constexpr, SCALED: constexpr, SCREENED: constexpr, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr,
+):  # fmt: skip
     inside, logical, live = _inside(), _logical(rows, 6, ORDERED), _live(rows, 6, WHOLE)
     g, place = _pointer(rows, 5, _begin(rows, 6), KIND, 6, ALIGNED), _place(rows, 6, ORDERED)
     x = tl.load(g + inside, mask=live, other=0.0).to(tl.float32)
@@ -175,20 +145,13 @@ def _take_part(
         x = x * tl.load(factor)
     if SCREENED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)  # false for NaN too
-    # Said of the pointer: what older Triton is told of a number that it loads it forgets.
+    # On the pointer: older Triton forgets hints on numbers that it loads.
     tl.store(tl.multiple_of(flat + place, 16) + logical, x, mask=live)
 
 
 @triton.jit
 def _take(
-    rows,
-    flat,
-    factor,
-    KIND: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCREENED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    rows, flat, factor, KIND: constexpr, SCALED: constexpr, SCREENED: constexpr, ORDERED: constexpr, ALIGNED: constexpr
 ):
     if _whole(rows, 6):
         _take_part(rows, flat, factor, KIND, SCALED, SCREENED, ORDERED, ALIGNED, True)
@@ -198,8 +161,6 @@ def _take(
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 SINGLE = (torch.float32,)
-
-
 Orders = dict[int, Order]
 """Numbers of tensors, and the order of each one's memory."""
 
@@ -218,16 +179,8 @@ def _orders(tensors: Sequence[Tensor], kinds: Container[torch.dtype]) -> tuple[d
     return found, rest
 
 
-def _launch(
-    kernel: Any,
-    tensors: Sequence[Tensor],
-    offsets: Sequence[int],
-    orders: Orders,
-    more: Sequence[Sequence[Tensor]],
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> None:
-    """One launch for the tensors of `orders` that stand in memory as they are numbered, one for the others."""
+def _launch(kernel, tensors, offsets, orders, more, args, constants):
+    """One launch for the tensors of `orders` whose memory is in logical order, one for the others."""
     for ordered in (True, False):
         here = [i for i, found in orders.items() if (found == IN_ORDER) is ordered]
         if here:
@@ -240,46 +193,34 @@ def _some(numbers: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
     return [[each[i] for i in numbers] for each in lists]
 
 
-def apply_bits(
-    params: Sequence[Tensor], offsets: Sequence[int], bits: Tensor, *, lr: float, decay: float, active: Tensor | None
-) -> None:
-    """See `reference_many.apply_bits`; parameters that are not fp32 take it."""
+@implements(reference.apply_bits)
+def apply_bits(params, offsets, bits, o):
     orders, rest = _orders(params, SINGLE)
     if rest:
         some, at = _some(rest, params, offsets)
-        reference_many.apply_bits(some, at, bits, lr=lr, decay=decay, active=active)
-    moves = bits if active is None else active.view(torch.uint8)
-    constants = {"DECAYS": bool(decay), "PARTIAL": active is not None}
+        reference.apply_bits(some, at, bits, **vars(o))
+    moves = bits if o.active is None else o.active.view(torch.uint8)
+    constants = {"DECAYS": bool(o.decay), "PARTIAL": o.active is not None}
     for here in orders.values():
-        _launch(_apply, params, offsets, here, (), (bits, moves, lr, 1.0 - decay), constants)
+        _launch(_apply, params, offsets, here, (), (bits, moves, o.lr, 1.0 - o.decay), constants)
 
 
-def move_adam(
-    params: Sequence[Tensor],
-    m: Sequence[Tensor],
-    v: Sequence[Tensor],
-    *,
-    rate: float,
-    correction: float,
-    eps: float,
-    keep: float,
-) -> None:
-    """See `reference_feedback.move_adam`; parameters that are not fp32 take it."""
+@implements(reference.move_adam)
+def move_adam(params, m, v, o):
     orders, rest = _orders(params, SINGLE)
     if rest:
-        some, its_m, its_v = _some(rest, params, m, v)
-        reference_feedback.move_adam(some, its_m, its_v, rate=rate, correction=correction, eps=eps, keep=keep)
+        reference.move_adam(*_some(rest, params, m, v), **vars(o))
     for here in orders.values():
-        _launch(_move, params, [0] * len(params), here, (m, v), (-rate, correction, eps, keep), {})
+        _launch(_move, params, [0] * len(params), here, (m, v), (-o.rate, o.correction, o.eps, o.keep), {})
 
 
-def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, factor: Tensor | None, screen: bool) -> None:
-    """See `reference_many.take`."""
+@implements(reference.take)
+def take(flat, grads, offsets, o):
     if flat.storage_offset() % 4:  # a flat buffer begins at a multiple of 16 bytes; a part of one need not
-        reference_many.take(flat, grads, offsets, factor=factor, screen=screen)
+        reference.take(flat, grads, offsets, **vars(o))
         return
     orders, rest = _orders(grads, KINDS)
     for kind, here in orders.items():
-        constants = {"KIND": KINDS[kind], "SCALED": factor is not None, "SCREENED": screen}
-        _launch(_take, grads, offsets, here, (), (flat, flat if factor is None else factor), constants)
-    reference_many.take(flat, *_some(rest, grads, offsets), factor=factor, screen=screen)
+        constants = {"KIND": KINDS[kind], "SCALED": o.factor is not None, "SCREENED": o.screen}
+        _launch(_take, grads, offsets, here, (), (flat, flat if o.factor is None else o.factor), constants)
+    reference.take(flat, *_some(rest, grads, offsets), **vars(o))

@@ -25,11 +25,11 @@ SERVER_STREAM = 1 << 24
 OWNER_STREAM = 1 << 25
 """Which worker's bits are taken, for a group of 32-bit words."""
 BLOCK_STREAM = 1 << 26
-"""Plus the number of the compressor: which blocks are sent (birder/optim/blocks.py)."""
+"""Plus the number of the compressor: which blocks are sent (birder/optim/sparse.py)."""
 MASK_STREAM = 1 << 27
-"""Which elements are sent (birder/optim/masks.py)."""
+"""Which elements are sent (birder/optim/slamb.py)."""
 ORDER_STREAM = 1 << 28
-"""The permutation behind cyclic masks (birder/optim/masks.py)."""
+"""The permutation behind cyclic masks (birder/optim/slamb.py)."""
 SELECT_STREAM = 1 << 29
 """Plus the number of the bit: which of 2^k workers' bits the server copies."""
 

@@ -1,6 +1,6 @@
 """Low-discrepancy random bits: what is added to draws that are made once, so that errors cancel over steps.
 
-A stochastic bit of coordinate j in step t is +1 where a threshold lies below P(+1). Independent bits draw it anew in each
+A stochastic bit of coordinate j in step t is +1 where a threshold lies below P(+1). Independent bits draw it in each
 step. Here it is the Weyl sequence
 
     frac(h_j + t phi),        phi = (sqrt(5) - 1)/2

@@ -11,10 +11,9 @@ from torch import Tensor
 from birder.comm import Requests
 from birder.comm.runtime import asking
 from birder.optim.base import BucketOptimizer
-from birder.optim.checks import is_pair, pair, require, require_number
+from birder.optim.checks import pair, require_number
 from birder.optim.contract import Plan
-from birder.optim.layout import Unit, fusible, with_gradient
-from birder.optim.norms import norms
+from birder.optim.layout import Unit, fusible, norms, with_gradient
 
 Tensors = list[Tensor]
 
@@ -24,17 +23,6 @@ def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: f
     torch._foreach_lerp_(m, grads, 1 - beta1)
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
-
-
-def check_adam(group: dict[str, Any]) -> None:
-    """Raises ValueError for betas or eps out of range."""
-    check_betas(group)
-    require_number("eps", group["eps"])
-
-
-def check_betas(group: dict[str, Any]) -> None:
-    betas = pair(group["betas"])
-    require(is_pair(betas) and all(0 <= beta < 1 for beta in betas), "betas", betas, "two numbers in [0, 1)")
 
 
 class DenseAdam(BucketOptimizer):
@@ -48,13 +36,8 @@ class DenseAdam(BucketOptimizer):
     by_tensor: ClassVar[frozenset[str]] = frozenset({"missed"})
     on_shards: ClassVar[bool] = True
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_adam(group)
-
     def init_unit(self, unit: Unit) -> None:
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
+        unit.keep("m", "v")
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
@@ -150,14 +133,8 @@ class BertAdam(DenseAdam):
         **options: Any,
     ) -> None:
         """tensor_clip: largest norm of each tensor's gradient, or None. `options`: see `BucketOptimizer`."""
-        defaults = {
-            "lr": lr,
-            "betas": pair(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "tensor_clip": tensor_clip,
-        }
-        super().__init__(params, defaults, **options)
+        adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, adam | {"tensor_clip": tensor_clip}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from birder.comm import Communicator, GatherRanks, Pipeline, Requests, SingleProcess, run
 from birder.comm.runtime import asking
-from birder.optim import relayout
 from birder.optim.checks import check_gradient, check_parameter, require_number
 from birder.optim.contract import Method, Plan
 from birder.optim.exchange import GradientExchange
 from birder.optim.layout import lay_out_shards, make_units, round_up, sharded
-from birder.optim.state import MethodState
+from birder.optim.state import MethodState, put_back, taken
 
 AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
@@ -32,10 +31,7 @@ NOTHING, READY, REFUSES, BACKWARD = range(4)
 
 
 def say(comm: Communicator, step: int, what: int, device: torch.device) -> Requests[list[int]]:
-    """What each rank says. Raises RuntimeError on all where they say it of different steps, or not all in `step`.
-
-    The numbers, 16 bytes of a rank, are no payload and are not counted.
-    """
+    """What each rank says, 16 bytes that are not counted. Raises RuntimeError on all where ranks are at different steps."""
     mine = torch.tensor([step, what], dtype=torch.int64).to(device)
     said = (yield GatherRanks(mine, counted=False)).view(-1, 2).tolist()
     if len({(s, w == BACKWARD) for s, w in said}) > 1:
@@ -51,23 +47,17 @@ def say(comm: Communicator, step: int, what: int, device: torch.device) -> Reque
 class BucketOptimizer(GradientExchange, MethodState):
     """Base of all optimizers of this package.
 
-    A subclass says what is communicated in a step (`plan`), keeps its state in flat fp32 buffers for each `Unit`
-    (`init_unit`), and updates the parameters (`update`). One that compresses also turns a unit's local gradient into
-    messages and exchanges them (`exchange`); in a SKIP step `exchange` is called all the same, and sends nothing. The whole
-    contract: birder/optim/contract.py.
-
+    A method overrides `plan`, `init_unit`, `update` and, where it compresses, `exchange`: birder/optim/contract.py.
     `birder.attach(ddp_model, optimizer)` connects it to DDP. Without `attach`, on one process, it works on `p.grad` as any
-    optimizer does; a 1-bit method is then one worker that is its own server.
+    optimizer does; a 1-bit method is then one worker and its server.
 
-    What `p.grad` holds after backward under DDP: in a DENSE step the average gradient, as always. In any other step
-    **this rank's own gradient**, not averaged: the message has been taken from it during backward, and the update is
-    kept by the optimizer. Changing `p.grad` then has no effect, unless `attach(..., overlap=False)`: then the message is
-    taken from `p.grad` inside `step`.
+    `p.grad` after backward under DDP: in a DENSE step the average gradient, as always. In any other step **this rank's own
+    gradient**, not averaged: the message was taken from it during backward, and the optimizer holds the update. Changing
+    `p.grad` then has no effect, unless `attach(..., overlap=False)`: then `step` takes the message from `p.grad`.
 
     max_grad_norm: clips by the global norm inside `step`. In DENSE steps that is the norm of the average gradient. In
-        COMPRESSED steps nobody has the average; every rank scales its gradient by the same factor
-        min(1, max_grad_norm / sqrt(mean over ranks of |g_i|^2)), and communication starts after backward. In SKIP steps
-        every rank clips by the norm of its own gradient.
+        COMPRESSED steps every rank scales its gradient by min(1, max_grad_norm / sqrt(mean over ranks of |g_i|^2)), and
+        communication starts after backward. In SKIP steps every rank clips by the norm of its own gradient.
 
     Elements of a local gradient that are not finite count as 0 in all but DENSE steps, also in norms: no message of one rank
     can spoil the state of another, and ranks take the same decisions.
@@ -82,8 +72,7 @@ class BucketOptimizer(GradientExchange, MethodState):
     def bind(self, comm: Communicator | None = None, pipeline: Pipeline | None = None, unit_mb: float = 25.0) -> None:
         """Fixes units, communicator and pipeline, and allocates all state. `attach` calls this.
 
-        Called again, between two steps, it lays the state out anew: parameters that were there keep theirs, others begin with
-        none. Every rank has to call it then.
+        Called again between two steps, on every rank, it lays the state out again: parameters that were there keep theirs.
 
         Raises RuntimeError within a step, ValueError for `unit_mb` <= 0 and for parameters that are not fp32.
         """
@@ -95,7 +84,7 @@ class BucketOptimizer(GradientExchange, MethodState):
                     "gradients of a step have been taken already: attach between step() and the next backward"
                 )
             self.pipeline.wait()
-            saved = relayout.taken(self)
+            saved = taken(self)
             self._where, self.state, self._shown = {}, self._others(), {}
         self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
         if self._sharded and comm is None:
@@ -116,7 +105,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
         if saved is not None:
-            relayout.put_back(self, saved)
+            put_back(self, saved)
         self._show(self.units)
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:
@@ -163,7 +152,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         """One update. `closure` re-evaluates the model and returns the loss, as in torch.
 
         Raises RuntimeError when the optimizer is not attached and there are other ranks, and when a GradScaler drives an
-        optimizer whose hook was not told of it.
+        optimizer whose hook does not know of it.
         """
         loss = None
         if closure is not None:
@@ -177,7 +166,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         return loss
 
     def give_up(self) -> None:
-        """A step has failed: what was taken is lost, and the next backward pass begins anew."""
+        """A step has failed: what was taken is lost, and the next backward pass starts from the beginning."""
         self._feeding = False
         self._watch.forget()
 
@@ -211,9 +200,9 @@ class BucketOptimizer(GradientExchange, MethodState):
         return True
 
     def _all_ready(self) -> Requests[bool]:
-        """`_ready`. Where ranks meet in `step` alone (overlap=False, or clipping), and one refuses the step, all do.
+        """`_ready`. Where ranks meet in `step` alone (overlap=False, or clipping), all refuse the step if one does.
 
-        Elsewhere, and on a GPU, where the host would wait, the others are left to the process group's timeout.
+        Elsewhere, and on a GPU, where the host would wait, the process group's timeout ends the other ranks.
         """
         comm, attached = self.comm, self.attachment is not None and self.attachment.communicate
         meets = (
@@ -272,10 +261,9 @@ class BucketOptimizer(GradientExchange, MethodState):
             self._submit(functools.partial(self.after_update, step))
 
     def _check_reach(self) -> None:
-        """Sees to it that every parameter with a gradient takes part in the step.
+        """Lays units out again where a parameter was unfrozen or added, so that each with a gradient takes part.
 
-        One process lays its units out anew where one was unfrozen or added. Raises RuntimeError where other ranks have to do
-        so too, and where DDP does not average a gradient.
+        Raises RuntimeError where other ranks would have to do so too, and where DDP does not average a gradient.
         """
         everything = (p for group in self.param_groups for p in group["params"])
         outside = [p for p in everything if p not in self._where and p.grad is not None and p.numel()]
@@ -309,7 +297,6 @@ class BucketOptimizer(GradientExchange, MethodState):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch.amp.GradScaler asks this. Where messages are taken during backward it is answered with yes, also in a dense
-        # warm-up, which makes the scaler hand over its scale, by which `step` can tell that there is one. Otherwise the
-        # scaler does its ordinary work: unscale p.grad, skip the step on overflow.
+        # torch.amp.GradScaler asks this. "Yes" makes it hand over its scale, by which `step` can tell that there is one.
+        # "No" leaves it its ordinary work: unscale p.grad, skip the step on overflow.
         return self._in_backward or self._feeding or self._sharded

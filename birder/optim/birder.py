@@ -24,21 +24,20 @@ One-process reference: `Birder` in tests/helpers/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AllGather, AllToAll, Requests, ShardMean
-from birder.optim import birder_options as options_of
+from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Link, Requests, ShardMean
+from birder.kernels import weyl
 from birder.optim.base import BucketOptimizer
-from birder.optim.bit_exchange import buffers, columns, move, packed
+from birder.optim.bit_exchange import CARRIED, Modulator, buffers, columns, move, one_phase, packed
 from birder.optim.checks import require_choice, require_flag, require_fraction, require_number
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit
-from birder.optim.modulator import CARRIED, Modulator
 from birder.optim.seen import SeenMap
 
 
@@ -55,13 +54,13 @@ class Birder(SeenMap, BucketOptimizer):
     intra:     with hierarchical communication, what the reduce-scatter inside a node carries. "gradient": the node is one
                worker, moments exist only for the rank's own shard. "u": every rank keeps full moments.
     beta2:     this project's: (2') and (3') with this coefficient for b, in [0, 1). None: `beta` for both, the paper's.
-    bits:      how Q draws. "independent": anew in each step, the paper's. "weyl": this project's; every bit has the same
+    bits:      how Q draws. "independent" draws in each step: the paper's. "weyl": this project's; every bit has the same
                probability, and errors cancel over steps instead of adding up (birder/kernels/weyl.py). "sigma_delta": this
                project's; nothing is drawn, q = sgn(u + e) with an error e that is kept, on workers and servers
-               (birder/optim/modulator.py, with gamma = 1). "none": no bits, the mean of u is applied as it is. It
+               (birder/optim/bit_exchange.py, with gamma = 1). "none": no bits, the mean of u is applied. It
                sends (n-1) floats for each coordinate: for comparisons of accuracy only.
     reduce:    how (5) is done. "two_phase": the paper's, all-to-all and all-gather. "one_phase": this project's variant; the
-               same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/one_phase.py).
+               same distribution for every coordinate from one all-gather of half the bytes (birder/kernels/reference.py).
     options:   max_grad_norm, seed; see `BucketOptimizer`.
 
     State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
@@ -71,7 +70,7 @@ class Birder(SeenMap, BucketOptimizer):
     are: a flag for every 1024 coordinates is united in each step, and where a flag is up also a bit for each coordinate,
     until every coordinate of the unit has been seen.
 
-    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    Gradients that are not finite count as 0.
     """
 
     compressed: ClassVar[bool] = True
@@ -80,7 +79,7 @@ class Birder(SeenMap, BucketOptimizer):
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})
     seen_by: ClassVar[str] = "b"
-    _option: options_of.Option | None = None
+    _option: Option | None = None
     """What takes the place of the paper's exchange; chosen when the optimizer is bound."""
 
     def __init__(
@@ -108,27 +107,22 @@ class Birder(SeenMap, BucketOptimizer):
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
         super().__init__(params, defaults, **options)
         self.modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
-        self.draws = options_of.Draws(self.seed) if bits != "weyl" else options_of.Weyl(self.seed, reduce)
+        self.draws = Draws(self.seed) if bits != "weyl" else Weyl(self.seed, reduce)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         require_fraction("beta", group["beta"])
         if group["beta2"] is not None:
             require_number("beta2", group["beta2"], "in [0, 1) or None", high=1.0, below=True)
-        require_number("eps", group["eps"])
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
 
     def reads_parameters(self, step: int) -> bool:
         return not self.decoupled and any(group["weight_decay"] for group in self.param_groups)
 
     def init_unit(self, unit: Unit) -> None:
         comm = self.comm
-        self._option = options_of.chosen(self.bits, self.reduce, self.intra if comm.shards > 1 else "gradient")
+        self._option = option(self.bits, self.reduce, self.intra if comm.shards > 1 else "gradient")
         kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)
-        unit.state["m"] = unit.zeros(kept)
-        unit.state["b"] = unit.zeros(kept)
+        unit.keep("m", "b", numel=kept)
         self.init_seen(unit)
         if self.bits == "sigma_delta":
             self.modulator.init_unit(unit, comm)
@@ -166,7 +160,7 @@ class Birder(SeenMap, BucketOptimizer):
         return chunk
 
     def averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
-        """What `kernels.ratio` is told of (1) to (3), or of (2') and (3') with both corrections in two numbers."""
+        """Options of `kernels.ratio` for (1) to (3), or for (2') and (3') with both corrections in two numbers."""
         beta, beta2, eps, hold = group["beta"], group["beta2"], group["eps"], self.idle == "hold"
         if beta2 is None:
             return {"beta": beta, "eps": eps, "hold": hold}
@@ -187,3 +181,100 @@ class Birder(SeenMap, BucketOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("beta2", None)  # state that was saved before there was one
+
+
+# ---- this project's options: each an exchange in the place of the paper's ---------------------------------------------
+
+Option = Callable[[Birder, Unit, Tensor, int], Requests[Tensor]]
+"""From a unit's gradient, in step t, to what (6) applies."""
+
+
+def option(bits: str, reduce: str, intra: str) -> Option | None:
+    """None: the paper's exchange; with bits="weyl" too, whose draws alone differ."""
+    if bits in ("none", "sigma_delta"):
+        return floats if bits == "none" else modulated
+    return in_one_phase if reduce == "one_phase" else of_node if intra == "u" else None
+
+
+class Draws:
+    """Where the random numbers of Q come from: options of the kernels. Independent in each step."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def worker(self, comm: Communicator, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": step, "worker": comm.worker}
+
+    def server(self, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": step}
+
+    def owner(self, comm: Communicator, step: int) -> dict[str, int]:
+        """Of one phase: which worker sends which word."""
+        return self.server(step)
+
+
+class Weyl(Draws):
+    """Drawn once, and turned in each step: thresholds are evenly spread over steps (birder/kernels/weyl.py)."""
+
+    def __init__(self, seed: int, reduce: str) -> None:
+        super().__init__(seed)
+        self.alike = reduce == "one_phase"
+
+    def worker(self, comm: Communicator, step: int) -> dict[str, int]:
+        apart = {} if self.alike else {"worker": comm.worker, "workers": comm.workers}
+        return {"seed": self.seed, "step": weyl.STEP, "worker": 0, "shift": weyl.turned(step, **apart)}
+
+    def server(self, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": weyl.STEP, "shift": weyl.turned(step, by=weyl.ROOT)}
+
+    def owner(self, comm: Communicator, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": weyl.STEP, "turn": step % comm.workers}
+
+
+def ratio(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next request."""
+    m, b, averages = unit.state["m"], unit.state["b"], birder.averages(unit.group, step)
+    if birder.intra == "gradient" or birder.comm.shards == 1:
+        return kernels.ratio((yield ShardMean(grad)), m, b, **averages)
+    return (yield ShardMean(kernels.ratio(grad, m, b, **averages)))  # the mean over the node
+
+
+def encoded(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """(1) to (4), of u's mean over the node with intra="u"."""
+    if birder.intra == "gradient" or birder.comm.shards == 1:
+        return birder.encode(unit, (yield ShardMean(grad)), step)
+    bits, draws = unit.buffers["bits"], birder.draws.worker(birder.comm, step)
+    u = (yield from ratio(birder, unit, grad, step)).clamp_(-1.0, 1.0)
+    for at, start in unit.shard_runs(birder.comm):
+        kernels.binarize(u[at], **draws, start=start, out=bits[packed(at)])
+    return bits
+
+
+def of_node(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """intra="u": every rank keeps full moments, and a node sends the mean of its ranks' u."""
+    bits = yield from encoded(birder, unit, grad, step)
+    rows = yield AllToAll(bits, unit.buffers["rows"])
+    return (yield AllGather(birder.serve(unit, rows, step), unit.buffers["result"]))  # (5)
+
+
+def in_one_phase(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """reduce="one_phase": (5) by one all-gather of a worker's share of words (birder/kernels/reference.py)."""
+    yield from encoded(birder, unit, grad, step)
+    return (yield from one_phase(unit, birder.comm, birder.draws.owner(birder.comm, step)))  # (5)
+
+
+def modulated(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """bits="sigma_delta": (4) and (5) by the sigma-delta quantizer (birder/optim/bit_exchange.py)."""
+    u = yield from ratio(birder, unit, grad, step)
+    if birder.intra == "u" and birder.comm.shards > 1:
+        u.clamp_(-1.0, 1.0)
+    modulator = birder.modulator
+    kernels.modulate(u, unit.state[modulator.name], **modulator.encoding(unit, birder.comm, step))
+    return (yield from modulator.exchange(unit, birder.comm, step))
+
+
+def floats(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """bits="none": the workers' mean of u, added up in their order: fp32[padded]."""
+    u = yield from ratio(birder, unit, grad, step)
+    rows = yield GatherWorkers(u.clone())  # the next unit may use the buffer
+    return (yield GatherShards(Link.sum_of_rows(rows).div_(birder.comm.workers)))

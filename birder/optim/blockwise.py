@@ -18,27 +18,22 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests
 from birder.optim.base import BucketOptimizer
-from birder.optim.blocks import Blocks
 from birder.optim.checks import require, require_choice, require_whole
 from birder.optim.contract import WIRES
 from birder.optim.layout import Unit
-from birder.optim.psync import Sent, SentAlike, SentOwn
-from birder.optim.sgdm import check_momentum
-from birder.optim.sparse import COMPRESSORS, SHARED, Largest
+from birder.optim.sparse import COMPRESSORS, SHARED, Blocks, Largest, Sent, SentAlike, SentOwn
 
 
 class BlockwiseSGD(BucketOptimizer):
     """Base of the methods of the CSER paper. See the module's docstring for the local step.
 
     nesterov: as in the module's docstring.
-    block:    elements of a block, the unit of choice of the compressor "blocks" (birder/optim/blocks.py).
+    block:    elements of a block, the unit of choice of the compressor "blocks" (birder/optim/sparse.py).
     compressor: "blocks" | "random_k" | "top_k" (birder/optim/sparse.py).
     variant:  "paper" | "released": where weight decay enters, and what the subclass says besides.
     options:  wire (of updates and errors; parameters always travel as fp32), max_grad_norm, seed; see `BucketOptimizer`.
 
     State, rank-local: m, fp32[d], where momentum is above 0; and the subclass's own.
-
-    Raises ValueError for arguments out of range.
     """
 
     compressed: ClassVar[bool] = True
@@ -66,7 +61,6 @@ class BlockwiseSGD(BucketOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        check_momentum(group)
         # m is the only way by which this form of decay reaches x.
         lost = self.decay_in_momentum() and group["weight_decay"] and not group["momentum"]
         require(not lost, "momentum", 0, "above 0 for weight decay with variant='released'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def require_fraction(name: str, value: Any) -> None:
 
 
 def pair(value: Any) -> Any:
-    """A list as a tuple, anything else as it is: pairs come from files as lists."""
+    """A list as a tuple, anything else unchanged: pairs come from files as lists."""
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -77,6 +78,23 @@ def is_pair(value: Any) -> bool:
 def require_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is True or False."""
     require(isinstance(value, bool), name, value, "True or False")
+
+
+def require_betas(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a pair of numbers in [0, 1)."""
+    betas = pair(value)
+    require(is_pair(betas) and all(0 <= beta < 1 for beta in betas), name, betas, "two numbers in [0, 1)")
+
+
+USUAL: dict[str, Callable[[str, Any], None]] = {
+    "lr": require_number,
+    "weight_decay": require_number,
+    "betas": require_betas,
+    "eps": require_number,
+    "momentum": require_fraction,
+    "nesterov": require_flag,
+}
+"""Hyper-parameters that mean the same in all methods, and what checks them."""
 
 
 def check_parameter(p: torch.Tensor) -> None:

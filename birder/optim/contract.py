@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, Pipeline, Requests, SingleProcess
-from birder.optim.checks import require, require_number
+from birder.optim.checks import USUAL, require, require_number
 from birder.optim.layout import ALIGN, Unit
 from birder.optim.watch import GradientWatch, Marks, ParameterWatch
 
@@ -39,32 +39,29 @@ class Method(torch.optim.Optimizer):
     | `alignment`, `init_unit` | once, when the optimizer is attached | no |
     | `plan` | before backward, any number of times | no |
     | `adjust_gradients` | gradients have arrived | no |
-    | `exchange` | a unit is complete, beside backward | in COMPRESSED steps |
+    | `exchange` | a unit is complete, during backward | in COMPRESSED steps |
     | `after_units` | after the last unit, before `update` | yes |
     | `update` | in `step()` | yes |
-    | `after_update` | after `update`, beside the next step | yes |
+    | `after_update` | after `update`, during the next step | yes |
 
     Whatever communicates is a generator that yields requests (birder/comm/requests.py) and is sent the answers: on all ranks
-    the same in the same order within one `exchange`, `after_units`, `update` or `after_update`. How these run beside each
-    other need not be the same on all ranks (birder/comm/runtime.py).
+    the same in the same order within one `exchange`, `after_units`, `update` or `after_update`. How these overlap
+    need not be the same on all ranks (birder/comm/runtime.py).
     """
 
     compressed: ClassVar[bool] = False
-    """Whether the method sends messages of its own in some of its steps."""
+    """Whether the method sends its own messages in some of its steps."""
     local_models: ClassVar[bool] = False
     """Whether parameters may differ between ranks after a step. `averaged` is then what to evaluate."""
     carried: ClassVar[dict[str, str]] = {}
-    """Of what kind each state is, by its name: "copy", the same on all ranks; "mean" or "sum", each worker's own; "cut", the
-    server's. It says what becomes of it with another number of workers (birder/checkpoint/elastic.py) or, under FSDP, of
-    shards (birder/checkpoint/shards.py)."""
+    """The kind of each state, by name. "copy": the same on all ranks; "mean", "sum": each worker's own; "cut": the server's.
+    It says what happens to it with another number of workers (birder/checkpoint/elastic.py) or shards (shards.py)."""
     on_shards: ClassVar[bool] = False
-    """Whether the method works on any part of a parameter: on elements, and on norms from birder/optim/norms.py. FSDP's
-    parameters are refused by others."""
+    """Whether the method works on any part of a parameter: on elements, and on norms of layout.py. Others refuse FSDP."""
     by_tensor: ClassVar[frozenset[str]] = frozenset()
     """States that are a number for each parameter, in the order of `unit.params`, not for each element."""
     read_in_update: ClassVar[frozenset[str]] = frozenset()
-    """Hyper-parameters of a group that `update` alone reads: they may change between backward and `step`. All others are read
-    while gradients arrive."""
+    """Hyper-parameters that `update` alone reads: they may change between backward and `step`."""
     handles_nonfinite: ClassVar[bool] = False
     """Whether the method's own arithmetic takes gradients that are not finite for 0."""
 
@@ -109,6 +106,8 @@ class Method(torch.optim.Optimizer):
         """The hyper-parameters of each group that messages have been made with."""
         self._shown: dict[Tensor, dict[str, Tensor]] = {}
         """By parameter: the views of `unit.state` that are in `self.state`."""
+        self._seen_state: tuple[list[Any], list[Any]] | None = None
+        """The entries of `self.state`, and all that stands in these, as they were in the last check; None: before it."""
         self.watch = ParameterWatch()
         """Of methods that keep a model of the last synchronisation."""
         self._stepping = False
@@ -121,9 +120,10 @@ class Method(torch.optim.Optimizer):
         """The `birder.hooks.attachment.Attachment` that `attach` made last."""
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raises ValueError when a hyper-parameter of the group is out of range."""
-        require_number("lr", group["lr"])
-        require_number("weight_decay", group["weight_decay"])
+        """Raises ValueError when a hyper-parameter of the group is out of range: of `USUAL`, and the method's others."""
+        for name, check in USUAL.items():
+            if name in self.defaults:
+                check(name, group[name])
 
     @property
     def kind(self) -> str:
@@ -140,7 +140,7 @@ class Method(torch.optim.Optimizer):
 
     def plan(self, step: int) -> Plan:
         """What step number `step` (from 1) communicates. Depends on `step` alone, or ranks would wait for each other."""
-        return Plan.DENSE
+        return Plan.COMPRESSED if self.compressed else Plan.DENSE
 
     def reads_parameters(self, step: int) -> bool:
         """Whether `adjust_gradients` or `exchange` reads parameters: they must not change before `update` then."""
@@ -160,9 +160,9 @@ class Method(torch.optim.Optimizer):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None] | None:
         """From the unit's local gradient, fp32[padded], to `unit.result`. May overwrite `grad`.
 
-        Called in COMPRESSED steps and in SKIP steps; in the latter it must not communicate. Runs on the pipeline: maybe on
-        another thread, while backward goes on. Parameters do not change meanwhile. What follows its first request other than
-        `ShardMean` runs beside the beginning of the next unit's exchange (birder/comm/runtime.py).
+        Called in COMPRESSED and SKIP steps; in the latter it must not communicate. Runs on the pipeline, maybe on another
+        thread, during backward; parameters do not change meanwhile. What follows its first request other than `ShardMean`
+        overlaps the beginning of the next unit's exchange (birder/comm/runtime.py).
         """
         raise TypeError(f"{type(self).__name__} does not compress")
 
@@ -170,7 +170,7 @@ class Method(torch.optim.Optimizer):
         """Called at the beginning of step number `step`. Raises RuntimeError where it would go wrong without a word."""
 
     def restores(self, name: str, step: int) -> bool:
-        """Whether the state `name` stays as it is for a parameter that has no gradient in step number `step`."""
+        """Whether the state `name` does not change for a parameter that has no gradient in step number `step`."""
         return True
 
     def complete_state(self, unit: Unit) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ class Method(torch.optim.Optimizer):
             unit.state[name].copy_(tensor)
 
     def forget_derived(self) -> None:
-        """Drops what the method has derived from its state: the state has just been loaded, reset or laid out anew."""
+        """Drops what the method has derived from its state: the state has just been loaded, reset or laid out again."""
 
     def after_units(self, step: int) -> Requests[None] | None:
         """Runs on the pipeline after the last unit, in all but DENSE steps."""
@@ -200,10 +200,9 @@ class Method(torch.optim.Optimizer):
         raise TypeError(f"{type(self).__name__} defines no update")
 
     def after_update(self, step: int) -> Requests[None] | None:
-        """Runs on the pipeline after step number `step`, beside the forward and backward passes of the next one.
+        """Runs on the pipeline after step number `step`, during the forward and backward passes of the next one.
 
-        It is over before the next `update`, `averaged`, `state_dict` or `load_state_dict`. Until then parameters do not
-        change, except where the caller changes them. It may read them and `unit.state`; it must not touch `unit.grad`,
-        `unit.result`, nor what `exchange` of the next step uses, except in its place: the next step's exchanges begin when
-        its first request is on its way, or after its end where it has none.
+        It ends before the next `update`, `averaged`, `state_dict` or `load_state_dict`. It may read parameters, which only
+        the caller changes meanwhile, and `unit.state`; not `unit.grad`, `unit.result`, nor what the next step's `exchange`
+        uses: that begins when this one's first request is on its way, or after its end where it has none.
         """

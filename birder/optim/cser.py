@@ -43,7 +43,7 @@ from birder.optim.blockwise import BlockwiseSGD
 from birder.optim.checks import require, require_choice, require_whole
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit
-from birder.optim.psync import SentAlike
+from birder.optim.sparse import SentAlike
 
 MODEL, GRADIENT = 1, 2
 """Streams of the draws of C1 and C2."""
@@ -84,8 +84,6 @@ class CSER(BlockwiseSGD):
 
     State: m, fp32[d], rank-local, where momentum is above 0; with implementation I also z, fp32[d], the same on all ranks.
     Parameters differ between ranks: `averaged` is what to evaluate.
-
-    Raises ValueError for arguments out of range.
     """
 
     local_models: ClassVar[bool] = True

@@ -35,8 +35,6 @@ class EF21SGDM(BlockwiseSGD):
     block, compressor, options: see `BlockwiseSGD`; wire must be fp32, for h and h_i have to take the same from a message.
 
     State: v and h_i, fp32[d], rank-local; h, fp32[d], the same on all ranks. Parameters are the same on all ranks.
-
-    Raises ValueError for arguments out of range.
     """
 
     carried: ClassVar[dict[str, str]] = {"momentum": "mean", "known": "mean", "common": "copy"}
@@ -59,12 +57,8 @@ class EF21SGDM(BlockwiseSGD):
         require(wire == "fp32", "wire", wire, "fp32")
         super().__init__(params, lr, momentum, weight_decay, False, block, "paper", compressor, **options)
 
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
-
     def init_unit(self, unit: Unit) -> None:
-        for name in ("momentum", "known", "common"):
-            unit.state[name] = unit.zeros()
+        unit.keep("momentum", "known", "common")
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         # Products and sums apart from each other, as in `local_step`.

@@ -29,13 +29,11 @@ class EFSGD(BlockwiseSGD):
     """SGD with momentum and error feedback (see the module's docstring for the equations).
 
     ratio:   1/ratio of the elements are sent in each step, a whole number.
-    variant: "paper": weight decay is a part of g_i. "released": it has a momentum of its own, (4), and is not sent.
+    variant: "paper": weight decay is a part of g_i. "released": it has a separate momentum, (4), and is not sent.
     nesterov, block, compressor, options: see `BlockwiseSGD`.
 
     State, rank-local: m, fp32[d], where momentum is above 0; e, fp32[d]. With variant="released", momentum and weight decay
     also u, fp32[d], the same on all ranks. Parameters are the same on all ranks.
-
-    Raises ValueError for arguments out of range.
     """
 
     carried: ClassVar[dict[str, str]] = {**BlockwiseSGD.carried, "decay": "copy"}
@@ -59,9 +57,6 @@ class EFSGD(BlockwiseSGD):
 
     def decay_in_momentum(self) -> bool:
         return False
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
 
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)

@@ -15,7 +15,7 @@ from birder.comm.runtime import Task
 from birder.optim.checks import check_gradient, check_parameter
 from birder.optim.contract import Method, Plan
 from birder.optim.layout import Unit, gradient, refresh_shards
-from birder.optim.relayout import parts
+from birder.optim.state import parts
 from birder.optim.watch import Marks, differ, marks
 
 TWICE = (
@@ -91,7 +91,7 @@ class GradientExchange(Method):
         self.pipeline.submit(task, unit, whole)
 
     def note_options(self) -> None:
-        """Called when the first gradients of a step come: from now on these hyper-parameters must stay as they are."""
+        """Called when the first gradients of a step come: from now on these hyper-parameters must not change."""
         early = self.defaults.keys() - self.read_in_update
         self._read = [copy.deepcopy({k: group[k] for k in early & group.keys()}) for group in self.param_groups]
 
@@ -165,7 +165,7 @@ class GradientExchange(Method):
     # ---- parameters without a gradient --------------------------------------------------------------------------------
 
     def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor]]:
-        """Parameters that have no gradient on any rank, and their values: they stay as they are, as in torch.
+        """Parameters that have no gradient on any rank, and their values: they do not change, as in torch.
 
         After backward DDP has left a gradient on all ranks where one of them had any. A parameter that has moved in a SKIP
         step takes part in the next step that is none all the same, with a gradient of 0: its ranks have to meet again.

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, Requests
-from birder.optim.adam import DenseAdam, Tensors, adam_moments, check_adam
+from birder.optim.adam import DenseAdam, Tensors, adam_moments
 from birder.optim.checks import is_pair, pair, require, require_flag, require_number
-from birder.optim.norms import norms
+from birder.optim.layout import norms
 
 
 def check_lamb(group: dict[str, Any]) -> None:
-    """Raises ValueError for betas, eps or bounds of the ratio out of range."""
-    check_adam(group)
+    """Raises ValueError for eps or bounds of the ratio out of range."""
     # 0/0 in one coordinate without gradient would spoil the norm of its whole tensor.
     require_number("eps", group["eps"], "above 0", above=True)
     low, high = group["min_coeff"], group["max_coeff"]
@@ -61,8 +60,6 @@ class LAMB(DenseAdam):
     options:         wire, max_grad_norm; see `BucketOptimizer`.
 
     State: m and v, fp32[d], the same on all ranks. Parameters without gradient are left alone.
-
-    Raises ValueError for arguments out of range.
     """
 
     def __init__(
@@ -81,16 +78,9 @@ class LAMB(DenseAdam):
     ) -> None:
         require_flag("bias_correction", bias_correction)
         self.bias_correction = bias_correction
-        defaults = {
-            "lr": lr,
-            "betas": pair(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "min_coeff": min_coeff,
-            "max_coeff": max_coeff,
-            "phi": pair(phi),
-        }
-        super().__init__(params, defaults, **options)
+        adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
+        ratio = {"min_coeff": min_coeff, "max_coeff": max_coeff, "phi": pair(phi)}
+        super().__init__(params, adam | ratio, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

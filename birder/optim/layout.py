@@ -1,11 +1,11 @@
 """`Unit`: a fixed group of parameters that is encoded, sent and applied together.
 
-Units are the optimizer's own. DDP's buckets are not used for this: DDP rebuilds them after the first backward, so that
-whatever is kept by bucket is wrong from the second step on.
+DDP's buckets do not serve: DDP rebuilds them after the first backward, so that state by bucket is wrong from step 2 on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.comm import Communicator
+from birder.comm import AcrossHolders, Communicator, Requests
 from birder.optim.checks import check_gradient, require
 
 ALIGN = 32
@@ -50,10 +50,8 @@ class Unit:
     start:   number of the unit's first element among all elements: the counter of the random numbers. It depends on
              the parameters alone, not on the size of units or the number of ranks.
     state:   the method's flat tensors for this unit, rank-local.
-    grad:    fp32[padded], the local gradient on its way to `encode` (allocated at the first compressed step).
-    result:  what the exchange left for `apply`.
-    buffers: what the exchange sends and receives, by name, so that a step allocates nothing. Made in `init_unit`; their
-             content is valid until the unit's next exchange, and is not saved.
+    grad:    fp32[padded], the local gradient (allocated at the first compressed step). result: of the exchange, for `update`.
+    buffers: what the exchange sends and receives, by name, so that a step allocates nothing. Made in `init_unit`, not saved.
     """
 
     index: int
@@ -120,19 +118,22 @@ class Unit:
         """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""
         return torch.zeros(self.padded if numel is None else numel, dtype=dtype, device=self.device)
 
+    def keep(self, *names: str, numel: int | None = None) -> None:
+        """Makes states of these names, fp32 zeros; of `padded` elements when no number is given."""
+        for name in names:
+            self.state[name] = self.zeros(numel)
+
     def bytes(self, count: int) -> Tensor:
         """An uninitialised buffer for a message of `count` bytes, on the unit's device."""
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
 
 def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = ALIGN) -> list[Unit]:
-    """Cuts every parameter group into units of about `cap_bytes` of fp32 gradient, last parameter first.
+    """Cuts every parameter group into units of about `cap_bytes` of fp32 gradient, in the order in which gradients arrive.
 
-    Gradients arrive in about that order, so that the first unit is complete early in backward. A tensor larger than the
-    cap is a unit by itself; small ones share one. Parameters on different devices never share a unit. Each parameter begins
-    at a multiple of `align` elements.
-
-    Raises ValueError when `align` is no multiple of 32.
+    That is from the last parameter on, so that the first unit is complete early in backward. A tensor larger than the cap is
+    a unit by itself. Parameters on different devices never share one. Each parameter begins at a multiple of `align`
+    elements. Raises ValueError when `align` is no multiple of 32.
     """
     require(align >= ALIGN and align % ALIGN == 0, "alignment", align, f"a multiple of {ALIGN}")
     units: list[Unit] = []
@@ -140,7 +141,9 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
     for group in groups:
         open_unit: Unit | None = None
         for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
-            size = round_up(p.numel(), align)  # of FSDP's parameters: all of it, so that all ranks cut alike
+            size = round_up(
+                p.numel(), align
+            )  # of FSDP's parameters: all of it, so that all ranks cut in the same places
             if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
                 open_unit = Unit(len(units), group, [], [], start, 0)
                 units.append(open_unit)
@@ -164,11 +167,11 @@ def first_element(p: Tensor) -> int:
 
 
 def lay_out_shards(unit: Unit, multiple: int) -> None:
-    """Turns a unit cut from whole parameters into one of the shards on this rank, a run of numbers for each of them.
+    """Turns a unit of whole parameters into one of the shards on this rank, a run of numbers for each of them.
 
-    Elements keep their numbers of the unit of whole parameters, so that random numbers do not depend on the number of
-    shards. A shard begins where it would within a run of `multiple` elements there: what belongs together in such a run (the
-    words of bits among which `reduce="one_phase"` shares out workers) stays together.
+    Elements keep their numbers, so that random numbers do not depend on the number of shards. A shard begins at the same
+    place within a run of `multiple` elements: the words of bits that `reduce="one_phase"` divides among workers stay
+    together.
     """
     places, end = [], 0
     unit.params = [local(p) for p in unit.wholes]
@@ -183,7 +186,7 @@ def lay_out_shards(unit: Unit, multiple: int) -> None:
 
 
 def refresh_shards(unit: Unit) -> None:
-    """Takes the shards anew: FSDP may have put them elsewhere since (lazy initialisation, a loaded state)."""
+    """Takes the shards again: FSDP may have put them elsewhere since (lazy initialisation, a loaded state)."""
     unit.params = [local(p) for p in unit.wholes]
 
 
@@ -200,3 +203,20 @@ def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
     chosen = list(found)
     params, grads = [unit.params[i] for i in chosen], [g.to(torch.float32) for g in found.values()]
     return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)
+
+
+# ---- of whole tensors, also where FSDP has left this rank a shard of each: then ranks put them together ----------------
+
+
+def norms(comm: Communicator, tensors: list[Tensor]) -> Requests[Tensor]:
+    """The 2-norm of each tensor, fp32[len(tensors)]. Of shards every rank of a replica passes its own, in the same order."""
+    own = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors])
+    if comm.holders == 1:
+        return own
+    return (yield AcrossHolders(own.double().square())).sqrt().float()
+
+
+def maxima(comm: Communicator, tensors: list[Tensor]) -> Requests[Tensor]:
+    """The largest element of each tensor, [len(tensors)]; a shard may be empty."""
+    own = torch.stack([t.max() if t.numel() else t.new_tensor(-math.inf) for t in tensors])
+    return own if comm.holders == 1 else (yield AcrossHolders(own, largest=True))

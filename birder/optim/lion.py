@@ -21,7 +21,6 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import AllGather, AllToAll, Requests, ShardMean
-from birder.optim.adam import check_betas
 from birder.optim.base import BucketOptimizer
 from birder.optim.bit_exchange import columns, move, packed
 from birder.optim.checks import pair, require, require_choice
@@ -36,11 +35,11 @@ class Lion(SeenMap, BucketOptimizer):
     lr: every coordinate moves by at most lr in a step; a third to a tenth of AdamW's, says the source of Lion.
     vote: "majority" or "average". options: max_grad_norm, seed; see `BucketOptimizer`.
 
-    Where as many workers say +1 as -1 the majority is drawn, anew in each step and the same on all ranks: the source has 0
+    Where as many workers say +1 as -1 the majority is drawn in each step, the same on all ranks: the source has 0
     there, which one bit cannot say. A coordinate whose gradient has been 0 on every rank in every step so far does not move.
 
     State, rank-local: m, fp32[d]; with nodes as workers, or shards, fp32[d / ranks per node].
-    Raises ValueError for arguments out of range, and for vote="average" with more than 255 workers.
+    Raises ValueError for vote="average" with more than 255 workers.
     """
 
     compressed: ClassVar[bool] = True
@@ -62,13 +61,6 @@ class Lion(SeenMap, BucketOptimizer):
         require_choice("vote", vote, "majority", "average")
         self.vote = vote
         super().__init__(params, {"lr": lr, "betas": pair(betas), "weight_decay": weight_decay}, **options)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_betas(group)
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
 
     def init_unit(self, unit: Unit) -> None:
         require(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from birder.optim.adam import AdamW, Tensors
-from birder.optim.checks import pair, require, require_flag, require_fraction
+from birder.optim.checks import pair, require, require_flag
 from birder.optim.layout import Unit
 
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
@@ -38,8 +38,6 @@ class Muon(AdamW):
 
     State, the same on all ranks: m, fp32[d]; of AdamW's groups also v. (2) is computed in bf16 on GPUs, in fp32 elsewhere. It
     needs whole matrices: FSDP is refused.
-
-    Raises ValueError for arguments out of range.
     """
 
     on_shards: ClassVar[bool] = False
@@ -80,8 +78,6 @@ class Muon(AdamW):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        require_fraction("momentum", group["momentum"])
-        require_flag("nesterov", group["nesterov"])
         require_flag("muon", group["muon"])
         small = [p for p in group["params"] if p.ndim < 2] if group["muon"] else []
         require(not small, "muon", True, "False for parameters of less than two dimensions: use Muon.groups(model)")

@@ -7,8 +7,8 @@ With C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +1:
     (3) a = mean_i C(z_i) + s                            server of a chunk
     (4) send C(a) to all;  s = a - C(a)
 
-A scale travels behind the bits of each chunk (birder/kernels/message.py): (2) and (4) are one exchange each.
-|z|_2 is added up in fp64 (birder/optim/scaled_sign.py). A one-process reference gets the same scale from
+A scale travels behind the bits of each chunk (birder/kernels/bits.py): (2) and (4) are one exchange each.
+|z|_2 is added up in fp64 in a fixed order (birder/kernels/reference.py). A one-process reference gets the same scale from
 `(z.double().square().sum() / d).sqrt().float()`, in any order of summation.
 """
 
@@ -25,7 +25,6 @@ from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.comm.late import Late
 from birder.optim.base import BucketOptimizer
 from birder.optim.layout import Unit, gradient
-from birder.optim.scaled_sign import split
 
 Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
@@ -92,8 +91,8 @@ class OneBitMethod(BucketOptimizer):
         shard = unit.padded // shards
         chunk = shard // workers
         size = kernels.message_bytes(chunk)
-        unit.state["worker_error"] = unit.zeros(shard)
-        unit.state["server_error"] = unit.zeros(chunk)
+        unit.keep("worker_error", numel=shard)
+        unit.keep("server_error", numel=chunk)
         unit.buffers = {
             "bits": unit.bytes(workers * size),  # of this rank's shard, a message to each server
             "rows": unit.bytes(workers * size),  # what the workers have sent
@@ -166,3 +165,24 @@ class OneBitMethod(BucketOptimizer):
                         f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "
                         "variance is 0, so it would never move. Use a longer warm-up, or give it to another optimizer"
                     )
+
+
+def split(
+    error: Tensor,
+    squares: Tensor,
+    mask: Tensor | None,
+    count: int | Tensor,
+    parts: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """C(z) in one pass, as what is sent of it: 1 bit for each element, and the scale behind the bits of each part. The sum of
+    squares is rounded to an fp32 scale once: the same on every device and back end, with any number of threads.
+
+    error:   fp32[d]: z, 0 outside of the mask; becomes z - C(z).
+    squares: the sum of the squares of z, fp64[].
+    mask:    bool[d] or None; coordinates outside count as absent: `count` is the number of coordinates inside, or int64[].
+    parts:   to how many servers it goes.
+    Returns messages, uint8[parts, message_bytes(d/parts)], in `out` where it is given.
+    """
+    scale = (squares / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))).sqrt().float()
+    return kernels.split_signs(error, scale, mask, parts=parts, out=out)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import Requests, ShardMean
-from birder.optim.adam import adam_moments, check_adam
+from birder.optim.adam import adam_moments
 from birder.optim.checks import pair, require_flag, require_whole
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit, with_gradient
@@ -42,8 +42,6 @@ class OneBitAdam(OneBitMethod):
     A coordinate whose variance is 0 when it is frozen (no gradient on any rank in the warm-up) does not move any more and
     takes no part in scales: divided by eps, its +-scale would explode. Scales are one for each unit and worker, and one
     for each chunk of a unit on the server's side.
-
-    Raises ValueError for arguments out of range.
     """
 
     carried: ClassVar[dict[str, str]] = {**OneBitMethod.carried, "m": "copy", "v": "copy"}
@@ -67,16 +65,11 @@ class OneBitAdam(OneBitMethod):
         self.warmup_steps, self.bias_correction = warmup_steps, bias_correction
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_adam(group)
-
     def plan(self, step: int) -> Plan:
         return Plan.DENSE if step <= self.warmup_steps else Plan.COMPRESSED
 
     def init_unit(self, unit: Unit) -> None:
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
+        unit.keep("m", "v")
         self.init_errors(unit)
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:

@@ -36,8 +36,7 @@ from birder.optim.adam import adam_moments
 from birder.optim.checks import pair, require_fraction, require_number, require_whole
 from birder.optim.contract import WIRES, Plan
 from birder.optim.lamb import check_lamb, trust_ratios
-from birder.optim.layout import Unit
-from birder.optim.norms import maxima, norms
+from birder.optim.layout import Unit, maxima, norms
 from birder.optim.onebit import OneBitMethod
 
 VANISHED = 1e-9
@@ -60,8 +59,6 @@ class OneBitLAMB(OneBitMethod):
     scales. Nor does a tensor without momentum at that time: its s would be infinite. `scale` is 0 for such a tensor.
 
     The warm-up's mean is taken unit by unit in rank order, not by DDP, so that it overlaps backward as the 1-bit messages do.
-
-    Raises ValueError for arguments out of range.
     """
 
     carried: ClassVar[dict[str, str]] = {
@@ -96,31 +93,19 @@ class OneBitLAMB(OneBitMethod):
         require_fraction("factor_threshold", factor_threshold)
         self.warmup_steps, self.coeff_beta = warmup_steps, coeff_beta
         self.factor_min, self.factor_max, self.factor_threshold = factor_min, factor_max, factor_threshold
-        defaults = {
-            "lr": lr,
-            "betas": pair(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "min_coeff": min_coeff,
-            "max_coeff": max_coeff,
-        }
-        super().__init__(params, defaults, **options)
+        adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, adam | {"min_coeff": min_coeff, "max_coeff": max_coeff}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         check_lamb(group)
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
 
     def restores(self, name: str, step: int) -> bool:
         return step != self.warmup_steps or name not in ("fresh", "scale")  # (4) is for all tensors
 
     def init_unit(self, unit: Unit) -> None:
         tensors = len(unit.params)
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
-        unit.state["fresh"] = unit.zeros()
+        unit.keep("m", "v", "fresh")
         self.init_errors(unit)
         unit.state["coeff"] = unit.zeros(tensors)
         unit.state["factor"] = unit.zeros(tensors).fill_(1.0)

@@ -36,8 +36,6 @@ class QSparseLocalSGD(LocalSteps, BlockwiseSGD):
 
     State, rank-local: m, fp32[d], where momentum is above 0; e, fp32[d]. The same on all ranks: z, fp32[d]. Parameters
     differ between ranks except after a synchronisation: `averaged` is what to evaluate.
-
-    Raises ValueError for arguments out of range.
     """
 
     local_models: ClassVar[bool] = True
@@ -63,8 +61,7 @@ class QSparseLocalSGD(LocalSteps, BlockwiseSGD):
 
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)
-        unit.state["error"] = unit.zeros()
-        unit.state["common"] = unit.zeros()
+        unit.keep("error", "common")
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         e, z = unit.state["error"], unit.state["common"]

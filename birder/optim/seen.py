@@ -31,7 +31,7 @@ from birder.optim.layout import Unit
 BLOCK = 1024
 """Elements for which one flag says whether any of them has just seen its first gradient."""
 PART = 4096
-"""Blocks whose coordinates are united at a time: what that takes for a moment stays small beside the model."""
+"""Blocks whose coordinates are united at a time: the memory that this takes stays small compared with the model."""
 SHARE = 64
 """Few is at most one in so many of all elements. Their bits are then as small a part of what is sent in one bit."""
 

@@ -8,15 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from birder.optim.base import BucketOptimizer
-from birder.optim.checks import require_flag, require_fraction
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit, with_gradient
-
-
-def check_momentum(group: dict[str, Any]) -> None:
-    """Raises ValueError for momentum or nesterov out of range."""
-    require_fraction("momentum", group["momentum"])
-    require_flag("nesterov", group["nesterov"])
 
 
 class SGDM(BucketOptimizer):
@@ -40,10 +33,6 @@ class SGDM(BucketOptimizer):
         """`options`: wire, max_grad_norm; see `BucketOptimizer`."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults, **options)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_momentum(group)
 
     def init_unit(self, unit: Unit) -> None:
         unit.state["momentum"] = unit.zeros()

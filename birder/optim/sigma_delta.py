@@ -5,11 +5,11 @@ Worker i keeps Adam's moments of its own gradient g_i; V is the same on all work
     (0) in the steps of a schedule: V = mean_i v_i, after (1); t_V is the last such step
     (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
     (2) u_i = clip( m_i/(1 - beta1^t) / (sqrt(V/(1 - beta2^t_V)) + eps), -1, 1)
-    (3) q = the +-1 that the sigma-delta quantizer makes of all u_i               birder/optim/modulator.py
+    (3) q = the +-1 that the sigma-delta quantizer makes of all u_i               birder/optim/bit_exchange.py
     (4) x = x - lr q - lr weight_decay x
 
 The local form leaves (0) out, and (2) has v_i and t in the place of V and t_V.
-One-process reference: `SigmaDelta` in tests/reference_sigma_delta.py.
+One-process reference: `SigmaDelta` in tests/helpers/reference_sigma_delta.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import Requests, ShardMean, WorkerMean
-from birder.optim.adam import check_adam
 from birder.optim.base import BucketOptimizer
-from birder.optim.bit_exchange import move
+from birder.optim.bit_exchange import CARRIED, Modulator, move
 from birder.optim.checks import pair, require, require_choice, require_number
 from birder.optim.contract import WIRES, Plan
 from birder.optim.layout import Unit
-from birder.optim.modulator import CARRIED, Modulator
 from birder.optim.seen import SeenMap
 
 
@@ -55,7 +53,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
     [d / ranks per node]. The server's error [d/n]. In one phase one error [d] instead of both.
 
     A coordinate whose gradient has been 0 on every rank in every step so far does not move; see birder/optim/seen.py.
-    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    Gradients that are not finite count as 0.
     """
 
     compressed: ClassVar[bool] = True
@@ -100,23 +98,13 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         super().__init__(params, defaults, wire=wire, **options)
         self._modulator = Modulator(gamma=gamma, reduce=reduce, errors=errors, start=start, seed=self.seed)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_adam(group)
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
-
     def shared_at(self, step: int) -> int:
         """t_V: the last step up to `step` in which V is shared; in the local form `step` itself."""
         return last_shared(step, float(self.share_growth)) if self.variance == "shared" else step
 
     def init_unit(self, unit: Unit) -> None:
         kept = unit.padded // self.comm.shards
-        unit.state["m"] = unit.zeros(kept)
-        unit.state["v"] = unit.zeros(kept)
-        if self.variance == "shared":
-            unit.state["shared_v"] = unit.zeros(kept)
+        unit.keep("m", "v", *(["shared_v"] if self.variance == "shared" else []), numel=kept)
         self._modulator.init_unit(unit, self.comm)
         self.init_seen(unit)
 

@@ -1,4 +1,4 @@
-"""SLAMB: LAMB whose momentum is averaged over ranks on a random part of the elements only; the rest is used as it is.
+"""SLAMB: LAMB whose momentum is averaged over ranks on a random part of the elements only; the rest is used unchanged.
 
 Source: "SLAMB: Accelerated Large Batch Training with Sparse Communication", ICML 2023, and the code released with it.
 
@@ -34,9 +34,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from birder import kernels
 from birder.comm import Mean, Requests
 from birder.comm.late import Late
-from birder.optim.adam import check_adam
+from birder.kernels.philox import LANES, ORDER_STREAM, uniform16
 from birder.optim.base import BucketOptimizer
 from birder.optim.checks import (
     pair,
@@ -48,112 +49,11 @@ from birder.optim.checks import (
 )
 from birder.optim.contract import WIRES, Plan
 from birder.optim.layout import Unit
-from birder.optim.masks import cyclic_chunks, random_mask
 
 SMALLEST = 2.0**-15
 """Smallest share of elements sent in a step."""
-
-
-class Rules:
-    """The paper's, where the released code's forms differ."""
-
-    form = "paper"
-    first_sync = 0
-    """sync_phase where none is given."""
-
-    def init_ages(self, slamb: SLAMB, unit: Unit) -> None:
-        """The state from which `freshness` follows."""
-        unit.state["tau"] = unit.zeros(dtype=torch.uint8 if slamb.tau_limit == 255 else torch.int16)
-
-    def choose(self, slamb: SLAMB, unit: Unit, i: int, step: int, view: Tensor) -> None:
-        """Writes M_t for parameter i into `view`, bool in its shape."""
-        p, start = unit.params[i], unit.start + unit.offsets[i]
-        mask = random_mask(p.numel(), slamb.fraction, seed=slamb.seed, step=step, start=start, device=unit.device)
-        view.copy_(mask.view(p.shape))
-
-    def grow_older(self, slamb: SLAMB, unit: Unit, mask: Tensor) -> None:
-        """tau of (3)."""
-        tau = unit.state["tau"]
-        tau.add_(tau < slamb.tau_limit).mul_(~mask)
-
-    def freshness(self, slamb: SLAMB, unit: Unit, i: int, step: int) -> Tensor:
-        """s of (3) for parameter i, fp32 in its shape."""
-        return slamb.look_up(slamb.tau_limit + 1, unit.view(unit.state["tau"], i))
-
-    def scaled_eps(self, eps: float, root: float) -> float:
-        """What is added to sqrt(v), with root = sqrt(1 - beta2^t): by (4) eps is added to the corrected root."""
-        return eps * root
-
-    def move(self, slamb: SLAMB, unit: Unit, i: int, p: Tensor, step: int) -> None:
-        """(5) and (6) of parameter i."""
-        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], slamb.min_coeff, slamb.max_coeff
-        r, x = slamb.direction(unit, i, step), p.float()
-        if slamb.is_dense(p):
-            rate = slamb.ratio(x, r, 1.0).clamp_(low, high).mul_(lr)
-        else:
-            fresh = unit.view(unit.result, i)
-            phi1 = slamb.ratio(x * fresh, r * fresh, 1.0).clamp_(low, high)  # (5)
-            phi0 = slamb.ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, high)
-            s = self.freshness(slamb, unit, i, step)
-            rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / slamb.comm.world_size**0.5))
-        if decay:
-            r.add_(x * decay)
-        p.sub_(r.mul_(rate))  # (6)
-
-
-class Fused(Rules):
-    """Of v2."""
-
-    form, first_sync = "v2", 1
-
-    def scaled_eps(self, eps: float, root: float) -> float:
-        return eps
-
-
-class Plain(Rules):
-    """Of v1."""
-
-    form, first_sync = "v1", 1
-
-    def init_ages(self, slamb: SLAMB, unit: Unit) -> None:
-        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if slamb.chunks <= 256 else torch.int16)
-        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
-            if not slamb.is_dense(p):
-                start = unit.start + offset
-                chunks = cyclic_chunks(p.numel(), slamb.chunks, seed=slamb.seed, start=start, device=unit.device)
-                view.copy_(chunks.view(p.shape))
-
-    def choose(self, slamb: SLAMB, unit: Unit, i: int, step: int, view: Tensor) -> None:
-        torch.eq(unit.view(unit.state["chunk"], i), step % slamb.chunks, out=view)
-
-    def grow_older(self, slamb: SLAMB, unit: Unit, mask: Tensor) -> None:
-        """tau follows from the number of the chunk."""
-
-    def freshness(self, slamb: SLAMB, unit: Unit, i: int, step: int) -> Tensor:
-        chunk = unit.view(unit.state["chunk"], i).int()
-        # Before its first turn an element is as old as the run.
-        return slamb.look_up(slamb.chunks, chunk.neg_().add_(step).remainder_(slamb.chunks).clamp_(max=step))
-
-    def move(self, slamb: SLAMB, unit: Unit, i: int, p: Tensor, step: int) -> None:
-        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], slamb.min_coeff, slamb.max_coeff
-        r, x = slamb.direction(unit, i, step), p.float()
-        if decay:
-            r.add_(x * decay)
-        if slamb.is_dense(p):
-            rate = slamb.ratio(x, r, 1.0)  # (5')
-            if p.dim() > 1:
-                rate.clamp_(low, high)
-            rate.mul_(lr)
-        else:
-            fresh = unit.view(unit.result, i)
-            phi1, phi0 = slamb.ratio(x * fresh, r * fresh, 1.0), slamb.ratio(x * ~fresh, r * ~fresh, 1.0)
-            s = self.freshness(slamb, unit, i, step)
-            phi = (s * phi1 + (1 - s) * phi0).clamp_(low, high)
-            rate = phi.mul_(s * lr + (1 - s) * (lr / slamb.comm.world_size**0.5))
-        p.sub_(r.mul_(rate))  # (6')
-
-
-FORMS = {rules.form: rules for rules in (Rules(), Fused(), Plain())}
+RESOLUTION = 1 << 16
+"""A share of the elements is rounded to a multiple of 1/RESOLUTION."""
 
 
 class SLAMB(BucketOptimizer):
@@ -176,15 +76,16 @@ class SLAMB(BucketOptimizer):
     tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows. Between steps also the
     mask of the next one, bool[d], drawn ahead so that the host need not wait for the number of its elements.
 
-    Gradients that are not finite count as 0. Raises ValueError for arguments out of range.
+    Gradients that are not finite count as 0.
     """
 
     compressed: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay"})
-    rules = FORMS["paper"]
-    """What the released code's forms have in the place of the paper's."""
+    form: ClassVar[str] = "paper"
+    first_sync: ClassVar[int] = 0
+    """sync_phase where none is given."""
 
     def __init__(
         self,
@@ -217,12 +118,13 @@ class SLAMB(BucketOptimizer):
         require_number("max_coeff", max_coeff)
         require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
         require_flag("bias_correction", bias_correction)
-        if form not in ("paper", self.rules.form):
+        self.rules: type[SLAMB] = type(self)
+        """The class whose equations count: this one, unless the old argument names another."""
+        if form not in ("paper", self.form):
             warn_of_old_way(f"SLAMB(form={form!r})", f"birder.SLAMB{form}(...)")
             self.rules = FORMS[form]
         self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
-        self.form, self.unseen = self.rules.form, unseen
-        self.sync_every = sync_every
+        self.sync_every, self.unseen = sync_every, unseen
         self.sync_phase = self.rules.first_sync if sync_phase is None else sync_phase
         self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
@@ -232,15 +134,11 @@ class SLAMB(BucketOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        check_adam(group)
         require_number("eps", group["eps"], "above 0", above=True)
 
     @property
     def kind(self) -> str:
-        return f"SLAMB{self.form}" if type(self) is SLAMB and self.form != "paper" else type(self).__name__
-
-    def plan(self, step: int) -> Plan:
-        return Plan.COMPRESSED
+        return (self.rules if type(self) is SLAMB else type(self)).__name__
 
     def syncs(self, step: int) -> bool:
         """Whether parameters are averaged at the end of step number `step` (from 1)."""
@@ -252,13 +150,12 @@ class SLAMB(BucketOptimizer):
 
     @property
     def tau_limit(self) -> int:
-        """tau stops here: where beta3^tau is nothing beside 1 in fp32, or fewer than one wait in a billion is so long."""
+        """tau stops here: where beta3^tau is negligible against 1 in fp32, or fewer than one wait in a billion is so long."""
         few = self.beta3**255 < 2**-24 or (1 - self.fraction) ** 255 < 1e-9
         return 255 if few else 32767
 
     def init_unit(self, unit: Unit) -> None:
-        unit.state["m"] = unit.zeros()
-        unit.state["v"] = unit.zeros()
+        unit.keep("m", "v")
         self.rules.init_ages(self, unit)
 
     def mask(self, unit: Unit, step: int) -> Tensor:
@@ -315,10 +212,51 @@ class SLAMB(BucketOptimizer):
         """r of (4) for parameter i, in a new tensor."""
         beta1, beta2 = unit.group["betas"]
         first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
-        eps = self.rules.scaled_eps(unit.group["eps"], root)
+        eps = self.rules.scaled_eps(self, unit.group["eps"], root)
         v = unit.view(unit.state["v"], i)
         r = unit.view(unit.state["m"], i).div(v.sqrt().add_(eps)).mul_(root / first)
         return r.masked_fill_(v == 0, 0.0) if self.unseen == "hold" else r
+
+    # ---- where the released code's forms differ ------------------------------------------------------------------------
+
+    def init_ages(self, unit: Unit) -> None:
+        """The state from which `freshness` follows."""
+        unit.state["tau"] = unit.zeros(dtype=torch.uint8 if self.tau_limit == 255 else torch.int16)
+
+    def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        """Writes M_t of (2) for parameter i into `view`, bool in its shape."""
+        start, limit = unit.start + unit.offsets[i], round(self.fraction * RESOLUTION)
+        mask = kernels.random_mask(view.numel(), limit, seed=self.seed, step=step, start=start, device=unit.device)
+        view.copy_(mask.view(view.shape))
+
+    def grow_older(self, unit: Unit, mask: Tensor) -> None:
+        """tau of (3)."""
+        tau = unit.state["tau"]
+        tau.add_(tau < self.tau_limit).mul_(~mask)
+
+    def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
+        """s of (3) for parameter i, fp32 in its shape."""
+        return self.look_up(self.tau_limit + 1, unit.view(unit.state["tau"], i))
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        """What is added to sqrt(v), with root = sqrt(1 - beta2^t): by (4) eps is added to the corrected root."""
+        return eps * root
+
+    def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        """(5) and (6) of parameter i."""
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], self.min_coeff, self.max_coeff
+        r, x = self.direction(unit, i, step), p.float()
+        if self.is_dense(p):
+            rate = self.ratio(x, r, 1.0).clamp_(low, high).mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1 = self.ratio(x * fresh, r * fresh, 1.0).clamp_(low, high)  # (5)
+            phi0 = self.ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, high)
+            s = self.rules.freshness(self, unit, i, step)
+            rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / self.comm.world_size**0.5))
+        if decay:
+            r.add_(x * decay)
+        p.sub_(r.mul_(rate))  # (6)
 
     @staticmethod
     def ratio(x: Tensor, r: Tensor, otherwise: float) -> Tensor:
@@ -330,10 +268,67 @@ class SLAMB(BucketOptimizer):
 class SLAMBv1(SLAMB):
     """SLAMB by the released code's plain form: chunks of a fixed permutation in the place of (2); (5') and (6')."""
 
-    rules = FORMS["v1"]
+    form, first_sync = "v1", 1
+
+    def init_ages(self, unit: Unit) -> None:
+        unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if self.chunks <= 256 else torch.int16)
+        for p, offset, view in zip(unit.params, unit.offsets, unit.views(unit.state["chunk"]), strict=True):
+            if not self.is_dense(p):
+                start = unit.start + offset
+                chunks = cyclic_chunks(p.numel(), self.chunks, seed=self.seed, start=start, device=unit.device)
+                view.copy_(chunks.view(p.shape))
+
+    def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
+        torch.eq(unit.view(unit.state["chunk"], i), step % self.chunks, out=view)
+
+    def grow_older(self, unit: Unit, mask: Tensor) -> None:
+        """tau follows from the number of the chunk."""
+
+    def freshness(self, unit: Unit, i: int, step: int) -> Tensor:
+        chunk = unit.view(unit.state["chunk"], i).int()
+        # Before its first turn an element is as old as the run.
+        return self.look_up(self.chunks, chunk.neg_().add_(step).remainder_(self.chunks).clamp_(max=step))
+
+    def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], self.min_coeff, self.max_coeff
+        r, x = self.direction(unit, i, step), p.float()
+        if decay:
+            r.add_(x * decay)
+        if self.is_dense(p):
+            rate = self.ratio(x, r, 1.0)  # (5')
+            if p.dim() > 1:
+                rate.clamp_(low, high)
+            rate.mul_(lr)
+        else:
+            fresh = unit.view(unit.result, i)
+            phi1, phi0 = self.ratio(x * fresh, r * fresh, 1.0), self.ratio(x * ~fresh, r * ~fresh, 1.0)
+            s = self.rules.freshness(self, unit, i, step)
+            phi = (s * phi1 + (1 - s) * phi0).clamp_(low, high)
+            rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
+        p.sub_(r.mul_(rate))  # (6')
 
 
 class SLAMBv2(SLAMB):
-    """SLAMB by the released code's fused form: as the paper's, with eps beside the uncorrected root in (4)."""
+    """SLAMB by the released code's fused form: as the paper's, but in (4) eps is added to the uncorrected root."""
 
-    rules = FORMS["v2"]
+    form, first_sync = "v2", 1
+
+    def scaled_eps(self, eps: float, root: float) -> float:
+        return eps
+
+
+FORMS: dict[str, type[SLAMB]] = {"v1": SLAMBv1, "v2": SLAMBv2}
+
+
+def cyclic_chunks(numel: int, chunks: int, *, seed: int, start: int, device: torch.device) -> Tensor:
+    """A random permutation of a tensor's elements cut into `chunks` parts, whose sizes differ by 1 at most.
+
+    Returns the part of each element, 0 .. chunks-1, as uint8[numel], or int16 when there are more than 256 parts. The
+    permutation sorts 32-bit draws; equal ones stay in the order of elements.
+    """
+    draw: dict[str, Any] = {"seed": seed, "stream": ORDER_STREAM, "start": start, "device": device}
+    high, low = (uniform16(-(-numel // LANES) * LANES, step=half, **draw)[:numel] for half in (0, 1))
+    order = torch.argsort((high << 16) | low, stable=True)
+    part = torch.arange(numel, dtype=torch.int64, device=device).mul_(chunks).div_(max(numel, 1), rounding_mode="floor")
+    out = torch.empty(numel, dtype=torch.uint8 if chunks <= 256 else torch.int16, device=device)
+    return out.index_copy_(0, order, part.to(out.dtype))

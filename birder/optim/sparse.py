@@ -1,19 +1,23 @@
-"""Sparse compressors behind one interface: C(v) keeps some elements of a vector as they are, the others become 0.
+"""Sparse compressors, and what PSync needs of a vector once its chosen part has been sent.
 
-"CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020, asks one thing of a compressor:
+Source: "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020. A compressor C keeps some elements of a vector,
+the others become 0. The paper asks one thing of it, and uses it in one way (Algorithm 3):
 
     (1) E |C(v) - v|^2 <= (1 - delta) |v|^2 with 0 < delta <= 1
+    (2) PSync(v_i, C):   r_i = v_i - C(v_i);   v'_i = mean_j C(v_j) + r_i
 
 R is the ratio, n the elements of a parameter:
 
-| compressor | keeps                                                  | alike on all ranks | delta             |
-| blocks     | of every R blocks in a row one, drawn (GRBS)           | yes                | 1/R, an equality  |
-| random_k   | of every R elements in a row one, drawn                | yes                | 1/R, an equality  |
+| compressor | keeps                                                  | same on all ranks  | delta             |
+| blocks     | one of every R blocks in a row, drawn (GRBS)           | yes                | 1/R, an equality  |
+| random_k   | one of every R elements in a row, drawn                | yes                | 1/R, an equality  |
 | top_k      | of each parameter the ceil(n/R) largest in magnitude   | no                 | 1/R, in each draw |
 
-What is alike on all ranks is drawn from a common seed, and no place travels. top_k sends the place of each value beside it,
-an int32, and every rank's message goes to all others. blocks and random_k are birder/optim/blocks.py, with blocks of
-one element for the latter. Never communicates.
+blocks and random_k (blocks of one element) are drawn from a common seed, and no place is sent. All elements of a model are
+numbered (`Unit.start`) and cut into blocks; exactly one of every R consecutive blocks, a run, is chosen, each with the same
+chance: E |C(v) - v|^2 = (1 - 1/R) |v|^2. The choice is a pure function of (seed, step, stream, number of the run): all ranks
+make the same one, whatever the size of units, and a restart repeats it. top_k sends the place of each value too, an int32,
+and every rank's message goes to all others.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from birder import kernels
+from birder.comm import GatherRanks, Requests
+from birder.kernels.philox import BLOCK_STREAM, word
+
 COMPRESSORS = ("blocks", "random_k", "top_k")
 SHARED = ("blocks", "random_k")
 """Those that choose the same elements on all ranks."""
@@ -31,16 +39,82 @@ PLACE = torch.int32
 """What a place travels as: an element of a unit's flat buffer."""
 
 
-def delta(compressor: str, ratio: int) -> float:
-    """The delta of (1) that a compressor guarantees. Raises KeyError for a name that is unknown."""
-    if compressor not in COMPRESSORS:
-        raise KeyError(f"no compressor {compressor!r}; there are: {', '.join(COMPRESSORS)}")
-    return 1.0 / ratio
+def _drawn(run: int, ratio: int, *, seed: int, step: int, stream: int) -> int:
+    """The place within that run of its chosen block, as `kernels.chosen_blocks` draws it."""
+    return (word(run, seed=seed, step=step, stream=BLOCK_STREAM + stream) * ratio) >> 32
 
 
-def kept(sizes: Sequence[int], ratio: int) -> int:
-    """How many elements top_k keeps of tensors of these sizes."""
-    return sum(-(-n // ratio) for n in sizes)
+@dataclass(frozen=True)
+class Blocks:
+    """The chosen elements of a flat buffer: whole blocks by their number, and the cut ones at its two ends.
+
+    A buffer need not begin or end where a block does. `edges` are the chosen slices of cut blocks, `rows` the chosen whole
+    blocks, counted from the first whole one, which begins at element `offset`.
+    """
+
+    block: int
+    offset: int
+    whole: int
+    rows: Tensor
+    edges: tuple[slice, ...]
+
+    @classmethod
+    def choose(
+        cls,
+        start: int,
+        numel: int,
+        ratio: int | None,
+        block: int,
+        *,
+        seed: int,
+        step: int,
+        stream: int,
+        device: torch.device,
+    ) -> Blocks:
+        """The choice among the elements start .. start+numel-1; `ratio` None chooses nothing."""
+        offset = min(-start % block, numel)
+        whole = (numel - offset) // block
+        if ratio is None or numel == 0:
+            return cls(block, offset, whole, torch.empty(0, dtype=torch.int64, device=device), ())
+        run = block * ratio
+        first, last = start // run, (start + numel - 1) // run
+        base, draw = (start + offset) // block, {"seed": seed, "step": step, "stream": stream}
+        rows = kernels.chosen_blocks(first, last - first + 1, ratio, device=device, **draw) - base
+        # The first and the last run alone may choose a cut block, or one that is not here. They are drawn on the host too, so
+        # that nobody waits for the device to learn how many blocks there are.
+        ends = {number: number * ratio + _drawn(number, ratio, **draw) for number in (first, last)}
+        begin, end = (0 <= chosen - base < whole for chosen in (ends[first], ends[last]))
+        inside = rows[int(not begin) : len(rows) - int(not end)] if last > first else rows[: int(begin)]
+        cuts = ((start, slice(0, offset)), (start + numel - 1, slice(offset + whole * block, numel)))
+        chosen_ends = set(ends.values())
+        edges = tuple(cut for element, cut in cuts if cut.stop > cut.start and element // block in chosen_ends)
+        return cls(block, offset, whole, inside, edges)
+
+    @property
+    def numel(self) -> int:
+        """How many elements are chosen."""
+        return len(self.rows) * self.block + sum(cut.stop - cut.start for cut in self.edges)
+
+    def _whole(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.whole * self.block].view(self.whole, self.block)
+
+    def gather(self, flat: Tensor) -> Tensor:
+        """The chosen elements, in a new compact buffer."""
+        rows = self._whole(flat).index_select(0, self.rows).view(-1)
+        return torch.cat([rows, *(flat[cut] for cut in self.edges)]) if self.edges else rows
+
+    def scatter(self, flat: Tensor, values: Tensor) -> None:
+        """Puts what `gather` could have returned back to its places."""
+        parts = values.split([len(self.rows) * self.block, *(cut.stop - cut.start for cut in self.edges)])
+        self._whole(flat).index_copy_(0, self.rows, parts[0].view(-1, self.block))
+        for cut, part in zip(self.edges, parts[1:], strict=True):
+            flat[cut] = part
+
+    def clear(self, flat: Tensor) -> None:
+        """Sets the chosen elements to 0."""
+        self._whole(flat).index_fill_(0, self.rows, 0.0)
+        for cut in self.edges:
+            flat[cut] = 0.0
 
 
 def _largest(v: Tensor, k: int) -> Tensor:
@@ -84,3 +158,69 @@ class Largest:
         places = message[: k * PLACE.itemsize].view(PLACE)
         values = message[k * PLACE.itemsize :][: k * wire.itemsize].view(wire)
         return Largest(places.long(), values.float())
+
+
+@dataclass(frozen=True)
+class SentAlike:
+    """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements. mean: fp32[k], compact."""
+
+    chosen: Blocks
+    mean: Tensor
+
+    def clear(self, v: Tensor) -> None:
+        """r_i, in the place of v_i."""
+        self.chosen.clear(v)
+
+    def put_mean(self, r: Tensor) -> None:
+        """v'_i, in the place of r_i as `clear` has left it."""
+        self.chosen.scatter(r, self.mean)
+
+    def add_mean(self, flat: Tensor, sign: int = 1) -> None:
+        """Adds mean_j C(v_j) to any vector; with sign -1 takes it away."""
+        self.chosen.scatter(flat, self.chosen.gather(flat).add_(self.mean, alpha=sign))
+
+    def set_mean(self, now: Tensor, own: Tensor) -> None:
+        """The mean, in the place of this rank's elements `own`, as they were sent. What `now` has beyond them stays."""
+        self.chosen.scatter(now, self.chosen.gather(now).sub_(own).add_(self.mean))
+
+    def change(self, v: Tensor) -> Tensor:
+        """v'_i - v_i = mean_j C(v_j) - C(v_i), fp32 of v's size; v_i as it was before `clear`."""
+        made = torch.zeros_like(v)
+        self.chosen.scatter(made, self.mean - self.chosen.gather(v))
+        return made
+
+
+@dataclass(frozen=True)
+class SentOwn:
+    """The same where ranks have chosen different elements. mean: fp32[d], of whole size."""
+
+    own: Largest
+    mean: Tensor
+
+    @classmethod
+    def exchange(cls, own: Largest, size: int, wire: torch.dtype) -> Requests[SentOwn]:
+        """Sends `own` to all ranks, and adds up what all have sent in rank order. size: elements of the vector."""
+        k = own.places.numel()
+        rows = yield GatherRanks(own.message(wire))
+        mean = own.values.new_zeros(size)
+        for row in rows:
+            theirs = Largest.read(row, k, wire)
+            mean.index_add_(0, theirs.places, theirs.values)
+        return cls(own, mean.div_(len(rows)))
+
+    def clear(self, v: Tensor) -> None:
+        self.own.clear(v)
+
+    def put_mean(self, r: Tensor) -> None:
+        r.add_(self.mean)
+
+    def add_mean(self, flat: Tensor, sign: int = 1) -> None:
+        flat.add_(self.mean, alpha=sign)
+
+    def change(self, v: Tensor) -> Tensor:
+        made = self.mean.clone()
+        self.own.clear(made)
+        return made
+
+
+Sent = SentAlike | SentOwn

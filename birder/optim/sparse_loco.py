@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Link, Mean, Requests, ShardMean, WorkerMean
-from birder.optim.adam import check_adam
 from birder.optim.block_codes import decode, encode
 from birder.optim.checks import (
     pair,
@@ -70,9 +69,7 @@ class SparseLoCo(LocalSteps):
     keeps e for its own shard.
 
     State: m and v, fp32[D], and but for "dense" e, fp32[D / ranks per node], rank-local; z and, with mu above 0, w, fp32[D],
-    the same on all ranks. D counts whole chunks: a parameter begins with a chunk of its own.
-
-    Raises ValueError for arguments out of range.
+    the same on all ranks. D counts whole chunks: a parameter begins with a new chunk.
     """
 
     compressed: ClassVar[bool] = True
@@ -118,18 +115,13 @@ class SparseLoCo(LocalSteps):
         self.error_decay, self.outer_lr, self.outer_momentum = error_decay, outer_lr, outer_momentum
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_adam(group)
-
     @property
     def alignment(self) -> int:
         return ALIGN if self.message == "dense" else self.chunk
 
     def init_unit(self, unit: Unit) -> None:
         shard = unit.padded // self.comm.shards
-        for name in ("m", "v", "common"):
-            unit.state[name] = unit.zeros()
+        unit.keep("m", "v", "common")
         if self.message != "dense":
             unit.state["error"] = unit.zeros(shard)
         if self.outer_momentum:

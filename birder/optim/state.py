@@ -1,19 +1,25 @@
-"""What an optimizer keeps: saving and restoring it, copies, and models that differ between ranks."""
+"""What an optimizer keeps: saving and restoring it, copies, and models that differ between ranks.
+
+At the end: a method's state by parameter, whatever units, workers and shards keep it. `Method.carried` says of what kind each
+state is. A state has a number for every element of the unit, or for every parameter (`Method.by_tensor`), or a few for the
+whole unit.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from birder.comm import Mean, Requests, run
+from birder.comm import AllGather, GatherShards, Mean, Requests, run
 from birder.optim.contract import Method
 from birder.optim.layout import Unit
-from birder.optim.relayout import parts
 
 BY_UNIT = (
     "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by unit, and "
@@ -37,12 +43,12 @@ class MethodState(Method):
     # ---- state by parameter, to look at -------------------------------------------------------------------------------
 
     def _show(self, units: Iterable[Unit]) -> None:
-        """Puts views of the units' buffers into `self.state`, beside what others keep there.
+        """Puts views of the units' buffers into `self.state`, next to what others keep there.
 
         In the parameter's shape; in one dimension where other ranks keep the rest; not where the host alone keeps them.
         """
         for unit in units:
-            unit.shown = tuple(unit.state)
+            unit.shown, self._seen_state = tuple(unit.state), None
             for i, (whole, p) in enumerate(zip(unit.wholes, unit.params, strict=True)):
                 entry = self.state[whole]
                 for name in self._shown.pop(whole, ()):
@@ -60,18 +66,25 @@ class MethodState(Method):
         return defaultdict(dict, {p: entry for p, entry in kept.items() if entry or p not in self._shown})
 
     def _check_shown(self) -> None:
-        """Raises RuntimeError where the views in `self.state` are not those that were put there."""
+        """Raises RuntimeError where the views in `self.state` are not those that were put there.
+
+        Every step asks: where nothing has been replaced since the last check, two passes without a lookup say so.
+        """
+        entries, values = list(self.state.values()), list(chain.from_iterable(map(_values, self.state.values())))
+        if (seen := self._seen_state) is not None and _identical(entries, seen[0]) and _identical(values, seen[1]):
+            return
         for p, views in self._shown.items():
             entry = self.state.get(p, {})
             for name, view in views.items():
                 if entry.get(name) is not view:
                     self.pipeline.wait()
                     raise RuntimeError(EMPTIED)
+        self._seen_state = entries, values
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 
     def flat_parameters(self, unit: Unit) -> Tensor:
-        """The unit's parameters as they are now, in a new flat buffer: fp32[padded]."""
+        """The unit's present parameters, in a new flat buffer: fp32[padded]."""
         flat = unit.zeros()
         torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])
         return flat
@@ -272,7 +285,7 @@ class MethodState(Method):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: all but hooks, as in torch, and the connection to other ranks. The copy has to be
-        attached anew."""
+        attached again."""
         own = {"step"} | {k for k in vars(self) if k.startswith("_optimizer_") and k.endswith("_hooks")}
         blank = object.__new__(type(self))
         blank.disconnect()
@@ -284,3 +297,102 @@ class MethodState(Method):
         if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
             self.disconnect()
         super().__setstate__(state)
+
+
+def _identical(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _values(entry: Any) -> Iterable[Any]:
+    return entry.values() if isinstance(entry, dict) else (entry,)
+
+
+# ---- state by parameter -----------------------------------------------------------------------------------------------
+
+Flat = dict[str, Tensor]
+"""A unit's state; what has a number for every element has `padded` of them."""
+
+
+def span(method: Method, unit: Unit, tensor: Tensor) -> tuple[int, int] | None:
+    """Which elements of the unit a state of this rank holds: (first, number of them). None: it is not by element."""
+    comm, size = method.comm, tensor.numel()
+    if size == unit.padded:
+        return 0, size
+    if size == unit.padded // comm.shards:
+        return comm.shard * size, size
+    if size == unit.padded // (comm.shards * comm.workers):
+        return (comm.shard * comm.workers + comm.worker) * size, size
+    return None
+
+
+def parts(method: Method, unit: Unit, i: int) -> Flat:
+    """What this rank keeps of parameter i: views of the states, in one dimension. Empty where it keeps another part."""
+    found: Flat = {}
+    first, last = unit.offsets[i], unit.offsets[i] + unit.params[i].numel()
+    for name, tensor in unit.state.items():
+        if name in method.by_tensor:
+            found[name] = tensor[i : i + 1]
+        elif (place := span(method, unit, tensor)) is not None:
+            begin, size = place
+            found[name] = tensor[max(first - begin, 0) : max(min(last - begin, size), 0)]
+    return found
+
+
+def gathered(method: Method, unit: Unit) -> Flat:
+    """The unit's state, with what other ranks keep of it gathered. Every rank calls it; its bytes are not counted.
+
+    Raises ValueError for a state that `carried` does not name.
+    """
+    state = method.complete_state(unit)
+    for name, tensor in state.items():
+        if name not in method.carried:
+            raise ValueError(f"{type(method).__name__} cannot be laid out anew: its `carried` does not name {name}")
+        if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
+            continue
+        whole = AllGather if method.carried[name] == "cut" else GatherShards
+        state[name] = run(method.comm, whole(tensor, counted=False)).clone()
+    return state
+
+
+def own(method: Method, unit: Unit, flat: Flat) -> Flat:
+    """The reverse of `gathered`: what this rank keeps of it."""
+    kept: Flat = {}
+    for name, tensor in flat.items():
+        place = None
+        if name in unit.state and name not in method.by_tensor:
+            place = span(method, unit, unit.state[name])
+        kept[name] = tensor if place is None else tensor[place[0] : place[0] + place[1]]
+    return kept
+
+
+def taken(method: Method) -> dict[Tensor, Flat]:
+    """Copies of the state by parameter. Every rank calls it."""
+    found: dict[Tensor, Flat] = {}
+    for unit in method.units:
+        for name, tensor in gathered(method, unit).items():
+            for i, p in enumerate(unit.wholes):
+                if name in method.by_tensor:
+                    value = tensor[i]
+                else:
+                    value = unit.view(tensor, i) if tensor.numel() == unit.padded else tensor
+                found.setdefault(p, {})[name] = value.clone()
+    return found
+
+
+@torch.no_grad()
+def put_back(method: Method, saved: dict[Tensor, Flat]) -> None:
+    """Gives parameters that were there before the state that `taken` found. Others begin with none. Every rank calls it."""
+    for unit in method.units:
+        flat = {name: tensor.clone() for name, tensor in gathered(method, unit).items()}
+        for i, p in enumerate(unit.wholes):
+            for name, value in saved.get(p, {}).items():
+                if name not in flat:
+                    continue
+                if name in method.by_tensor:
+                    flat[name][i] = value
+                elif flat[name].numel() == unit.padded:
+                    unit.view(flat[name], i).copy_(value)
+                else:
+                    flat[name].copy_(value)
+        method.load_unit(unit, own(method, unit, flat))
+    method.forget_derived()

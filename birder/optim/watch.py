@@ -1,7 +1,7 @@
-"""Has the caller changed gradients or parameters that messages were made of? `GradientWatch`, `marks`, `ParameterWatch`.
+"""Has the caller changed gradients or parameters that messages were made of?
 
-Version counters notice ordinary in-place changes. They miss `.data`, numpy, C++ and torch's multi-tensor functions on FSDP's
-shards. So the contents are compared as well, by an exact sum over their bits.
+Version counters miss `.data`, numpy, C++ and torch's multi-tensor functions on FSDP's shards. So the contents are compared
+too, by an exact sum over their bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ SAMPLE = 64
 class GradientWatch:
     """Of one optimizer. `note` when backward is over, `changed` at the beginning of `step`.
 
-    Methods that take their messages during backward have sent them by then, so a change would have no effect. On CPU the bits
-    of every gradient are summed in the first steps, and then in every WHOLE_EVERY-th; in all others a sample of its elements
-    is compared. On a GPU: the norm and the largest element of every gradient; the host waits for the answer in the first
-    steps alone, later it comes one step late.
+    On CPU the bits of every gradient are summed in the first steps and in every WHOLE_EVERY-th, in others a sample. On a GPU
+    the norm and the largest element of each are compared; after the first steps the answer comes one step late, without a
+    wait of the host.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class GradientWatch:
         self._doubt: Late | None = None
 
     def note(self, params: Iterable[Tensor]) -> None:
-        """Remembers the gradients of `params` as they are now. A parameter may have none."""
+        """Remembers the present gradients of `params`. A parameter may have none."""
         self.noted = True
         self._times += 1
         self._versions = {p: None if p.grad is None else p.grad._version for p in params}
@@ -109,10 +108,9 @@ def differ(a: Marks, b: Marks) -> bool:
 class ParameterWatch:
     """Has the caller changed parameters since the optimizer wrote or read them? Clipped, loaded, masked.
 
-    Methods whose ranks train on their own for some steps keep the model of the last synchronisation. What the caller does to
-    the parameters meanwhile is not part of what they send. Kept by unit: the sum of its parameters' bits as they were last
-    known, and whether they have been changed. Each look is one pass over the parameters. On a GPU the host waits for what was
-    found in a synchronisation alone.
+    For methods with local steps: what the caller does to the parameters meanwhile is not part of what they send. Kept by
+    unit: the last known sum of its parameters' bits, and whether they have been changed. Each look is one pass over the
+    parameters. On a GPU the host waits for what was found only in a synchronisation.
     """
 
     def __init__(self) -> None:
@@ -122,7 +120,7 @@ class ParameterWatch:
         self._told = False
 
     def note(self, unit: Unit, flat: Tensor | None = None) -> None:
-        """The optimizer has changed them, or read them, `flat`: fp32[padded]. They should stay as they are."""
+        """The optimizer has changed them, or read them, `flat`: fp32[padded]. They should not change."""
         self._known[unit.index] = _unit_sum(unit, flat)
 
     def follow(self, unit: Unit) -> None:

@@ -43,91 +43,17 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests, ShardMean
 from birder.optim import zero_one_schedule as schedule
-from birder.optim.adam import check_adam
 from birder.optim.checks import pair, require_choice, require_whole, warn_of_old_way
 from birder.optim.contract import WIRES, Plan
 from birder.optim.layout import Unit
 from birder.optim.onebit import OneBitMethod
 
 Sent = tuple[Tensor | None, Tensor | None]
-"""Of a step: what came of its round in floats, and of that in one bit."""
-
-
-class Rules:
-    """The paper's, where the reference implementation has others."""
-
-    variant = "paper"
-    aligned = False
-    """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
-
-    def sends_gradient(self, method: ZeroOneAdam, step: int) -> bool:
-        """Whether the step is one of (9) and (10)."""
-        return False
-
-    def mean_gradient(self, method: ZeroOneAdam, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
-        """The exchange of (9)."""
-        raise NotImplementedError
-
-    def gradient_step(self, method: ZeroOneAdam, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
-        """(10), and of (9) what follows the exchange. All ranks do the same."""
-        raise NotImplementedError
-
-    def decay(self, method: ZeroOneAdam, unit: Unit, lr: float, decay: float) -> None:
-        """What of (6) belongs to weight decay."""
-        unit.state["sums"][1] *= 1.0 - lr * decay
-
-    def summed_now(self, method: ZeroOneAdam, unit: Unit) -> Tensor:
-        """What (2) has added in this step."""
-        return unit.state["m"] * unit.group["lr"]
-
-    def kept(self, unit: Unit) -> float:
-        """What this step's weight decay leaves of x in (6)."""
-        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
-
-
-class DeepSpeedRules(Rules):
-    """Those of the reference implementation."""
-
-    variant = "deepspeed"
-    aligned = True
-
-    def sends_gradient(self, method: ZeroOneAdam, step: int) -> bool:
-        return 0 < step <= method.warmup_steps
-
-    def mean_gradient(self, method: ZeroOneAdam, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
-        if method.has_variance_round(step):
-            return (yield Mean(grad, WIRES[method.wire])), None
-        return None, (yield from method.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
-
-    def gradient_step(self, method: ZeroOneAdam, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
-        if mean is not None:
-            method.update_variance(unit, mean)
-        else:
-            assert signs is not None
-            mean = unit.zeros()
-            method.write_mean(unit, mean, signs)
-        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
-        method.move(unit)
-
-    def decay(self, method: ZeroOneAdam, unit: Unit, lr: float, decay: float) -> None:
-        """(2')"""
-        if decay:
-            unit.state["u"].addcmul_(method.flat_parameters(unit), method.denominator(unit), value=lr * decay)
-
-    def summed_now(self, method: ZeroOneAdam, unit: Unit) -> Tensor:
-        added = super().summed_now(method, unit)
-        rate = unit.group["lr"] * unit.group["weight_decay"]
-        return added.addcmul_(method.flat_parameters(unit), method.denominator(unit), value=rate) if rate else added
-
-    def kept(self, unit: Unit) -> float:
-        return 1.0
-
-
-VARIANTS = {rules.variant: rules for rules in (Rules(), DeepSpeedRules())}
+"""Of a step: the results of its round in floats, and of that in one bit."""
 
 
 class ZeroOneAdam(OneBitMethod):
-    """0/1 Adam (see the module's docstring for the equations). Between syncs every rank has a model of its own.
+    """0/1 Adam (see the module's docstring for the equations). Between syncs the ranks' models differ.
 
     warmup_steps:   at least 1: until then every step is a sync and the variance is refreshed; then it is frozen. The paper
                     takes the end of the learning rate's warm-up.
@@ -149,8 +75,6 @@ class ZeroOneAdam(OneBitMethod):
 
     A coordinate whose variance is 0 does not move, is not learnt from and takes no part in scales. It joins in the step
     after the first variance round with a gradient there.
-
-    Raises ValueError for arguments out of range.
     """
 
     local_models: ClassVar[bool] = True
@@ -162,8 +86,9 @@ class ZeroOneAdam(OneBitMethod):
         "last": "copy",
         "sums": "copy",
     }
-    rules = VARIANTS["paper"]
-    """What the reference implementation has in the place of the paper's."""
+    variant: ClassVar[str] = "paper"
+    aligned: ClassVar[bool] = False
+    """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
 
     def __init__(
         self,
@@ -185,21 +110,18 @@ class ZeroOneAdam(OneBitMethod):
         require_whole("local_doubling", local_doubling)
         require_whole("local_limit", local_limit)
         require_choice("variant", variant, "paper", "deepspeed")
-        if variant not in ("paper", self.rules.variant):
+        self.rules: type[ZeroOneAdam] = type(self)
+        """The class whose rules count: this one, unless the old argument names another."""
+        if variant not in ("paper", self.variant):
             warn_of_old_way(f"ZeroOneAdam(variant={variant!r})", "birder.DeepSpeedZeroOneAdam(...)")
-            self.rules = VARIANTS[variant]
-        self.warmup_steps, self.kappa, self.variant = warmup_steps, kappa, self.rules.variant
+            self.rules = DeepSpeedZeroOneAdam
+        self.warmup_steps, self.kappa = warmup_steps, kappa
         self.local_doubling, self.local_limit = local_doubling, local_limit
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_adam(group)
-
     @property
     def kind(self) -> str:
-        old = type(self) is ZeroOneAdam and self.variant == "deepspeed"
-        return "DeepSpeedZeroOneAdam" if old else type(self).__name__
+        return (self.rules if type(self) is ZeroOneAdam else type(self)).__name__
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
@@ -219,8 +141,7 @@ class ZeroOneAdam(OneBitMethod):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def init_unit(self, unit: Unit) -> None:
-        for name in ("m", "v", "u", "last"):
-            unit.state[name] = unit.zeros()
+        unit.keep("m", "v", "u", "last")
         self.init_errors(unit)
         # Since the last sync: the sum of lr and the product of 1 - lr weight_decay. Read by the host, so kept there.
         unit.state["sums"] = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -228,10 +149,11 @@ class ZeroOneAdam(OneBitMethod):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        if self.rules.sends_gradient(self, step):
-            unit.result = yield from self.rules.mean_gradient(self, unit, grad, step)
+        rules = self.rules
+        if rules.sends_gradient(self, step):
+            unit.result = yield from rules.mean_gradient(self, unit, grad, step)
             return
-        if self.rules.sends_gradient(self, step - 1):  # errors change their unit, from gradient to buffer
+        if rules.sends_gradient(self, step - 1):  # errors change their unit, from gradient to buffer
             unit.state["worker_error"].zero_()
             unit.state["server_error"].zero_()
         mean = signs = None
@@ -253,7 +175,7 @@ class ZeroOneAdam(OneBitMethod):
             state["m"].mul_(mask)
         state["u"].add_(state["m"], alpha=lr)
         state["sums"][0] += lr
-        self.rules.decay(self, unit, lr, unit.group["weight_decay"])
+        self.rules.sum_decay(self, unit, lr, unit.group["weight_decay"])
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         if self.rules.sends_gradient(self, step):
@@ -292,7 +214,7 @@ class ZeroOneAdam(OneBitMethod):
         u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
         if changed:
-            start, kept = (yield Mean(self._steps_taken_back(unit))), self.rules.kept(unit)
+            start, kept = (yield Mean(self._steps_taken_back(unit))), self.rules.kept(self, unit)
         self.write_mean(unit, u, signs)
         if not self.synced(step - 1):
             torch._foreach_copy_(unit.params, unit.views(start))
@@ -331,8 +253,65 @@ class ZeroOneAdam(OneBitMethod):
         unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
         self.forget_support(unit)
 
+    # ---- where the reference implementation has other rules ----------------------------------------------------------
+
+    def sends_gradient(self, step: int) -> bool:
+        """Whether the step is one of (9) and (10)."""
+        return False
+
+    def mean_gradient(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        """The exchange of (9)."""
+        raise NotImplementedError
+
+    def gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        """(10), and of (9) what follows the exchange. All ranks do the same."""
+        raise NotImplementedError
+
+    def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
+        """What of (6) belongs to weight decay."""
+        unit.state["sums"][1] *= 1.0 - lr * decay
+
+    def summed_now(self, unit: Unit) -> Tensor:
+        """What (2) has added in this step."""
+        return unit.state["m"] * unit.group["lr"]
+
+    def kept(self, unit: Unit) -> float:
+        """What this step's weight decay leaves of x in (6)."""
+        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
+
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
     """0/1 Adam by the reference implementation's rules (see the module's docstring for the equations)."""
 
-    rules = VARIANTS["deepspeed"]
+    variant: ClassVar[str] = "deepspeed"
+    aligned: ClassVar[bool] = True
+
+    def sends_gradient(self, step: int) -> bool:
+        return 0 < step <= self.warmup_steps
+
+    def mean_gradient(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        if self.has_variance_round(step):
+            return (yield Mean(grad, WIRES[self.wire])), None
+        return None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
+
+    def gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
+        if mean is not None:
+            self.update_variance(unit, mean)
+        else:
+            assert signs is not None
+            mean = unit.zeros()
+            self.write_mean(unit, mean, signs)
+        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
+        self.move(unit)  # (10)
+
+    def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
+        if decay:
+            x = self.flat_parameters(unit)
+            unit.state["u"].addcmul_(x, self.denominator(unit), value=lr * decay)  # (2')
+
+    def summed_now(self, unit: Unit) -> Tensor:
+        rate, added = unit.group["lr"] * unit.group["weight_decay"], ZeroOneAdam.summed_now(self, unit)
+        return added.addcmul_(self.flat_parameters(unit), self.denominator(unit), value=rate) if rate else added
+
+    def kept(self, unit: Unit) -> float:
+        return 1.0

@@ -29,7 +29,7 @@ NEEDS = {
 ALIKE = 0.02
 """Steps that differ by less, relative, are as good as equal."""
 FAR = 1.5
-"""A method whose ranks have models of their own is mentioned where it is so many times as fast as what is advised."""
+"""A method whose ranks' models differ is mentioned where it is so many times as fast as what is advised."""
 LIKE_DILOCO = 1.1
 """DiLoCo is the one that is mentioned where it takes at most so many times the fastest one's step."""
 FREE = Link(1e9)
@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def far(self) -> Row | None:
-        """The fastest method with models of their own, where it is `FAR` times as fast as all others that send."""
+        """The fastest method whose models differ, where it is `FAR` times as fast as all others that send."""
         rows = self.prediction.rows
         found = sorted((r for r in rows if r.method.local and self.fits(r.name)), key=lambda r: r.ms)
         near = [r for r in found if r.ms <= LIKE_DILOCO * found[0].ms and r.name == "diloco"]
@@ -224,9 +224,9 @@ def answer(
     unsure: float = 0.0,
     local_steps: int | None = None,
 ) -> Answer:
-    """Whether it pays. unsure: of computing, relative. saved_bytes: activations of a micro-batch; None: memory is not told.
+    """Whether it pays. unsure: of computing, relative. saved_bytes: activations of a micro-batch; None: no answer on memory.
 
-    methods: beside fp32, bf16 and the bound, which are always there. Raises ValueError as `predict`.
+    methods: fp32, bf16 and the bound come in addition. Raises ValueError as `predict`.
     """
     names = _names(methods, cluster, plan, local_steps)
     costs = costs or Costs.of_gpu(timeline.gpu)

@@ -34,11 +34,11 @@ from birder.predict.timeline import Gradient, IntraNode, Timeline
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FREE = ("detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "alias", "lift_fresh")
-"""Operators beside views that start no kernel."""
+"""Operators other than views that start no kernel."""
 TWICE = {"native_batch_norm": 1.5, "native_batch_norm_backward": 5 / 3, "cudnn_batch_norm": 1.5}
 """Statistics come first: what is read once more, as a factor on the bytes of inputs and outputs."""
 APART = ("embedding", "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward")
-"""Kernels that a compiler does not fuse with their neighbours, beside those that multiply."""
+"""Kernels, other than products, that a compiler does not fuse with their neighbours."""
 CAST = 6.0
 """Bytes per parameter that mixed precision moves: fp32 to 16 bits before forward, the gradient back after it."""
 UPDATE = {"adamw": 28.0, "sgd": 20.0}
@@ -214,7 +214,7 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = func.overloadpacket
         name = packet.__name__
-        if name == "_local_scalar_dense":  # "is every token there?": there are no data, and all are alike
+        if name == "_local_scalar_dense":  # "is every token there?": there are no data, and all are the same
             return args[0].dtype == torch.bool
         out = func(*args, **kwargs)
         if func.is_view or name in FREE:

@@ -50,7 +50,7 @@ class Link:
 
     gbps:       Gbit/s of payload in large messages. latency_us: of one message.
     message_us: what each message of a pairwise exchange costs its sender besides.
-    unfair_ms:  flows of a pairwise exchange that meet on one NIC are not served alike. What each is ahead or behind is a
+    unfair_ms:  flows of a pairwise exchange that meet on one NIC get unequal shares. What each is ahead or behind is a
                 random walk, after t ms of standard deviation sqrt(unfair_ms t); the last of p flows is behind by (6).
     burst_bytes: what a token bucket lets pass at once after a pause; 0 for a real link.
     spread:     relative half-width of the rate where it was measured.
@@ -75,7 +75,7 @@ class Link:
         return Transfer(self._wire(sent) + hops * self.latency_us / 1e3, 0.0, sent) if sent and hops else NOTHING
 
     def exchange(self, sent: float, messages: int, peers: int) -> Transfer:
-        """`sent` bytes in `messages` beside each other, to `peers` other NICs."""
+        """`sent` bytes in `messages` at the same time, to `peers` other NICs."""
         if not sent or not peers:
             return NOTHING
         wire = self._wire(sent)
@@ -126,7 +126,7 @@ class Cluster:
 
     @property
     def _shape(self) -> tuple[int, int, Link]:
-        """(N, g, the link that ranks share): on one node every rank has a port of its own."""
+        """(N, g, the link that ranks share): on one node every rank has its own port."""
         if self.nodes == 1:
             return self.ranks_per_node, 1, self.inside
         return self.nodes, self.ranks_per_node, self.between

@@ -9,7 +9,7 @@ With A micro-batches of an accumulation only the last one's gradients are sent:
 
     (1) ready = (A-1) step + ready,  step = A step
 
-FSDP's collectives go on beside computing, the next layer's while this one computes. A phase takes the longer of the two:
+FSDP's collectives overlap computing, the next layer's while this one computes. A phase takes the longer of the two:
 
     (2) forward  = max(forward, gather)          gather: of d parameters in 16 bits (or the precision's 4 bytes)
     (3) backward = max(backward, gather + scatter)

@@ -24,9 +24,9 @@ class Round:
     encode:   kernels that make a message, serve: those of the server, decode: those that read the result.
     phases:   of a 1-bit all-reduce. small: further collectives of a few bytes, where scales do not travel behind the bits.
     layout:   bucket (DDP's) | unit (the optimizer's) | fused (one of everything, after backward).
-    split:    whether what comes before the first collective has a thread of its own (birder/comm/runtime.py), as all units
+    split:    whether what comes before the first collective has a separate thread (birder/comm/runtime.py), as all units
               have; False: one thread does it all.
-    screens:  what is no number is kept out of the error; a pass of its own where there is a cost for it ("screen").
+    screens:  NaN and inf are kept out of the error; a separate pass where there is a cost for it ("screen").
     rank:     of PowerSGD.
     """
 
@@ -51,7 +51,7 @@ class Method:
 
     update:  kernels over all parameters after the last message.
     state:   bytes per parameter that optimizer and hook keep, given (workers, shards).
-    about:   what was assumed beside the method's own rules; "" for nothing.
+    about:   what was assumed besides the method's rules; "" for nothing.
     dense:   sends as many numbers as there are parameters, for an optimizer of the user's.
     local:   models differ between ranks: more of training changes than what is sent.
     """
@@ -318,7 +318,7 @@ def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[M
 
 
 def every(method: Method, steps: int) -> Method:
-    """Local SGD or DiLoCo with a round of averaging in every `steps`; any other method as it is. Raises ValueError."""
+    """Local SGD or DiLoCo with a round of averaging in every `steps`; any other method unchanged. Raises ValueError."""
     if steps < 1:
         raise ValueError(f"local_steps must be at least 1, got {steps}")
     if method.name not in ("local_sgd", "diloco", "diloco_int4"):

@@ -25,7 +25,7 @@ BEGIN, FORWARD, UPDATE, UPDATED, END = "<begin>", "<forward>", "<update>", "<upd
 
 
 class Clock:
-    """Moments on a CPU, which has done what it was told when the call returns."""
+    """Moments on a CPU, where work is done when the call returns."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -146,13 +146,13 @@ def assemble(times: dict[str, float], shapes: dict[str, tuple[int, ...]], **abou
 def record(
     ddp_model: DistributedDataParallel, step: Callable[[], Any], steps: int = 20, *, name: str | None = None
 ) -> Timeline:
-    """Measures a training step as it is: when each gradient is ready, what the optimizer's step costs, the whole step.
+    """Measures a training step: when each gradient is ready, what the optimizer's step costs, the whole step.
 
     ddp_model: the model that `step` trains. step: one whole training step: zero_grad, forward, backward, the optimizer's
     step. It is called `WARMUP` + `steps` times on every rank, and trains; nothing else changes. The times are the
     medians of the rank whose gradients are ready last, the same on every rank. On CUDA by events, on a CPU by the clock.
 
-    Backward is measured beside the communication that there is: on a GPU they hardly touch, on a CPU they share its cores.
+    Backward is measured with the communication that there is: on a GPU they hardly touch, on a CPU they share its cores.
 
     Raises TypeError for another kind of model, ValueError for `steps` < 1 and for a step that trains nothing.
     """

@@ -10,7 +10,7 @@ step lasts
 
     (1) T = max(end of backward, end of the last lane) + update
 
-On a CPU that computes too, what sending costs its core (`SEND`) goes on beside the bytes on the wire. A cluster's sums are in
+On a CPU that computes too, what sending costs its core (`SEND`) overlaps the bytes on the wire. A cluster's sums are in
 cluster.py, a kernel's in costs.py.
 """
 

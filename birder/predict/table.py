@@ -3,7 +3,7 @@
 The interval of a step time has four causes, all in the same direction at each end:
 
     the link        its rate times 1 + spread and 1 - spread (`Link.spread`, where it was measured)
-    interference    encoding on a GPU either takes nothing from backward, or all of its own time (`Layout.gpu`)
+    interference    encoding on a GPU either takes nothing from backward, or its full time (`Layout.gpu`)
     the model       +-`MODEL_ERROR`, the 95th percentile of its error against replayed steps (docs/predict.md)
     what is known   how far the prediction is from a step that was measured (`beyond_ms`)
 
@@ -244,7 +244,7 @@ def crossover(
     highest: float = 1000.0,
     beyond_ms: float = 0.0,
 ) -> dict[str, float | None]:
-    """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % unless told.
+    """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % by default.
 
     None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. beyond_ms: as in `predict`.
     Raises ValueError as `predict`, and for one node, which has no link to others.

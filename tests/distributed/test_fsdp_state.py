@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from birder.checkpoint import shards
-from birder.optim.relayout import gathered
+from birder.optim.state import gathered
 from tests.helpers import toy
 from tests.helpers.hsdp import full, hsdp, make_mesh, train
 from tests.helpers.ranks import run_ranks

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
-from birder.hooks.wrappers import unwrap_optimizer
+from birder.hooks.attachment import unwrap_optimizer
 from tests.helpers import ROOT, toy
 from tests.helpers.ranks import run_ranks
 

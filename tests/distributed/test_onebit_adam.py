@@ -96,11 +96,11 @@ def test_bytes_fall_when_compression_starts():
 
 def test_the_error_is_what_was_not_sent():
     from birder import kernels
-    from birder.optim.scaled_sign import split
+    from birder.optim.onebit import split
 
     kept = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     error, sent = kept.clone(), torch.empty(4096)
-    message = split(error, kernels.sum_squares(error), None, 4096)
+    message = split(error, kernels.add_message(error, torch.zeros_like(error), None), None, 4096)
     assert message.shape == (1, 4096 // 8 + 4)
     kernels.write_signs(sent, message, None)
     # sent + error is z again but for the rounding of two operations.

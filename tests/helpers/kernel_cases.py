@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from birder import kernels
-from birder.kernels import reference_feedback
+from birder.kernels import reference
 from tests.helpers import kernel_checks as checks
 
 SIZES = (0, 8, 1016, 2048, 2048 + 1032)
@@ -84,11 +84,11 @@ def cases(module: ModuleType, device: str) -> Checks:
 
 
 def _one_order(module: ModuleType, device: str, numel: int) -> None:
-    from birder.kernels.cuda_feedback import _total
+    from birder.kernels.cuda import _total
 
     x = torch.rand(numel, dtype=torch.float64)
-    above = reference_feedback.partial_sums(numel, torch.device(device))
-    assert float(_total(x.to(device), above)) == float(reference_feedback.tree_sum(x))
+    above = reference.partial_sums(numel, torch.device(device))
+    assert float(_total(x.to(device), above)) == float(reference.tree_sum(x))
 
 
 def _beyond_int32(module: ModuleType, device: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.kernels import message, reference, reference_sigma
+from birder.kernels import bits as message
+from birder.kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -201,7 +202,7 @@ def unseen(module: ModuleType, device: str, numel: int, block: int) -> None:
 def errors(numel: int, steps: bool, limit: int, gen: torch.Generator) -> Tensor:
     """What earlier bits may have left, as fp32 or in int8's steps."""
     error = (torch.rand(numel, generator=gen) * 2 - 1) * limit
-    return (error * reference_sigma.UNITS[limit]).round().to(torch.int8) if steps else error
+    return (error * reference.UNITS[limit]).round().to(torch.int8) if steps else error
 
 
 def modulated(
@@ -236,7 +237,7 @@ def modulated(
     for _ in range(3):
         same(module.modulate(u.to(device), mine[2], **kept), reference.modulate(u, error, **kept))
         same(mine[2], error)
-        assert (reference_sigma.widened(error, limit).abs() <= limit + 0.02).all()
+        assert (reference.widened(error, limit).abs() <= limit + 0.02).all()
 
 
 def served(module: ModuleType, device: str, workers: int, count: int, steps: bool, seed: int = 1) -> None:
@@ -303,7 +304,7 @@ def feedback(
     squares = reference.add_average(error, rows, mask)
     same(module.add_average(mine, rows.to(device), flags), squares)
     same(mine, error)
-    same(module.sum_squares(mine), squares)
+    same(module.add_message(mine, torch.zeros_like(mine), None), squares)
 
     message.scales_of(sent).copy_(torch.rand(parts, generator=gen))
     out, mine = torch.empty(numel), torch.empty(numel, device=device)

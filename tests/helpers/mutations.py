@@ -103,8 +103,8 @@ FAULTS = [
     fault(
         "random numbers of workers from the next word",
         "optim/birder.py",
-        "**draws, start=start, out=bits",
-        "**draws, start=start + 32, out=bits",
+        "**self.averages(unit.group, step), **draws, start=start",
+        "**self.averages(unit.group, step), **draws, start=start + 32",
         f"{DISTRIBUTED}birder.py",
     ),
     fault(
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     fault(
         "what ranks chose for themselves is a sum",
-        "optim/psync.py",
+        "optim/sparse.py",
         "mean.div_(len(rows))",
         "mean",
         f"{DISTRIBUTED}cser.py",

@@ -39,7 +39,6 @@ def compile_kernels() -> None:
     kernels.assemble(bits.view(2, -1), **draw)
     kernels.apply_bits([x], [0], bits, lr=0.1, decay=0.1, active=active)
     kernels.unseen_blocks(x, active, 32)
-    kernels.sum_squares(x)
     kernels.add_message(x, y, None)
     kernels.add_momentum(x, y, z, beta=0.9, mask=None)
     messages = kernels.split_signs(x, torch.ones(1), None)

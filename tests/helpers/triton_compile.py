@@ -19,9 +19,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from birder.kernels import cuda, cuda_draw, cuda_feedback, cuda_many, cuda_sigma
+from birder.kernels import cuda, cuda_many
+from birder.kernels.cuda import WARPS
 from birder.kernels.cuda_bits import BYTES
-from birder.kernels.cuda_feedback import WARPS
 
 F, U, D, I32, I64, R, ROWS = "*fp32", "*u8", "*fp64", "i32", "i64", "fp32", "*i64"
 TILE, WORDS = {"BYTES": BYTES}, {"WORDS": 256}
@@ -61,27 +61,26 @@ CASES = [
     Case(cuda_many._take, [ROWS, F, F], {"KIND": tl.float32, "SCALED": True, "SCREENED": True, **LONG}, (1, 1)),
     Case(cuda_many._take, [ROWS, F, F], {"KIND": tl.bfloat16, "SCALED": False, "SCREENED": True, **LONG}, (0, 1)),
     Case(cuda_many._take, [ROWS, F, F], {"KIND": tl.float16, "SCALED": False, "SCREENED": True, **PERMUTED}),
-    Case(cuda_draw._binarize, [F, U, I32, I32, *COUNTER], TILE, (1, 0)),
-    Case(cuda_draw._mask, [U, I64, I32, *COUNTER], TILE),
-    Case(cuda_draw._blocks, ["*i64", I32, I32, *COUNTER], WORDS),
-    Case(cuda_draw._owned, ["*i32", "*i32", I32, I32, I32, *COUNTER], WORDS),
-    Case(cuda_draw._assemble, ["*i32", "*i32", I32, I32, I32, *COUNTER], WORDS),
-    Case(cuda_feedback._tree, [D, D, I32], {}, warps=WARPS),
-    Case(cuda_feedback._sum_squares, [F, U, D, I32], MASKED, (1, 1), WARPS),
-    Case(cuda_feedback._add_message, [F, F, U, D, I64], MASKED, (2, 1), WARPS),
-    Case(cuda_feedback._add_momentum, [F, F, F, U, D, I32, R, R], MASKED, (3, 1), WARPS),
-    Case(cuda_feedback._add_average, [F, U, F, U, D, I32, I32, I32], MASKED, (1, 1), WARPS),
-    Case(cuda_feedback._average_signs, [F, U, F, I32, I32], {}, (0, 1)),
-    Case(cuda_feedback._pack_signs, [F, U, I64], TILE, (1, 0)),
-    Case(cuda_feedback._split_signs, [F, F, U, U, F, I32, I32], {**MASKED, **TILE}, (1, 1)),
-    Case(cuda_feedback._write_signs, [F, U, F, U, I32, I32], {**MASKED, **TILE}, (0, 1)),
-    Case(cuda_sigma._modulate, [F, F, U, I64, *FORM], {"FEEDBACK": True, "STEPS": False, **TILE}, (2, 1)),
-    Case(cuda_sigma._modulate, [F, "*i8", U, I32, *FORM], {"FEEDBACK": False, "STEPS": True, **TILE}, (1, 0)),
-    Case(cuda_sigma._modulate_adam, [*[F] * 5, U, I64, *LAW, *FORM], MOVING, (5, 3)),
-    Case(cuda_sigma._modulate_adam, ["*bf16", *[F] * 3, "*i8", U, I32, *LAW, *FORM], MOVING | {"STEPS": True}, (3, 2)),
-    Case(cuda_sigma._modulate_adam, [*[F] * 5, U, I32, *LAW, *FORM], MOVING | {"MOMENTS": False}, (3, 1)),
-    Case(cuda_sigma._serve, [U, F, U, I32, I32, *FORM], {"STEPS": False, **TILE}, (1, 1)),
-    Case(cuda_sigma._serve, [U, "*i8", U, I32, I32, *FORM], {"STEPS": True, **TILE}),
+    Case(cuda._binarize, [F, U, I32, I32, *COUNTER], TILE, (1, 0)),
+    Case(cuda._mask, [U, I64, I32, *COUNTER], TILE),
+    Case(cuda._blocks, ["*i64", I32, I32, *COUNTER], WORDS),
+    Case(cuda._owned, ["*i32", "*i32", I32, I32, I32, *COUNTER], WORDS),
+    Case(cuda._assemble, ["*i32", "*i32", I32, I32, I32, *COUNTER], WORDS),
+    Case(cuda._tree, [D, D, I32], {}, warps=WARPS),
+    Case(cuda._add_message, [F, F, U, D, I64], MASKED, (2, 1), WARPS),
+    Case(cuda._add_momentum, [F, F, F, U, D, I32, R, R], MASKED, (3, 1), WARPS),
+    Case(cuda._add_average, [F, U, F, U, D, I32, I32, I32], MASKED, (1, 1), WARPS),
+    Case(cuda._average_signs, [F, U, F, I32, I32], {}, (0, 1)),
+    Case(cuda._pack_signs, [F, U, I64], TILE, (1, 0)),
+    Case(cuda._split_signs, [F, F, U, U, F, I32, I32], {**MASKED, **TILE}, (1, 1)),
+    Case(cuda._write_signs, [F, U, F, U, I32, I32], {**MASKED, **TILE}, (0, 1)),
+    Case(cuda._modulate, [F, F, U, I64, *FORM], {"FEEDBACK": True, "STEPS": False, **TILE}, (2, 1)),
+    Case(cuda._modulate, [F, "*i8", U, I32, *FORM], {"FEEDBACK": False, "STEPS": True, **TILE}, (1, 0)),
+    Case(cuda._modulate_adam, [*[F] * 5, U, I64, *LAW, *FORM], MOVING, (5, 3)),
+    Case(cuda._modulate_adam, ["*bf16", *[F] * 3, "*i8", U, I32, *LAW, *FORM], MOVING | {"STEPS": True}, (3, 2)),
+    Case(cuda._modulate_adam, [*[F] * 5, U, I32, *LAW, *FORM], MOVING | {"MOMENTS": False}, (3, 1)),
+    Case(cuda._serve, [U, F, U, I32, I32, *FORM], {"STEPS": False, **TILE}, (1, 1)),
+    Case(cuda._serve, [U, "*i8", U, I32, I32, *FORM], {"STEPS": True, **TILE}),
 ]
 
 

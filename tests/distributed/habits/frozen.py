@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from birder.hooks.wrappers import unwrap_optimizer
+from birder.hooks.attachment import unwrap_optimizer
 from tests.distributed.habits.base import (
     CHANGED,
     DDP_ONLY,

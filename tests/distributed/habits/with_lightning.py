@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from birder.hooks.wrappers import unwrap_optimizer
+from birder.hooks.attachment import unwrap_optimizer
 from tests.distributed.habits.base import CLIPS, FIRST, HalvedSumOfTwo, Plain, habit, others
 from tests.distributed.habits.rates import SchedulerAfterByHand
 from tests.distributed.habits.script import Gradients, Script, Stop, drawn

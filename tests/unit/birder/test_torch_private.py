@@ -63,8 +63,8 @@ def test_callbacks_at_the_end_of_backward_run_in_the_order_in_which_they_are_que
 
 def test_ddp_knows_its_hooks_and_its_reducer(world: Any) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    needs(isinstance(getattr(ddp, "_comm_hooks", None), list), "DDP._comm_hooks", "birder/hooks/wrappers.py")
-    needs(hasattr(ddp, "_use_python_reducer"), "DDP._use_python_reducer", "birder/hooks/wrappers.py")
+    needs(isinstance(getattr(ddp, "_comm_hooks", None), list), "DDP._comm_hooks", "birder/hooks/attachment.py")
+    needs(hasattr(ddp, "_use_python_reducer"), "DDP._use_python_reducer", "birder/hooks/attachment.py")
 
     def hook(state, bucket):  # DDP looks at annotations
         future = torch.futures.Future()
@@ -72,8 +72,8 @@ def test_ddp_knows_its_hooks_and_its_reducer(world: Any) -> None:
         return future
 
     ddp.register_comm_hook("state", hook)
-    needs(len(ddp._comm_hooks) == 1, "DDP._comm_hooks with the registered hook", "birder/hooks/wrappers.py")
-    needs(len(ddp._comm_hooks[0]) == 2, "DDP._comm_hooks of (hook, state)", "birder/hooks/wrappers.py")
+    needs(len(ddp._comm_hooks) == 1, "DDP._comm_hooks with the registered hook", "birder/hooks/attachment.py")
+    needs(len(ddp._comm_hooks[0]) == 2, "DDP._comm_hooks of (hook, state)", "birder/hooks/attachment.py")
 
 
 def test_process_groups(world: Any) -> None:
@@ -133,7 +133,7 @@ def test_fsdp_takes_hooks_and_collectives() -> None:
 
 def test_a_compiled_model_has_the_model_inside() -> None:
     model = nn.Linear(1, 1)
-    needs(getattr(torch.compile(model), "_orig_mod", None) is model, "_orig_mod", "birder/hooks/wrappers.py")
+    needs(getattr(torch.compile(model), "_orig_mod", None) is model, "_orig_mod", "birder/hooks/attachment.py")
 
 
 def test_a_grad_scaler_asks_and_hands_over() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from birder.kernels import reference_sigma as sigma
+from birder.kernels import reference as sigma
 from birder.kernels import unpack
 from tests.helpers import kernel_checks
 

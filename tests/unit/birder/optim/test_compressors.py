@@ -8,8 +8,7 @@ from torch import Tensor
 
 from birder import CSER, EFSGD, QSparseLocalSGD
 from birder.comm import SingleProcess, run
-from birder.optim.psync import SentOwn
-from birder.optim.sparse import COMPRESSORS, SHARED, Largest, delta, kept
+from birder.optim.sparse import COMPRESSORS, SHARED, Largest, SentOwn
 from tests.helpers import reference_cser, toy
 
 FALSE_ALARM = (
@@ -61,7 +60,7 @@ def lost(compressor: str, v: Tensor, ratio: int, step: int) -> float:
 @pytest.mark.parametrize("kind", vectors())
 def test_top_k_keeps_its_delta_on_every_vector(kind: str, ratio: int) -> None:
     """Of every parameter the largest are kept, so that the bound holds for each draw, not only on average."""
-    assert lost("top_k", vectors()[kind], ratio, 1) <= 1 - delta("top_k", ratio) + 1e-6  # rounding of the sums
+    assert lost("top_k", vectors()[kind], ratio, 1) <= 1 - 1 / ratio + 1e-6  # rounding of the sums
 
 
 @pytest.mark.parametrize("compressor", SHARED)
@@ -70,7 +69,7 @@ def test_draws_lose_one_minus_delta_on_average(compressor: str) -> None:
     v, ratio, draws = vectors()["normal"], 4, 300
     found = torch.tensor([lost(compressor, v, ratio, step) for step in range(1, draws + 1)])
     spread = float(found.std()) / draws**0.5
-    assert abs(float(found.mean()) - (1 - delta(compressor, ratio))) < SIGMAS * spread
+    assert abs(float(found.mean()) - (1 - 1 / ratio)) < SIGMAS * spread
 
 
 def test_top_k_loses_least() -> None:
@@ -89,7 +88,7 @@ def test_places_and_values_survive_their_message() -> None:
     v = vectors()["normal"]
     for wire, size in ((torch.float32, 8), (torch.bfloat16, 6), (torch.float16, 6)):
         own = Largest.choose(v, (0, 1000, 1001, 1038), SIZES, 7, wire)
-        k = kept(SIZES, 7)
+        k = sum(-(-n // 7) for n in SIZES)
         assert own.places.numel() == k
         message = own.message(wire)
         assert message.numel() == -(-k * size // 4) * 4
@@ -146,5 +145,3 @@ def test_ratio_one_is_sgd() -> None:
 def test_bad_choices_are_refused(cls, options, words) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         cls([torch.nn.Parameter(torch.zeros(3))], **options)
-    with pytest.raises(KeyError, match="no compressor"):
-        delta("sign", 2)

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from birder import CSER, EFSGD, QSparseLocalSGD, overall_ratio
-from birder.optim.blocks import Blocks
+from birder.optim.sparse import Blocks
 from tests.helpers import ROOT
 from tests.helpers.reference_cser import choice
 

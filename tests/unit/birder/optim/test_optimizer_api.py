@@ -102,21 +102,26 @@ def test_groups_of_other_lengths_are_refused_and_change_nothing(name: str) -> No
     assert torch.equal(toy.flat(model), toy.flat(before[0]))
 
 
-@pytest.mark.parametrize("how", ["replaced", "emptied", "moved"])
+@pytest.mark.parametrize("how", ["replaced", "emptied", "moved", "entry"])
 def test_a_replaced_or_emptied_state_is_refused_in_the_next_step(how: str) -> None:
     model, optimizer = built("Birder")
     optimizer.state.clear()  # there is none yet
     train(model, optimizer, range(1, 3))
-    before = toy.flat(model)
     first = next(iter(model.parameters()))
+    optimizer.state[first]["of others"] = 1  # which is theirs to do
+    train(model, optimizer, range(3, 5))
+    before = toy.flat(model)
     if how == "replaced":
         optimizer.state = {}
     elif how == "emptied":
         optimizer.state.clear()
+    elif how == "entry":
+        optimizer.state[first] = {}
     else:
         optimizer.state[first]["m"] = torch.zeros_like(first)
-    with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced or emptied.*before the first step"):
-        train(model, optimizer, range(3, 4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"optimizer.state cannot be replaced or emptied.*before the first step"):
+            train(model, optimizer, range(5, 6))
     assert torch.equal(before, toy.flat(model))
 
 
