@@ -34,7 +34,7 @@ class Cell:
     lr: float | None
     records: tuple[ResultRecord, ...]
 
-    @property
+    @cached_property
     def valid(self) -> list[ResultRecord]:
         """Runs that ended with a finite metric."""
         return [r for r in self.records if r.status == "completed" and _finite(r.metric.get("value"))]
@@ -56,7 +56,7 @@ class Cell:
             return None, None
         return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
-    @property
+    @cached_property
     def by_seed(self) -> dict[int, float]:
         """The metric of every valid run, by its seed."""
         return {r.seed: float(r.metric["value"]) for r in self.valid}
@@ -138,7 +138,7 @@ class AccuracyTable:
         """A short title: digits, 150 steps, 64 workers."""
         return f"{self.task}, {length_of(self.first)}, {self.workers} workers"
 
-    @property
+    @cached_property
     def metric(self) -> dict[str, Any]:
         """The metric's description: that of the latest run that has one."""
         runs = [r for cell in self.cells for r in cell.valid]
@@ -153,7 +153,7 @@ class AccuracyTable:
         """1 where more is better, else -1."""
         return 1 if self.higher_is_better else -1
 
-    @property
+    @cached_property
     def tuned(self) -> bool:
         """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
         return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
@@ -240,11 +240,14 @@ class AccuracyTable:
         tried = [c.lr for c in self.cells if c.label == cell.label and c.lr is not None]
         return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
+    @cached_property
+    def _bests(self) -> dict[str, Cell | None]:
+        return {label: self._best(label) for label in dict.fromkeys(c.label for c in self.cells)}
+
     @property
     def chosen(self) -> list[Cell]:
         """The best learning rate of each method, in the order of the table; methods without a candidate are left out."""
-        labels = dict.fromkeys(c.label for c in self.cells)
-        return [cell for label in labels if (cell := self.best(label)) is not None]
+        return [cell for cell in self._bests.values() if cell is not None]
 
     @property
     def one_of_each(self) -> list[Cell]:
@@ -260,6 +263,9 @@ class AccuracyTable:
         With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
         choice even if other seeds fail.
         """
+        return self._bests.get(label)
+
+    def _best(self, label: str) -> Cell | None:
         sign = self.sign
         mine = [c for c in self.cells if c.label == label]
         if self.tuned:

@@ -42,24 +42,22 @@ class Constant(nn.Module):
 def memory_layouts(rank: int) -> dict[str, bool]:
     same = {}
     for name, make in {**METHODS, **LOCAL}.items():
-        for overlap in (True, False):
-            found = []
-            for layout, view in (("contiguous", False), ("other", False), ("other", True)):
-                model = Constant(layout)
-                optimizer = make(model.parameters())
-                ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
-                attachment = attach(ddp, optimizer, overlap=overlap)
-                for step in range(6):
-                    optimizer.zero_grad()
-                    ddp(rank, step).backward()
-                    optimizer.step()
-                attachment.close()
-                found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-            # Norms of tensors are added up in the order of memory.
-            gap = 1e-5 if name in ("OneBitLAMB", "SLAMB") else 0.0
-            same[f"{name}, overlap={overlap}"] = all(
-                float((found[0] - other).abs().max()) <= gap for other in found[1:]
-            )
+        found = []
+        ways = (("contiguous", False, True), ("other", False, True), ("other", True, True))
+        for layout, view, overlap in (*ways, ("other", False, False), ("other", True, False)):
+            model = Constant(layout)
+            optimizer = make(model.parameters())
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+            attachment = attach(ddp, optimizer, overlap=overlap)
+            for step in range(6):
+                optimizer.zero_grad()
+                ddp(rank, step).backward()
+                optimizer.step()
+            attachment.close()
+            found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        # Norms of tensors are added up in the order of memory.
+        gap = 1e-5 if name in ("OneBitLAMB", "SLAMB") else 0.0
+        same[name] = all(float((found[0] - other).abs().max()) <= gap for other in found[1:])
     return same
 
 

@@ -17,6 +17,7 @@ from tests.helpers.wandb_file import columns, shown_table
 ROUNDS = 4
 
 
+@pytest.mark.slow
 def test_make_leaves_one_run_whose_table_is_the_printed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, three methods, offline: what `make digits NODES=2 ARGS="wandb=offline"` does, but in turns."""
     pytest.importorskip("wandb")

@@ -45,6 +45,7 @@ def step(before: str, *path: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_where_compiled_code_can_be_kept_nowhere_it_is_compiled_all_the_same() -> None:
     pytest.importorskip("numba")
     nowhere = """
@@ -61,7 +62,7 @@ for kind in caching.CacheImpl._locator_classes: kind.ensure_cache_path = refuse
         ("OSError('libllvm: cannot open shared object file')", "numba does not load (libllvm"),
         slow("ImportError('Numba needs NumPy 1.0 or less')", "numba does not load (Numba needs"),
         slow("SystemError('initialization of _internal failed')", "numba does not load (initialization"),
-        ("ModuleNotFoundError('No module named numba', name='numba')", "numba is not installed"),
+        slow("ModuleNotFoundError('No module named numba', name='numba')", "numba is not installed"),
     ],
 )
 def test_a_broken_numba_is_one_warning(tmp_path: Path, raised: str, says: str) -> None:
