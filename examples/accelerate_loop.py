@@ -1,6 +1,8 @@
-"""Birder in a loop with Hugging Face Accelerate: torchrun --nproc-per-node 2 examples/accelerate_loop.py FOLDER
+"""Birder in a training loop with Hugging Face Accelerate (needs the extra `hf`).
 
-Saves after every epoch, and goes on from what is in FOLDER. Needs the extra `hf`.
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py FOLDER
+
+Saves after every epoch; a second call resumes from FOLDER. Prints the loss of every epoch.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +29,7 @@ POINTS, BATCH, ACCUMULATE = 512, 16, 2
 
 
 def circle() -> TensorDataset:
-    """Points in the plane, to be told apart by whether they lie inside the unit circle."""
+    """Points in the plane, and whether they lie inside the unit circle."""
     x = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x.square().sum(1) < 1).long())
 
@@ -36,7 +41,7 @@ def train(
     options: dict[str, Any] | None = None,
     **accelerate: Any,
 ) -> tuple[nn.Module, Accelerator]:
-    """Trains up to the end of epoch number `epochs`, and goes on from `folder` where there is a checkpoint.
+    """Trains up to the end of epoch number `epochs`, and resumes from `folder` if it holds a checkpoint.
 
     method, options: the optimizer and its arguments. accelerate: arguments of Accelerator.
     """

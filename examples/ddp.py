@@ -1,9 +1,15 @@
-"""Birder in a DDP script of one's own: torchrun --nproc-per-node 2 examples/ddp.py
+"""Birder in a plain DDP script.
 
-Ranks see different data and send one bit per parameter each way, yet end with the same model.
+    torchrun --nproc-per-node 2 examples/ddp.py
+
+Ranks see different data, send one bit per parameter each way, and end with the same model. Rank 0 prints the loss and
+the bytes sent per step; every rank prints the sum of its parameters, which must be equal.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import torch
 import torch.distributed as dist
@@ -17,7 +23,7 @@ STEPS, BATCH = 200, 64
 
 
 def data(rank: int) -> tuple[Tensor, Tensor]:
-    """Points in the plane, to be told apart by whether they lie inside the unit circle."""
+    """Points in the plane, and whether they lie inside the unit circle."""
     x = torch.randn(STEPS * BATCH, 2, generator=torch.Generator().manual_seed(rank))
     return x, (x.square().sum(1) < 1).long()
 

@@ -1,16 +1,21 @@
-"""Nodes that come and go: on each node
+"""Training that survives a lost node. Start this on each node:
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:2 --nproc-per-node 2 --max-restarts=3 \\
-    --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=anything examples/elastic.py FOLDER
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:2 \\
+        --nproc-per-node 2 --max-restarts=3 --rdzv-backend=c10d \\
+        --rdzv-endpoint=HOST:29500 --rdzv-id=anything examples/elastic.py FOLDER
 
-When a node is lost, torchrun starts the ranks of the others again, as a smaller world. They go on from the last checkpoint in
-FOLDER, which all nodes see: every new worker gets the mean of the old workers' moments. The batch stays as large as it was.
+When a node is lost, torchrun restarts the ranks of the others as a smaller world. They resume from the last checkpoint
+in FOLDER, which all nodes must see. Every new worker gets the mean of the old workers' moments. The batch keeps its
+size. Prints the step and the world size after every restart, and the loss.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import torch
 import torch.distributed as dist
@@ -25,7 +30,7 @@ STEPS, BATCH, EVERY = 2000, 96, 50
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's share of the points in the plane, to be told apart by whether they lie inside the unit circle."""
+    """This rank's share of points in the plane, and whether they lie inside the unit circle."""
     x = torch.randn(BATCH, 2, generator=torch.Generator().manual_seed(step))
     mine = x[dist.get_rank() :: dist.get_world_size()]
     return mine, (mine.square().sum(1) < 1).long()
@@ -68,4 +73,6 @@ def main(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("error: which folder for checkpoints? examples/elastic.py FOLDER")
     main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)

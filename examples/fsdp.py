@@ -1,10 +1,16 @@
-"""Birder between replicas that FSDP2 shards: torchrun --nproc-per-node 4 examples/fsdp.py
+"""Birder between replicas that FSDP2 shards.
 
-Two replicas of two ranks. Inside a replica FSDP gathers parameters and reduce-scatters gradients in full precision; between
-replicas each rank sends one bit for each parameter of its shard, each way. All ranks end with the same model.
+    torchrun --nproc-per-node 4 examples/fsdp.py
+
+Two replicas of two ranks. Inside a replica, FSDP gathers parameters and reduce-scatters gradients in full precision.
+Between replicas, each rank sends one bit for each parameter of its shard, each way. Rank 0 prints the loss and the
+bytes sent per step; every rank prints the sum of all parameters, which must be equal.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import torch
 import torch.distributed as dist
@@ -19,7 +25,7 @@ STEPS, BATCH, REPLICAS = 200, 64, 2
 
 
 def data(rank: int) -> tuple[Tensor, Tensor]:
-    """Points in the plane, to be told apart by whether they lie inside the unit circle."""
+    """Points in the plane, and whether they lie inside the unit circle."""
     x = torch.randn(STEPS * BATCH, 2, generator=torch.Generator().manual_seed(rank))
     return x, (x.square().sum(1) < 1).long()
 

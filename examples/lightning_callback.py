@@ -1,6 +1,8 @@
-"""Birder in Lightning: torchrun --nproc-per-node 2 examples/lightning_callback.py FOLDER
+"""Birder in Lightning (needs the extra `lightning`).
 
-Saves after every epoch. A second call goes on from the last checkpoint in FOLDER. Needs the extra `lightning`.
+    torchrun --nproc-per-node 2 examples/lightning_callback.py FOLDER
+
+Saves after every epoch; a second call resumes from the last checkpoint in FOLDER. Every rank prints its last metrics.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +29,7 @@ POINTS, BATCH = 512, 16
 
 
 def circle(seed: int = 0) -> TensorDataset:
-    """Points in the plane, to be told apart by whether they lie inside the unit circle."""
+    """Points in the plane, and whether they lie inside the unit circle."""
     x = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, (x.square().sum(1) < 1).long())
 

@@ -1,12 +1,14 @@
-"""Birder fine-tunes on GLUE in Hugging Face's Trainer, beside AdamW:
+"""Birder fine-tunes on GLUE in Hugging Face's Trainer (needs the extra `hf`).
 
-torchrun --nproc-per-node 2 examples/trainer_glue.py FOLDER --data GLUE --model CHECKPOINT --task sst2 --steps 200
+    torchrun --nproc-per-node 2 examples/trainer_glue.py FOLDER --data GLUE \\
+        --model CHECKPOINT --task sst2 --steps 200
 
-GLUE is the benchmark's folder, with SST-2/train.tsv and SST-2/dev.tsv in it (mrpc: MRPC/). CHECKPOINT is the folder or
-the hub name of a pretrained model of BERT's kind; without --model a small BERT with random weights reads the data's words.
-Interrupted, by Ctrl-C or a kill, the same command goes on from the last checkpoint in FOLDER. At the end rank 0 prints
-the accuracy on the development set and a checksum of the parameters: that of a run which was interrupted is that of one
-which was not. --optimizer adamw is the Trainer as it comes. Needs the extra `hf`.
+GLUE is the benchmark's folder, with SST-2/train.tsv and SST-2/dev.tsv in it (mrpc: MRPC/). CHECKPOINT is a folder or hub name
+of a pretrained model like BERT; without --model, a small BERT with random weights reads the data's words. --optimizer adamw
+trains with the unchanged Trainer.
+
+After Ctrl-C or a kill, the same command resumes from the last checkpoint in FOLDER. Rank 0 prints the accuracy on the
+development set and a checksum of the parameters. An interrupted run ends with the same checksum as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import numpy as np
 import torch
@@ -66,7 +71,7 @@ def read(data: Path, task: str, split: str) -> tuple[list[list[str]], list[int]]
     with open(file, encoding="utf-8-sig", newline="") as lines:  # MRPC begins with a byte order mark
         rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     if not rows or any(row.get(label) not in ("0", "1") or None in map(row.get, texts) for row in rows):
-        sys.exit(f"error: {file} is no file of {folder} with labels: columns {', '.join([*texts, label])}")
+        sys.exit(f"error: {file} is not a labelled file of {folder}: it needs the columns {', '.join([*texts, label])}")
     return [[row[name] for row in rows] for name in texts], [int(row[label]) for row in rows]
 
 

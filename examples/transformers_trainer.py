@@ -1,7 +1,9 @@
-"""Birder in Hugging Face's Trainer: torchrun --nproc-per-node 2 examples/transformers_trainer.py FOLDER
+"""Birder in Hugging Face's Trainer (needs the extra `hf`).
 
-A small BERT learns which of two kinds of words is more frequent in made-up sentences. A second call goes on from the last
-checkpoint in FOLDER. Needs the extra `hf`.
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py FOLDER
+
+A small BERT learns which of two kinds of words is more frequent in made-up sentences. A second call resumes from the last
+checkpoint in FOLDER. Prints the Trainer's progress and its evaluation.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    import _script  # noqa: F401
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments, set_seed

@@ -19,6 +19,7 @@ OURS = ("birder", "experiments", "launch", "studies")
 sys.path[0] = str(ROOT)
 
 from launch import interrupt  # noqa: E402
+from launch.words import say  # noqa: E402
 
 
 def version() -> str:
@@ -41,19 +42,22 @@ def say_what_is_missing(kind, error, trace):  # type: ignore[no-untyped-def]
     if not issubclass(kind, ModuleNotFoundError) or not package or package in OURS:
         sys.__excepthook__(kind, error, trace)
         return
-    print(
+    lacks(package)
+
+
+def lacks(package):  # type: ignore[no-untyped-def]
+    """Ends the program with one line: what to do where a package is not installed."""
+    say(
         f"error: {sys.executable} has no package '{package}': run `make setup` in {ROOT}, then use .venv/bin/python "
-        "in place of python",
-        file=sys.stderr,
+        "instead of python",
+        sys.stderr,
     )
     raise SystemExit(2)
 
 
 interrupt.ends_silently()
 if sys.version_info < OLDEST:
-    print(
-        f"error: Python 3.11 or later is needed, this is {sys.version.split()[0]} ({sys.executable})", file=sys.stderr
-    )
+    say(f"error: Python 3.11 or later is needed, this is {sys.version.split()[0]} ({sys.executable})", sys.stderr)
     raise SystemExit(2)
 if "--version" in sys.argv[1:]:
     print(version())

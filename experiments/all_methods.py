@@ -1,16 +1,18 @@
-"""All methods on one task: `python experiments/all_methods.py data.path=ROOT [key=value ...] [--methods a,b] [--only tune]`.
+"""Compares all methods on one task, each with a tuned learning rate.
 
-For each row of `compare` in conf/exp/methods.yaml that has learning rates to try (`tune`):
+    python experiments/all_methods.py data.path=ROOT [key=value ...]
+    python experiments/all_methods.py data.path=ROOT --methods a,b --only tune
 
-    tune    one run with each rate and the first seed; the best on the held-out part of the training set is chosen
+The rows are those of `compare` in conf/exp/methods.yaml with learning rates to try (`tune`). The parts:
+
+    tune    every rate with the first seed; held-out training data choose one
     seeds   the chosen rate with the other seeds
-    time    all rows on emulated links, in turns in one world (experiments/compare.py), nothing evaluated
+    time    all rows, interleaved in one world on emulated links; no evaluation
 
-Runs that are recorded are not run again, so that the same command continues an interrupted table; when the time of
-one row is missing all take their turns again, for only then they can be compared. A run whose loss became no number is
-recorded and counts; one that failed otherwise is tried again. The same command in several terminals shares the runs that tune
-and train. Exit status: 0; 1 a run failed otherwise than by its loss; 2
-bad input; 130 Ctrl-C.
+Recorded runs are not run again, so the same command continues an interrupted table. If the time of one row is missing,
+all rows are timed again, because only times of one world compare. A run whose loss diverged counts as done; a run that
+failed otherwise is tried again. The same command in several terminals shares the runs of `tune` and `seeds`.
+Exit status: 0 success; 1 a run failed, other than by divergence; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from experiments.runs.study import Grid, Study, asked, close, told
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
-from launch.words import there_are
+from launch.words import say, there_are
 
 PARTS = ("tune", "seeds", "time")
 SEEDS = (0, 1, 2)
@@ -108,8 +110,8 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
         return
     for c in composed:
         there = None if group_there is None else study.done(asked(c.overrides))
-        words = "to run, in turns" if there is None else f"recorded, {told(there)}"
-        print(f"{labels.method(compose.resolve(c))}, step time: {words}", flush=True)
+        words = "to run, interleaved" if there is None else f"recorded, {told(there)}"
+        say(f"{labels.method(compose.resolve(c))}, step time: {words}")
     if group_there is None and not study.dry_run:
         with TrackedComparison(composed, group) as comparison:
             comparison.status, _ = compare.in_turns(composed, group)
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser(__doc__, "Hydra overrides")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="the first one is what rates are tuned with")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of: {', '.join(PARTS)}")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
     options = parser.parse_intermixed_args(arguments)
     parts = tuple(p for p in options.only.split(",") if p)

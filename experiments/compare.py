@@ -1,12 +1,16 @@
-"""Compares methods: `python experiments/compare.py +exp=resnet50 cluster.nodes=4 [key=value ...] [--methods a,b]`.
+"""Compares the methods of an experiment on this machine and prints their table.
 
-Runs the variants that the experiment lists under `compare` on the same machine, then prints their table and brings its
-files in `results` up to date. What is only timed takes turns in one world of ranks (experiments/timing/turns.py); where
-accuracy counts, one run follows the other: `timing.mode` says. Under torchrun methods take turns in that world.
-`--paper cser|slamb|zero_one_adam` in the place of +exp=NAME: the methods of that paper side by side (conf/paper), with what
-the paper compares: bytes per step, rounds, step time and metric, against dense methods and 1-bit Adam. A comparison that is
-recorded is not made again, so that the same command continues after an interruption.
-Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+    python experiments/compare.py +exp=resnet50 cluster.nodes=4 [key=value ...]
+    python experiments/compare.py +exp=resnet50 --methods sgdm,birder
+    python experiments/compare.py --paper cser
+
+The variants are those that the experiment lists under `compare`. Records, tables and plots in `results` are brought up
+to date. With synthetic data only times count: methods take turns in one world of ranks (experiments/timing/turns.py).
+Otherwise each has its own run. `timing.mode` chooses. Under torchrun methods take turns in that world.
+
+--paper compares all methods of a paper (conf/paper): bytes per step, rounds, step time and metric. A comparison that is
+recorded is shown again, not run again, so the same command continues after an interruption.
+Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
-from launch.words import there_are
+from launch.words import say, there_are
 
 BY_NODES = "comm.topology=hierarchical"
 """Of a variant that is compared only where nodes have more than one rank."""
@@ -97,7 +101,7 @@ def compare(
         comparison_run = tracked() if apart is None and waits and not dry_run else None
         status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
         if not waits:
-            print("The table comes with `make tables`, once these jobs have ended; no tracker records it.")
+            say("`make tables` prints the table once these jobs have ended; no tracker records it.")
         elif failed < len(chosen) and not dry_run:
             tables.write(first["results_dir"], first["exp"])
             printed = (show or tables.print_group)(first["results_dir"], group)
@@ -107,7 +111,7 @@ def compare(
         if comparison_run is not None:
             comparison_run.status = status
     if failed and len(chosen) > 1:
-        print(f"{failed} of {len(chosen)} runs failed or were not started", file=sys.stderr)
+        say(f"{failed} of {len(chosen)} runs failed or were not started", sys.stderr)
     return status
 
 
@@ -116,7 +120,7 @@ def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
     calibrate.settle(chosen)
     failed = status = 0
     for number, variant in enumerate(chosen, start=1):
-        print(f"[{number}/{len(chosen)}] ", end="", flush=True)
+        say(f"[{number}/{len(chosen)}] {labels.method(compose.resolve(variant))}")
         try:
             start.launch(variant, command=command.typed("run", variant.overrides), group=group)
         except RunFailed as error:
@@ -179,7 +183,7 @@ def _part(overrides: list[str], methods: list[str], show: Callable[[str, str], l
     study.read()
     if first["cluster"]["dry_run"] or (group := study.together(made)) is None:
         return compare(overrides, methods, show)
-    print(f"{study.exp}: recorded as {group}; with results_dir=FOLDER it is measured anew", flush=True)
+    say(f"{study.exp}: recorded as {group}; results_dir=FOLDER measures it again")
     show(study.results_dir, group)
     return int(any(r.status != "completed" for r in study.known.values() if r.group == group))
 
@@ -225,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     methods = command.names(options.methods)
     if start.under_torchrun():
         if options.paper:
-            raise UserError("--paper starts runs of its own: not under torchrun")
+            raise UserError("--paper starts its runs itself: do not call it under torchrun")
         return join(options.overrides, methods)
     overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
     if options.paper:

@@ -1,22 +1,25 @@
-"""Everything that wants a GPU, in one command: `make gpu-check`, or `python experiments/gpu_check.py [--rehearse] [...]`.
+"""Runs everything that needs a GPU: `make gpu-check`.
 
-It needs a GPU's own torch, Triton and NumPy, and safetensors, psutil, PyYAML and rich; ResNet-50 wants torchvision, BERT-Base
-transformers, whole runs and records this project's other packages (docs/gpu.md). No network, no installation of this package.
+    python experiments/gpu_check.py
+    python experiments/gpu_check.py --rehearse      on the CPU, at tiny sizes
 
-Twenty minutes at most on one GPU, the parts in the order of their worth, each with its time limit and its result
-written as soon as it is there: what comes later can fail or be cut off, and nothing is lost.
+It takes 20 minutes at most on one GPU. The most useful parts come first. Each part has a time limit and writes its result at
+once, so a later failure loses nothing:
 
-    kernels    every Triton kernel equal to its definition on the CPU, bit for bit
-    methods    every optimizer, 1 rank on NCCL and 4 ranks that share the GPU, against the CPU; resume; autocast
+    kernels    every Triton kernel against its CPU definition, bit for bit
+    methods    every optimizer against the CPU: 1 rank on NCCL, 4 ranks that
+               share the GPU; resume; autocast
     bandwidth  every kernel at 25 and 100 million elements, against a copy
-    hooks      DDP alone against DDP with each method: ResNet-50 (b32, b128), BERT-Base; ms, launches, waits of the host
-    nccl       `methods` over all GPUs, where there are two or more
+    hooks      DDP alone and with each method, on ResNet-50 (b32, b128) and
+               BERT-Base: ms, launches, waits of the host
+    nccl       `methods` over all GPUs, if there are at least two
     timelines  ResNet-50 and BERT-Base as this GPU computes them
-    accuracy   whole runs on scikit-learn's digits with 4 ranks on the GPU, as many as the time allows
+    accuracy   whole runs on scikit-learn's digits with 4 ranks on the GPU, as
+               many as the time allows
 
-The report is OUT/TIME/report.md, beside it a file of JSON lines for each part. `--rehearse` runs all of it on the CPU at tiny
-sizes, which says whether the command works and nothing about a GPU. Exit status: 0; 1 something is not as it must be, or a
-part was cut off; 2 no GPU, or bad input; 130 Ctrl-C.
+The report is OUT/TIME/report.md, next to a file of JSON lines for each part. A rehearsal shows that the command works and
+says nothing about a GPU. No network is needed, and this package need not be installed: docs/gpu.md lists what must be there.
+Exit status: 0 success; 1 a check failed or a part was cut off; 2 no GPU, or bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from experiments.records.record import ROOT
 from experiments.report.table import Table
 from experiments.runs import command
 from launch.errors import UserError
-from launch.words import there_are
+from launch.words import say, there_are
 
 LIMITS = {
     "kernels": 240,
@@ -163,21 +166,21 @@ def check(options: argparse.Namespace) -> int:
         left = total - (time.time() - began)
         if left < GRACE:
             break
-        print(f"{name} ...", flush=True)
+        say(f"{name} ...")
         run_part(name, folder, options.rehearse, min(left, LIMITS[name]))
         finished.append(name)
         well = write_report(folder, names, began, finished)
         found_rows, _ = rows(folder, name)
         bad = [row for row in found_rows if not row["ok"]]
-        print(f"  {len(found_rows)} results, {len(bad)} not as they must be, {time.time() - began:.0f} s", flush=True)
+        say(f"  {len(found_rows)} results, {len(bad)} not as they must be, {time.time() - began:.0f} s")
         for row in bad:
-            print("  " + ", ".join(f"{k}: {show(v)}" for k, v in row.items() if k not in ("ok", "at_s")), flush=True)
+            say("  " + ", ".join(f"{k}: {show(v)}" for k, v in row.items() if k not in ("ok", "at_s")))
     if not options.rehearse:
         try:
             publish(folder, options.command)
         except ImportError as error:
-            print(f"no record of kernels and hooks is written, all results are in {folder}: {error}", flush=True)
-    print(f"report: {folder / 'report.md'}", flush=True)
+            say(f"no record of kernels and hooks is written, all results are in {folder}: {error}")
+    say(f"report: {folder / 'report.md'}")
     return 0 if well and len(finished) == len(names) else 1
 
 

@@ -1,6 +1,7 @@
-"""One page to look at: `python experiments/page.py` writes results/published/index.html, with plotly in it, for any browser.
+"""Puts all results on one page for a browser: `python experiments/page.py`.
 
-Exit status: 0; 2 bad input.
+Writes results/published/index.html, which holds plotly and needs no network.
+Exit status: 0 success; 2 bad input.
 """
 
 from __future__ import annotations

@@ -1,28 +1,28 @@
-"""Will compression pay? `python experiments/predict.py model=hf:gpt2-medium gpu=h100 batch=8 seq=1024 cluster.nodes=4`
+"""Will compression pay? Predicts a step's time under every method, for any model, GPU and link. No GPU is needed.
 
-A step's time under every method, predicted from a model, a GPU and a link, without any of them (docs/predict.md).
+    python experiments/predict.py model=hf:gpt2-medium gpu=h100 batch=8 \\
+        seq=1024 cluster.nodes=4
 
-    model=hf:NAME | hf:FOLDER           a published shape (gpt2-medium, llama-3.1-8b, bert-large, ...), or a folder with a
-                                        config.json of transformers; nothing is downloaded
-    model=torchvision:resnet101         model=package.module:function: function(batch) returns (module, loss)
-    'model=params:1.3B layers=24 width=2048 vocab=50k'       a GPT of that shape
-    model=resnet50 batch=32 gpu=a100    the timeline there is of that model, batch and GPU; or timeline=NAME, a file's path
-    model=package.module:function steps=10    recorded on this machine instead; gpu_rate=20: the GPU meant is 20 times as fast
-    batch, seq, precision, compiled, checkpointing, accumulation, sharding=hsdp, optimizer, local_steps
-    cluster=NAME                        of conf/predict/cluster: paper, ethernet_1g, ethernet_25g, infiniband_100g, wan; and
-                                        its keys: cluster.nodes, ranks_per_node, gbps, latency_us, inside_gb_per_s, nics,
-                                        oversubscription
-    methods=birder,bf16                 these rows only
+The model is one of:
 
-Defaults are in conf/predict, all keys in docs/configuration.md.
+    model=hf:NAME                    gpt2-medium, llama-3.1-8b, bert-large, ...
+    model=hf:FOLDER                  a folder with transformers' config.json
+    model=torchvision:resnet101
+    model=package.module:function    function(batch) returns (module, loss)
+    'model=params:1.3B layers=24 width=2048 vocab=50k'    a GPT of that shape
+    model=resnet50 batch=32 gpu=a100       a recorded timeline
+    model=package.module:function steps=10 recorded now, on this machine; with
+                                     gpu_rate=20 for a GPU 20 times as fast
 
-    --all, --json                       the whole table; the answer as data
-    --sweep gbps | nodes                a table and a plot over link rates, or over nodes up to 1,024
-    --crossover                         below which link rate each method pays
-    --examples                          the page of worked examples: docs/predict_examples.md
+Nothing is downloaded. More keys: batch, seq, precision, compiled, checkpointing, accumulation, sharding=hsdp, optimizer,
+local_steps, methods=birder,bf16.
 
-How good predictions are: studies/predicted.py, step_times.py and validate.py make the pages.
-Exit status: 0; 2 bad input; 130 Ctrl-C.
+    cluster=NAME      paper, ethernet_1g, ethernet_25g, infiniband_100g, wan
+    cluster.KEY=...   nodes, ranks_per_node, gbps, latency_us, nics,
+                      inside_gb_per_s, oversubscription
+
+Defaults are in conf/predict, all keys in docs/configuration.md. docs/predict.md explains the answer.
+Exit status: 0 success; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             if options.json:
                 print(json.dumps(made.plain(), indent=1))
                 return
-            from experiments.records.record import read_all
             from experiments.report import answered
 
-            print(answered.text(made, read_all(options.results) if made.pays else [], options.all))
+            studies = answered.known_verdicts(Path(options.results)) if made.pays else []
+            print(answered.text(made, studies, options.all))
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -237,17 +237,17 @@ def examples(path: Path = EXAMPLES) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)
-    parser.add_argument("question", nargs="*", metavar="key=value")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--sweep", choices=tuple(SWEEPS))
-    parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("question", nargs="*", metavar="key=value", help="the keys above")
+    parser.add_argument("--all", action="store_true", help="the whole table")
+    parser.add_argument("--json", action="store_true", help="the answer as data")
+    parser.add_argument("--sweep", choices=tuple(SWEEPS), help="a table and a plot over link rates, or over nodes")
+    parser.add_argument("--crossover", action="store_true", help="below which link rate each method pays")
     parser.add_argument("--out", type=Path, help="file of a sweep's plot")
-    parser.add_argument("--examples", action="store_true")
-    parser.add_argument("--results", default=str(record.PUBLISHED))
+    parser.add_argument("--examples", action="store_true", help="the page of worked examples")
+    parser.add_argument("--results", default=str(record.PUBLISHED), help="folder of records, for the accuracy")
     given = sys.argv[1:] if arguments is None else arguments
     if moved := [STUDIES[a] for a in given if a in STUDIES]:
-        raise UserError(f"this is a study of its own now: python studies/{moved[0]}.py")
+        raise UserError(f"this is a separate study now: python studies/{moved[0]}.py")
     options = parser.parse_args(given)
     if options.examples:
         print(examples())

@@ -1,8 +1,8 @@
 """Publishes runs: `python experiments/publish.py GROUP`, or `--exp NAME` for every run of an experiment.
 
-Moves their records and curves from results/local to results/published, and brings the tables and plots of both up to date.
-Only runs of committed code are evidence: one whose tracked files differed from its commit is refused, with all of its
-group. Then `git add results/published` and commit. Exit status: 0 done; 2 bad input, nothing was moved.
+Moves their records and curves from results/local to results/published. Then brings the tables and plots of both up to date.
+Only runs of committed code are evidence: a group with a run of uncommitted code is refused. Afterwards, commit
+results/published. Exit status: 0 success; 2 bad input, nothing was moved.
 """
 
 from __future__ import annotations

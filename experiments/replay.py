@@ -1,9 +1,10 @@
-"""Replays a suite of cells: `python experiments/replay.py suite=paper|bench|FILE.yaml [nodes=2,8] [methods=A,B] [...]`.
+"""Replays a suite of cells: computation is waited for, communication is real.
 
-Every option is a key (`nodes=2`, `profile=true`) or a flag (`--nodes 2`, `--profile`). Computation is waited for, everything
-else is real (experiments/cells). Methods that are compared take turns. Every cell is a record; page and picture are made from
-all records there are, so that a subset can be measured again alone. Exit status: 0; 1 a run failed; 2 bad input, or nothing
-to measure on; 130 Ctrl-C.
+    python experiments/replay.py suite=paper [nodes=2,8] [methods=A,B] [...]
+
+suite is paper, bench or a YAML file. Every option is a key (`nodes=2`, `profile=true`) or a flag (`--nodes 2`, `--profile`).
+Methods take turns. Every cell is a record. Page and picture are made from all records, so a part can be measured again alone.
+Exit status: 0 success; 1 a run failed; 2 bad input, or nothing to measure on; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from launch.emulated import launcher as emulated
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
-from launch.words import there_are
+from launch.words import say, there_are
 
 WORKER = Path(__file__).resolve().parent / "cells" / "engine.py"
 LISTS = ("models", "nodes", "methods", "links", "rates")
@@ -87,13 +88,13 @@ def measure(suite: Suite, options: argparse.Namespace, command: str) -> None:
     if any(shaped for shaped, _ in worlds) and (reason := emulated.why_not()) is not None:
         if all(suite.links[name].goodput_mbit for name in options.links):
             raise UserError(f"the table needs links of a set rate, and this machine has none to give: {reason}")
-        print(f"No emulated links here ({reason}): loopback alone is measured.", flush=True)
+        say(f"No emulated links here ({reason}): loopback alone is measured.")
         worlds = {world: some for world, some in worlds.items() if not world[0]}
     for (shaped, nodes), cells in worlds.items():
         began = time.monotonic()
         launch(suite, options, shaped, nodes, cells, command)
         where = f"{len(cells)} cells on {nodes} node{'s' * (nodes > 1)}{', emulated' * shaped}"
-        print(f"{where}: {time.monotonic() - began:.0f} s", flush=True)
+        say(f"{where}: {time.monotonic() - began:.0f} s")
 
 
 def launch(

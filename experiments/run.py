@@ -1,17 +1,23 @@
-"""Trains one method on one task, and writes a record of time, bytes and accuracy.
+"""Trains one method on one task. Writes a record of time, bytes and accuracy.
 
     python experiments/run.py +exp=NAME [key=value ...]
 
-    python experiments/run.py +exp=digits optimizer=birder          one run; NAME is a file of conf/exp
-    python experiments/run.py +exp=digits cluster.nodes=4 --dry-run prints the commands of its nodes, starts nothing
-    python experiments/run.py -m +exp=digits optimizer=sgdm,birder  a job for each value, one after the other
-    python experiments/run.py +exp=digits --cfg job --resolve       prints the whole configuration, starts nothing
-    torchrun --nproc-per-node 2 experiments/run.py +exp=digits      trains in the world that torchrun has made
-    python experiments/run.py +exp=digits run_name=mine checkpoint.every=100 resume=auto
-                                                   saves, and resumes from the last checkpoint when typed again
+NAME is a file of conf/exp. Examples, each typed after `python experiments/run.py`:
 
-Keys and their values are in docs/configuration.md, the syntax is Hydra's (--hydra-help). All methods of an experiment side by
-side: experiments/compare.py. --version says what this is. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+    +exp=digits optimizer=birder            one run
+    +exp=digits cluster.nodes=4 --dry-run   prints each node's command only
+    -m +exp=digits optimizer=sgdm,birder    a job for each value, in sequence
+    +exp=digits --cfg job --resolve         prints the whole configuration only
+    +exp=digits run_name=mine checkpoint.every=100 resume=auto
+                                            saves; typed again, it resumes
+
+Under torchrun it trains in the world that torchrun has made:
+
+    torchrun --nproc-per-node 2 experiments/run.py +exp=digits
+
+docs/configuration.md lists all keys. The syntax is Hydra's (--hydra-help). --version prints version and commit. To
+compare all methods of an experiment, use experiments/compare.py.
+Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,12 +48,13 @@ from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.spec import RunSpec
+from launch.words import manual, say
 
 
 def main() -> int:
     """The Hydra application."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print((__doc__ or "").strip())
+        print(manual(__doc__))
         return 0
     # Hydra wants its flags before the overrides; users write them anywhere.
     typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
@@ -62,7 +69,7 @@ def main() -> int:
         mine = Job(composed.overrides)
         jobs.append(mine)
         if hydra_config.mode is RunMode.MULTIRUN and not start.under_torchrun():
-            print(f"job {len(jobs)} of {count(arguments)}: {' '.join(composed.overrides)}", flush=True)
+            say(f"job {len(jobs)} of {count(arguments)}: {' '.join(composed.overrides)}")
         try:
             line = command.typed("run", composed.overrides)
             if start.under_torchrun():
@@ -91,9 +98,9 @@ def main() -> int:
         if any(one.record() is not None for one in jobs):
             as_table(jobs).show(terminal())
         if failed:
-            print(f"{len(failed)} of {len(jobs)} jobs failed:", file=sys.stderr)
+            say(f"{len(failed)} of {len(jobs)} jobs failed:", sys.stderr)
             for one in failed:
-                print(f"  {' '.join(one.overrides)}", file=sys.stderr)
+                say(f"  {' '.join(one.overrides)}", sys.stderr)
             return 1
     return failed[0].status if failed else 0
 

@@ -1,13 +1,14 @@
-"""A grid of runs: `python experiments/sweep.py sweep=cser_cifar100 data.path=ROOT [key=value ...] [--methods a,b]`.
+"""Runs a grid of settings, learning rates and seeds of one experiment.
 
-Runs what conf/sweep/NAME.yaml lists, one run after the other; where it chooses among learning rates (`choose`), the other
-seeds are run with the best of them alone. A run that is recorded is not run again, so that the same command continues an
-interrupted sweep; one whose loss became no number counts as run. The same command may run in several terminals, one
-for each GPU or core: they share the runs among themselves, and all end with the last one. With --published the runs of
-results/published count as recorded, so that a study there can be continued or given further methods, rates and seeds. The
-table of the experiment, with all ratios and learning rates, is written at the end. In W&B the runs are the group
-sweep-NAME. Exit status: 0; 1 a run failed
-otherwise; 2 bad input; 130 Ctrl-C.
+    python experiments/sweep.py sweep=cser_cifar100 data.path=ROOT [key=value]
+    python experiments/sweep.py sweep=cser_cifar100 --methods a,b --dry-run
+
+The grid is conf/sweep/NAME.yaml. Where it chooses a learning rate (`choose`), the other seeds run with the best rate only.
+Recorded runs are not run again, so the same command continues an interrupted sweep. A run whose loss diverged counts as done.
+Type the same command in several terminals, one for each GPU or core, to share the runs. --published counts the runs of
+results/published as done and so extends a published study. The experiment's table is written at the end. In W&B the runs are
+the group sweep-NAME.
+Exit status: 0 success; 1 a run failed, other than by divergence; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations

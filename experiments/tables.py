@@ -1,9 +1,11 @@
-"""Tables, plots and pages from records alone: `python experiments/tables.py [--results DIR] [--exp E] [--check]`.
+"""Makes tables, plots and pages from records alone.
 
-`--group G [--verbose]` prints the table of a group of runs and writes nothing.
-Brings the tables and plots of the published records (results/published) and of one's own (results/local) up to date, or
-those of DIR, and with the published ones the figures of README and docs (experiments/report/documents.py).
-Exit status: 0 done; 1 `--check` found a difference; 2 bad input.
+    python experiments/tables.py [--results DIR] [--exp NAME] [--check]
+    python experiments/tables.py --group GROUP [--verbose]
+
+Without --results it updates results/published and results/local, and the figures of README and docs
+(experiments/report/documents.py). --group prints the table of a group of runs and writes nothing.
+Exit status: 0 success; 1 --check found a difference; 2 bad input.
 """
 
 from __future__ import annotations

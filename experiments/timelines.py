@@ -1,10 +1,14 @@
-"""Timelines of results/timelines: when each gradient of a model is ready on some GPU (experiments/cells/timelines.py).
+"""Timelines of results/timelines: when each gradient of a model is ready on a GPU (experiments/cells/timelines.py).
 
-`python experiments/timelines.py list`                 what there is
-`python experiments/timelines.py make --model resnet50 --batch 32 --precision tf32 --samples-per-s 938 --gpu X --source "..."`
-    spreads a published rate over the parameters by the backward work of each layer (experiments/cells/timeline_tools.py)
-`python experiments/timelines.py record --model resnet50 --batch 32 --precision amp`
-    measures one on this machine's GPU, or on its CPU where there is none
+    python experiments/timelines.py list
+    python experiments/timelines.py make --model resnet50 --batch 32 \\
+        --precision tf32 --samples-per-s 938 --gpu X --source "..."
+    python experiments/timelines.py record --model resnet50 --batch 32 \\
+        --precision amp
+
+`make` spreads a published rate over the parameters by the backward work of each layer (experiments/cells/timeline_tools.py).
+`record` measures a timeline on this machine's GPU, or on its CPU if there is none.
+Exit status: 0 success; 2 bad input.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""Learning rates of several methods, chosen alike:
+"""Chooses a learning rate for each of several methods, with the same budget.
 
-    python experiments/tune.py +exp=NAME optimizer=a,b,c budget=8 held_out=N [key=value ...]
+    python experiments/tune.py +exp=NAME optimizer=a,b,c budget=8 held_out=N \\
+        [key=value ...]
 
-    budget    trials of each method, the same for all; default 8
-    held_out  how much of the training data is kept back to choose by, in the workload's unit (`workload.held_out`)
-    span      rates are tried from lr/span to lr*span, evenly in the logarithm, lr being the configuration's; default 10
-    rungs     lengths of training: each twice the one before, up to the whole; default 3
-    seeds     with how many seeds the chosen rate is then trained; default 5, 0: none
+    budget    trials of each method; default 8
+    held_out  training data kept back to choose by, in the workload's unit
+    span      rates from lr/span to lr*span, evenly in the logarithm; lr is the
+              configuration's; default 10
+    rungs     lengths of training, each twice the one before; default 3
+    seeds     runs with the chosen rate, each with its own seed; default 5
 
-Every trial is trained at the shortest length first, and goes to the next one if it is among the better half so far
-(optuna's SuccessiveHalvingPruner). Each training is a separate run with its whole schedule and a record; what is recorded
-is not run again, so that the same command continues after an interruption. Test data decide nothing. In W&B the runs are the
-group tune-NAME. Exit status: 0; 1 a run failed otherwise than by its loss; 2 bad input; 130 Ctrl-C.
+Every trial trains at the shortest length first. The better half continues at the next length (optuna's
+SuccessiveHalvingPruner). Each training is a run with its whole schedule and a record. Recorded runs are not run again, so the
+same command continues after an interruption. Test data decide nothing. In W&B the runs are the group tune-NAME.
+Exit status: 0 success; 1 a run failed, other than by divergence; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from experiments.runs.study import Study, close, score
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
 from launch.errors import UserError
+from launch.words import say
 
 EDGE = 0.1
 """A best rate within this share of an end of the range, in the logarithm, is at its edge."""
@@ -187,7 +190,7 @@ def tune_all(request: Request) -> int:
             composed = request.compose(method.optimizer, f"optimizer.lr={method.best!r}", f"seed={seed}", length)
             runs.run(f"chosen: lr {method.best:g}, seed {seed}", composed)
     if request.dry_run:
-        print(f"{runs.todo} runs to do at least, of {len(tuned)} methods: how many go on depends on how they do")
+        say(f"at least {runs.todo} runs to do, of {len(tuned)} methods: the first ones decide how many follow")
         return 0
     table = as_table(tuned, request)
     table.show(terminal())

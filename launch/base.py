@@ -13,6 +13,7 @@ from launch import failure, lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.spec import RunSpec
+from launch.words import say
 
 ROOT = Path(__file__).resolve().parents[1]
 JOIN_S = 120
@@ -110,7 +111,7 @@ class Launcher(ABC):
                     f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
                 ) from error
             name = "" if spec.path.name == spec.id else f"{spec.id}: "
-            print(f"{name}{self.shape()}, files in {spec.run_dir}", flush=True)
+            say(f"{name}{self.shape()}, files in {spec.run_dir}")
             try:
                 self.run(spec_path, spec)
             except UserError:

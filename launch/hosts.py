@@ -57,5 +57,5 @@ def parse(hosts: str | Sequence[str]) -> list[Host]:
 def _host(text: str) -> Host:
     match = _HOST.fullmatch(text)
     if match is None:
-        raise UserError(f"cluster.hosts: '{text}' is no host: write name, user@name or user@name:port")
+        raise UserError(f"cluster.hosts: '{text}' is not a host: write name, user@name or user@name:port")
     return Host(match["name"].strip("[]"), match["user"], int(match["port"]) if match["port"] else None)

@@ -15,6 +15,7 @@ from launch.environment import visible_gpus
 from launch.errors import UserError
 from launch.spec import RunSpec
 from launch.supervise import Agent, supervise
+from launch.words import say
 
 
 class LocalLauncher(Launcher):
@@ -35,13 +36,13 @@ class LocalLauncher(Launcher):
         if self.device == "cuda" and self.backend == "auto" and gpus < ranks:
             raise UserError(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: that needs cluster.backend=gloo")
         if self.device == "cuda" and gpus < ranks:
-            print(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: times mean nothing in this run", flush=True)
+            say(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: times mean nothing in this run")
         if self.backend == "nccl" and gpus < ranks:
             raise UserError(
                 f"backend nccl needs {ranks} GPUs, one per rank, and finds {gpus}: set cluster.backend=gloo"
             )
         if self.backend != "gloo" and self.device == "auto" and 0 < gpus < ranks:
-            print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus != 1)}: all run on the CPU", flush=True)
+            say(f"{ranks} ranks and {gpus} GPU{'s' * (gpus != 1)}: all run on the CPU")
         self.port = free_port()
 
     def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:

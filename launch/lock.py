@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from launch.errors import UserError
 from launch.files import write_whole
+from launch.words import say
 
 LOCK, OWNER = "run.lock", "run.owner"
 
@@ -34,7 +35,7 @@ def attempted(path: Path) -> Iterator[bool]:
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and not os.access(path.parent, os.W_OK):
             raise
-        print(f"{path.parent}: no lock can be had here ({error}); see to it that no other run uses it", flush=True)
+        say(f"{path.parent}: files cannot be locked here ({error}); make sure that no other run uses it")
         yield True
         return
     try:

@@ -1,12 +1,65 @@
-"""Text for messages of one line. Needs no package, so that commands without a configuration need none."""
+"""Text for messages. Needs no package, so that commands without a configuration need none."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
+from typing import TextIO
 
 LISTED = 180
 """Characters of a list of names in a message."""
+WIDEST = 118
+"""Characters of a line of a help text, however wide the terminal is."""
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Prints `text` at once. On a terminal, lines are broken between words; a pipe or a log gets them whole.
+
+    A line that begins with a space is a command or a path: it is never broken, so that it can be copied.
+    file: default standard output. Its terminal's width counts, or COLUMNS where that is set.
+    """
+    file = sys.stdout if file is None else file
+    columns = _columns(file)
+    lines = [line if line.startswith(" ") else broken(line, columns) for line in str(text).split("\n")]
+    print("\n".join(lines), file=file, flush=True)
+
+
+def broken(line: str, columns: int | None, indent: str = "  ") -> str:
+    """`line` in lines of at most `columns` characters, those after the first with `indent`. None: one line.
+
+    Only spaces are broken at: paths, options and numbers stay whole, longer than `columns` if need be.
+    """
+    if columns is None or len(line) <= columns:
+        return line
+    return textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def manual(doc: str | None) -> str:
+    """A docstring as a help text: paragraphs as wide as the terminal, indented lines as they stand."""
+    columns = min(WIDEST, shutil.get_terminal_size().columns) - 2
+    parts: list[str] = []
+    for line in (doc or "").strip().splitlines():
+        if parts and all(text and not text.startswith(" ") for text in (parts[-1], line)):
+            parts[-1] += f" {line}"
+        else:
+            parts.append(line)
+    return "\n".join(broken(part, columns, "") for part in parts)
+
+
+def _columns(file: TextIO) -> int | None:
+    """Characters of a line of the terminal that `file` writes to; None where it writes to no terminal."""
+    try:
+        return max(40, int(os.environ["COLUMNS"]))
+    except (KeyError, ValueError):
+        pass
+    try:
+        return max(40, os.get_terminal_size(file.fileno()).columns)
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def one_line(text: str, longest: int = 150) -> str:

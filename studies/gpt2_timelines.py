@@ -1,7 +1,7 @@
-"""The timelines behind the picture of the time to a fixed loss: `python studies/gpt2_timelines.py` (needs transformers).
+"""Makes the timelines for the picture of the time to a fixed loss: `python studies/gpt2_timelines.py` (needs transformers).
 
-GPT-2 of 124 M parameters, 8 sequences of 1,024 tokens a GPU, bf16, on an A100 and an H100, by the architecture. Exit
-status: 0; 2 bad input.
+GPT-2 of 124 M parameters, 8 sequences of 1,024 tokens a GPU, bf16, on an A100 and an H100, from the architecture.
+Exit status: 0 success; 2 bad input.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
 """How good predictions are, as a page: `python studies/predicted.py [--results FOLDER]`.
 
-Writes tables/predict.md of a results folder (default: results/published) and plots/predict_*.png from records alone: replayed
-cells beside their recorded predictions, real training beside its own, published step times, and what the paper's speedups
-need. Exit status: 0; 2 bad input.
+Writes tables/predict.md of a results folder (default: results/published) and plots/predict_*.png from records alone. The page
+has replayed cells and real training with their predictions, published step times, and what the paper's speedups need.
+Exit status: 0 success; 2 bad input.
 
-Published times that nobody here measured: the profile of experiments/cells/published.py and the throughputs of its authors'
-blog (read off charts, +-5 %). What is assumed:
+Nobody here measured the published times: they are the profile of experiments/cells/published.py and the throughputs of its
+authors' blog, read off charts (5 % either way). Assumptions:
 
-    gradients     fp16, 2 bytes for each of BERT-Large's 336 M parameters, sent after backward: the profile's parts add up
-    forward, backward, optimizer's step   the row's own: what is predicted is communication
-    Ethernet      4 V100 a node, 4.1 Gbit/s: what its authors measured with iperf on their 40 GbE
-    InfiniBand    8 V100 a node, 32 Gbit/s: "near 32" of theirs
-    one node      not predicted: the link inside was not published
+    gradients   fp16: 2 bytes for each of BERT-Large's 336 M parameters, sent
+                after backward, because the profile's parts add up
+    computing   forward, backward and the optimizer's step are the row's;
+                only communication is predicted
+    Ethernet    4 V100 a node, 4.1 Gbit/s: measured by the authors with iperf
+                on their 40 GbE
+    InfiniBand  8 V100 a node, 32 Gbit/s: the authors say "near 32"
+    one node    not predicted: the link inside was not published
 """
 
 from __future__ import annotations

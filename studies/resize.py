@@ -1,14 +1,17 @@
 """What a change of the number of workers costs: `python studies/resize.py [--seeds 5] [--publish]`.
 
-scikit-learn's digits on virtual workers, several methods. Every run trains on n workers up to the change and then continues
-three times, with the same batches in all: unchanged; on k workers with what `birder.checkpoint.elastic` makes of the old
-states (`mean`, what resume_resize=average does); and on k workers that keep only what all old ones had in common and begin
-with zeros for the rest (`zeros`). What counts is the loss over all training images after each of the steps that follow the
-change, as a share of the unchanged run's.
+Trains scikit-learn's digits on virtual workers with several methods. Every run trains on n workers up to the change. Then it
+continues three times, with the same batches in all:
 
-Prints a table and writes it and the losses ({method, before, after, rule, seed, losses}, one loss for each step after the
-change) to results/local/tables/resize.md and results/local/resize.jsonl; --publish writes to results/published, and the
-table into docs/elastic.md. About 4 minutes on 2 cores. Exit status: 0; 2 bad input.
+    unchanged   on n workers
+    mean        on k workers, states by birder.checkpoint.elastic, as with
+                resume_resize=average
+    zeros       on k workers, with the common state and zeros for the rest
+
+The result is the loss over all training images after each later step, as a share of the unchanged run's. The table and the
+losses ({method, before, after, rule, seed, losses}) go to results/local/tables/resize.md and results/local/resize.jsonl.
+--publish writes to results/published, and the table into docs/elastic.md. It takes about 4 minutes on 2 cores.
+Exit status: 0 success; 2 bad input.
 """
 
 from __future__ import annotations

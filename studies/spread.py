@@ -1,8 +1,8 @@
 """How far repeated comparisons differ: `python studies/spread.py resnet50 [--runs 5] [--busy 2] [key=value ...]`.
 
-Runs the comparison of an experiment so many times on the machine as it is, and some more beside a program that keeps one core
-busy. Then prints a table of all comparisons in turns of this experiment and number of nodes in the results folder, and
-writes it to FILE with --out. --table only prints. Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+Repeats the comparison of an experiment on the idle machine, then next to a program that keeps one core busy. Prints a
+table of all interleaved comparisons of this experiment and number of nodes in the results folder. --out writes it to a
+file, --table only prints. Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
     status = 0
     for number in range(idle + busy):
         beside = number >= idle
-        print(f"Run {number + 1} of {idle + busy}{', beside a busy core' if beside else ''}", flush=True)
+        print(f"Run {number + 1} of {idle + busy}{', next to a busy core' if beside else ''}", flush=True)
         with busy_core() if beside else contextlib.nullcontext():
             status = max(status, compare.compare(overrides, None))
     found = spread.runs(read_all(resolved["results_dir"]), exp, int(resolved["cluster"]["nodes"]))
     if not found:
         raise UserError(
-            f"no comparison in turns of {exp} in {resolved['results_dir']}: give --runs, or timing.mode=interleaved"
+            f"no interleaved comparison of {exp} in {resolved['results_dir']}: give --runs, or timing.mode=interleaved"
         )
     text = spread.as_table(found).markdown()
     print(text)
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("exp", help="experiment, a file of conf/exp")
-    parser.add_argument("--runs", type=int, default=5, help="comparisons on the machine as it is (default: 5)")
-    parser.add_argument("--busy", type=int, default=2, help="comparisons beside a busy core (default: 2)")
+    parser.add_argument("--runs", type=int, default=5, help="comparisons on the idle machine (default: 5)")
+    parser.add_argument("--busy", type=int, default=2, help="comparisons next to a busy core (default: 2)")
     parser.add_argument("--table", action="store_true", help="run nothing, show the table")
     parser.add_argument("--out", type=Path, help="file for the table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, cluster.nodes=4 among them")

@@ -1,12 +1,14 @@
-"""Real training on emulated links beside its prediction: `python studies/validate.py [resnet50] [nodes=2,4] [gbps=2.5,10]`.
+"""Compares real training on emulated links with its prediction.
 
-For ResNet-50, a small BERT and a small GPT on 2, 4 and 8 emulated nodes at three rates, `experiments/compare.py` trains steps
-of four methods on random data, in turns in one world. What is predicted for each comes from what the world knew before
-(experiments/cells/trained.py). Worlds that are recorded are not made again: an interrupted validation continues where it
-stopped.
+    python studies/validate.py [resnet50] [nodes=2,4] [gbps=2.5,10]
+
+Trains ResNet-50, a small BERT and a small GPT on 2, 4 and 8 emulated nodes at three rates. For each, `experiments/compare.py`
+times steps of four methods on random data, interleaved in one world. The prediction uses only what the world measured before
+the methods ran (experiments/cells/trained.py). Recorded worlds are not run again, so the same command continues after an
+interruption.
 
 Everything takes 1.8 hours on a quiet machine. Records are below results_dir=FOLDER; default: results/local/validation.
-Exit status: 0; 1 a run failed; 2 bad input; 130 Ctrl-C.
+Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from experiments.report.table import Table
 from experiments.runs import command
 from launch.errors import UserError
 from launch.failure import RunFailed
+from launch.words import manual
 
 MODELS: dict[str, list[str]] = {
     "resnet50": [],
@@ -104,7 +107,7 @@ def run(asked: Sequence[str], made_by: Callable[[list[str]], int]) -> None:
             continue
         print(f"[{place}/{len(every)}] {world}", flush=True)
         if code := made_by(world.overrides(results)):
-            raise RunFailed(f"{world}: ended with status {code}; the command again goes on from here")
+            raise RunFailed(f"{world}: ended with status {code}; type the command again to continue here")
     found = trained.rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])
     print(table(found).grid())
     print(trained.summary(found).grid())
@@ -137,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--help" in given or "-h" in given:
-        print(__doc__)
+        print(manual(__doc__))
         return 0
     run(given, lambda overrides: compare.compare(overrides, None))
     return 0

@@ -1,7 +1,7 @@
 """What 0/1 Adam sends over a whole run, from its schedule alone: `python studies/volume.py [--steps 118000,152511]`.
 
-Prints the tables beside the published numbers and writes them to tables/zero_one_adam_volume.md of the results folder.
-Nothing is trained. Exit status: 0; 2 bad input.
+Prints the tables next to the published numbers and writes them to tables/zero_one_adam_volume.md of the results folder.
+Nothing is trained. Exit status: 0 success; 2 bad input.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def tables(setting: Setting, lengths: Sequence[int]) -> list[Table]:
         "within a row."
     )
     readings_ = Note(
-        "The sources at hand do not say for which run and which floats. Each reading has its own row (rule as "
+        "The sources found do not say for which run and which floats. Each reading has its own row (rule as "
         f"published); the last column has the run lengths from {SEARCH[0]:,} to {SEARCH[-1]:,} steps at which it "
         "passes the published number."
     )
@@ -124,7 +124,7 @@ def tables(setting: Setting, lengths: Sequence[int]) -> list[Table]:
     return [
         Table.text(ROUNDS, rounds_rows(setting, lengths), title="Rounds", notes=(rounds,)),
         Table.text(volume_head(setting), volume_rows(setting, lengths), title="Volume", notes=(floats,)),
-        Table.text(head, rows, title="Beside the published numbers", notes=(readings_,), footnotes=(nearest,)),
+        Table.text(head, rows, title="Compared with the published numbers", notes=(readings_,), footnotes=(nearest,)),
     ]
 
 

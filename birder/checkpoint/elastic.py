@@ -104,7 +104,7 @@ def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, 
         unknown = sorted(set(tensors) - set(optimizer.carried))
         if unknown:
             raise ValueError(
-                f"{name} cannot go on with another number of workers: its `carried` does not name {', '.join(unknown)}"
+                f"{name} cannot resume with another number of workers: its `carried` does not name {', '.join(unknown)}"
             )
         wholes.append({key: _Whole(optimizer.carried[key], t, padded, workers, shards) for key, t in tensors.items()})
     return wholes

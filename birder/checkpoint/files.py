@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as e:
         raise Broken(f"{MANIFEST}: {e.strerror or e}") from e
     except (ValueError, RecursionError) as e:
-        raise Broken(f"{MANIFEST} is no JSON") from e
+        raise Broken(f"{MANIFEST} is not JSON") from e
     if not isinstance(content, dict) or set(content) != {"format", "step", "world_size", "files"}:
         raise Broken(f"{MANIFEST} must hold format, step, world_size and files")
     if content["format"] != FORMAT or isinstance(content["format"], bool):

@@ -56,7 +56,7 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     if differs and saved["replicas"] != mine["replicas"]:
         raise ValueError(
             f"state of {saved['method']} was saved by {saved['replicas']} replicas, this run has {mine['replicas']}, and "
-            f"each replica keeps a part of its own: use {saved['replicas']} replicas, of any number of shards"
+            f"every replica keeps its own part: use {saved['replicas']} replicas, of any number of shards"
         )
     reshard(model)
     optimizer.pipeline.wait()

@@ -44,7 +44,7 @@ def decided(everyone: Sequence[Said], ranks: list[int]) -> Topology:
     known = {one.local for one in everyone}
     wrong = next((rank for rank, one in zip(ranks, everyone, strict=True) if one.local == WRONG), None)
     if wrong is not None:
-        raise ValueError(f"on rank {wrong} what says the ranks per node is no whole number from 1 on: {WAY_ON}")
+        raise ValueError(f"on rank {wrong} the number of ranks per node is not a whole number of at least 1: {WAY_ON}")
     contrary = next((rank for rank, one in zip(ranks, everyone, strict=True) if one.other), None)
     if contrary is not None and hierarchical:
         one = everyone[ranks.index(contrary)]

@@ -225,7 +225,7 @@ def agree(
     odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise RuntimeError(
-            f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them alike"
+            f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them equal"
         )
     if topology.world_size != dist.get_world_size(group):
         raise ValueError(
@@ -269,7 +269,7 @@ def check_reducer(model: DistributedDataParallel) -> None:
         )
     if any(base.__module__.split(".")[0] == "torchft" for base in type(model).__mro__):
         raise RuntimeError(
-            "torchft's DistributedDataParallel averages gradients in a hook of its own, through groups that change while it "
+            "torchft's DistributedDataParallel averages gradients in its own hook, through groups that change while it "
             "trains: use torch's DistributedDataParallel, and go on from checkpoints after a failure"
         )
     if any(not isinstance(state, Detached) for _, state in getattr(model, "_comm_hooks", [])):

@@ -50,7 +50,7 @@ def load(folder: str | Path, optimizer: BucketOptimizer, name: str = FOLDER) -> 
     if found is None:
         raise ValueError(
             f"{Path(folder).name} has no folder {name!r} with every rank's state of {type(optimizer).__name__}: "
-            "it was not saved by birder.integrations, and cannot be gone on from"
+            "birder.integrations did not save it, and training cannot resume from it"
         )
     set_parameters(optimizer, found.local)
     optimizer.load_state_dict(found.local["optimizer"])

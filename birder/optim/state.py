@@ -248,7 +248,7 @@ class MethodState(Method):
         name = self.kind
         missing = [key for key in ("steps", "signature", "units", "param_groups") if key not in state_dict]
         if missing:
-            raise ValueError(f"this is no state of {name}: it has no {', '.join(missing)} ({BY_UNIT})")
+            raise ValueError(f"this is not the state of {name}: it lacks {', '.join(missing)} ({BY_UNIT})")
         saved = state_dict.get("method", name)
         if saved != name:
             raise ValueError(
@@ -346,7 +346,7 @@ def gathered(method: Method, unit: Unit) -> Flat:
     state = method.complete_state(unit)
     for name, tensor in state.items():
         if name not in method.carried:
-            raise ValueError(f"{type(method).__name__} cannot be laid out anew: its `carried` does not name {name}")
+            raise ValueError(f"{type(method).__name__} cannot be laid out again: its `carried` does not name {name}")
         if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
             continue
         whole = AllGather if method.carried[name] == "cut" else GatherShards

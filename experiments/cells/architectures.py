@@ -130,7 +130,7 @@ def config(name: str) -> Any:
             return AutoConfig.from_pretrained(name, local_files_only=True)
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{name} is no configuration of transformers: {' '.join(str(error).split())[:150]}"
+                f"{name} is not a configuration of transformers: {' '.join(str(error).split())[:150]}"
             ) from None
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
@@ -266,7 +266,7 @@ def gpt(said: str, positions: int) -> Any:
         raise UserError(f"params:{said} has too few parameters for {layers} layers of width {width} with {vocab} words")
     heads = values.get("heads", max(1, width // HEAD))
     if width % heads:
-        raise UserError(f"params: width={width} is no multiple of heads={heads}")
+        raise UserError(f"params: width={width} is not a multiple of heads={heads}")
     return GPT2Config(
         n_embd=width, n_layer=layers, n_head=heads, n_inner=inner, vocab_size=vocab, n_positions=positions
     )

@@ -38,6 +38,7 @@ from launch import link_file
 from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
 from launch.spec import RunSpec
+from launch.words import say
 
 TIMEOUT_S, SILENCE_S = 300.0, 60.0
 """How long a collective may take, and how long a node may answer nobody."""
@@ -109,7 +110,7 @@ class Node:
                             self._profile(s, setup)
             if self.rank == 0:
                 left = (time.monotonic() - began) * (self.rounds / (number + 1) - 1)
-                print(f"{name}, {self.size} nodes: round {number + 1}/{self.rounds}, {left:.0f} s left", flush=True)
+                say(f"{name}, {self.size} nodes: round {number + 1}/{self.rounds}, {left:.0f} s left")
         busy = machine.busy(before, gathered(machine.read()))
         everyone = gathered({cell: measured.together(turns) for cell, turns in mine.items()})
         about = {"world": f"{self.spec.id}, {name}"}
@@ -144,7 +145,7 @@ class Node:
         cell = s.cell
         where = ", ".join(filter(None, [cell.model, cell.rate, cell.link, f"{self.size} nodes", s.method.label]))
         done = f"[{self._done}/{len(self.cells)}]"
-        print(f"{done} {where}: {wall / s.dilation:8.1f} ms a step ({wall:.0f} here)", flush=True)
+        say(f"{done} {where}: {wall / s.dilation:.1f} ms a step ({wall:.0f} here)")
 
     def _profile(self, s: Scaled, setup: Setup) -> None:
         """One more step, as chrome trace and PNG."""
@@ -158,7 +159,7 @@ class Node:
             at = self.suite.links[cell.link].title if cell.link else "any link"
             title = f"{s.method.label}, {cell.model}, {at}, {self.size} nodes"
             for path in step_profile.write(everyone, self.spec.path / "profile" / self.suite.id(cell), title):
-                print(f"profile {path}", flush=True)
+                say(f"profile: {path}")
 
     def _record(
         self, s: Scaled, nodes: Sequence[dict[str, Any]], peak: int | None, turns: dict[str, Any]

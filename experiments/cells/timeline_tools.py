@@ -167,7 +167,7 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
     """
     net, loss = architectures.function(where, batch)
     device = next(net.parameters()).device
-    about: dict[str, Any] = {"model": where, "precision": "as it is", "batch_per_gpu": batch, "gpus_per_node": 1}
+    about: dict[str, Any] = {"model": where, "precision": "unchanged", "batch_per_gpu": batch, "gpus_per_node": 1}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     about |= {"name": where.partition(":")[2], "gpu": gpu, "command": f"model={where} batch={batch}"}
     try:

@@ -34,6 +34,7 @@ from experiments.records import labels, old_keys
 from launch import hosts
 from launch.errors import UserError
 from launch.spec import RunSpec
+from launch.words import say
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
@@ -176,7 +177,7 @@ def _resolve(composed: Composed) -> dict[str, Any]:
     rules.check_virtual(everything)
     schedules.check_keys(everything["train"]["lr_schedule"])
     if everything["run_name"] is None and everything["resume"] == "auto":
-        raise UserError("resume=auto needs run_name=NAME, the name of the run to go on with")
+        raise UserError("resume=auto needs run_name=NAME, the name of the run to resume")
     return {k: v for k, v in everything.items() if k not in ("compare", "tune")}  # no part of this run
 
 
@@ -191,7 +192,7 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
     run_dir = Path(resolved["output_dir"]) / exp / (resolved["run_name"] or run_id)
     if (run_dir / "spec.yaml").exists():
         if resolved["resume"] != "auto":
-            raise UserError(f"{run_dir} holds a run already: go on with it (resume=auto) or choose another run_name")
+            raise UserError(f"{run_dir} holds a run already: resume it (resume=auto) or choose another run_name")
         run_id = same_run.go_on(run_dir, resolved)
     return RunSpec(
         id=run_id,
@@ -227,7 +228,7 @@ def _warn(renamed: Sequence[str]) -> None:
     new = [text for text in dict.fromkeys(renamed) if text not in _warned]
     _warned.update(new)
     if new:
-        print(f"warning: renamed keys: {'; '.join(new)}", file=sys.stderr, flush=True)
+        say(f"warning: renamed keys: {'; '.join(new)}", sys.stderr)
 
 
 def _compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:

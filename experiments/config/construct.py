@@ -47,7 +47,7 @@ def _class(section: dict[str, Any], name: str, base: type) -> type:
     except Exception as error:  # whatever a module of the user's raises while it is imported
         raise UserError(f"no class {name}._target_={shown(target)}: {one_line(str(error))}") from error
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise UserError(f"{name}._target_={shown(target)} is no {base.__name__}")
+        raise UserError(f"{name}._target_={shown(target)} is not a {base.__name__}")
     return cls
 
 

@@ -40,7 +40,7 @@ def table(workload: str, conf: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{where}: defaults must be a list of other files there, such as [cifar100]")
     for other in others:
         if other == workload or not (conf / GROUP / f"{other}.yaml").is_file():
-            raise UserError(f"{where} takes its defaults from '{other}', which is no other file there")
+            raise UserError(f"{where} takes its defaults from '{other}', which is not another file there")
         entries |= table(str(other), conf)
     for optimizer, entry in content.items():
         if not isinstance(entry, dict):
@@ -64,7 +64,7 @@ def check(workload: str, conf: Path) -> None:
                 raise UserError(f"{where}: {optimizer}: {key} must hold keys with values")
             if key in SECTIONS:
                 if unknown := sorted(set(value) - set(main[key])):
-                    raise UserError(f"{where}: {optimizer} sets {key}.{unknown[0]}, which is no key of config.yaml")
+                    raise UserError(f"{where}: {optimizer} sets {key}.{unknown[0]}, which is not a key of config.yaml")
             elif key not in known:
                 raise UserError(f"{where}: {optimizer} has no '{key}'; it takes {', '.join(sorted(known))}")
 

@@ -30,7 +30,7 @@ def tables() -> str:
     parts += ["### Predictions: `experiments/predict.py`\n", _table(_every(Question))]
     parts += [
         "### Renamed keys\n",
-        "The old names still work, with a warning; records with old names are read as they are.\n",
+        "The old names still work, with a warning; records with old names can be read.\n",
     ]
     parts += [_renamed()]
     return "\n".join(parts)

@@ -23,9 +23,7 @@ def check_hook(config: dict[str, Any]) -> None:
         return
     ask = f"comm.hook={hook}"
     if (name := labels.class_name(optimizer)) not in labels.DENSE:
-        raise UserError(
-            f"{ask} sends gradients, {name} sends messages of its own: take optimizer=sgdm or optimizer=adamw"
-        )
+        raise UserError(f"{ask} sends gradients, {name} sends its own messages: take optimizer=sgdm or optimizer=adamw")
     if (wire := optimizer.get("wire", "fp32")) != "fp32":
         raise UserError(f"{ask} says what is sent, and so does optimizer.wire={wire}: leave optimizer.wire=fp32")
     if not comm["enabled"]:
@@ -33,7 +31,7 @@ def check_hook(config: dict[str, Any]) -> None:
     if comm["topology"] != "flat":
         raise UserError(f"{ask} knows no nodes: set comm.topology=flat")
     if not comm["overlap"]:
-        raise UserError(f"{ask} runs beside backward: set comm.overlap=true")
+        raise UserError(f"{ask} runs during backward: set comm.overlap=true")
     if (hook == "powersgd" or kept) and (config["checkpoint"]["every"] or config["resume"] == "auto"):
         raise UserError(f"{ask} keeps errors that no checkpoint holds: set checkpoint.every=0 and resume=never")
     if hook != "powersgd":

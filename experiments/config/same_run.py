@@ -89,7 +89,7 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     for key, now in _identity(resolved).items():
         if then[key] != now and not (resized and key in ("world size", "nodes")):
             how = (
-                "; resume_resize=average goes on with another number of ranks" if key in ("world size", "nodes") else ""
+                "; resume_resize=average resumes with another number of ranks" if key in ("world size", "nodes") else ""
             )
             raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
     if not any(run_dir.glob("checkpoints/step-*")):

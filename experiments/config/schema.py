@@ -82,7 +82,7 @@ class Comm(Section):
     topology: Literal["flat", "hierarchical", "hsdp"] = doc(
         "who is a worker: every rank, every node, or every node with the model sharded over its ranks by FSDP2"
     )
-    overlap: Switch = doc("false: communicate after backward, not beside it")
+    overlap: Switch = doc("false: communicate after backward, not during it")
     bucket_cap_mb: Megabytes = doc("size of buckets and units, MB")
     hook: Literal["bf16", "fp16", "powersgd", "int4", "fp8"] | None = doc(
         "how gradients of a dense optimizer are averaged: PyTorch's hooks, or 4 or 8 bits with a scale for every block"
@@ -111,11 +111,11 @@ class Timing(Section):
     """docs/timing.md."""
 
     mode: Literal["auto", "interleaved", "sequential"] = doc(
-        "in turns in one world, or one run after the other; auto: interleaved if only time counts"
+        "taking turns in one world, or one run after the other; auto: interleaved if only time counts"
     )
     rounds: Count = doc("every method has a turn in each")
     rounds_when_rebuilding: Count = doc(
-        "no more than these where memory holds one method at a time, made anew in each turn"
+        "no more than these where memory holds one method at a time, rebuilt in each turn"
     )
     steps: Count = doc("of a turn, at least; methods whose steps differ in kind take whole cycles")
 
@@ -145,7 +145,7 @@ class Config(Section):
         "true: go on although keys differ that change the result; the record says which", False
     )
     resume_resize: Literal["never", "average"] = doc(
-        "average: go on with another number of nodes or ranks; new workers get the means of the old ones' state",
+        "average: resume with another number of nodes or ranks; new workers get the means of the old ones' state",
         "never",
     )
     run_name: Name | None = doc("folder of the run below output_dir; null: a new one")
@@ -162,7 +162,7 @@ class Config(Section):
     timing: Timing = doc("how a comparison times its variants")
     scale: Scale = doc("size of the run")
     tracker: Literal["wandb", "tensorboard", "none"] = doc(
-        "where runs and comparisons are recorded beside their records; `wandb` says how", "wandb"
+        "where runs and comparisons are also recorded, besides their records; `wandb` says how", "wandb"
     )
     wandb: Wandb = doc("Weights & Biases")
     profile: Profile | None = doc("added with +profile=step: one step as a chrome trace", None)

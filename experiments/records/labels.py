@@ -12,6 +12,8 @@ DENSE = {"SGDM", "BertAdam", "AdamW", "LAMB", "Muon"}
 VIRTUAL = "launch.virtual.VirtualLauncher"
 UNCOMPRESSED_WIRES = {"none", "fp32", "bf16", "fp16"}
 NO_COMMUNICATION = "no communication"
+OURS = " (this project's)"
+"""Behind the label of a variant that is in no paper."""
 
 
 def class_name(section: dict[str, Any]) -> str:
@@ -64,7 +66,7 @@ def method(config: dict[str, Any]) -> str:
     if name == "SigmaDeltaAdam":
         label += ", ".join(["", *ours, *["local"] * (optimizer.get("variance") == "local")])
     elif ours:
-        label += f" {', '.join(ours)} (this project's)"
+        label += f" {', '.join(ours)}{OURS}"
     if optimizer.get("message") == "int4":  # of DiLoCo
         label += " 4-bit"
     if (compressor := optimizer.get("compressor", "blocks")) != "blocks":

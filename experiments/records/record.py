@@ -17,6 +17,7 @@ from launch import link_file as launch_link
 from launch.errors import UserError
 from launch.files import write_whole
 from launch.spec import RunSpec
+from launch.words import say
 
 SCHEMA = 1
 LATER = {"rounds_per_step", "turns"}
@@ -174,7 +175,7 @@ def write_failed(spec: RunSpec, reason: str) -> None:
         if not _ended_well(spec):
             write(failed(spec, reason), spec.config["results_dir"])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", sys.stderr)
 
 
 def _ended_well(spec: RunSpec) -> bool:

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from birder.predict import gpus
 from birder.predict.answers import Answer
-from experiments.records.record import ResultRecord
-from experiments.report import accuracy_page, gaps
+from experiments.records.record import ResultRecord, read_all
 from experiments.report.paired import BETTER, PARITY, WORSE
 
 WIDTH = 80
-ALL = "The whole table: --all. As data: --json. What is behind it: docs/predict.md."
+VERDICTS = Path("tables") / "accuracy_verdicts.json"
+"""In a results folder: what `verdicts` says of its records, so that an answer need not read them all."""
+ALL = "The whole table: --all (make: ARGS=--all). As data: --json. See docs/predict.md."
 
 
-def price(label: str, records: Sequence[ResultRecord]) -> str:
-    """What a method costs in accuracy, by the published studies: in how many it was at parity, better, worse, or open."""
+def verdicts(records: Sequence[ResultRecord]) -> list[list[list[str]]]:
+    """Of every study the methods with their verdicts: [label, verdict]."""
+    from experiments.report import accuracy_page, gaps
+
+    found = gaps.panels(accuracy_page.studies(records))
+    return [[[row.label, row.verdict] for row in panel.rows] for panel in found]
+
+
+def known_verdicts(results: Path) -> list[list[list[str]]]:
+    """The same of a results folder: as its tables have it, else from its records."""
+    file = results / VERDICTS
+    if file.is_file():
+        return list(json.loads(file.read_text(encoding="utf-8")))
+    return verdicts(read_all(results))
+
+
+def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
+    """What a method costs in accuracy: in how many `verdicts` it was at parity, better, worse, or open."""
     own = label.split(",")[0].split(" (")[0]
-    found = Counter(v for panel in gaps.panels(accuracy_page.studies(records)) if (v := _verdict(panel, own)))
+    found = Counter(v for study in studies if (v := _verdict(study, own)))
     if not found:
         return "no study of its accuracy is published here"
-    studies = sum(found.values())
+    counted = sum(found.values())
     good, worse = found[PARITY] + found[BETTER], found[WORSE]
-    said = f"accuracy at parity or better in {good} of {studies} studies, worse in {worse}"
-    return said + (f", undecided in {studies - good - worse}" if studies > good + worse else "")
+    said = f"accuracy at parity or better in {good} of {counted} studies, worse in {worse}"
+    return said + (f", undecided in {counted - good - worse}" if counted > good + worse else "")
 
 
-def _verdict(panel: gaps.Panel, label: str) -> str | None:
-    rows = [row for row in panel.rows if row.label.split(" (")[0].startswith(label)]
-    return rows[0].verdict if rows else None
+def _verdict(study: Sequence[Sequence[str]], label: str) -> str | None:
+    return next((verdict for name, verdict in study if name.split(" (")[0].startswith(label)), None)
 
 
-def text(found: Answer, records: Sequence[ResultRecord], everything: bool = False) -> str:
-    """The answer. everything: the whole table instead of six rows."""
+def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: bool = False) -> str:
+    """The answer. studies: `verdicts`. everything: the whole table instead of six rows."""
     best = found.best
-    said = found.sentences(price(best.method.label, records) if best and found.pays else "")
+    said = found.sentences(price(best.method.label, studies) if best and found.pays else "")
     parts = ["\n".join(line for one in said for line in textwrap.wrap(one, WIDTH))]
     parts.append(str(found.prediction) if everything else "\n".join(found.table()))
     parts.append("\n".join(line for one in assumed(found) for line in textwrap.wrap(one, WIDTH)))

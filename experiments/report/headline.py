@@ -1,4 +1,4 @@
-"""The first line of every run: what its numbers are and are not, and how to get those of the full setting."""
+"""The first lines of every run: what its numbers are and are not, and how to get those of the full setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAKEFILE, CONF = ROOT / "Makefile", ROOT / "conf"
 
 
 def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool, shaped: bool = False) -> str:
-    """What the numbers to come are and are not, in plain words, and how to get those of the full setting."""
+    """What the numbers to come are and are not; on a second line, the command of the full setting."""
     cluster, scale, exp = resolved["cluster"], resolved["scale"]["name"], resolved["exp"]
     nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
     shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
@@ -38,7 +38,7 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
         return f"{place}; {data}; {scale} scale: {meaning}."
     if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
         command += " DATA=/path/to/data"
-    return f"{place}; {data}; {scale} scale: {meaning}. {whose}: {command}"
+    return f"{place}; {data}; {scale} scale: {meaning}.\n{whose}: {command}"
 
 
 def make_command(exp: str) -> str:

@@ -44,7 +44,7 @@ class Choice:
         Model("ResNet-50", "torchvision:resnet50", (16, 64, 256)),
     )
     gpus: tuple[str, ...] = tuple(name for name, gpu in gpus.GPUS.items() if PRECISION in gpu.tflops)
-    ranks: tuple[int, ...] = (1, 8)
+    ranks: tuple[int, ...] = (1, 4, 8)
     nodes: tuple[int, ...] = (2, 8, 64)
     gbps: tuple[float, ...] = (1, 5, 10, 25, 100, 400)
 

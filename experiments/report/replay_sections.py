@@ -161,7 +161,7 @@ def _kernels(results: Results, section: Section) -> Iterator[Block]:
         yield f"## Kernels on a {device.upper().replace('CUDA', 'GPU')}, back end {about['backend']}"
         on = "on its current stream" if device == "cuda" else "on one thread"
         yield (
-            f"{hardware(r)}. Each kernel {on}, beside the eager torch reference and a copy of as many bytes; medians of "
+            f"{hardware(r)}. Each kernel {on}, with the eager torch reference and a copy of as many bytes; medians of "
             f"ratios within a round. Server kernels take the bits of {about.get('workers', 4)} workers."
         )
         yield Table.of(KERNELS, about["kernels"])
@@ -169,7 +169,7 @@ def _kernels(results: Results, section: Section) -> Iterator[Block]:
             yield "What a hook costs where nothing is sent:"
             yield Table.of(HOOKS, about["hooks"])
     if results.kernels and "cuda" not in results.kernels:
-        yield "No GPU was at hand: `make gpu-check` measures the same on one."
+        yield "No GPU was available: `make gpu-check` measures the same on one."
 
 
 SECTIONS: dict[str, Callable[[Results, Section], Iterator[Block]]] = {

@@ -7,6 +7,7 @@ those it wrote before whose records are gone.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from experiments.records.record import LOCAL, ResultRecord, place, read_all
 from experiments.report import (
     accuracy,
     accuracy_page,
+    answered,
     evidence,
     figure,
     gaps,
@@ -95,7 +97,11 @@ def _files(results_dir: str | Path, exp: str | None) -> dict[Path, bytes]:
     records = [r for r in read_all(results) if exp in (None, r.exp)]
     if exp is not None and not records:
         raise UserError(f"no record of experiment {exp!r} in {results / 'records'}")
-    return {results / name: content for name, content in render(records, results).items()}
+    files = render(records, results)
+    if exp is None and ((said := answered.verdicts(records)) or (results / answered.VERDICTS).is_file()):
+        lines = ",\n".join(json.dumps(study, ensure_ascii=False) for study in said)
+        files[answered.VERDICTS.as_posix()] = f"[{lines}]\n".encode()
+    return {results / name: content for name, content in files.items()}
 
 
 def _stale(results_dir: str | Path, found: Collection[Path], exp: str | None) -> list[Path]:
@@ -141,7 +147,7 @@ def print_group(
             note.show(console)
     for exp in sorted({r.exp for r in records}) if verbose else ():
         for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
-            console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
+            console.print(sentence, style="dim", markup=False, highlight=False)
     print_places(console, results, group)
     if not verbose:
         folder = "" if str(results) == LOCAL else f" --results {results}"

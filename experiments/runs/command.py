@@ -14,7 +14,7 @@ from launch import interrupt
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
-from launch.words import one_line
+from launch.words import manual, one_line, say
 
 LONGEST = 290
 """Characters of a message about bad input."""
@@ -37,7 +37,7 @@ def start(main: Callable[[], int]) -> NoReturn:
 
 
 def told(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """A command whose errors are told in one line and end it with their exit status."""
+    """A command whose errors are one line each and end it with their exit status."""
 
     @functools.wraps(main)
     def ends_well(*arguments: Arguments.args, **options: Arguments.kwargs) -> int:
@@ -52,24 +52,24 @@ def told(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
 def report(error: BaseException) -> int:
     """Tells the user in one line what ended a run, and returns the exit status."""
     if isinstance(error, UserError):
-        print("error:", one_line(" ".join(str(error).split()), LONGEST), file=sys.stderr, flush=True)
+        say(f"error: {one_line(' '.join(str(error).split()), LONGEST)}", sys.stderr)
         return 2
     if isinstance(error, RunFailed):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", sys.stderr)
         return 1
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted: every process of the run has ended", file=sys.stderr, flush=True)
+        say("interrupted: every process of the run has ended", sys.stderr)
         return 130
     if isinstance(error, Stopped):
-        print(f"{error}: every process of the run has ended", file=sys.stderr, flush=True)
+        say(f"{error}: every process of the run has ended", sys.stderr)
         return error.code
     raise error
 
 
 def parser(doc: str | None, overrides: str = "") -> argparse.ArgumentParser:
-    """Of a command's arguments. doc: of its module, which is the help. overrides: what is said of key=value arguments, which
-    `parse_intermixed_args` takes anywhere; empty: the command has none."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Of a command's arguments. doc: the module's docstring, which becomes the help. overrides: the help of key=value
+    arguments, which `parse_intermixed_args` takes anywhere; empty: the command has none."""
+    made = argparse.ArgumentParser(description=manual(doc), formatter_class=argparse.RawDescriptionHelpFormatter)
     if overrides:
         made.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
     return made

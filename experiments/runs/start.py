@@ -22,6 +22,7 @@ from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.spec import RunSpec
+from launch.words import say
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
@@ -45,26 +46,26 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
     except (RunFailed, KeyboardInterrupt, Stopped) as error:
         saved = (spec.path / "checkpoints").exists()
         if alone and (saved or (spec.path.exists() and not isinstance(error, RunFailed))):
-            print(how_to_resume(spec), flush=True)
+            say(how_to_resume(spec))
         raise
     return spec
 
 
 def how_to_resume(spec: RunSpec) -> str:
-    """How a run that ended too early is resumed, in a line."""
+    """How a run that ended too early is resumed: the command has a line to itself."""
     steps = sorted(int(p.name[5:]) for p in spec.path.glob("checkpoints/step-*") if p.name[5:].isdigit())
     if not steps:
         return "no checkpoint was saved: checkpoint.every=N saves one every N steps"
     kept = [o for o in spec.overrides if o.partition("=")[0] not in ("run_name", "resume")]
     again = typed("run", [*kept, f"run_name={spec.path.name}", "resume=auto"])
-    return f"a checkpoint of step {steps[-1]} is there; to resume: {again}"
+    return f"a checkpoint of step {steps[-1]} is saved; to resume:\n  {again}"
 
 
 def introduce(composed: Composed, workload: Workload) -> None:
     """Prints what the numbers of a run are and are not."""
     resolved = compose.resolve(composed)
     nodes_given = any(o.startswith("cluster.nodes=") for o in composed.overrides)
-    print(headline(resolved, workload, nodes_given=nodes_given, shaped=calibrate.shapes(resolved)), flush=True)
+    say(headline(resolved, workload, nodes_given=nodes_given, shaped=calibrate.shapes(resolved)))
 
 
 def under_torchrun() -> bool:
@@ -112,7 +113,7 @@ def take_place(composed: Composed) -> None:
     world = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
-        raise UserError(f"{world} ranks are no multiple of the {per_node} on this node: start as many on every node")
+        raise UserError(f"{world} ranks cannot be divided into nodes of {per_node}: start as many on every node")
     if world > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _one_store_for_all_starts():
         raise UserError(
             "torchrun --max-restarts keeps one key-value store, in which ranks that are started again find the addresses "

@@ -29,6 +29,7 @@ from launch import lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
+from launch.words import say
 
 DIVERGED = "the loss is "
 """How a reason begins that is the method's own doing (experiments/training/loop.py)."""
@@ -98,9 +99,9 @@ def close(results_dir: str, exp: str, failed: int, of: str = "", *, written: boo
     """
     if written:
         tables.write(results_dir, exp)
-        print(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
+        say(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
     if failed:
-        print(f"{failed}{of} runs failed: the same command tries them again", file=sys.stderr)
+        say(f"{failed}{of} runs failed: the same command tries them again", sys.stderr)
     return int(failed > 0)
 
 
@@ -166,7 +167,7 @@ class Study:
             command.report(error)
             self.failed += not (isinstance(error, RunFailed) and diverged(str(error)))
         except (KeyboardInterrupt, Stopped):
-            print("the same command continues here: runs that are recorded are not run again", flush=True)
+            say("to continue, type the same command: recorded runs are not run again")
             raise
 
     def run(
@@ -175,12 +176,12 @@ class Study:
         """The record of `composed`, which is run if it is not there and it is asked for. None: there is none."""
         name, title = asked(composed.overrides), f"{labels.method(compose.resolve(composed))}, {what}"
         if (there := self.done(name)) is not None:
-            print(f"{title}: recorded, {told(there)}", flush=True)
+            say(f"{title}: recorded, {told(there)}")
         elif asked_for:
             self.todo += 1
-            print(f"{title}: {'to run' if self.dry_run else ''}", end="\n" if self.dry_run else "", flush=True)
+            say(f"{title}: {'to run' if self.dry_run else 'runs now'}")
             while not self.dry_run and not self.make(name, lambda: composed, group):
-                print(ELSEWHERE, flush=True)
+                say(ELSEWHERE)
                 time.sleep(POLL_S)
         return self.known.get(name)
 
@@ -227,7 +228,7 @@ class Grid:
     def say(self, place: int, what: str) -> None:
         """Prints what happens to a row, unless that was the last word already."""
         if self.said.get(place) != what:
-            print(f"[{place + 1}/{len(self.rows)}] {self.rows[place].title}: {what}", flush=True)
+            say(f"[{place + 1}/{len(self.rows)}] {self.rows[place].title}: {what}")
         self.said[place] = what
 
     def list(self) -> None:
@@ -245,7 +246,7 @@ class Grid:
             else:
                 todo += chosen
                 self.say(place, "to run" if chosen else NOT_BEST)
-        print(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
+        say(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
 
     def run(self) -> None:
         """Runs what is missing and no other process runs, until nothing is left to wait for."""
@@ -273,6 +274,6 @@ class Grid:
 
     def _begin(self, place: int) -> Composed:
         """Of a row that this process is about to run."""
-        self.say(place, "")
+        self.say(place, "runs now")
         self.tried.add(place)
         return self.composed(self.rows[place].overrides)

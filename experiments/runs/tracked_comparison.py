@@ -18,6 +18,7 @@ from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import Table
 from experiments.tracking.start import start
 from experiments.tracking.tracked import About, Cell, TrackedRun
+from launch.words import say
 
 BAD_INPUT = 2
 """Exit status of a comparison that was refused before anything had run."""
@@ -73,7 +74,7 @@ class TrackedComparison:
                 self.run.image(path.stem, path)
         self.summary = summary(measured)
         if self.run.active and rounds:
-            print(self.run.line, flush=True)  # the first time was above all of an interleaved comparison's output
+            say(self.run.line)  # the first time was above all of an interleaved comparison's output
 
     def _log_rounds(self, records: Sequence[ResultRecord], names: Mapping[str, str]) -> None:
         """Step times as curves over the rounds."""

@@ -28,6 +28,7 @@ from experiments.config.compose import Composed
 from experiments.timing import plan
 from experiments.timing.dilation import LEAST, Calibration
 from launch import lock
+from launch.words import say
 
 SHOWN = 20.0
 """Stands in for the measured value where nothing is started (dry runs)."""
@@ -49,10 +50,10 @@ def settle(composed: list[Composed]) -> None:
         dilation = LEAST
     elif resolved["cluster"]["dry_run"]:
         dilation = SHOWN
-        print(f"Time dilation is measured at the start of a run; this preview takes {SHOWN:g}.", flush=True)
+        say(f"Time dilation is measured at the start of a run; this preview assumes {SHOWN:g}.")
     else:
         calibration = measure(resolved)
-        print(calibration, flush=True)
+        say(str(calibration))
         dilation = calibration.dilation
     for c in waiting:
         with open_dict(c.config):

@@ -50,7 +50,7 @@ def why_runs(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
 def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
     first = resolved[0]
     if any(config["comm"]["topology"] == "hsdp" for config in resolved):
-        return "comm.topology=hsdp has a model of its own"
+        return "comm.topology=hsdp shards its model"
     if labels.is_virtual(first):
         return "virtual workers have no times"
     for other in resolved[1:]:
@@ -58,9 +58,9 @@ def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
             if _value(other, key) != _value(first, key):
                 return f"methods differ in {key}"
     if first["checkpoint"]["every"] or first["resume"] == "auto":
-        return "methods in turns keep no checkpoints"
+        return "interleaved timing saves no checkpoints"
     if first["cluster"].get("max_restarts"):
-        return "methods in turns are not restarted"
+        return "interleaved timing does not restart"
     if first.get("profile"):
         return "a profile is of a run"
     return None

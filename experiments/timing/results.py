@@ -15,6 +15,7 @@ from experiments.timing.plan import spec_of
 from experiments.training import clock, traffic
 from experiments.workloads.base import Shard, Workload, all_sum
 from launch.spec import RunSpec
+from launch.words import say
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ def write(world: Timed, about: dict[str, Any], dilation: float | None, probed: d
                 turns["open_ms"] = [round(1000 * s, 4) for s in entry.open]
                 turns |= world.exchange.told(labels.wire(described["config"]))
             made_record = record.from_spec(spec, turns=turns, **fields, **known)
-        path = record.write(made_record, described["config"]["results_dir"])
+        record.write(made_record, described["config"]["results_dir"])
         timing = fields.get("timing")
         told = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing else f"failed: {entry.failed}"
-        print(f"{labels.method(described['config'])}: {told}; record {path}", flush=True)
+        say(f"{labels.method(described['config'])}: {told}")
 
 
 def _measured(world: Timed, entry: Entry) -> dict[str, Any]:

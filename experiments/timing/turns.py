@@ -41,6 +41,7 @@ from experiments.training.world import world
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
+from launch.words import say
 
 CHECK_TURNS = 3
 """Turns of the bound after the rounds, which have had one each; before them too, where each turn makes its method again."""
@@ -114,7 +115,7 @@ class _World:
             self.repeated = repeated
             if abs(drift) <= machine.DRIFT or repeated:
                 break
-            self._say(f"This machine's pace has changed by {drift:+.0%}: the rounds are repeated")
+            self._say(f"Compute speed drifted by {drift:+.0%}: the rounds are repeated")
             before, dilation = now, self.links.settle(now)
             self.links.set_to.clear()
             self.exchange.forget()
@@ -183,7 +184,7 @@ class _World:
         self.rounds = min(self.rounds, int(self.config["timing"]["rounds_when_rebuilding"]))
         self.links.remember(CHECK_TURNS)
         self._say(
-            f"Memory does not hold all methods at once (up to {needed / 2**30:.1f} GiB a rank): each is made anew"
+            f"Memory does not hold all methods at once (up to {needed / 2**30:.1f} GiB a rank): each is rebuilt every round"
         )
 
     def _make(self, entry: Variant) -> bool:
@@ -319,7 +320,7 @@ class _World:
 
     def _say(self, line: str) -> None:
         if self.main:
-            print(line, flush=True)
+            say(line)
 
     def _leave_bound(self, seconds: float) -> None:
         if self.main:

@@ -7,6 +7,7 @@ from typing import Any
 from experiments.tracking import tensorboard_run, wandb_run
 from experiments.tracking.tracked import About, TrackedRun
 from launch.errors import UserError
+from launch.words import say
 
 TRACKERS = ("wandb", "tensorboard", "none")
 
@@ -28,5 +29,5 @@ def start(about: About) -> TrackedRun:
     else:
         run = TrackedRun("tracker: nothing is recorded (tracker=none)")
     if run.line:
-        print(run.line, flush=True)
+        say(run.line)
     return run

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.words import say
+
 Cell = str | int | float | None
 
 
@@ -88,7 +90,7 @@ class TrackedRun:
 def warn(service: str, why: object) -> None:
     """One line on stderr."""
     text = " ".join(str(why).split())
-    print(f"warning: {service}: {text}", file=sys.stderr, flush=True)
+    say(f"warning: {service}: {text}", sys.stderr)
 
 
 def shown(path: Path) -> str:

@@ -111,7 +111,7 @@ class WandbRun(TrackedRun):
             self.line = f"{SERVICE}: {self._run.url}"
         else:
             reason = f"{why}: " if why else ""
-            self.line = f"{SERVICE}: {reason}recorded offline; to send it: wandb sync {shown(self._folder)}"
+            self.line = f"{SERVICE}: {reason}recorded offline; to send it:\n  wandb sync {shown(self._folder)}"
         self.active = True
 
     def resume_hint(self) -> str:

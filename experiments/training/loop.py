@@ -24,6 +24,7 @@ from experiments.training.world import world
 from experiments.workloads.base import Shard, all_sum
 from launch.errors import UserError
 from launch.spec import RunSpec
+from launch.words import say
 
 
 def train(spec: RunSpec) -> None:
@@ -143,13 +144,13 @@ class _Run:
             return 0
         if self.main:
             for line in found.passed_over:
-                print(f"{line}; going on from {found.folder.name}", flush=True)
+                say(f"{line}; resuming from {found.folder.name}")
         if found.step > self.length.total:
             raise UserError(f"this run ends at step {self.length.total}, and {found.folder} is of step {found.step}")
         prime_buckets(self.ddp, self.attachment, self.workload, next(self.method.batches(self.config, self.shard, 0)))
         self.checkpoints.apply(found)
         if self.main:
-            print(f"resumed from step {found.step}", flush=True)
+            say(f"resumed from step {found.step}")
         return found.step
 
     def _evaluation_due(self, step: int) -> bool:
@@ -210,8 +211,9 @@ class _Run:
         value = f", {name} {self.metrics[name]:.2f}" if name in self.metrics else ""
         typical = "virtual workers: no times" if self.virtual else "too few steps to time"
         typical = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing["steps"] else typical
-        print(f"{typical}{value}; record {written}", flush=True)
+        say(f"{typical}{value}")
+        say(f"record: {written}")
         if profiles:
             title = f"{labels.method(self.config)}, {spec.exp}, {spec.nodes} x {spec.ranks_per_node}"
             for path in step_profile.write(profiles, spec.path / "profile", title):
-                print(f"profile {path}", flush=True)
+                say(f"profile: {path}")

@@ -90,7 +90,7 @@ class Checkpoints:
         except (KeyError, TypeError, IndexError, AttributeError, RuntimeError, StopIteration) as e:
             # Whole, but not what this program writes: whoever can write a checkpoint can write its checksums.
             what = " ".join(str(e).split())[:100]
-            raise UserError(f"cannot resume from {found.folder}: it is no checkpoint of this run ({what})") from e
+            raise UserError(f"cannot resume from {found.folder}: it is not a checkpoint of this run ({what})") from e
 
     def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
         """What this rank resumes with. Of another number of ranks: random states and text under way start fresh."""

@@ -138,7 +138,7 @@ def draw(ranks: Sequence[Kept], position: int, title: str, path: Path) -> None:
 
     with style.context("default"):
         rows = len(ranks) * len(LANES)
-        figure = Figure(figsize=(11, 1.2 + 0.24 * rows), layout="constrained")
+        figure = Figure(figsize=(8, 1.4 + 0.22 * rows), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         labels = []
@@ -151,10 +151,13 @@ def draw(ranks: Sequence[Kept], position: int, title: str, path: Path) -> None:
                     left, width = 1000 * (s.begin - began), 1000 * s.seconds
                     axes.barh(y, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.3)
             axes.axhline((rank + 1) * len(LANES) - 0.5, color="#888888", linewidth=0.6)
-        axes.set_yticks(range(rows), labels, fontsize=6)
+        axes.set_yticks(range(rows), labels, fontsize=8)
         axes.set_ylim(rows - 0.5, -0.5)
         axes.set_xlabel("ms after the start of the step")
-        figure.suptitle(title, fontsize=8)
+        here = [k.steps[position] for k in ranks]
+        waits = 1000 * max(sum(s.seconds for s in spans if s.kind == "exposed") for *_, spans in here)
+        whole = 1000 * max(seconds for _, _, seconds, _ in here)
+        figure.suptitle(f"{waits:.0f} of {whole:.0f} ms wait for communication alone\n{title}", fontsize=9)
         figure.savefig(path, dpi=110)
 
 

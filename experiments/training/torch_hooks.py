@@ -231,7 +231,7 @@ def attach_hook(
     if rank < 1:
         raise ValueError(f"PowerSGD's rank must be at least 1, got {rank}")
     if optimizer.compressed:
-        raise ValueError(f"{type(optimizer).__name__} sends messages of its own: hooks are for dense optimizers")
+        raise ValueError(f"{type(optimizer).__name__} sends its own messages: hooks are for dense optimizers")
     topology = topology or Topology.from_env(dist.get_world_size(model.process_group))
     optimizer.bind(unit_mb=unit_mb)
     trace = optimizer.pipeline.trace

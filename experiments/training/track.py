@@ -124,7 +124,7 @@ class Tracker:
         bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=None),  # what the figures leave of the line
             TextColumn("{task.fields[shown]}"),
             TextColumn("left"),
             TimeRemainingColumn(),

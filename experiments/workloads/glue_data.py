@@ -81,7 +81,7 @@ def read_tsv(file: Path, task: Task) -> list[Example]:
     names = [name.strip() for name in rows.pop(0)] if task.header and rows else [str(i) for i in range(4)]
     wanted = (*task.texts, task.label)
     if absent := [name for name in wanted if name not in names]:
-        raise UserError(f"{file} has no column '{absent[0]}', so it is no file of {task.folder} with labels")
+        raise UserError(f"{file} has no column '{absent[0]}', so it is not a labelled file of {task.folder}")
     columns = [names.index(name) for name in wanted]
     examples = []
     for row in rows:

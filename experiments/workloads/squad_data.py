@@ -96,14 +96,14 @@ def read_json(file: Path) -> list[Question]:
 
 def _text(holder: Any, key: str) -> str:
     if not isinstance(holder[key], str):
-        raise TypeError(f"{key} is no text but {type(holder[key]).__name__}")
+        raise TypeError(f"{key} is not text but {type(holder[key]).__name__}")
     return str(holder[key])
 
 
 def _offset(answer: Any) -> int:
     at = answer["answer_start"]
     if not isinstance(at, int) or isinstance(at, bool) or at < 0:
-        raise TypeError("answer_start is no whole number of at least 0")
+        raise TypeError("answer_start is not a whole number of at least 0")
     return at
 
 

@@ -23,7 +23,7 @@ def find(place: str) -> Path:
     newest = checkpoint.latest(root) if root.is_dir() else None
     if newest is None:
         raise UserError(
-            f"workload.weights={place} is no run with a whole checkpoint: give its directory (checkpoint.every keeps one)"
+            f"workload.weights={place} is not a run with a whole checkpoint: give its directory (checkpoint.every keeps one)"
         )
     return newest[1]
 

@@ -86,7 +86,7 @@ class Wikipedia(bert.Text):
         lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
         self.tokenizer = bert.load_tokenizer(self.model, lines, self.vocab_size)
         if self.tokenizer.mask_token_id is None:
-            raise UserError(f"workload.model: {self.model} has no mask token, so it is no masked language model")
+            raise UserError(f"workload.model: {self.model} has no mask token, so it is not a masked language model")
         self._special = torch.tensor(sorted(self.tokenizer.all_special_ids))
         self._train, held_out = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
         # Masked once, the same for every number of ranks.

@@ -7,7 +7,6 @@ import json
 import math
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from launch.errors import UserError
 from launch.failure import Cause
 from launch.local import LocalLauncher, terminal_fd
 from launch.spec import RunSpec
+from launch.words import say
 
 
 class EmulatedLauncher(LocalLauncher):
@@ -214,7 +214,7 @@ def why_not() -> str | None:
 @functools.cache
 def say_once(line: str) -> None:
     """Prints a line that a comparison of many runs need not repeat."""
-    print(line, file=sys.stdout, flush=True)
+    say(line)
 
 
 def _is_number(value: object) -> bool:

@@ -26,6 +26,7 @@ from launch.errors import UserError
 from launch.slurm import job as slurm_job
 from launch.slurm.job import NoController, State, Tail
 from launch.spec import RunSpec
+from launch.words import say
 
 NODE_PROGRAM = Path(__file__).resolve().with_name("node.py")
 _REMIND_S = 300.0  # between two words about a job that waits for the same reason
@@ -230,15 +231,15 @@ class SlurmLauncher(Launcher):
         with process.stop_signals():
             job = slurm_job.submit(_submission(spec))
             try:
-                print(f"SLURM job {job}: submitted", flush=True)
+                say(f"SLURM job {job}: submitted")
                 if not self.wait:
-                    print(f"it goes on by itself; see it: tail -f {output.path}; end it: scancel {job}", flush=True)
+                    say(f"it runs on its own; to watch or end it:\n  tail -f {output.path}\n  scancel {job}")
                     return
                 ended = self._follow(job, output)
             except BaseException:
                 with process.undisturbed():
                     if not slurm_job.cancel(job):
-                        print(f"SLURM job {job}: cancelled, but not ended yet; see squeue", file=sys.stderr, flush=True)
+                        say(f"SLURM job {job}: cancelled, but not ended yet; see squeue", sys.stderr)
                 raise
         if ended != "COMPLETED" and not (ended == "" and self._all_done(spec)):
             failure.report(slurm_job.explain(spec.path, job, ended, log.rest()))
@@ -255,7 +256,7 @@ class SlurmLauncher(Launcher):
             news = now.name.lower() + f" ({now.reason})" * waits + f", restart {now.restarts}" * (now.restarts > 0)
             known = now.ended or (waits and now.reason == "None")
             if not known and (news != told or (waits and time.monotonic() - when > _REMIND_S)):
-                print(f"SLURM job {job}: {news}", flush=True)
+                say(f"SLURM job {job}: {news}")
                 told, when = news, time.monotonic()
             until = time.monotonic() + (0 if now.ended else self.poll_s)
             while True:

@@ -30,6 +30,7 @@ from launch.local import terminal_fd
 from launch.spec import RunSpec
 from launch.ssh import connection
 from launch.ssh.connection import Connections
+from launch.words import say
 
 
 class SshLauncher(Launcher):
@@ -95,7 +96,7 @@ class SshLauncher(Launcher):
             )
         self.hide_gpus = any(look["gpus"] < self.ranks_per_node for look in looks)
         if self.hide_gpus and self.backend != "gloo" and any(look["gpus"] for look in looks):
-            print("some hosts have fewer GPUs than ranks: all ranks run on the CPU", flush=True)
+            say("some hosts have fewer GPUs than ranks: all ranks run on the CPU")
         self.routes = self._find_routes([look["address"] for look in looks], [look["client"] for look in looks])
 
     def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
@@ -123,7 +124,7 @@ class SshLauncher(Launcher):
         return env | {name: str(value) for name, value in self.env.items() if value is not None}
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
-        print("hosts: " + ", ".join(f"{k} {host}" for k, host in enumerate(self.hosts)), flush=True)
+        say("hosts: " + ", ".join(f"{k} {host}" for k, host in enumerate(self.hosts)))
         link_file.write(spec.path, link_file.of(kind="network"))
         (spec.path / "logs").mkdir(exist_ok=True)
         shutil.rmtree(spec.path / "agents", ignore_errors=True)
@@ -143,7 +144,7 @@ class SshLauncher(Launcher):
             failure.report(self._explain(spec, failed))
         if problems:
             for node, problem in problems.items():
-                print(f"{self.hosts[node]}: {problem}", file=sys.stderr, flush=True)
+                say(f"{self.hosts[node]}: {problem}", sys.stderr)
             raise RunFailed(
                 f"the run is complete, but its files could not be fetched from {_count(len(problems), 'host')}"
             )
@@ -175,7 +176,7 @@ class SshLauncher(Launcher):
         cause = failure.explain(spec.path, killed, failed, code, lost=lost)
         if (named := re.search(r"\bnode (\d+)\b", cause.reason)) and (node := int(named[1])) < self.nodes:
             said = "" if node in reports else connection.last_line(_ssh_log(spec, node).read_text(errors="replace"))
-            print(f"node {node} is {self.hosts[node]}" + (f": {said}" if said else ""), file=sys.stderr, flush=True)
+            say(f"node {node} is {self.hosts[node]}" + (f": {said}" if said else ""), sys.stderr)
         return cause
 
     def _look(self, spec: RunSpec) -> list[dict[str, Any]]:
@@ -234,7 +235,7 @@ class SshLauncher(Launcher):
         """Raises UserError if any host has a problem, after one line for each."""
         for host, problem in zip(self.hosts, problems, strict=True):
             if problem:
-                print(f"{host}: {problem}", file=sys.stderr, flush=True)
+                say(f"{host}: {problem}", sys.stderr)
         if number := sum(map(bool, problems)):
             raise UserError(f"{number} of {self.nodes} hosts cannot take part: nothing was started")
 

@@ -21,11 +21,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def text(trials: Iterable[Trial]) -> str:
-    """The tables: each fault on each cluster, each fault with each method."""
+    """The tables: each fault on each cluster, and each method."""
     every = list(trials)
     tried = [t for t in every if t.outcome != "missed"]
     by_fault = Counter((t.fault, t.cluster, t.outcome) for t in tried)
-    by_method = Counter((t.fault, t.method, t.outcome) for t in tried)
+    by_method = Counter((t.method, t.outcome) for t in tried)
     totals = Counter(t.outcome for t in tried)
     first = []
     for fault in FAULTS:
@@ -35,9 +35,9 @@ def text(trials: Iterable[Trial]) -> str:
             row += [sum(counts), *counts] if sum(counts) else ["—"] * 4
         first.append(row)
     second = []
-    for fault in FAULTS:
-        cells = [[by_method[fault, m, o] for o in OUTCOMES] for m in METHODS]
-        second.append([fault, *(f"{sum(c)}/{c[0]}/{c[1]}" if sum(c) else "—" for c in cells)])
+    for method in METHODS:
+        counts = [by_method[method, o] for o in OUTCOMES]
+        second.append([f"`{method}`", *([sum(counts), *counts] if sum(counts) else ["—"] * 4)])
     missed = len(every) - len(tried)
     head = [f"{c}: {w}" for c in ("local", "emulated") for w in ("tried", *OUTCOMES)]
     return "\n\n".join(
@@ -45,8 +45,7 @@ def text(trials: Iterable[Trial]) -> str:
             f"{len(tried)} trials: {totals['equal']} equal, {totals['refused']} refused, {totals['wrong']} wrong. "
             f"In {missed} more the run was over before its fault came; they count for nothing.",
             table(["fault", *head], first),
-            "Tried/equal/refused by method:",
-            table(["fault", *(f"`{m}`" for m in METHODS)], second),
+            table(["method", "tried", *OUTCOMES], second),
         ]
     )
 

@@ -117,7 +117,7 @@ def test_counts() -> None:
     assert shown.startswith("4 trials: 2 equal, 1 refused, 1 wrong. In 1 more")
     assert "| SIGINT | 3 | 2 | 1 | 0 | — | — | — | — |" in shown
     assert "| cut link | — | — | — | — | 1 | 0 | 0 | 1 |" in shown
-    assert "3/2/1" in shown
+    assert "| `birder` | 3 | 2 | 1 | 0 |" in shown
 
 
 def test_the_soak_tells_a_leak_from_a_wave() -> None:

@@ -186,7 +186,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     memory = page[page.index("## Memory") : page.index("## What a step")]
     assert "| PowerSGD rank 1 | 1.00x | -59.0 MB |" in memory
     assert "| `encode` | 20.125 |" in page
-    assert "No GPU was at hand" in page
+    assert "No GPU was available" in page
     assert "bert_base" not in page
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     outputs.write(replay_page.render(BENCH, tmp_path))

@@ -115,7 +115,7 @@ def elements(
 def test_state_goes_over_element_by_element(variant: str, before: tuple[int, int], after: tuple[int, int]) -> None:
     first = bound(variant, 1, 1, 0)
     if not {key for unit in first.units for key in unit.state} <= set(first.carried):
-        with pytest.raises(ValueError, match="cannot go on with another number of workers"):
+        with pytest.raises(ValueError, match="cannot resume with another number of workers"):
             elastic.resize(first, [first.state_dict()])
         return
     states = made_up(variant, *before)

@@ -180,7 +180,9 @@ def test_what_is_no_state_and_what_is_another_methods_is_refused() -> None:
     ours.bind()
     theirs = make("EFSGD", toy.make())
     theirs.bind()
-    with pytest.raises(ValueError, match="this is no state of CSER: it has no steps, signature, units, param_groups"):
+    with pytest.raises(
+        ValueError, match="this is not the state of CSER: it lacks steps, signature, units, param_groups"
+    ):
         ours.load_state_dict({})
     with pytest.raises(ValueError, match="holds what EFSGD keeps, this optimizer is CSER"):
         ours.load_state_dict(theirs.state_dict())

@@ -1,11 +1,13 @@
-"""Are the pages plain English? `python -m tests.docs.plain_english [PAGE ...]`, a part of `make check`.
+"""Are pages and messages plain English? `python -m tests.docs.plain_english [PAGE ...]`, a part of `make check`.
 
-A sentence has at most 30 words, and none of the words that make these pages read like a translation. Code, equations,
-generated tables and docs/appendix/ are left out. Prints one line for each finding. Exit status: 0 none, 1 some.
+A page's sentence has at most 30 words. Neither pages nor the texts that programs print have the words that read like a
+translation. Code, equations, generated tables and docs/appendix/ are left out. Prints one line for each finding. Exit
+status: 0 none, 1 some.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,6 +45,7 @@ BANNED = (
 FOUND = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 GENERATED = ("docs/claims.md",)
 """Pages whose tables come from records alone."""
+PROGRAMS = ("birder", "examples", "experiments", "launch", "studies")
 PART = re.compile(
     r"^<!-- (?:\{\{|from records).*?^<!-- end -->|^<!-- (trials|step times).*?^<!-- end of \1 -->",
     re.DOTALL | re.MULTILINE,
@@ -86,8 +89,28 @@ def findings(text: str, tables: bool = True) -> Iterator[tuple[int, str]]:
             yield number, f"{match[0]!r}: {prose[max(0, match.start() - 40) : match.end() + 40]}"
 
 
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """(line number, what is wrong) of a program's texts of several words. Docstrings are left out."""
+    tree = ast.parse(source)
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            left_out |= {id(part) for part in node.values}
+    for node in ast.walk(tree):
+        if id(node) in left_out or not isinstance(node, ast.Constant | ast.JoinedStr):
+            continue
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        said = "".join(str(part.value) if isinstance(part, ast.Constant) else "code" for part in parts)
+        if " " in said:
+            yield from ((node.lineno, f"{match[0]!r}: {said}") for match in FOUND.finditer(said))
+
+
 def main(argv: Sequence[str]) -> int:
     wrong = 0
+    for program in sorted(p for folder in PROGRAMS for p in (ROOT / folder).rglob("*.py") if not argv):
+        for number, said in messages(program.read_text(encoding="utf-8")):
+            print(f"{program.relative_to(ROOT)}:{number}: {said}")
+            wrong += 1
     for page in [Path(name).resolve() for name in argv] or pages():
         name = page.relative_to(ROOT).as_posix()
         for number, said in findings(page.read_text(encoding="utf-8"), tables=name not in GENERATED):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.plain_english import findings, pages
+from tests.docs.plain_english import findings, messages, pages
 
 LONG = "word " * 31 + "end."
 
@@ -32,6 +32,13 @@ def test_what_is_found(text: str, count: int) -> None:
 
 def test_a_finding_names_its_line() -> None:
     assert [number for number, _ in findings(f"# Title\n\nShort.\n\n{LONG}\n")] == [5]
+
+
+def test_texts_that_programs_print_are_checked() -> None:
+    program = (
+        '"""It stands beside."""\nkey = "beside"\nprint(f"{key} is made\\nanew")\nraise ValueError("it is no number")\n'
+    )
+    assert [number for number, _ in messages(program)] == [3, 4]
 
 
 def test_appendices_are_left_out(tmp_path: Path) -> None:

@@ -231,9 +231,10 @@ def rounds_to(published: float, shown: str) -> bool:
 
 
 def quoted() -> list[tuple[str, str]]:
-    """(section, its published page) of the results page."""
-    sections = re.split(r"^## ", text("docs/results.md"), flags=re.MULTILINE)[1:]
-    found = [(s, re.search(r"\.\./(results/published/tables/\w+\.md)", s)) for s in sections]
+    """(section, its published page) of the results page and its appendix."""
+    pages = ("docs/results.md", "docs/appendix/results.md")
+    sections = [s for page in pages for s in re.split(r"^## ", text(page), flags=re.MULTILINE)[1:]]
+    found = [(s, re.search(r"(?:\.\./)+(results/published/tables/\w+\.md)", s)) for s in sections]
     return [(s, m[1]) for s, m in found if m and rows(s)]
 
 

@@ -148,7 +148,7 @@ def test_no_lock_where_the_file_system_has_none(
     monkeypatch.setattr(lock.FileLock, "acquire", none)
     with lock.held(tmp_path):
         pass
-    assert "no lock can be had here" in capsys.readouterr().out
+    assert "files cannot be locked here" in capsys.readouterr().out
 
 
 def catches_sigint(pid: int) -> bool:

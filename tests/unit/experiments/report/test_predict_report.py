@@ -16,7 +16,7 @@ from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
 from experiments.cells import published, suite
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
-from experiments.report import prediction, replay_page, replayed
+from experiments.report import answered, prediction, replay_page, replayed
 from experiments.report.formats import number
 from launch.errors import UserError
 from studies import predicted as study
@@ -116,6 +116,14 @@ def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest
     out = capsys.readouterr().out
     assert words.lower() in out.lower()
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_accuracy_is_read_from_the_table_that_the_records_give() -> None:
+    """An answer need not read all records: their verdicts are written with the tables."""
+    assert answered.known_verdicts(PUBLISHED) == answered.verdicts(read_all(PUBLISHED))
+    assert answered.price(
+        "Birder, hierarchical", [[["Birder", "parity"]], [["Birder", "worse"]], [["SLAMB", "worse"]]]
+    ) == ("accuracy at parity or better in 1 of 2 studies, worse in 1")
 
 
 @pytest.mark.parametrize("over", ["gbps", "nodes"])

@@ -67,7 +67,7 @@ def test_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(compare, "compare", compared)
     common = ["resnet50", f"results_dir={tmp_path}/results", "cluster.nodes=4"]
     assert spread.main([*common, "--table"]) == 2
-    assert "no comparison in turns" in capsys.readouterr().err
+    assert "no interleaved comparison" in capsys.readouterr().err
     assert spread.main([*common, "--runs", "2", "--busy", "1", "--out", str(tmp_path / "spread.md")]) == 0
     assert len(done) == 3
     assert "Run 3 of 3, beside a busy core" in capsys.readouterr().out

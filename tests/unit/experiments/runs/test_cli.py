@@ -20,6 +20,7 @@ from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
+from tests.helpers.tiers import slow_unless
 
 Captured = pytest.CaptureFixture[str]
 
@@ -78,20 +79,20 @@ def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.Monkey
     assert [p for p in Path.cwd().rglob("*") if p.name != "multirun.yaml" and p.is_file()] == []
 
 
-def test_first_line_says_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    """One run and a comparison begin alike: where, with what data, at what scale."""
+def test_first_lines_say_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """One run and a comparison begin alike: where, with what data, at what scale; then the full setting's command."""
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
     assert typed(monkeypatch, "+exp=bert_squad", "scale=quick") == 0
-    first = capsys.readouterr().out.splitlines()[0]
+    first, command = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith(
         "Local: 2 nodes of 2 ranks as processes on this machine, joined by loopback; synthetic data ("
     )
     assert "quick scale: shows step time and bytes, not accuracy." in first
-    assert first.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
+    assert command.endswith("make bert_squad SCALE=paper DATA=/path/to/data")
     monkeypatch.setattr(compare.tables, "write", lambda *a: None)
     monkeypatch.setattr(compare.tables, "print_group", lambda *a: [])
     assert compare.compare(["+exp=bert_squad", "scale=quick"], ["birder"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == first
+    assert capsys.readouterr().out.splitlines()[:2] == [first, command]
 
 
 @pytest.mark.parametrize("name", ["run.py", "compare.py"])
@@ -127,6 +128,29 @@ def test_version(name: str) -> None:
     assert done.stdout.startswith(f"birder-repro {birder.__version__}, commit ")
 
 
+@pytest.mark.parametrize("name", slow_unless(lambda name: name.endswith(("/run.py", "/predict.py")), SCRIPTS))
+def test_help_fits_80_columns(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / name), "--help"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+    assert "Exit status" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "examples").glob("[!_]*.py")))
+def test_an_example_without_torchrun_or_packages_is_one_line(name: str) -> None:
+    """It says how to start it, and what to install."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    for flags, said in ((["-S"], "make setup"), ([], f" --nproc-per-node 2 {ROOT / 'examples' / name}")):
+        command = [sys.executable, *flags, str(ROOT / "examples" / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: ")
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_says_what_run_is_for(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert typed(monkeypatch, flag) == 0
@@ -153,8 +177,8 @@ def test_an_interrupted_run_says_how_it_is_resumed(monkeypatch: pytest.MonkeyPat
     assert typed(monkeypatch, "+exp=digits") == 130
     assert "checkpoint.every=N" in capsys.readouterr().out
     assert typed(monkeypatch, "+exp=digits", "checkpoint.every=2") == 130
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "step 3250" in line]
-    again = shlex.split(line.partition("python experiments/run.py ")[2])
+    said = capsys.readouterr().out.partition("step 3250")[2]
+    again = shlex.split(said.partition("\n  python experiments/run.py ")[2])
     assert typed(monkeypatch, *again) == 130
     assert specs[2].id == specs[1].id != specs[0].id
     monkeypatch.setattr(LocalLauncher, "launch", fails)

@@ -213,7 +213,7 @@ def test_a_sweep_ends_with_its_accuracies_and_an_interrupted_one_says_how_it_con
     monkeypatch.setattr(tables, "write", lambda *_: None)
     command = [f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={tmp_path}", "--methods", "sgdm", "--seeds", "3"]
     assert sweep.main(command) == 130
-    assert "the same command continues" in capsys.readouterr().out
+    assert "type the same command" in capsys.readouterr().out
     assert sweep.main(command) == 0
     assert ran == [0.1, 0.0, 0.2]
     grid = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]

@@ -204,8 +204,11 @@ def test_a_server_that_does_not_answer_costs_nothing_but_the_upload(
         with Tracker(make_spec(tmp_path, "online"), True, total=1) as tracker:
             tracker.log(1, loss=0.5)
     shown = capsys.readouterr()
-    (told,) = [line for line in shown.out.splitlines() if line.startswith("W&B")]
-    assert "recorded offline; to send it: wandb sync " in told
+    lines = shown.out.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if line.startswith("W&B")]
+    assert lines[place].endswith("recorded offline; to send it:")
+    told = lines[place + 1]  # the command alone, to be copied
+    assert told.startswith("  wandb sync ")
     assert Path(told.rpartition(" ")[2]).is_dir()
     assert [line for line in shown.err.splitlines() if line.startswith(("warning", "Traceback"))] == []
     run = wandb_file.read(Path(told.rpartition(" ")[2]))
@@ -315,7 +318,7 @@ def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -
     command = [sys.executable, "-c", code, str(run_dir / "spec.yaml")]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    told, progress = done.stdout.splitlines()
+    _, told, progress = done.stdout.splitlines()
     assert progress == "step 1/1  loss 0.5"
     (folder,) = run_dir.glob("wandb/offline-run-*")
     assert told.endswith(f"wandb sync {folder}")

@@ -103,7 +103,7 @@ def test_an_empty_or_deeply_nested_context_is_one_line(tmp_path: Path, content: 
     file = tmp_path / "train-v1.1.json"
     file.write_text(content)
     with pytest.raises(
-        UserError, match=r"no answer at the given offset|nested too deeply|context is no text"
+        UserError, match=r"no answer at the given offset|nested too deeply|context is not text"
     ) as refused:
         read_json(file)
     assert "\n" not in str(refused.value)
