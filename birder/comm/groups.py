@@ -22,7 +22,7 @@ OFFERED = 8
 _FREE: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()
 """By the world that they were made in: they go when it ends."""
 
-_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
 """By the group, not by its name: where ranks are threads of one process, each has another group of the same name."""
 
 
@@ -57,13 +57,14 @@ def _free() -> list[dist.ProcessGroup]:
     return _FREE.setdefault(dist.group.WORLD, [])
 
 
-def part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+def part(group: dist.ProcessGroup, ranks: Sequence[int], number: int = 0) -> dist.ProcessGroup:
     """A process group of some ranks of `group`, for whoever has borrowed that: made once. All of `ranks` call it.
 
-    Of the world, for whoever takes turns with all others: `birder.predict.measure_link`.
+    Of the world, for whoever takes turns with all others: `birder.predict.measure_link`. number: for another group of the
+    same ranks.
     """
     made = _PARTS.setdefault(group, {})
-    key = tuple(ranks)
+    key = number, tuple(ranks)
     if key not in made:
         made[key] = new_group(list(ranks), group)
     return made[key]

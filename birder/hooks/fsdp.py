@@ -26,8 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from birder.comm import Link, Pipeline, Replicas, Topology, finish
-from birder.comm.link import backend_for, new_group
+from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology, finish
+from birder.comm.groups import borrow, part
+from birder.comm.link import backend_for
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
 from birder.optim.base import BucketOptimizer
 from birder.optim.contract import Plan
@@ -41,9 +42,15 @@ class ShardAttachment(Attachment):
     """
 
     def __init__(
-        self, optimizer: BucketOptimizer, link: Link, overlap: bool, communicate: bool, mesh: DeviceMesh
+        self,
+        optimizer: BucketOptimizer,
+        link: Link,
+        overlap: bool,
+        communicate: bool,
+        mesh: DeviceMesh,
+        own: dist.ProcessGroup,
     ) -> None:
-        super().__init__(optimizer, link, overlap, communicate)
+        super().__init__(optimizer, link, overlap, communicate, own)
         self.mesh = mesh
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
@@ -146,18 +153,17 @@ def attach_shards(
     replica, shard = mesh.get_coordinate() or (0, 0)
     peers = mesh.mesh[:, shard].tolist()
     # Separate groups: these collectives overlap FSDP's, in another order.
-    among = new_group(peers)
-    comm = Replicas(
-        among if communicate else new_group([dist.get_rank()]), new_group(mesh.mesh[replica].tolist()), topology
-    )
+    own = borrow(Link(_world(), topology, ByteCounter()), device)
+    among = part(own, peers if communicate else [dist.get_rank()])
+    comm = Replicas(among, part(own, mesh.mesh[replica].tolist()), topology)
     overlaps = optimizer.compressed and communicate and overlap
     pipeline = pipeline_for(device, among) if overlaps else Pipeline()
     pipeline.trace.on = device.type == "cpu"
     # Dense gradients do not wait behind messages of the step before.
-    link = Link(new_group(peers), topology, comm.counter)
+    link = Link(part(own, peers, 1), topology, comm.counter)
     _equalise([*model.parameters(), *model.buffers()], link)
     optimizer.bind(comm, pipeline, unit_mb)
-    attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh)
+    attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh, own)
     attachment.replace({p: name for name, p in model.named_parameters()})
     _register(model, attachment, comm.inside)
     return attachment

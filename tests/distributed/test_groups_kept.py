@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
@@ -56,6 +58,29 @@ def test_an_attachment_takes_the_group_of_the_one_before(world: int) -> None:
         assert max(mine["threads"][1:]) - min(mine["threads"][1:]) < 3
         for number, end in enumerate(mine["ends"]):
             assert (end == mine["ends"][number % 2]).all()
+
+
+def sharded_again(rank: int, world: int, times: int) -> list[int]:
+    """Threads of this process after each of some attachments of FSDP models."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    threads = []
+    for _ in range(times):
+        model = toy.make()
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = birder.Birder(model.parameters(), lr=0.01)
+        attachment = birder.attach(model, optimizer, mesh=mesh)
+        for step in range(2):
+            optimizer.zero_grad()
+            toy.loss(model, rank, step).backward()
+            optimizer.step()
+        attachment.close()
+        threads.append(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0)
+    return threads
+
+
+def test_an_attachment_of_fsdp_takes_the_groups_of_the_one_before() -> None:
+    for threads in fresh_world(sharded_again, 4, 5, ranks_per_node=2):
+        assert max(threads[1:]) - min(threads[1:]) < 3, threads
 
 
 def apart(rank: int, world: int) -> list[int]:
