@@ -221,6 +221,7 @@ def _script(rank: int, world: int, path: str, arguments: tuple[str, ...]) -> str
     os.environ["LOCAL_RANK"] = str(rank)
     os.chdir(os.path.dirname(path))
     sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(path))  # as Python does
     with contextlib.redirect_stdout(io.StringIO()) as said:
         runpy.run_path(path, run_name="__main__")
     return said.getvalue()

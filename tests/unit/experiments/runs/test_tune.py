@@ -112,7 +112,7 @@ def test_rates_that_diverge_count_as_trials(runs: Runs, capsys: pytest.CaptureFi
 
 def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main(arguments(runs, "--dry-run")) == 0
-    assert "16 runs to do at least" in capsys.readouterr().out
+    assert "at least 16 runs to do" in capsys.readouterr().out
     assert runs.started == []
 
 
