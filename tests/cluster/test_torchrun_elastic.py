@@ -157,7 +157,7 @@ def test_without_resume_rule_the_smaller_world_ends_in_one_line(
     before = (alone / "spec.yaml").read_text()
     assert run.main() == 2
     assert capsys.readouterr().err == (
-        "error: cannot resume outputs/digits/elastic: it ran with world size 2, this is 1; resume_resize=average goes on "
+        "error: cannot resume outputs/digits/elastic: it ran with world size 2, this is 1; resume_resize=average resumes "
         "with another number of ranks\n"
     )
     assert (alone / "spec.yaml").read_text() == before

@@ -186,7 +186,7 @@ def test_what_is_no_state_and_what_is_another_methods_is_refused() -> None:
         ours.load_state_dict({})
     with pytest.raises(ValueError, match="holds what EFSGD keeps, this optimizer is CSER"):
         ours.load_state_dict(theirs.state_dict())
-    with pytest.raises(ValueError, match="this is no state"):
+    with pytest.raises(ValueError, match="this is not the state"):
         ours.load_state_dict(torch.optim.SGD(toy.make().parameters(), 0.1).state_dict())
 
 

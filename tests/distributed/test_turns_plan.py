@@ -43,7 +43,7 @@ def test_what_is_only_timed_takes_turns() -> None:
     ("override", "words"),
     [
         ("checkpoint.every=5", "no checkpoints"),
-        ("cluster.max_restarts=1", "not restarted"),
+        ("cluster.max_restarts=1", "does not restart"),
         ("+profile=step", "a profile"),
     ],
 )

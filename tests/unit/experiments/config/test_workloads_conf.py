@@ -112,7 +112,7 @@ def test_hyper_parameters_give_way_to_experiment_and_command_line() -> None:
     [
         ("birder: {beta1: 0.9}", "birder has no 'beta1'; it takes beta, beta2, bits, "),
         ("bider: {lr: 0.1}", "has an entry for 'bider'"),
-        ("birder: {train: {lr_bach: total}}", "birder sets train.lr_bach, which is no key of"),
+        ("birder: {train: {lr_bach: total}}", "birder sets train.lr_bach, which is not a key of"),
         ("birder: 0.1", "birder must hold arguments"),
         ("birder: {train: 5}", "birder: train must hold keys"),
         ("defaults: [mnist]", "takes its defaults from 'mnist'"),

@@ -70,7 +70,7 @@ def test_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "no interleaved comparison" in capsys.readouterr().err
     assert spread.main([*common, "--runs", "2", "--busy", "1", "--out", str(tmp_path / "spread.md")]) == 0
     assert len(done) == 3
-    assert "Run 3 of 3, beside a busy core" in capsys.readouterr().out
+    assert "Run 3 of 3, next to a busy core" in capsys.readouterr().out
     assert (tmp_path / "spread.md").read_text().count("| g") == 3
     assert spread.main([*common, "--table"]) == 0
     assert len(done) == 3

@@ -91,7 +91,7 @@ def test_a_value_of_the_wrong_type_is_one_line(tmp_path: Path, key: str, value: 
     file.write_text(squad())
     assert [q.context for q in read_json(file)] == ["Ada did."]
     file.write_text(squad(**{key: value}))
-    with pytest.raises(UserError, match=rf"not in SQuAD 1.1 format: TypeError {key} is no ") as refused:
+    with pytest.raises(UserError, match=rf"not in SQuAD 1.1 format: TypeError {key} is not ") as refused:
         read_json(file)
     assert "\n" not in str(refused.value)
 
