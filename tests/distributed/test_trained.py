@@ -256,7 +256,9 @@ def test_a_validation_makes_what_is_not_recorded_and_stops_where_a_comparison_fa
     for r in world():
         write(dataclasses.replace(r, exp="resnet50"), tmp_path)
     made: list[list[str]] = []
-    with pytest.raises(RunFailed, match="2 nodes, 5 Gbit/s: ended with status 1; type the command again to continue here"):
+    with pytest.raises(
+        RunFailed, match="2 nodes, 5 Gbit/s: ended with status 1; type the command again to continue here"
+    ):
         validate.run(asked, lambda overrides: made.append(overrides) or 1)  # type: ignore[func-returns-value]
     assert [o for o in made[0] if "gbps" in o] == ["cluster.link_gbps=5"]
     validate.run([*asked[:2], "gbps=10", asked[3]], lambda _: pytest.fail("it is recorded"))
