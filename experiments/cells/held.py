@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import hydra
 import torch.distributed as dist
 
 from experiments.cells import memory
@@ -33,7 +35,7 @@ class Setups:
         self.peaks: dict[tuple[str, float], int | None] = {}
         self._held: dict[tuple[str, float], Setup] = {}
         self._making: dict[tuple[str, float], tuple[int | None, int]] = {}
-        self._memory: dict[tuple[float, bool], ReplayModel] = {}
+        self._memory: dict[tuple[float, bool, str], ReplayModel] = {}
         self._first: dict[tuple[str, float], Scaled] = {}
         """A cell of each setup, the small ones first: so most are held."""
         for s in sorted(cells, key=lambda s: s.elements):
@@ -89,9 +91,14 @@ class Setups:
         return setup
 
     def _model(self, scaled: Scaled) -> ReplayModel:
-        """A new model, which does not wait yet. Those of one share have their memory in common."""
+        """A new model, which does not wait yet. Those of one share have their memory in common.
+
+        But for a method whose ranks train alone: the steps of others would be changes that it has to see to.
+        """
         whole, share = scaled.method.whole, scaled.share
-        form, fraction = (share, whole and share < 1), 1.0 if whole else share
+        kind: Any = hydra.utils.get_class(scaled.method.optimizer["_target_"])
+        alone = scaled.cell.method if kind.local_models else ""
+        form, fraction = (share, whole and share < 1, alone), 1.0 if whole else share
         if form not in self._memory:
             first = ReplayModel(scaled.replayed, 0.0, fraction=fraction)
             for p in first.parameters():
