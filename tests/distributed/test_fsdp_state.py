@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from birder.checkpoint import shards
+from birder.checkpoint import shards as checkpoints
 from birder.optim.state import gathered
 from tests.helpers import toy
 from tests.helpers.hsdp import full, hsdp, make_mesh, train
@@ -27,7 +27,7 @@ def state(model: torch.nn.Module, attachment: Any) -> dict[str, Any]:
     """Every entry of the state, whole."""
     flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
     found = {}
-    for key, entries in shards._by_parameter(model, attachment, flats).items():
+    for key, entries in checkpoints._by_parameter(model, attachment, flats).items():
         for name, t in entries.items():
             found[f"{key}.{name}"] = (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().numpy()
     return found
@@ -50,11 +50,11 @@ def saving(rank: int, world: int, folder: str) -> dict[str, Any]:
         model, optimizer, attachment = hsdp("toy", mesh, method, options, unit_mb=0.001)
         train(model, optimizer, toy.loss, rank, range(1, 6))
         optimizer.param_groups[0]["lr"] = 0.02
-        shards.save(f"{folder}/{method}", model, attachment)
+        checkpoints.save(f"{folder}/{method}", model, attachment)
         kept = state(model, attachment)
         train(model, optimizer, toy.loss, rank, range(6, 9))
         again, other, attached = hsdp("toy", mesh, method, options, unit_mb=0.001)
-        shards.load(f"{folder}/{method}", again, attached)
+        checkpoints.load(f"{folder}/{method}", again, attached)
         assert other.steps == 5
         train(again, other, toy.loss, rank, range(6, 9))
         out[method] = (full(model).numpy(), full(again).numpy(), kept)
@@ -66,7 +66,7 @@ def loading(rank: int, world: int, folder: str, shards: int) -> dict[str, Any]:
     mesh, out = make_mesh(world // shards, shards), {}
     for method, options in METHODS.items():
         model, optimizer, attachment = hsdp("toy", mesh, method, options, unit_mb=0.002)
-        shards.load(f"{folder}/{method}", model, attachment)
+        checkpoints.load(f"{folder}/{method}", model, attachment)
         found = state(model, attachment)
         if shards == 1:
             train_alone(model, optimizer, rank, range(6, 9))
@@ -80,7 +80,7 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     for method, saved in (("Birder", "Birder"), ("OneBitAdam", "OneBitAdam"), ("LAMB", "Birder"), ("LAMB", "LAMB")):
         model, _, attachment = hsdp("toy", mesh, method, METHODS[method])
         try:
-            shards.load(f"{folder}/{saved}", model, attachment)
+            checkpoints.load(f"{folder}/{saved}", model, attachment)
         except ValueError as e:
             said.append(str(e))
     return said
