@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birder.comm import Communicator, GatherRanks, Pipeline, Requests, SingleProcess, run
 from birder.comm.runtime import asking
-from birder.optim.checks import check_gradient, check_parameter, require_number
+from birder.optim.checks import check_parameter, require_number
 from birder.optim.contract import Method, Plan
 from birder.optim.exchange import GradientExchange
 from birder.optim.layout import lay_out_shards, make_units, round_up, sharded
@@ -187,9 +187,7 @@ class BucketOptimizer(GradientExchange, MethodState):
         if not self._feeding and all(p.grad is None for p in self._where):
             self._watch.forget()
             return False
-        for p in self._where if not self._feeding else ():
-            if p.grad is not None:
-                check_gradient(p.grad)
+        self._check_dense()
         self._refresh_shards()
         self._check_options()
         self._check_fingerprint()

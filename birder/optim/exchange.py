@@ -127,10 +127,14 @@ class GradientExchange(Method):
 
     def note_gradients(self) -> None:
         """Called when a backward pass that takes messages is over: from now on changing `p.grad` would have no effect."""
-        for p in self._where:
+        self._check_dense()
+        self._watch.note(self._where)
+
+    def _check_dense(self) -> None:
+        """Raises RuntimeError for a sparse gradient. Those that messages were taken of have been looked at (`_put`)."""
+        for p in self._where if not self._feeding else ():
             if p.grad is not None:
                 check_gradient(p.grad)
-        self._watch.note(self._where)
 
     def _check_untouched(self) -> None:
         """Raises RuntimeError when gradients were changed after their messages had been taken."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import hydra
 import torch.distributed as dist
 
 from experiments.cells import memory
@@ -96,8 +94,7 @@ class Setups:
         But for a method whose ranks train alone: the steps of others would be changes that it has to see to.
         """
         whole, share = scaled.method.whole, scaled.share
-        kind: Any = hydra.utils.get_class(scaled.method.optimizer["_target_"])
-        alone = scaled.cell.method if kind.local_models else ""
+        alone = scaled.cell.method if scaled.method.kind.local_models else ""
         form, fraction = (share, whole and share < 1, alone), 1.0 if whole else share
         if form not in self._memory:
             first = ReplayModel(scaled.replayed, 0.0, fraction=fraction)

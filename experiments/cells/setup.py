@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import hydra.utils
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,7 @@ class Setup:
     def __init__(self, method: Method, model: ReplayModel, fraction: float, nodes: int, gpus: int) -> None:
         self.method, self.model, self.gpus = method, model, gpus
         options = {k: v for k, v in method.optimizer.items() if k != "_target_"}
-        self.optimizer: Any = hydra.utils.get_class(method.optimizer["_target_"])(model.parameters(), **options)
+        self.optimizer: Any = method.kind(model.parameters(), **options)
         mb = 1e4 if method.one_bucket else BUCKET_MB * fraction
         # All nodes start from zeros: DDP need not send rank 0's parameters over a link as slow as an emulated one.
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=mb, gradient_as_bucket_view=True, init_sync=False)

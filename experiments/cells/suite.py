@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
+import hydra
 from pydantic import BeforeValidator, Field, model_validator
 
 from birder.predict.timeline import Timeline
@@ -113,6 +114,11 @@ class Method(Data):
     checks: str | None = None
     gpu_bytes: float | None = None
     colour: str = "#888888"
+
+    @property
+    def kind(self) -> Any:
+        """The optimizer's class. Imports torch."""
+        return hydra.utils.get_class(self.optimizer["_target_"])
 
     @property
     def compressed(self) -> bool:

@@ -65,6 +65,15 @@ def test_the_whole_table_of_habits(bench: Bench, way: str, method: str) -> None:
     check(bench, way, method)
 
 
+def test_a_rank_that_dies_is_a_fault() -> None:
+    class Dead:
+        def call(self, *_: object) -> list[tuple[str, str]]:
+            return [("ok", ""), ("error", "died without a word")]
+
+    verdict = Bench({(2, 2): Dead()}).judge("Plain", "Birder", "DDP")  # type: ignore[dict-item]
+    assert (verdict.kind, verdict.line) == ("fault", "hang: rank 1: error died without a word")
+
+
 def test_the_page_has_the_table() -> None:
     page = outcomes.PAGE.read_text()
     assert outcomes.updated(page, KEPT) == page

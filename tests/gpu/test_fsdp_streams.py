@@ -1,4 +1,4 @@
-"""FSDP2's order on CUDA's streams beside the exchange, checked by a model of them (tests/fake_cuda.py): no GPU is needed.
+"""FSDP2's order on CUDA's streams, checked by a model of them (tests/helpers/fake_cuda.py): no GPU is needed.
 
 torch's own code of FSDP2 runs, on streams of the model, with gloo between the ranks.
 """

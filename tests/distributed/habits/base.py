@@ -37,6 +37,25 @@ class Plain(Script):
     twin = None
 
 
+class FirstStays:
+    """Of a framework's habit: FIRST has no gradient from step 4 on, and does not move."""
+
+    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    twin = elementwise(Plain)
+    names = others(*FIRST)
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        return FIRST if t >= 4 else ()
+
+
+class FirstUnused(FirstStays):
+    """Of a framework's habit: a branch with FIRST is not used from step 4 on."""
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        g = drawn(rank, t)
+        return {n: v for n, v in g.items() if n not in FIRST} if t >= 4 else g
+
+
 class Taken(Script):
     """The twin whose gradients are what a habit means."""
 

@@ -46,17 +46,16 @@ class Bench:
             answers = self.worlds[w.ranks, w.local].call("tests.distributed.habits.script", "play", *key)
             bad = [f"rank {r}: {kind} {value[-900:]}" for r, (kind, value) in enumerate(answers) if kind != "ok"]
             self._ran[key] = "; ".join(bad) or [value for _, value in answers]
-            # Ranks that ended otherwise than the others may have left messages under way.
-            ran = self._ran[key]
-            if not bad and (
-                len({(r.step, r.error) for r in ran}) > 1 or any(r.dies or (r.error and not r.ours) for r in ran)
-            ):  # type: ignore[union-attr]
+            if not bad and self._leaves_something([value for _, value in answers]):
                 self.worlds[w.ranks, w.local].close()
-            elif ran[0].error:  # type: ignore[union-attr]
-                self._left += 1
-                if self._left % ENOUGH == 0:
-                    self.worlds[w.ranks, w.local].close()
         return self._ran[key]
+
+    def _leaves_something(self, ran: list[Ran]) -> bool:
+        """Whether ranks that ended so may have messages under way, or too many groups by now."""
+        if len({(r.step, r.error) for r in ran}) > 1 or any(r.dies or (r.error and not r.ours) for r in ran):
+            return True
+        self._left += bool(ran[0].error)
+        return bool(ran[0].error) and self._left % ENOUGH == 0
 
     def judge(self, habit: str, method: str, way: str) -> Verdict:
         """One cell of the table."""

@@ -47,6 +47,20 @@ class Surgery(Script):
         raise NotImplementedError
 
 
+class HalvedLate:
+    """Of a framework's habit: SECOND's gradients are halved between backward and step, from step 2 on."""
+
+    twin: ClassVar[Any] = Halved
+    since = 2
+    says = r"changed"
+    tolerance = 1e-6
+
+    def between(self: Any) -> None:
+        if self.t >= 2:
+            for p in self.of("second"):
+                _data_mul(p)
+
+
 def _surgery(name: str, doc: str, change: Any, **attributes: Any) -> None:
     body = {"__doc__": doc, "__module__": __name__, "change": staticmethod(change)}
     HABITS[name] = type(name, (Surgery,), body | attributes)

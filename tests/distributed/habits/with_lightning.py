@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from birder.hooks.attachment import unwrap_optimizer
-from tests.distributed.habits.base import CLIPS, FIRST, HalvedSumOfTwo, Plain, habit, others
+from tests.distributed.habits.base import CLIPS, FIRST, FirstStays, FirstUnused, HalvedSumOfTwo, Plain, habit, others
 from tests.distributed.habits.rates import SchedulerAfterByHand
-from tests.distributed.habits.script import Gradients, Script, Stop, drawn
-from tests.distributed.habits.surgery import Halved
+from tests.distributed.habits.script import Script, Stop, drawn
+from tests.distributed.habits.surgery import HalvedLate
 
 
 class Fitted(Script):
@@ -155,35 +155,18 @@ class LightningClips(Fitted):
 
 
 @habit
-class LightningSurgery(Fitted):
+class LightningSurgery(HalvedLate, Fitted):
     """Lightning: on_before_optimizer_step halves gradients"""
-
-    twin = Halved
-    since = 2
-    says = r"changed"
-    tolerance = 1e-6
-
-    def between(self) -> None:
-        if self.t >= 2:
-            for p in self.of("second"):
-                p.grad.data.mul_(0.5)  # type: ignore[union-attr]
 
 
 @habit
-class LightningFreezes(Fitted):
+class LightningFreezes(FirstStays, Fitted):
     """Lightning: a callback freezes layers in mid-training (BackboneFinetuning the other way round)"""
-
-    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-    twin = staticmethod(lambda m, w: Plain if m.elementwise else None)
-    names = others(*FIRST)
 
     def batch_begins(self, number: int) -> None:
         super().batch_begins(number)
         if self.t == 4:
             self.model.first.requires_grad_(False)
-
-    def stays(self, t: int) -> tuple[str, ...]:
-        return FIRST if t >= 4 else ()
 
 
 @habit
@@ -216,19 +199,8 @@ class LightningUnfreezes(Fitted):
 
 
 @habit
-class LightningUnused(Fitted):
+class LightningUnused(FirstUnused, Fitted):
     """Lightning: a branch that is not used in some steps"""
-
-    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-    twin = staticmethod(lambda m, w: Plain if m.elementwise else None)
-    names = others(*FIRST)
-
-    def gradients(self, t: int, rank: int) -> Gradients:
-        g = drawn(rank, t)
-        return {n: v for n, v in g.items() if n not in FIRST} if t >= 4 else g
-
-    def stays(self, t: int) -> tuple[str, ...]:
-        return FIRST if t >= 4 else ()
 
 
 @habit

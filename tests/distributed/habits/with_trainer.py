@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from birder.hooks.attachment import unwrap_optimizer
-from tests.distributed.habits.base import CLIPS, FIRST, HalvedSumOfTwo, Plain, habit, others
+from tests.distributed.habits.base import CLIPS, FirstStays, FirstUnused, HalvedSumOfTwo, Plain, habit
 from tests.distributed.habits.script import Gradients, Script, drawn
-from tests.distributed.habits.surgery import Halved
+from tests.distributed.habits.surgery import HalvedLate
 
 
 class Trained(Script):
@@ -133,50 +133,22 @@ class TrainerClips(Trained):
 
 
 @habit
-class TrainerSurgery(Trained):
+class TrainerSurgery(HalvedLate, Trained):
     """the Trainer: a callback changes gradients before the step (on_pre_optimizer_step)"""
-
-    twin = Halved
-    since = 2
-    says = r"changed"
-    tolerance = 1e-6
-
-    def between(self) -> None:
-        if self.t >= 2:
-            for p in self.of("second"):
-                p.grad.data.mul_(0.5)  # type: ignore[union-attr]
 
 
 @habit
-class TrainerFreezes(Trained):
+class TrainerFreezes(FirstStays, Trained):
     """the Trainer: a callback freezes layers in mid-training"""
-
-    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-    twin = staticmethod(lambda m, w: Plain if m.elementwise else None)
-    names = others(*FIRST)
 
     def step_begins(self) -> None:
         if self.t == 4:
             self.model.first.requires_grad_(False)
 
-    def stays(self, t: int) -> tuple[str, ...]:
-        return FIRST if t >= 4 else ()
-
 
 @habit
-class TrainerUnused(Trained):
+class TrainerUnused(FirstUnused, Trained):
     """the Trainer: a branch that is not used in some steps"""
-
-    ddp_options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
-    twin = staticmethod(lambda m, w: Plain if m.elementwise else None)
-    names = others(*FIRST)
-
-    def gradients(self, t: int, rank: int) -> Gradients:
-        g = drawn(rank, t)
-        return {n: v for n, v in g.items() if n not in FIRST} if t >= 4 else g
-
-    def stays(self, t: int) -> tuple[str, ...]:
-        return FIRST if t >= 4 else ()
 
 
 @habit
