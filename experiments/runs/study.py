@@ -269,6 +269,8 @@ class Grid:
                 if not self.study.make(name, functools.partial(self._begin, place)):
                     self.say(place, ELSEWHERE)
                     self.elsewhere.add(name)
+                elif place not in self.tried:  # another process ended it since the records were last read
+                    self.say(place, "recorded")
         self.study.read()
         return bool(self.elsewhere)
 

@@ -124,6 +124,39 @@ def test_a_run_of_another_process_is_waited_for(
     assert len(record.read_all(results)) == 4
 
 
+def test_a_run_that_ends_elsewhere_between_two_looks_is_said_to_be_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its record is found only once its lock is held: the last word on it is not that another process runs it."""
+    (tmp_path / "mine.yaml").write_text(GRID)
+    results = tmp_path / "results"
+    monkeypatch.setattr(
+        start, "launch", lambda composed, **_: leave_record(composed.overrides, results, f"r{len(ran(results))}")
+    )
+    monkeypatch.setattr(tables, "write", lambda *_: None)
+    rows = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])
+    made = study.Study.make
+
+    def ends_elsewhere(self: study.Study, name: Any, *rest: Any) -> bool:
+        if study.asked([*rows[0].overrides, f"results_dir={results}"]) == name and not seen:
+            seen.append(name)
+            return False
+        if name in seen:
+            leave_record([*rows[0].overrides, f"results_dir={results}"], results, "theirs")
+        return made(self, name, *rest)
+
+    seen: list[Any] = []
+    monkeypatch.setattr(study.Study, "make", ends_elsewhere)
+    monkeypatch.setattr(study, "POLL_S", 0)
+    assert sweep.main([f"sweep={tmp_path / 'mine.yaml'}", f"results_dir={results}", "--methods", "sgdm"]) == 0
+    of_first = re.findall(r"\[1/6\] .*: (.*)", capsys.readouterr().out)
+    assert of_first == [study.ELSEWHERE, "recorded"]
+
+
+def ran(results: Path) -> list[record.ResultRecord]:
+    return list(record.read_all(results)) if results.is_dir() else []
+
+
 def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
     """In another order, twice, logged elsewhere, with numbers in another form: the same; trained otherwise: not."""
     one = study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandb=disabled"])
