@@ -36,10 +36,13 @@ from launch.words import manual
 MODELS: dict[str, list[str]] = {
     "resnet50": [],
     "bert_squad_base": ["workload.preset=small", "workload.embedded_words=null", "cluster.dilation=10"],
-    "zero_one_gpt2": ["workload.preset=mini", "workload.vocab_size=8000", "cluster.dilation=10"],
+    "zero_one_gpt2": [
+        *("workload.preset=mini", "workload.vocab_size=8000", "cluster.dilation=10"),
+        *("--methods", "adamw,onebit_adam,birder"),
+    ],
 }
 """Experiments of conf/exp, and what they have besides. The small BERT and GPT have the links of an A100 ten times as fast as
-this machine: there is no A100's time for them."""
+this machine: there is no A100's time for them. 0/1 Adam has no prediction for single steps, so it is left out."""
 NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
 TURNS = ["timing.rounds=12", "timing.steps=1"]
 RESULTS = Path(LOCAL) / trained.FOLDER

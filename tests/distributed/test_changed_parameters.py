@@ -44,7 +44,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "EF-SGD": ("EFSGD", {"lr": 0.05, "ratio": 8, "block": 8}),
     "SLAMB": ("SLAMB", {"lr": 1e-3, "sync_every": H}),
     "0/1 Adam": ("ZeroOneAdam", ADAM | {"weight_decay": 0.1}),
-    "0/1 Adam, deepspeed": ("ZeroOneAdam", ADAM | {"weight_decay": 0.1, "variant": "deepspeed"}),
+    "0/1 Adam, deepspeed": ("DeepSpeedZeroOneAdam", ADAM | {"weight_decay": 0.1}),
     "Birder": ("Birder", {"lr": 1e-3}),
 }
 ASKING = {n for n in METHODS if n.startswith(("QSparse", "SparseLoCo", "0/1", "CSER I, top_k")) and "H = 1" not in n}
