@@ -259,9 +259,9 @@ def test_a_validation_makes_what_is_not_recorded_and_stops_where_a_comparison_fa
     with pytest.raises(
         RunFailed, match="2 nodes, 5 Gbit/s: ended with status 1; type the command again to continue here"
     ):
-        validate.run(asked, lambda overrides: made.append(overrides) or 1)  # type: ignore[func-returns-value]
+        validate.run(asked, lambda overrides, _: made.append(overrides) or 1)  # type: ignore[func-returns-value]
     assert [o for o in made[0] if "gbps" in o] == ["cluster.link_gbps=5"]
-    validate.run([*asked[:2], "gbps=10", asked[3]], lambda _: pytest.fail("it is recorded"))
+    validate.run([*asked[:2], "gbps=10", asked[3]], lambda *_: pytest.fail("it is recorded"))
     assert "| resnet50 | 2 | 10.0 | SGDM fp32 |" in capsys.readouterr().out
 
 
