@@ -99,7 +99,8 @@ def _among(names: str | list[str] | None, known: list[str]) -> list[str]:
 def run(asked: Sequence[str], made_by: Callable[[list[str], list[str] | None], int]) -> None:
     """Trains in the worlds that are not recorded, and prints the comparison. asked: as in `worlds`.
 
-    made_by: makes a comparison from its overrides and optimizers, None: all, and returns its exit status. Raises UserError and RunFailed.
+    made_by: makes a comparison from its overrides and optimizers, None for all, and returns its exit status. Raises UserError
+    and RunFailed.
     """
     every = list(worlds(asked))
     given = [a.partition("=")[2] for a in asked if a.startswith("results_dir=")]
