@@ -7,7 +7,7 @@ times steps of four methods on random data, interleaved in one world. The predic
 the methods ran (experiments/cells/trained.py). Recorded worlds are not run again, so the same command continues after an
 interruption.
 
-Everything takes 1.8 hours on a quiet machine. Records are below results_dir=FOLDER; default: results/local/validation.
+Everything takes 2.5 hours on a quiet machine. Records are below results_dir=FOLDER; default: results/local/validation.
 Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 """
 
