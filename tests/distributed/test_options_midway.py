@@ -18,11 +18,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in METHODS},
     "Birder, coupled decay": ("Birder", {"decoupled": False}),
     "Birder, beta2": ("Birder", {"beta2": 0.99}),
-    "0/1 Adam, released": ("DeepSpeedZeroOneAdam", {}),
+    "0/1 Adam, released": ("ZeroOneAdam", {"variant": "deepspeed"}),
     "CSER, released": ("CSER", {"variant": "released"}),
     "EF-SGD, released": ("EFSGD", {"variant": "released"}),
-    "SLAMB, v1": ("SLAMBv1", {}),
-    "SLAMB, v2": ("SLAMBv2", {}),
+    "SLAMB, v1": ("SLAMB", {"form": "v1"}),
+    "SLAMB, v2": ("SLAMB", {"form": "v2"}),
 }
 USE_LR_EARLY = {"ZeroOneAdam", "CSER", "EFSGD", "QSparseLocalSGD", "SparseLoCo"}
 CHANGES = {
