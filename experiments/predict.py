@@ -193,6 +193,9 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             for name, rate in found_rates.items():
                 print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
         else:
+            from experiments.report import answered
+
+            studies = answered.known_verdicts(Path(options.results))
             made = answers.answer(
                 t,
                 there,
@@ -203,13 +206,11 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 saved_bytes=m.saved_bytes,
                 unsure=m.unsure,
                 local_steps=q.local_steps,
+                lost=answered.lost(studies),
             )
             if options.json:
                 print(json.dumps(made.plain(), indent=1))
                 return
-            from experiments.report import answered
-
-            studies = answered.known_verdicts(Path(options.results)) if made.pays else []
             print(answered.text(made, studies, options.all))
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -6,8 +6,8 @@ and slower, of encoding that delays backward, and of the model of communication 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from birder.predict.cluster import Cluster, Link
@@ -38,13 +38,17 @@ DDP = Plan()
 
 @dataclass(frozen=True)
 class Answer:
-    """Predictions as assumed, and with computing so much faster and slower. memory: method -> GB of a rank."""
+    """Predictions as assumed, and with computing so much faster and slower. memory: method -> GB of a rank.
+
+    lost: method -> share of the studies of its accuracy in which it was worse than its baseline; none: not studied.
+    """
 
     prediction: Prediction
     ends: tuple[Prediction, ...]
     plan: Plan
     gpu: GPU | None
     memory: dict[str, float]
+    lost: Mapping[str, float] = field(default_factory=dict)
 
     def saving(self, name: str) -> tuple[float, float, float]:
         """(share of the step that a method saves against bf16, low, high)."""
@@ -56,11 +60,14 @@ class Answer:
 
     @property
     def best(self) -> Row | None:
-        """The fastest compressed method whose ranks have one model and which fits, of those that are `ALIKE` the first in
-        the table; None: there is none."""
+        """The fastest compressed method whose ranks have one model and which fits; None: there is none.
+
+        Of those that are `ALIKE` the one that lost the fewest studies of accuracy, then the first in the table.
+        """
         rows = [r for r in self.prediction.rows if not (r.method.dense or r.method.local) and self.fits(r.name)]
         least = min((r.ms for r in rows), default=0.0)
-        return next((r for r in rows if r.ms <= (1 + ALIKE) * least), None)
+        alike = [r for r in rows if r.ms <= (1 + ALIKE) * least]
+        return min(alike, key=lambda r: self.lost.get(r.name, 1.0), default=None)
 
     @property
     def far(self) -> Row | None:
@@ -223,10 +230,11 @@ def answer(
     saved_bytes: float | None = None,
     unsure: float = 0.0,
     local_steps: int | None = None,
+    lost: Mapping[str, float] | None = None,
 ) -> Answer:
     """Whether it pays. unsure: of computing, relative. saved_bytes: activations of a micro-batch; None: no answer on memory.
 
-    methods: fp32, bf16 and the bound come in addition. Raises ValueError as `predict`.
+    methods: fp32, bf16 and the bound come in addition. lost: as of an Answer. Raises ValueError as `predict`.
     """
     names = _names(methods, cluster, plan, local_steps)
     costs = costs or Costs.of_gpu(timeline.gpu)
@@ -234,7 +242,7 @@ def answer(
     memory = {}
     if gpu is not None and saved_bytes is not None:
         memory = {r.name: plan.memory_gb(timeline, cluster, r.method, saved_bytes) for r in made[0].rows}
-    return Answer(made[0], tuple(made[1:]) if unsure else (), plan, gpu, memory)
+    return Answer(made[0], tuple(made[1:]) if unsure else (), plan, gpu, memory, lost or {})
 
 
 def _names(methods: Sequence[str] | None, cluster: Cluster, plan: Plan, local_steps: int | None) -> list[str]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from birder.predict import gpus
+from birder.predict import METHODS, gpus
 from birder.predict.answers import Answer
 from experiments.records.record import ResultRecord, read_all
 from experiments.report.paired import BETTER, PARITY, WORSE
@@ -37,18 +37,24 @@ def known_verdicts(results: Path) -> list[list[list[str]]]:
 
 def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
     """What a method costs in accuracy: in how many `verdicts` it was at parity, better, worse, or open."""
-    own = label.split(",")[0].split(" (")[0]
-    found = Counter(v for study in studies if (v := _verdict(study, own)))
-    if not found:
+    if not (found := _counted(label, studies)):
         return "no study of its accuracy is published here"
-    counted = sum(found.values())
+    counted = found.total()
     good, worse = found[PARITY] + found[BETTER], found[WORSE]
     said = f"accuracy at parity or better in {good} of {counted} studies, worse in {worse}"
     return said + (f", undecided in {counted - good - worse}" if counted > good + worse else "")
 
 
-def _verdict(study: Sequence[Sequence[str]], label: str) -> str | None:
-    return next((verdict for name, verdict in study if name.split(" (")[0].startswith(label)), None)
+def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
+    """Of each method of birder.predict that was studied, the share of its studies in which it was worse."""
+    found = {name: _counted(method.label, studies) for name, method in METHODS.items()}
+    return {name: verdicts[WORSE] / verdicts.total() for name, verdicts in found.items() if verdicts}
+
+
+def _counted(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> Counter[str]:
+    """Verdicts on the very method, its options included; communication by nodes or flat."""
+    own = label.removesuffix(", hierarchical").removesuffix(" form")
+    return Counter(verdict for study in studies for name, verdict in study if name.partition(" (")[0] == own)
 
 
 def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: bool = False) -> str:
@@ -76,6 +82,8 @@ def assumed(found: Answer) -> list[str]:
         computing += f"; {plan.accumulation} micro-batches a step"
     lines = [computing + ".", f"{c.nodes} x {c.ranks_per_node} ranks, {link}; {plan.sharding}."]
     lines.append(f"Kernels of methods: {found.prediction.costs.source}.")
+    if any(not r.method.dense and r.ms < found.prediction["none"].ms for r in found.rows()):
+        lines.append("Less than no communication: the method's update takes less time than the dense optimizer's.")
     if not all(found.fits(name) for name in found.memory):
         assert found.gpu is not None
         lines.append(f"!: more than the {found.gpu.gb:g} GB of a {found.gpu.label}.")

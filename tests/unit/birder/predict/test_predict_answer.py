@@ -79,6 +79,18 @@ def test_two_near_methods_are_the_simpler_one() -> None:
 # ---- layouts -------------------------------------------------------------------------------------------------------------
 
 
+def test_of_methods_alike_the_one_that_keeps_accuracy_is_advised() -> None:
+    """A method of which no study is known counts as one that lost all; a faster one is advised whatever it costs."""
+    near = ask(800, methods=["birder", "sigma_delta", "birder_one_phase"])
+    assert near.best is not None
+    assert near.best.name == "birder"
+    assert replace(near, lost={"sigma_delta": 0.5}).best.name == "sigma_delta"  # type: ignore[union-attr]
+    assert replace(near, lost={"sigma_delta": 1.0, "birder": 0.5}).best.name == "birder"  # type: ignore[union-attr]
+    far = ask(1, methods=["birder", "birder_one_phase"], lost={"birder": 0.0, "birder_one_phase": 1.0})
+    assert far.best is not None
+    assert far.best.name == "birder_one_phase"
+
+
 def test_accumulation_computes_more_for_the_same_messages() -> None:
     one, four = ask(10), ask(10, Plan(accumulation=4))
     assert four.prediction["none"].step.ms == pytest.approx(4 * one.prediction["none"].step.ms, rel=0.05)

@@ -126,6 +126,25 @@ def test_accuracy_is_read_from_the_table_that_the_records_give() -> None:
     ) == ("accuracy at parity or better in 1 of 2 studies, worse in 1")
 
 
+def test_an_accuracy_is_that_of_the_very_method() -> None:
+    """Not that of the same method with further options; nodes as workers, and who has made it, do not count."""
+    studies = [
+        [["Birder", "worse"], ["Birder one-phase, weyl bits (this project's)", "parity"]],
+        [["Birder", "parity"], ["Birder one-phase (this project's)", "worse"], ["Sigma-delta Adam, local", "better"]],
+    ]
+    assert answered.lost(studies) == {
+        **dict.fromkeys(("birder", "birder_hierarchical"), 0.5),
+        **dict.fromkeys(("birder_one_phase", "birder_one_phase_hierarchical"), 1.0),
+        **dict.fromkeys(("sigma_delta_local", "sigma_delta_local_hierarchical"), 0.0),
+    }
+    assert answered.price("Sigma-delta Adam, one-phase", studies) == "no study of its accuracy is published here"
+
+
+@pytest.mark.slow
+def test_worked_examples_are_answered_so_today(tmp_path: Path) -> None:
+    assert entry.examples(tmp_path / "page.md").read_text() == entry.EXAMPLES.read_text()
+
+
 @pytest.mark.parametrize("over", ["gbps", "nodes"])
 def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "sweep.png"
