@@ -32,6 +32,8 @@ class EFSGD(BlockwiseSGD):
     variant: "paper": weight decay is a part of g_i. "released": it has a separate momentum, (4), and is not sent.
     nesterov, block, compressor, options: see `BlockwiseSGD`.
 
+    Parameters of a group with lr 0 do not move: e waits for a rate above 0.
+
     State, rank-local: m, fp32[d], where momentum is above 0; e, fp32[d]. With variant="released", momentum and weight decay
     also u, fp32[d], the same on all ranks. Parameters are the same on all ranks.
     """
@@ -67,8 +69,10 @@ class EFSGD(BlockwiseSGD):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         e = unit.state["error"]
         e.add_(self.local_step(unit, grad))  # (3)
-        sent = yield from self.send(unit, e, self.ratio, step)
-        sent.clear(e)
+        waits = unit.group["lr"] == 0  # frozen by its rate, as torch's parameters are: what is withheld stays so
+        sent = yield from self.send(unit, torch.zeros_like(e) if waits else e, self.ratio, step)
+        if not waits:
+            sent.clear(e)
         sent.put_mean(grad.zero_())
         unit.result = grad
 

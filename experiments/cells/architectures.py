@@ -268,4 +268,4 @@ def gpt(said: str, positions: int) -> Any:
     if width % heads:
         raise UserError(f"params: width={width} is not a multiple of heads={heads}")
     shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_inner": inner, "n_positions": positions}
-    return GPT2Config(vocab_size=vocab, bos_token_id=None, eos_token_id=None, **shape)  # transformers' own are of 50,257 words
+    return GPT2Config(vocab_size=vocab, bos_token_id=None, eos_token_id=None, **shape)  # theirs are of 50,257 words

@@ -40,6 +40,16 @@ THREADS = 40
 """A process ends once it has so many, gloo's among them: those of groups that a test leaves behind wake up a hundred times a
 second, and 200 of them take a tenth of a core."""
 
+
+def restore(environment: dict[str, str]) -> None:
+    """The environment as it was. What has not changed is not written: a thread of gloo's may just read it, and then dies."""
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 Job = tuple[Callable[..., Any], int, int, int, str, int, tuple[Any, ...]]
 
 
@@ -104,8 +114,7 @@ def _serve(pipe: Connection) -> None:
         except RuntimeError:  # as another rank's failure leaves it
             pipe.send(("last", value))
             return
-        os.environ.clear()
-        os.environ.update(environment)
+        restore(environment)
         os.chdir(folder)
         gc.collect()
         after = _state()

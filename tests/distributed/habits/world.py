@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from tests.helpers.ranks import restore
+
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["tests.helpers.preload", "tests.distributed.habits.catalogue", "tests.distributed.habits.world"]
@@ -43,8 +45,7 @@ def _serve(pipe: Any, rank: int, world: int, local: int, store: str) -> None:
             answer = ("ok", getattr(importlib.import_module(module), name)(rank, world, *args))
         except BaseException:
             answer = ("error", traceback.format_exc())
-        os.environ.clear()
-        os.environ.update(environment)
+        restore(environment)
         pipe.send(answer)
         if getattr(answer[1], "dies", False):
             os._exit(1)
@@ -81,7 +82,7 @@ class World:
         for _, pipe in self._ranks:
             try:
                 answers.append(pipe.recv() if pipe.poll(timeout) else ("hang", ""))
-            except EOFError:
+            except (EOFError, OSError):  # OSError: before it had read what was asked
                 answers.append(("error", "died without a word"))
         if any(kind != "ok" for kind, _ in answers):
             self.close()

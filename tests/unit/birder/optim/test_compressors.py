@@ -145,3 +145,29 @@ def test_ratio_one_is_sgd() -> None:
 def test_bad_choices_are_refused(cls, options, words) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         cls([torch.nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize("compressor", ["blocks", "random_k", "top_k"])
+def test_a_group_whose_rate_is_zero_stays_and_its_error_waits(compressor: str) -> None:
+    """As torch's optimizers freeze by lr = 0: what EF-SGD has withheld is not added either, and not lost."""
+    torch.manual_seed(0)
+    x = torch.nn.Parameter(torch.randn(64))
+    made = EFSGD([x], lr=0.1, momentum=0.0, ratio=8, block=8, compressor=compressor)
+    first = x.detach().clone()
+
+    def step(lr: float) -> None:
+        made.param_groups[0]["lr"] = lr
+        x.grad = torch.ones(64)
+        made.step()
+
+    for _ in range(3):
+        step(0.1)
+    before, error = x.detach().clone(), made.units[0].state["error"].clone()
+    assert error.abs().max() > 0.1
+    for _ in range(3):
+        step(0.0)
+    assert torch.equal(x, before)
+    assert torch.equal(made.units[0].state["error"], error)
+    step(0.1)
+    # Every gradient of the four steps with a rate was sent or is withheld still.
+    assert torch.allclose(first - x + made.units[0].state["error"], torch.full((64,), 0.4))
