@@ -267,5 +267,13 @@ def gpt(said: str, positions: int) -> Any:
     heads = values.get("heads", max(1, width // HEAD))
     if width % heads:
         raise UserError(f"params: width={width} is not a multiple of heads={heads}")
-    shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_inner": inner, "n_positions": positions}
-    return GPT2Config(vocab_size=vocab, bos_token_id=None, eos_token_id=None, **shape)  # theirs are of 50,257 words
+    return GPT2Config(
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        n_inner=inner,
+        vocab_size=vocab,
+        n_positions=positions,
+        bos_token_id=None,  # transformers' own is of 50,257 words
+        eos_token_id=None,
+    )
