@@ -25,8 +25,6 @@ from birder.optim.base import BucketOptimizer
 from birder.optim.layout import Unit, round_up
 from birder.optim.state import own
 
-RULES = ("copy", "mean", "sum", "cut")
-
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The state for this rank of `optimizer`, which is attached, for its `load_state_dict`.

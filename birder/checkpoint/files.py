@@ -120,9 +120,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise Broken(f"{MANIFEST} is that of step {step}")
     listed = content["files"]
     # The names follow from the number of ranks, so that no name leads out of the folder.
-    if not isinstance(listed, dict) or len(listed) != world + 1:
-        raise Broken(f"{MANIFEST}: files must be {SHARED} and one file for each of {world} ranks")
-    if set(listed) != {SHARED, *map(rank_file, range(world))}:
+    counted = isinstance(listed, dict) and len(listed) == world + 1
+    if not counted or set(listed) != {SHARED, *map(rank_file, range(world))}:
         raise Broken(f"{MANIFEST}: files must be {SHARED} and one file for each of {world} ranks")
     return Manifest(step, world, {name: _read_seal(name, seal) for name, seal in listed.items()})
 

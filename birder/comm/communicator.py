@@ -57,6 +57,16 @@ class Communicator:
         """(workers, shards): the shape of rank-local state. State saved under one cannot be loaded under another."""
         return self.workers, self.shards * self.holders
 
+    def shard_of(self, elements: int) -> slice:
+        """Which of a unit's elements make this rank's shard."""
+        size = elements // self.shards
+        return slice(self.shard * size, (self.shard + 1) * size)
+
+    def chunk_of(self, elements: int) -> slice:
+        """Which of a unit's elements this rank serves."""
+        size, number = elements // (self.shards * self.workers), self.shard * self.workers + self.worker
+        return slice(number * size, (number + 1) * size)
+
     def shard_mean(self, flat: Tensor) -> Operation[Tensor]:
         """The part of `flat` on which this rank works, averaged over the ranks that make up one worker."""
         return (yield from self.intra.reduce_scatter_mean(flat))
@@ -94,7 +104,7 @@ class Communicator:
             return (yield from self.inter.mean(flat, wire))
         whole = pad(flat, (0, -flat.numel() % self.shards))
         # In separate memory: what `shard_mean` has given may still be in use.
-        part = yield from self.intra.reduce_scatter_mean_into(torch.empty_like(whole), whole)
+        part = yield from self.intra.reduce_scatter_mean(whole, torch.empty_like(whole))
         return (yield from self.gather_shards((yield from self.inter.mean(part, wire))))[: flat.numel()]
 
     def worker_mean(self, part: Tensor, wire: torch.dtype = torch.float32) -> Operation[Tensor]:

@@ -1,14 +1,6 @@
-"""What a launcher says about this rank's node.
+"""What a launcher says about this rank's node: how many ranks it has, and the number of this one among them.
 
-| launcher | ranks on this node | number of this rank there |
-|---|---|---|
-| torchrun | LOCAL_WORLD_SIZE | |
-| Open MPI | OMPI_COMM_WORLD_LOCAL_SIZE | OMPI_COMM_WORLD_LOCAL_RANK |
-| MPICH, Intel MPI | MPI_LOCALNRANKS | MPI_LOCALRANKID |
-| MVAPICH | MV2_COMM_WORLD_LOCAL_SIZE | MV2_COMM_WORLD_LOCAL_RANK |
-| others with PMI | PMI_LOCAL_SIZE | PMI_LOCAL_RANK |
-| srun | SLURM_STEP_TASKS_PER_NODE, SLURM_TASKS_PER_NODE, SLURM_NTASKS_PER_NODE | SLURM_LOCALID |
-
+torchrun says it by LOCAL_WORLD_SIZE, MPI by the variables in `MPI`, srun by those of `_slurm` and SLURM_LOCALID.
 What MPI or SLURM says counts only where its tasks are the ranks: torchrun may have been started by srun, once on each node.
 LOCAL_WORLD_SIZE counts before them. Where it was set by hand and contradicts them, hierarchical communication is refused.
 """
@@ -23,7 +15,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 MPI = (
-    # ranks on the node, number among them, ranks of the world, number among them
+    # Of Open MPI; MPICH and Intel MPI; MVAPICH; others with PMI.
+    # Ranks on the node, number among them, ranks of the world, number among them:
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("MPI_LOCALNRANKS", "MPI_LOCALRANKID", "PMI_SIZE", "PMI_RANK"),
     ("MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -202,11 +204,12 @@ class Link:
         posted = [dist.irecv(into[j], group=self.group, group_src=j, tag=tag) for j in peers]
         posted += [dist.isend(out[j], group=self.group, group_dst=j, tag=tag) for j in peers]
         work = [w for w in posted if w is not None]
-        arrivals: Sequence[dist.Work | staged.Arrival] = work if staging is None else [staging.arrival(work)]
 
         def arrived() -> Tensor:
-            for w in arrivals:
+            for w in work:
                 w.wait()
+            if staging is not None:
+                staging.bring()
             return received
 
         return arrived
@@ -223,7 +226,7 @@ class Link:
             received[self.rank].copy_(rows[self.rank])
             return self._exchange(list(rows), received, tag)
 
-        return (yield Post(self, rows[0].numel() * rows.element_size(), start))
+        return (yield Post(self, rows[0].nbytes, start))
 
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         """Every rank's `part` goes to all, in rank order: [c] -> [size, c]. `part` must not change until then."""
@@ -240,27 +243,24 @@ class Link:
                 gathered[self.rank].copy_(part)
             return self._exchange([part] * self.size, gathered, tag)
 
-        return (yield Post(self, part.numel() * part.element_size(), start))
+        return (yield Post(self, part.nbytes, start))
 
-    def reduce_scatter_mean(self, flat: Tensor) -> Operation[Tensor]:
-        """The mean over ranks of this rank's part. fp32[size*c] -> fp32[c], valid until the next call.
+    def reduce_scatter_mean(self, flat: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        """The mean over ranks of this rank's part: fp32[size*c] -> fp32[c], a part of `out`, which is as large as `flat`.
 
-        The next one on the same thread and stream, that is: what two halves of a pipeline do at the same time stays apart.
+        Without `out` it is valid until the next call on the same thread and stream: what two halves of a pipeline do at the
+        same time stays apart. Of one rank `flat` itself.
         """
-        return (yield from self.reduce_scatter_mean_into(self._buffer(flat) if self.size > 1 else flat, flat))
-
-    def reduce_scatter_mean_into(self, received: Tensor, flat: Tensor) -> Operation[Tensor]:
-        """The same, in a part of `received`, which is as large as `flat`. Of one rank `flat` itself."""
         if self.size == 1:
             return flat
-        rows = flat.view(self.size, -1)
+        received, rows = self._buffer(flat) if out is None else out, flat.view(self.size, -1)
         if self._backend(flat) == "nccl":
             part = received[: rows.shape[1]]
 
             def start(tag: int | None) -> Wait:
                 return _arrival(dist.reduce_scatter_tensor(part, flat, group=self.group, async_op=True), part)
 
-            return (yield Post(self, rows[0].numel() * rows.element_size(), start)).div_(self.size)
+            return (yield Post(self, rows[0].nbytes, start)).div_(self.size)
         return self.sum_of_rows((yield from self.all_to_all(rows, received))).div_(self.size)
 
     def _buffer(self, like: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ class Link:
             def start(tag: int | None) -> Wait:
                 return _arrival(dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.group, async_op=True), sent)
 
-            return (yield Post(self, sent.numel() * sent.element_size(), start, ring=True)).float()
+            return (yield Post(self, sent.nbytes, start, ring=True)).float()
         rows = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size)).to(wire).view(self.size, -1)
         part = self.sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)
         return (yield from self.all_gather(part.to(wire))).view(-1)[: flat.numel()].float()
@@ -305,15 +305,10 @@ class Link:
         few = flags.numel() <= 8 * FEW
         bits = pack(torch.nn.functional.pad(flags, (0, -flags.numel() % (8 if few else 8 * self.size))))
         rows = yield from (self.all_gather(bits) if few else self.all_to_all(bits.view(self.size, -1)))
-        part = rows[0]
-        for row in rows[1:]:
-            part = part | row
+        part = functools.reduce(operator.or_, rows)
         united = part if few else (yield from self.all_gather(part)).view(-1)
         return unpack(united)[: flags.numel()].bool()
 
     def sum(self, values: Tensor) -> Operation[Tensor]:
         """The sum over ranks, added up in rank order. [k] -> [k]."""
-        total, *others = (yield from self.all_gather(values.contiguous())).unbind()
-        for other in others:
-            total = total + other
-        return total
+        return functools.reduce(operator.add, (yield from self.all_gather(values.contiguous())))

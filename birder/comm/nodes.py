@@ -41,16 +41,18 @@ def decided(everyone: Sequence[Said], ranks: list[int]) -> Topology:
     known, or ranks are numbered across nodes, it is then a guess.
     """
     hierarchical = any(one.hierarchical for one in everyone) and len(ranks) > 1
+    said_by = dict(zip(ranks, everyone, strict=True))
+    for rank, one in said_by.items():
+        if one.local == WRONG:
+            raise ValueError(
+                f"on rank {rank} the number of ranks per node is not a whole number of at least 1: {WAY_ON}"
+            )
+    for rank, one in said_by.items() if hierarchical else ():
+        if one.other:
+            raise ValueError(
+                f"on rank {rank} LOCAL_WORLD_SIZE says {one.local} ranks per node, the launcher {one.other}: {WAY_ON}"
+            )
     known = {one.local for one in everyone}
-    wrong = next((rank for rank, one in zip(ranks, everyone, strict=True) if one.local == WRONG), None)
-    if wrong is not None:
-        raise ValueError(f"on rank {wrong} the number of ranks per node is not a whole number of at least 1: {WAY_ON}")
-    contrary = next((rank for rank, one in zip(ranks, everyone, strict=True) if one.other), None)
-    if contrary is not None and hierarchical:
-        one = everyone[ranks.index(contrary)]
-        raise ValueError(
-            f"on rank {contrary} LOCAL_WORLD_SIZE says {one.local} ranks per node, the launcher {one.other}: {WAY_ON}"
-        )
     if known == {UNKNOWN} or (UNKNOWN in known and not hierarchical):
         return _by_host(everyone, hierarchical)
     if len(known) > 1:
@@ -59,14 +61,12 @@ def decided(everyone: Sequence[Said], ranks: list[int]) -> Topology:
             f"ranks say different numbers of ranks per node ({shown}): give every node the same number of ranks"
         )
     local = known.pop()
-    astray = [
-        (rank, one.number) for rank, one in zip(ranks, everyone, strict=True) if one.number not in (-1, rank % local)
-    ]
-    if astray and hierarchical:
-        raise ValueError(
-            "the ranks of a node do not lie side by side (rank {} is number {} on its node): number them node by node "
-            "(srun --distribution=block, mpirun --map-by core)".format(*astray[0])
-        )
+    for rank, one in said_by.items() if hierarchical else ():
+        if one.number not in (-1, rank % local):
+            raise ValueError(
+                f"the ranks of a node do not lie side by side (rank {rank} is number {one.number} on its node): number them "
+                "node by node (srun --distribution=block, mpirun --map-by core)"
+            )
     return Topology.of_ranks(ranks, local)
 
 

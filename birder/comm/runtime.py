@@ -222,10 +222,7 @@ class OwnTurn(Pipeline):
 
 
 class ThreadPipeline(Pipeline):
-    """Two worker threads, for CPU tensors: during backward, while unit k is on the wire, unit k+1 is encoded.
-
-    The first thread begins a task, the second one finishes it. Each keeps the order of submission.
-    """
+    """Two worker threads, for CPU tensors. Each keeps the order of submission."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         super().__init__(comm)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -28,32 +27,21 @@ class Staging:
         """me: the place of this rank's own entries, which neither travel nor are touched."""
         self._target, self._me = into, me
         on_gpu = into[0].is_cuda
+
+        def like(t: Tensor) -> Tensor:
+            return torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu)
+
         copies: dict[int, Tensor] = {}
         for i, t in enumerate(out):
             if i != me and id(t) not in copies:
-                copies[id(t)] = torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu).copy_(t, non_blocking=True)
+                copies[id(t)] = like(t).copy_(t, non_blocking=True)
         self.out = [t if i == me else copies[id(t)] for i, t in enumerate(out)]
-        self.into = [
-            t if i == me else torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu) for i, t in enumerate(into)
-        ]
+        self.into = [t if i == me else like(t) for i, t in enumerate(into)]
         if on_gpu:
             torch.cuda.current_stream(into[0].device).synchronize()
 
-    def arrival(self, work: Sequence[dist.Work]) -> Arrival:
-        """What waits for all of `work`."""
-        return Arrival(
-            work, [(t, h) for i, (t, h) in enumerate(zip(self._target, self.into, strict=True)) if i != self._me]
-        )
-
-
-class Arrival:
-    """As a `dist.Work`: `wait` returns when what was received is queued to come to the device, on the current stream."""
-
-    def __init__(self, work: Sequence[dist.Work], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._work, self._copies = work, copies
-
-    def wait(self) -> None:
-        for work in self._work:
-            work.wait()
-        for target, received in self._copies:
-            target.copy_(received, non_blocking=True)
+    def bring(self) -> None:
+        """Queues what was received to come to the device, on the current stream."""
+        for i, (target, received) in enumerate(zip(self._target, self.into, strict=True)):
+            if i != self._me:
+                target.copy_(received, non_blocking=True)

@@ -16,6 +16,7 @@ from birder.comm.communicator import Communicator
 from birder.comm.counter import ByteCounter
 from birder.comm.link import Link, Wait
 from birder.comm.topology import Topology
+from birder.kernels.bits import round_up
 
 SEGMENT = 1 << 20
 """Bytes of the largest segment of gloo's ring."""
@@ -95,10 +96,6 @@ def communicators(topology: Topology, hierarchical: bool) -> list[Communicator]:
         return VirtualLink(boards[tuple(group)], group, rank, topology, whole[rank].counter)
 
     return [Communicator(every, link(rails[r % local], r), link(nodes[r // local], r)) for r, every in enumerate(whole)]
-
-
-def round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
 
 
 def ring_sum(rows: Tensor) -> Tensor:

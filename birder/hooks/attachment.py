@@ -136,7 +136,7 @@ class Attachment:
         with trace.span("encode", number):
             sent = buffer if buffer.dtype == wire else buffer.to(wire)
             sent.div_(self.link.size)
-        self.link.count_ring_all_reduce(sent.numel() * sent.element_size())
+        self.link.count_ring_all_reduce(sent.numel() * sent.element_size())  # it may be sparse
         began = time.perf_counter()
         work = dist.all_reduce(sent, group=self.link.group, async_op=True)
         assert work is not None
@@ -198,12 +198,15 @@ def queue_after_backward(call: Callable[[], None]) -> None:
     queue(call)
 
 
-def pipeline_for(device: torch.device, group: dist.ProcessGroup) -> Pipeline:
-    """What runs exchanges of tensors on `device` over `group` during backward."""
-    if device.type == "cuda":
+def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipeline:
+    """What runs exchanges of tensors on `device` over `group` during backward; None: inside `step`."""
+    if group is not None and device.type == "cuda":
         return StreamPipeline(device)
     # Two threads need messages that tags tell apart, which `Link` has on gloo alone.
-    return ThreadPipeline() if backend_for(group, device) == "gloo" else Pipeline()
+    on_threads = group is not None and backend_for(group, device) == "gloo"
+    pipeline = ThreadPipeline() if on_threads else Pipeline()
+    pipeline.trace.on = device.type == "cpu"
+    return pipeline
 
 
 def agree(

@@ -61,10 +61,10 @@ class BlockScaled:
         group: dist.ProcessGroup | None = None,
         topology: Topology | None = None,
     ) -> None:
-        require_choice("code", code, *LARGEST)
+        self.code = require_choice("code", code, *LARGEST)
         even = isinstance(block, int) and not isinstance(block, bool) and block >= 2 and block % 2 == 0
         require(even, "block", block, "an even number of at least 2")
-        self.code, self.block, self.error_feedback = code, block, error_feedback
+        self.block, self.error_feedback = block, error_feedback
         self.counter = ByteCounter()
         # A separate group: its messages overlap DDP's, in another order.
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
@@ -98,12 +98,8 @@ class BlockScaled:
 
         if buffer.is_cuda and backend_for(self.link.group, buffer.device) != "gloo":
             return self._on_stream(buffer, run)
-        return self._on_thread(run)
-
-    def _on_thread(self, run: Callable[[], Tensor]) -> Future[Tensor]:
-        """One bucket after the other, during backward."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1)
+            self._thread = ThreadPoolExecutor(1)  # one bucket after the other, during backward
         return on_thread(self._thread, run)
 
     def _on_stream(self, buffer: Tensor, run: Callable[[], Tensor]) -> Future[Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Pipeline, Topology, TwoPhase, run
+from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Topology, TwoPhase, run
 from birder.comm.groups import borrow
 from birder.hooks.attachment import (
     Attachment,
@@ -221,15 +221,11 @@ def attach(
     topology = agree(group, device, optimizer, topology, by_nodes, hierarchical, overlap, communicate, unit_mb)
     own: dist.ProcessGroup | None = None
     comm: Communicator | None = None
-    pipeline = Pipeline()
     if optimizer.compressed and communicate:
         # A separate group: these collectives overlap DDP's, in another order.
         own = borrow(Link(group, topology, ByteCounter()), device)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
-        if overlap:
-            pipeline = pipeline_for(device, own)
-    pipeline.trace.on = device.type == "cpu"
-    optimizer.bind(comm, pipeline, unit_mb)
+    optimizer.bind(comm, pipeline_for(device, own if overlap else None), unit_mb)
     link = Link(group, topology, optimizer.comm.counter)
     attachment = BucketAttachment(optimizer, link, overlap, communicate, own)
     attachment.replace(names)

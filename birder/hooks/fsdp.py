@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from birder.comm import ByteCounter, Link, Pipeline, Replicas, Topology, finish
+from birder.comm import ByteCounter, Link, Replicas, Topology, finish
 from birder.comm.groups import borrow, part
 from birder.comm.link import backend_for
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
@@ -157,12 +157,10 @@ def attach_shards(
     among = part(own, peers if communicate else [dist.get_rank()])
     comm = Replicas(among, part(own, mesh.mesh[replica].tolist()), topology)
     overlaps = optimizer.compressed and communicate and overlap
-    pipeline = pipeline_for(device, among) if overlaps else Pipeline()
-    pipeline.trace.on = device.type == "cpu"
     # Dense gradients do not wait behind messages of the step before.
     link = Link(part(own, peers, 1), topology, comm.counter)
     _equalise([*model.parameters(), *model.buffers()], link)
-    optimizer.bind(comm, pipeline, unit_mb)
+    optimizer.bind(comm, pipeline_for(device, among if overlaps else None), unit_mb)
     attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh, own)
     attachment.replace({p: name for name, p in model.named_parameters()})
     _register(model, attachment, comm.inside)
@@ -252,7 +250,7 @@ class CountedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self.link.count_pairwise(input_tensor.numel() * input_tensor.element_size())
+        self.link.count_pairwise(input_tensor.nbytes)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -266,5 +264,5 @@ class CountedReduceScatter(CountedAllGather):
         if backend_for(group, input_tensor.device) == "gloo" and op == dist.ReduceOp.AVG and not async_op:
             output_tensor.copy_(finish(self.link.reduce_scatter_mean(input_tensor)))
             return None
-        self.link.count_pairwise(output_tensor.numel() * output_tensor.element_size())
+        self.link.count_pairwise(output_tensor.nbytes)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

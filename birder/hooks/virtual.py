@@ -179,10 +179,6 @@ class VirtualRanks:
                 optimizer.give_up()
             raise
 
-    @torch.no_grad()
-    def _average_models(self) -> None:
-        self._together(lambda rank: self.optimizers[rank].average_parameters(counted=False))
-
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the parameters are the mean over ranks, as in `BucketOptimizer.averaged`."""
@@ -190,7 +186,8 @@ class VirtualRanks:
             yield
             return
         kept = [[x.clone() for x in values] for values in self._values]
-        self._average_models()
+        with torch.no_grad():
+            self._together(lambda rank: self.optimizers[rank].average_parameters(counted=False))
         self._load(0)
         try:
             yield
@@ -217,7 +214,7 @@ class VirtualRanks:
             places = [self._place[p] for p in params]  # DDP sends those too that have no gradient
             rows = self._rows(places).div_(self.size)
             for link in self._links:
-                link.count_ring_all_reduce(rows[0].numel() * rows.element_size())
+                link.count_ring_all_reduce(rows[0].nbytes)
             parts = ring_sum(rows).split([self._params[i].numel() for i in places])
             for rank, grads in enumerate(self._grads[: len(self._bound)]):
                 for i, part in zip(places, parts, strict=True):

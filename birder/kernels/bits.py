@@ -50,9 +50,13 @@ def room(out: Tensor | None, count: int, like: Tensor) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=like.device) if out is None else out
 
 
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def message_bytes(elements: int) -> int:
     """Of a message about that many elements, a multiple of 8."""
-    return -(-elements // 32) * 4 + 4
+    return round_up(elements, 32) // 8 + 4
 
 
 def new_messages(count: int, elements: int, device: torch.device) -> Tensor:

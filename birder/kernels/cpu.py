@@ -60,24 +60,6 @@ def _moments(g, m, b, threshold, beta, rest, beta2, rest2, scale, eps, hold):
         threshold[e] = np.int32(u * half + bias)
 
 
-@njit(nogil=True, cache=True)
-def _widen_bf16(half, wide):
-    for e in range(half.size):
-        wide[e] = np.uint32(half[e]) << np.uint32(16)
-
-
-@njit(nogil=True, cache=True)
-def _widen_fp16(half, wide):
-    # The exponent's bias differs by 112. What is not finite becomes infinite.
-    value = wide.view(np.float32)
-    for e in range(half.size):
-        wide[e] = np.uint32(half[e] & np.uint16(0x7FFF)) << np.uint32(13)
-    for e in range(half.size):
-        size = value[e] * np.float32(2.0**112)
-        size = np.float32(np.inf) if size >= np.float32(65536.0) else size
-        value[e] = -size if half[e] & np.uint16(0x8000) else size
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def _encode(g, m, b, out, beta, rest, beta2, rest2, scale, eps, hold, shift, k0, k1, step, stream, block):
     words = np.empty(TILE // 2, np.uint32)
@@ -90,24 +72,6 @@ def _encode(g, m, b, out, beta, rest, beta2, rest2, scale, eps, hold, shift, k0,
         draw(words, count // LANES, k0, k1, step, stream, block + np.uint64(low // LANES))
         _moments(g[part], m[part], b[part], threshold, beta, rest, beta2, rest2, scale, eps, hold)
         below(draws, shift, threshold, flags, out[low // LANES : (low + count) // LANES])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _encode_half(g, brain, m, b, out, beta, rest, beta2, rest2, scale, eps, hold, shift, k0, k1, step, stream, block):
-    wide = np.empty(TILE, np.uint32)
-    for low in range(0, g.size, TILE):
-        count = min(TILE, g.size - low)
-        part, bits = slice(low, low + count), slice(low // LANES, (low + count) // LANES)
-        if brain:
-            _widen_bf16(g[part], wide)
-        else:
-            _widen_fp16(g[part], wide)
-        x = wide.view(np.float32)[:count]
-        number = block + np.uint64(low // LANES)
-        _encode(
-            x, m[part], b[part], out[bits],
-            beta, rest, beta2, rest2, scale, eps, hold, shift, k0, k1, step, stream, number,
-        )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -221,12 +185,9 @@ def _counter(o, stream, each=LANES):
 @implements(reference.encode)
 def encode(g, m, b, o):
     out, beta2 = room(o.out, g.numel() // LANES, g), o.beta if o.beta2 is None else o.beta2
-    state, averages = (m.numpy(), b.numpy(), out.numpy()), (o.beta, 1.0 - o.beta, beta2, 1.0 - beta2, o.scale, o.eps)
-    law = *map(np.float32, averages), o.hold, np.uint16(o.shift), *_counter(o, o.worker)
-    if g.dtype == torch.float32:
-        _encode(g.numpy(), *state, *law)
-    else:
-        _encode_half(g.view(torch.int16).numpy().view(np.uint16), g.dtype == torch.bfloat16, *state, *law)
+    law = *map(np.float32, (o.beta, 1.0 - o.beta, beta2, 1.0 - beta2, o.scale, o.eps)), o.hold, np.uint16(o.shift)
+    tensors = g.float(), m, b, out  # no copy of what is fp32
+    _encode(*(t.numpy() for t in tensors), *law, *_counter(o, o.worker))
     return out
 
 
@@ -308,11 +269,17 @@ def _total(sums):
 
 
 @njit(nogil=True, cache=True)
-def _finish(z, mask, scratch):
-    """Applies the mask to a tile and returns its sum of squares."""
+def _inside(z, mask):
+    """z becomes 0 outside of the mask, if there is one."""
     if mask.size:
         for e in range(z.size):
             z[e] = z[e] if mask[e] else np.float32(0)
+
+
+@njit(nogil=True, cache=True)
+def _finish(z, mask, scratch):
+    """Applies the mask to a tile and returns its sum of squares."""
+    _inside(z, mask)
     for e in range(z.size):
         x = np.float64(z[e])
         scratch[e] = x * x
@@ -399,10 +366,7 @@ def _split_signs(error, scale, mask, messages):
                 flags[e] = np.uint8(plus)
                 part[e] = x - scale if plus else x + scale
             pack(flags, bits[(low - first) // LANES : (low - first + part.size) // LANES])
-            if mask.size:
-                inside = mask[low : low + part.size]
-                for e in range(part.size):
-                    part[e] = part[e] if inside[e] else np.float32(0)
+            _inside(part, mask[low : low + part.size])
 
 
 @njit(nogil=True, cache=True)
@@ -413,13 +377,9 @@ def _write_signs(out, messages, scales, mask):
         for low in range(first, first + size, TILE):
             part = out[low : min(low + TILE, first + size)]
             expand(bits[(low - first) // LANES : (low - first + part.size) // LANES], signs)
-            if mask.size:
-                inside = mask[low : low + part.size]
-                for e in range(part.size):
-                    part[e] = signs[e] * scale if inside[e] else np.float32(0)
-            else:
-                for e in range(part.size):
-                    part[e] = signs[e] * scale
+            for e in range(part.size):
+                part[e] = signs[e] * scale
+            _inside(part, mask[low : low + part.size])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -330,9 +330,8 @@ def _pack_signs(z, out, count, BYTES: constexpr):
 
 @triton.jit
 def _split_signs(error, scale, mask, out, scales, count, words, MASKED: constexpr, BYTES: constexpr):
-    part = tl.program_id(1).to(
-        tl.int64
-    )  # a message: `count` bytes of bits, `words` words, of which the last is its scale
+    # A message: `count` bytes of bits, `words` words, of which the last is its scale.
+    part = tl.program_id(1).to(tl.int64)
     place = first_byte(BYTES)
     live = place < count
     e = elements(part * count + place)
@@ -503,11 +502,9 @@ def _modulate_adam(
         mean = mean * beta1 + x * rest1
         tl.store(m + e, mean, mask=live)
         tl.store(v + e, square, mask=live)
-        if SHARED:
-            square = tl.load(shared + e, mask=live, other=0.0)
-    elif SHARED:
+    if SHARED:
         square = tl.load(shared + e, mask=live, other=0.0)
-    else:
+    elif not MOMENTS:
         square = tl.load(v + e, mask=live, other=0.0)
     below = tl.sqrt_rn(square) + eps
     ratio = tl.div_rn(mean * scale, tl.where(below > 0.0, below, 1.0))

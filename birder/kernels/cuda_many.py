@@ -27,8 +27,9 @@ ROWS = tl.constexpr(CHUNK // 8)
 
 
 @triton.jit
-def _cell(rows, column, COLUMNS: constexpr):
-    return tl.load(rows + tl.program_id(0).to(tl.int64) * COLUMNS + column)
+def _row(rows, COLUMNS: constexpr):
+    """This program's row of the table."""
+    return rows + tl.program_id(0).to(tl.int64) * COLUMNS
 
 
 @triton.jit
@@ -38,44 +39,44 @@ def _inside():
 
 
 @triton.jit
-def _begin(rows, COLUMNS: constexpr):
+def _begin(row):
     """Number of this program's first element in memory."""
-    return tl.multiple_of(_cell(rows, 0, COLUMNS), 32)
+    return tl.multiple_of(tl.load(row), 32)
 
 
 @triton.jit
-def _live(rows, COLUMNS: constexpr, WHOLE: constexpr):
+def _live(row, WHOLE: constexpr):
     """bool[ROWS, 8]: which of this program's elements there are. All of them, where that is known, keep accesses wide."""
-    return _inside() < (ROWS * 8 if WHOLE else _cell(rows, 1, COLUMNS).to(tl.int32))
+    return _inside() < (ROWS * 8 if WHOLE else tl.load(row + 1).to(tl.int32))
 
 
 @triton.jit
-def _whole(rows, COLUMNS: constexpr):
-    return _cell(rows, 1, COLUMNS) == ROWS * 8
+def _whole(row):
+    return tl.load(row + 1) == ROWS * 8
 
 
 @triton.jit
-def _place(rows, COLUMNS: constexpr, ORDERED: constexpr):
+def _place(row, ORDERED: constexpr):
     """Where in the flat buffer the numbers of `_logical` begin to count."""
-    place = tl.multiple_of(_cell(rows, 2, COLUMNS), 32)
-    return place + _begin(rows, COLUMNS) if ORDERED else place
+    place = tl.multiple_of(tl.load(row + 2), 32)
+    return place + _begin(row) if ORDERED else place
 
 
 @triton.jit
-def _logical(rows, COLUMNS: constexpr, ORDERED: constexpr):
+def _logical(row, ORDERED: constexpr):
     """int32[ROWS, 8]: the logical numbers of this program's elements; where memory has that order, from its first one on."""
     if ORDERED:
         return _inside()
-    inner, middle = _cell(rows, 3, COLUMNS).to(tl.int32), _cell(rows, 4, COLUMNS).to(tl.int32)
-    k = _begin(rows, COLUMNS).to(tl.int32) + _inside()
+    inner, middle = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
+    k = _begin(row).to(tl.int32) + _inside()
     outer, i = k // inner, k % inner
     return (outer // middle * inner + i) * middle + outer % middle
 
 
 @triton.jit
-def _pointer(rows, column, first, KIND: constexpr, COLUMNS: constexpr, ALIGNED: constexpr):
+def _pointer(row, column, first, KIND: constexpr, ALIGNED: constexpr):
     """To element `first` of the tensor whose address stands in that column."""
-    address = _cell(rows, column, COLUMNS).to(tl.pointer_type(KIND))
+    address = tl.load(row + column).to(tl.pointer_type(KIND))
     if ALIGNED:  # chunks begin at multiples of CHUNK
         return tl.multiple_of(address + first, 16)
     return address + first
@@ -83,16 +84,16 @@ def _pointer(rows, column, first, KIND: constexpr, COLUMNS: constexpr, ALIGNED: 
 
 @triton.jit
 def _apply_part(
-    rows, bits, active, lr, keep,
+    row, bits, active, lr, keep,
     DECAYS: constexpr, PARTIAL: constexpr, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr,
 ):  # fmt: skip
-    inside, logical, live = _inside(), _logical(rows, 6, ORDERED), _live(rows, 6, WHOLE)
-    p, place = _pointer(rows, 5, _begin(rows, 6), tl.float32, 6, ALIGNED), _place(rows, 6, ORDERED)
+    inside, logical, live = _inside(), _logical(row, ORDERED), _live(row, WHOLE)
+    p, place = _pointer(row, 5, _begin(row), tl.float32, ALIGNED), _place(row, ORDERED)
     x = tl.load(p + inside, mask=live, other=0.0)
     if DECAYS:
         x = x * keep
     if ORDERED:
-        byte, count = tl.arange(0, ROWS), ROWS * 8 if WHOLE else _cell(rows, 1, 6)
+        byte, count = tl.arange(0, ROWS), ROWS * 8 if WHOLE else tl.load(row + 1)
         plus = unpack(tl.load(bits + (place >> 3) + byte, mask=byte * 8 < count, other=0)) != 0
     else:
         byte = tl.load(bits + (place >> 3) + (logical >> 3), mask=live, other=0).to(tl.int32)
@@ -105,20 +106,21 @@ def _apply_part(
 
 @triton.jit
 def _apply(rows, bits, active, lr, keep, DECAYS: constexpr, PARTIAL: constexpr, ORDERED: constexpr, ALIGNED: constexpr):
-    if _whole(rows, 6):
-        _apply_part(rows, bits, active, lr, keep, DECAYS, PARTIAL, ORDERED, ALIGNED, True)
+    row = _row(rows, 6)
+    if _whole(row):
+        _apply_part(row, bits, active, lr, keep, DECAYS, PARTIAL, ORDERED, ALIGNED, True)
     else:
-        _apply_part(rows, bits, active, lr, keep, DECAYS, PARTIAL, ORDERED, ALIGNED, False)
+        _apply_part(row, bits, active, lr, keep, DECAYS, PARTIAL, ORDERED, ALIGNED, False)
 
 
 @triton.jit
-def _move_part(rows, rate_down, correction, eps, keep, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr):
-    inside, logical, live = _inside(), _logical(rows, 8, ORDERED), _live(rows, 8, WHOLE)
-    first = _begin(rows, 8)
-    p = _pointer(rows, 5, first, tl.float32, 8, ALIGNED)
+def _move_part(row, rate_down, correction, eps, keep, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr):
+    inside, logical, live = _inside(), _logical(row, ORDERED), _live(row, WHOLE)
+    first = _begin(row)
+    p = _pointer(row, 5, first, tl.float32, ALIGNED)
     other = first if ORDERED else first * 0
-    m = _pointer(rows, 6, other, tl.float32, 8, ALIGNED)
-    v = _pointer(rows, 7, other, tl.float32, 8, ALIGNED)
+    m = _pointer(row, 6, other, tl.float32, ALIGNED)
+    v = _pointer(row, 7, other, tl.float32, ALIGNED)
     below = tl.div_rn(tl.sqrt_rn(tl.load(v + logical, mask=live, other=1.0)), correction) + eps
     up = tl.load(m + logical, mask=live, other=0.0) * rate_down
     x = tl.load(p + inside, mask=live, other=0.0) * keep + tl.div_rn(up, below)
@@ -127,19 +129,20 @@ def _move_part(rows, rate_down, correction, eps, keep, ORDERED: constexpr, ALIGN
 
 @triton.jit
 def _move(rows, rate_down, correction, eps, keep, ORDERED: constexpr, ALIGNED: constexpr):
-    if _whole(rows, 8):
-        _move_part(rows, rate_down, correction, eps, keep, ORDERED, ALIGNED, True)
+    row = _row(rows, 8)
+    if _whole(row):
+        _move_part(row, rate_down, correction, eps, keep, ORDERED, ALIGNED, True)
     else:
-        _move_part(rows, rate_down, correction, eps, keep, ORDERED, ALIGNED, False)
+        _move_part(row, rate_down, correction, eps, keep, ORDERED, ALIGNED, False)
 
 
 @triton.jit
 def _take_part(
-    rows, flat, factor,
+    row, flat, factor,
     KIND: constexpr, SCALED: constexpr, SCREENED: constexpr, ORDERED: constexpr, ALIGNED: constexpr, WHOLE: constexpr,
 ):  # fmt: skip
-    inside, logical, live = _inside(), _logical(rows, 6, ORDERED), _live(rows, 6, WHOLE)
-    g, place = _pointer(rows, 5, _begin(rows, 6), KIND, 6, ALIGNED), _place(rows, 6, ORDERED)
+    inside, logical, live = _inside(), _logical(row, ORDERED), _live(row, WHOLE)
+    g, place = _pointer(row, 5, _begin(row), KIND, ALIGNED), _place(row, ORDERED)
     x = tl.load(g + inside, mask=live, other=0.0).to(tl.float32)
     if SCALED:
         x = x * tl.load(factor)
@@ -153,10 +156,11 @@ def _take_part(
 def _take(
     rows, flat, factor, KIND: constexpr, SCALED: constexpr, SCREENED: constexpr, ORDERED: constexpr, ALIGNED: constexpr
 ):
-    if _whole(rows, 6):
-        _take_part(rows, flat, factor, KIND, SCALED, SCREENED, ORDERED, ALIGNED, True)
+    row = _row(rows, 6)
+    if _whole(row):
+        _take_part(row, flat, factor, KIND, SCALED, SCREENED, ORDERED, ALIGNED, True)
     else:
-        _take_part(rows, flat, factor, KIND, SCALED, SCREENED, ORDERED, ALIGNED, False)
+        _take_part(row, flat, factor, KIND, SCALED, SCREENED, ORDERED, ALIGNED, False)
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

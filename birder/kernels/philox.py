@@ -8,8 +8,12 @@ are bucketed, on the device, on the number of draws made before, or on a restart
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+Word = TypeVar("Word", int, Tensor)
 
 MASK = 0xFFFFFFFF
 MUL_0, MUL_1 = 0xD2511F53, 0xCD9E8D57
@@ -34,8 +38,8 @@ SELECT_STREAM = 1 << 29
 """Plus the number of the bit: which of 2^k workers' bits the server copies."""
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """One Philox block per element: four int64 tensors holding 32-bit words in, four out.
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, ...]:
+    """One Philox block per element: four 32-bit words in, four out; int64 tensors of them, or Python's numbers.
 
     The product of two 32-bit words wraps around in int64, which leaves both of its halves right.
     """
@@ -62,13 +66,8 @@ def words(number: Tensor, *, seed: int, step: int, stream: int) -> tuple[Tensor,
 
 def word(number: int, *, seed: int, step: int, stream: int) -> int:
     """The first of the `words` of one number, on the host and without tensors."""
-    c0, c1, c2, c3 = number & MASK, number >> 32, step & MASK, stream
-    k0, k1 = seed & MASK, (seed >> 32) & MASK
-    for _ in range(ROUNDS):
-        p0, p1 = c0 * MUL_0, c2 * MUL_1
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & MASK, (p0 >> 32) ^ c3 ^ k1, p0 & MASK
-        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
-    return c0
+    counter = (number & MASK, number >> 32, step & MASK, stream)
+    return int(philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))[0])
 
 
 def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, device: torch.device) -> Tensor:

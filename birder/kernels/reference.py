@@ -384,13 +384,7 @@ def modulate(
     out: Tensor | None = None,
 ) -> Tensor:
     """The worker's bits, and what they leave in `error`: fp32[d], and fp32 or int8[d] -> uint8[d/8]. d: a multiple of 8."""
-    z = u * weight + widened(error, limit)
-    plus = z >= 0
-    bits = into(out, pack(plus))
-    if limit == 1:
-        z = z - torch.where(plus, 1.0, -1.0)
-    keep(z, error, limit, dither)
-    return bits
+    return leave(u * weight + widened(error, limit), error, limit, dither, out)
 
 
 def modulate_adam(
@@ -420,10 +414,7 @@ def serve_sigma(rows: Tensor, error: Tensor, *, gamma: float, dither: float = 0.
     n = rows.shape[0]
     ones = unpack(rows).sum(0, dtype=torch.int64)
     a = (2 * ones - n).float() * (gamma / n) + widened(error, 1)
-    plus = a >= 0
-    bits = into(out, pack(plus))
-    keep(a - torch.where(plus, 1.0, -1.0), error, 1, dither)
-    return bits
+    return leave(a, error, 1, dither, out)
 
 
 def settle(
@@ -444,13 +435,18 @@ def widened(error: Tensor, limit: int) -> Tensor:
     return error if error.dtype == torch.float32 else error.float() * (1.0 / UNITS[limit])
 
 
-def keep(z: Tensor, error: Tensor, limit: int, dither: float) -> None:
-    """error = clip(z, -limit, limit), in the error's own type."""
+def leave(z: Tensor, error: Tensor, limit: int, dither: float, out: Tensor | None) -> Tensor:
+    """The bits of z. What they leave becomes the error, in its own type: clip(z - q, -1, 1), or clip(z, -2, 2) by `limit`."""
+    plus = z >= 0
+    bits = into(out, pack(plus))
+    if limit == 1:
+        z = z - torch.where(plus, 1.0, -1.0)
     if error.dtype == torch.float32:
         error.copy_(z.clamp(-float(limit), float(limit)))
     else:
         most = float(limit * UNITS[limit])
         error.copy_((z * float(UNITS[limit]) + dither).floor_().clamp_(-most, most))
+    return bits
 
 
 # ---- the parameters of a unit, from a multiple of 32 elements on each, in logical order --------------------------------

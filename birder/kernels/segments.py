@@ -36,10 +36,9 @@ def order(t: Tensor) -> Order | None:
         return IN_ORDER
     if t.numel() >= 2**31:  # places within a tensor are 32-bit numbers there
         return None
-    if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
-        return t.shape[1], t.shape[2] * t.shape[3]
-    if t.dim() == 5 and t.is_contiguous(memory_format=torch.channels_last_3d):
-        return t.shape[1], t.shape[2] * t.shape[3] * t.shape[4]
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
+    if form is not None and t.is_contiguous(memory_format=form):
+        return t.shape[1], t.shape[2:].numel()
     if t.dim() == 2 and t.t().is_contiguous():
         return t.shape[0], t.shape[1]
     return None

@@ -25,6 +25,15 @@ def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: f
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
 
 
+def roots(v: Tensors, eps: float, correction: float = 1.0) -> Tensors:
+    """sqrt(v) / correction + eps, tensor by tensor, in new memory."""
+    found = list(torch._foreach_sqrt(v))
+    if correction != 1.0:
+        torch._foreach_div_(found, correction)
+    torch._foreach_add_(found, eps)
+    return found
+
+
 class DenseAdam(BucketOptimizer):
     """What methods with Adam's two moments and a dense all-reduce of the gradient share.
 
@@ -106,9 +115,7 @@ class AdamW(DenseAdam):
             return
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         adam_moments(m, v, grads, beta1, beta2)
-        denominator = torch._foreach_sqrt(v)
-        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(denominator, group["eps"])
+        denominator = roots(v, group["eps"], (1 - beta2**step) ** 0.5)
         torch._foreach_addcdiv_(params, m, denominator, -lr / (1 - beta1**step))
 
 
@@ -138,8 +145,7 @@ class BertAdam(DenseAdam):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        if group["tensor_clip"] is not None:
-            require_number("tensor_clip", group["tensor_clip"], "positive or None", above=True)
+        require_number("tensor_clip", group["tensor_clip"], "positive or None", above=True, none=True)
 
     def move(
         self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int
@@ -148,8 +154,7 @@ class BertAdam(DenseAdam):
             factors = (group["tensor_clip"] / ((yield from norms(self.comm, grads)) + 1e-6)).clamp(max=1.0)
             grads = list(torch._foreach_mul(grads, list(factors.unbind())))
         adam_moments(m, v, grads, *group["betas"])
-        denominator = torch._foreach_sqrt(v)
-        torch._foreach_add_(denominator, group["eps"])
+        denominator = roots(v, group["eps"])
         lr = float(group["lr"])
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_addcdiv_(params, m, denominator, -lr)

@@ -284,11 +284,6 @@ class BucketOptimizer(GradientExchange, MethodState):
         """Whether the parameter is one of those that the optimizer was bound with."""
         return p in self._where
 
-    @property
-    def device(self) -> torch.device:
-        """Of the first unit; the CPU where there is none."""
-        return self.units[0].device if self.units else torch.device("cpu")
-
     def named(self, p: Tensor) -> str:
         """How messages call a parameter: by its name in the attached model, or its shape."""
         return self._names.get(p) or f"a parameter of shape {tuple(p.shape)}"

@@ -66,9 +66,7 @@ class Birder(SeenMap, BucketOptimizer):
     State, rank-local: m and b, fp32[d] (with hierarchical communication and intra="gradient": fp32[d / ranks per node]).
     With bits="sigma_delta" also e, fp32[d / ranks per node], and s of the server, fp32[d/n].
 
-    A coordinate whose gradient has been 0 on every rank in every step so far does not move. Ranks agree on which these
-    are: a flag for every 1024 coordinates is united in each step, and where a flag is up also a bit for each coordinate,
-    until every coordinate of the unit has been seen.
+    A coordinate whose gradient has been 0 on every rank in every step so far does not move; see birder/optim/seen.py.
 
     Gradients that are not finite count as 0.
     """
@@ -98,12 +96,11 @@ class Birder(SeenMap, BucketOptimizer):
         bits: str = "independent",
         **options: Any,
     ) -> None:
-        require_choice("idle", idle, "decay", "hold")
-        require_choice("intra", intra, "gradient", "u")
-        require_choice("reduce", reduce, "two_phase", "one_phase")
-        require_choice("bits", bits, "independent", "weyl", "sigma_delta", "none")
-        require_flag("decoupled", decoupled)
-        self.decoupled, self.idle, self.intra, self.reduce, self.bits = decoupled, idle, intra, reduce, bits
+        self.decoupled = require_flag("decoupled", decoupled)
+        self.idle = require_choice("idle", idle, "decay", "hold")
+        self.intra = require_choice("intra", intra, "gradient", "u")
+        self.reduce = require_choice("reduce", reduce, "two_phase", "one_phase")
+        self.bits = require_choice("bits", bits, "independent", "weyl", "sigma_delta", "none")
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
         super().__init__(params, defaults, **options)
         self.modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
@@ -112,8 +109,7 @@ class Birder(SeenMap, BucketOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         require_fraction("beta", group["beta"])
-        if group["beta2"] is not None:
-            require_number("beta2", group["beta2"], "in [0, 1) or None", high=1.0, below=True)
+        require_number("beta2", group["beta2"], "in [0, 1) or None", high=1.0, below=True, none=True)
 
     def reads_parameters(self, step: int) -> bool:
         return not self.decoupled and any(group["weight_decay"] for group in self.param_groups)

@@ -91,13 +91,11 @@ class Modulator:
     """
 
     def __init__(self, *, gamma: float | None, reduce: str, errors: str, start: str, seed: int) -> None:
-        if gamma is not None:
-            require_number("gamma", gamma, "positive or None", above=True)
-        require_choice("reduce", reduce, "two_phase", "one_phase")
-        require_choice("errors", errors, *ERRORS)
-        require_choice("start", start, "uniform", "zero")
-        self.gamma, self.errors, self.start, self.seed = gamma, errors, start, seed
-        self.one_phase = reduce == "one_phase"
+        self.gamma = require_number("gamma", gamma, "positive or None", above=True, none=True)
+        self.one_phase = require_choice("reduce", reduce, "two_phase", "one_phase") == "one_phase"
+        self.errors = require_choice("errors", errors, *ERRORS)
+        self.start = require_choice("start", start, "uniform", "zero")
+        self.seed = seed
         self.limit = 2 if self.one_phase else 1
         self.name = "owner_error" if self.one_phase else "worker_error"
 

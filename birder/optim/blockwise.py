@@ -54,8 +54,8 @@ class BlockwiseSGD(BucketOptimizer):
         known = isinstance(compressor, str) and compressor in COMPRESSORS
         require(known, "compressor", compressor, "one of " + ", ".join(COMPRESSORS))
         self.compressor = compressor
-        require_choice("variant", variant, "paper", "released")
-        self.block, self.variant = require_whole("block", block), variant
+        self.variant = require_choice("variant", variant, "paper", "released")
+        self.block = require_whole("block", block)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults, **options)
 
@@ -69,20 +69,16 @@ class BlockwiseSGD(BucketOptimizer):
         if unit.group["momentum"]:
             unit.state["momentum"] = unit.zeros()
 
-    def decay_in_gradient(self) -> bool:
-        """Whether weight decay is a part of g."""
-        return self.variant == "paper"
-
     def decay_in_momentum(self) -> bool:
         """Whether weight decay enters m, but not g."""
         return self.variant == "released"
 
     def reads_parameters(self, step: int) -> bool:
-        early = self.decay_in_gradient() or self.decay_in_momentum()
+        early = self.variant == "paper" or self.decay_in_momentum()
         return early and any(group["weight_decay"] for group in self.param_groups)
 
     def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
-        if self.decay_in_gradient() and group["weight_decay"]:
+        if self.variant == "paper" and group["weight_decay"]:
             torch._foreach_add_(slots, torch._foreach_mul(params, group["weight_decay"]))
 
     def local_step(self, unit: Unit, grad: Tensor) -> Tensor:

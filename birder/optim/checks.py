@@ -27,10 +27,11 @@ def require(ok: bool, name: str, value: Any, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted}, got {got[:100]}")
 
 
-def require_choice(name: str, value: Any, *choices: str) -> None:
-    """Raises ValueError unless `value` is one of these words."""
+def require_choice(name: str, value: Any, *choices: str) -> str:
+    """`value`; raises ValueError unless it is one of these words."""
     *first, last = choices
     require(isinstance(value, str) and value in choices, name, value, f"{', '.join(first)} or {last}")
+    return str(value)
 
 
 def require_whole(name: str, value: Any, minimum: int = 1) -> int:
@@ -54,15 +55,20 @@ def require_number(
     *,
     above: bool = False,
     below: bool = False,
-) -> None:
-    """Raises ValueError unless `value` is a finite number from `low` to `high`, or above and below these."""
-    inside = is_number(value) and low <= value <= high
+    none: bool = False,
+) -> Any:
+    """`value`; raises ValueError unless it is a finite number from `low` to `high`, or above and below these.
+
+    none: it may be None too.
+    """
+    inside = (value is None and none) or (is_number(value) and low <= value <= high)
     require(inside and not (above and value == low) and not (below and value == high), name, value, wanted)
+    return value
 
 
-def require_fraction(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a number in [0, 1)."""
-    require_number(name, value, "in [0, 1)", high=1.0, below=True)
+def require_fraction(name: str, value: Any) -> Any:
+    """`value`; raises ValueError unless it is a number in [0, 1)."""
+    return require_number(name, value, "in [0, 1)", high=1.0, below=True)
 
 
 def pair(value: Any) -> Any:
@@ -75,9 +81,10 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
 
 
-def require_flag(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is True or False."""
+def require_flag(name: str, value: Any) -> bool:
+    """`value`; raises ValueError unless it is True or False."""
     require(isinstance(value, bool), name, value, "True or False")
+    return bool(value)
 
 
 def require_betas(name: str, value: Any) -> None:
@@ -86,7 +93,7 @@ def require_betas(name: str, value: Any) -> None:
     require(is_pair(betas) and all(0 <= beta < 1 for beta in betas), name, betas, "two numbers in [0, 1)")
 
 
-USUAL: dict[str, Callable[[str, Any], None]] = {
+USUAL: dict[str, Callable[[str, Any], Any]] = {
     "lr": require_number,
     "weight_decay": require_number,
     "betas": require_betas,

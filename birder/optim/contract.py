@@ -75,13 +75,10 @@ class Method(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         require(isinstance(wire, str) and wire in WIRES, "wire", wire, "one of " + ", ".join(WIRES))
-        if max_grad_norm is not None:
-            require_number("max_grad_norm", max_grad_norm, "positive or None", above=True)
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
-        self.wire = wire
-        self.max_grad_norm = max_grad_norm
-        self.seed = seed
+        self.wire, self.seed = wire, seed
+        self.max_grad_norm = require_number("max_grad_norm", max_grad_norm, "positive or None", above=True, none=True)
         self.steps = 0
         """Completed steps. A step that a GradScaler skips does not count."""
         self.disconnect()
@@ -129,6 +126,11 @@ class Method(torch.optim.Optimizer):
     def kind(self) -> str:
         """By what name checkpoints and other ranks know the method."""
         return type(self).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first unit; the CPU where there is none."""
+        return self.units[0].device if self.units else torch.device("cpu")
 
     @property
     def alignment(self) -> int:

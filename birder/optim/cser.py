@@ -110,8 +110,7 @@ class CSER(BlockwiseSGD):
         self.gradient_ratio = None if none else require_whole("gradient_ratio", gradient_ratio)
         self.model_ratio = require_whole("model_ratio", model_ratio)
         self.reset_every = require_whole("reset_every", reset_every)
-        require_choice("implementation", implementation, "I", "II")
-        self.implementation = implementation
+        self.implementation = require_choice("implementation", implementation, "I", "II")
         super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
         # What averages parts of the models themselves (5), (6) needs the same part on all ranks.
         wanted = "blocks or random_k with implementation='II' or variant='released'"

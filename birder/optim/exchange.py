@@ -14,7 +14,7 @@ from birder.comm import AcrossHolders, Requests, Total
 from birder.comm.runtime import Task
 from birder.optim.checks import check_gradient, check_parameter
 from birder.optim.contract import Method, Plan
-from birder.optim.layout import Unit, gradient, refresh_shards
+from birder.optim.layout import Unit, gradient, local
 from birder.optim.state import parts
 from birder.optim.watch import Marks, differ, marks
 
@@ -58,9 +58,9 @@ class GradientExchange(Method):
                 unit.grad = unit.zeros()
 
     def _refresh_shards(self) -> None:
-        if self._sharded:
-            for unit in self.units:
-                refresh_shards(unit)
+        """Takes FSDP's shards again: it may have put them elsewhere since (lazy initialisation, a loaded state)."""
+        for unit in self.units if self._sharded else ():
+            unit.params = [local(p) for p in unit.wholes]
 
     def _put(self, unit: Unit, pairs: list[tuple[int, Tensor | None]], factor: Tensor | None) -> None:
         """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
@@ -152,13 +152,12 @@ class GradientExchange(Method):
         if not self._feeding:
             self._open_units()
             if self.max_grad_norm is not None:
-                alone = self.plan(step) is Plan.SKIP
                 squares = self._squares(finite=True)
-                if alone:
-                    squares = yield AcrossHolders(squares.view(1))
+                if self.plan(step) is Plan.SKIP:
+                    squares = yield AcrossHolders(squares)
                 else:
                     squares = (yield Total(squares)) / self.comm.world_size
-                factor = self._clip_factor(squares.view(()).sqrt())
+                factor = self._clip_factor(squares)
         for unit in self.units:
             if unit.waiting:  # after feeding: what no hook was called for
                 self._put(unit, [(i, gradient(unit.wholes[i])) for i in sorted(unit.waiting)], factor)
@@ -200,23 +199,22 @@ class GradientExchange(Method):
 
     def _clip_gradients(self) -> Requests[None]:
         """Clips `p.grad`, the average gradient of a DENSE step, by its norm."""
-        squares = yield AcrossHolders(self._squares(finite=False).view(1))
-        torch._foreach_mul_(self._gradients(), self._clip_factor(squares.view(()).sqrt()))
+        squares = yield AcrossHolders(self._squares(finite=False))
+        torch._foreach_mul_(self._gradients(), self._clip_factor(squares))
 
     def _gradients(self) -> list[Tensor]:
         return [g for unit in self.units for p in unit.wholes if (g := gradient(p)) is not None]
 
     def _squares(self, finite: bool) -> Tensor:
-        """The sum of squares of this rank's gradients, fp64[]. finite: without the elements that count as 0."""
-        device = self.units[0].device if self.units else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        """The sum of squares of this rank's gradients, fp64[1]. finite: without the elements that count as 0."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for g in self._gradients():
-            check_gradient(g)
             kept = torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) if finite else g
             # In fp64: the squares of fp32 numbers above 1e19 are infinite in fp32.
-            total += torch.linalg.vector_norm(kept, dtype=torch.float64).square().to(device)
+            total += torch.linalg.vector_norm(kept, dtype=torch.float64).square().to(total.device)
         return total
 
-    def _clip_factor(self, norm: Tensor) -> Tensor:
+    def _clip_factor(self, squares: Tensor) -> Tensor:
+        """By what gradients of this sum of squares are multiplied: fp32[]."""
         assert self.max_grad_norm is not None
-        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        return (self.max_grad_norm / (squares.view(()).sqrt() + 1e-6)).clamp(max=1.0).float()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, Requests
-from birder.optim.adam import DenseAdam, Tensors, adam_moments
+from birder.optim.adam import DenseAdam, Tensors, adam_moments, roots
 from birder.optim.checks import is_pair, pair, require, require_flag, require_number
 from birder.optim.layout import norms
 
@@ -76,8 +76,7 @@ class LAMB(DenseAdam):
         phi: tuple[float, float] | None = None,
         **options: Any,
     ) -> None:
-        require_flag("bias_correction", bias_correction)
-        self.bias_correction = bias_correction
+        self.bias_correction = require_flag("bias_correction", bias_correction)
         adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
         ratio = {"min_coeff": min_coeff, "max_coeff": max_coeff, "phi": pair(phi)}
         super().__init__(params, adam | ratio, **options)
@@ -94,13 +93,10 @@ class LAMB(DenseAdam):
     ) -> Requests[None]:
         beta1, beta2 = group["betas"]
         adam_moments(m, v, grads, beta1, beta2)  # (1)
-        denominator = torch._foreach_sqrt(v)
-        if self.bias_correction:
-            torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(denominator, group["eps"])
-        r = torch._foreach_div(m, denominator)
-        if self.bias_correction:
-            torch._foreach_div_(r, 1 - beta1**step)
+        first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
+        r = torch._foreach_div(m, roots(v, group["eps"], root))
+        if first != 1.0:
+            torch._foreach_div_(r, first)
         if group["weight_decay"]:
             torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
         c = yield from trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)

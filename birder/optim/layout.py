@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from birder.comm import AcrossHolders, Communicator, Requests
-from birder.optim.checks import check_gradient, require
+from birder.kernels.bits import round_up
+from birder.optim.checks import require
 
 ALIGN = 32
 """Every parameter starts at a multiple of at least this many elements, a 32-bit word of packed bits."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def sharded(p: Tensor) -> bool:
@@ -93,26 +90,24 @@ class Unit:
         """All parameters' parts of a flat buffer."""
         return [self.view(flat, i) for i in range(len(self.params))]
 
-    def numbered(self, begin: int, size: int) -> list[tuple[slice, int]]:
-        """The runs of consecutive element numbers in `size` elements from `begin` on: (where in these, first number)."""
+    def numbered(self, part: slice) -> list[tuple[slice, int]]:
+        """The runs of consecutive element numbers in a part of the flat buffers: (where in that part, first number)."""
         runs = self.runs or [(0, self.start)]
         found = []
         for k, (place, number) in enumerate(runs):
             end = runs[k + 1][0] if k + 1 < len(runs) else self.padded
-            low, high = max(place, begin), min(end, begin + size)
+            low, high = max(place, part.start), min(end, part.stop)
             if low < high:
-                found.append((slice(low - begin, high - begin), number + low - place))
+                found.append((slice(low - part.start, high - part.start), number + low - place))
         return found
 
     def shard_runs(self, comm: Communicator) -> list[tuple[slice, int]]:
         """`numbered` of this rank's shard; one run, but with FSDP."""
-        size = self.padded // comm.shards
-        return self.numbered(comm.shard * size, size)
+        return self.numbered(comm.shard_of(self.padded))
 
     def chunk_runs(self, comm: Communicator) -> list[tuple[slice, int]]:
         """`numbered` of the chunk that this rank serves."""
-        size = self.padded // (comm.shards * comm.workers)
-        return self.numbered((comm.shard * comm.workers + comm.worker) * size, size)
+        return self.numbered(comm.chunk_of(self.padded))
 
     def zeros(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat buffer of zeros on the unit's device; of `padded` elements when no number is given."""
@@ -141,18 +136,16 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
     for group in groups:
         open_unit: Unit | None = None
         for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
-            size = round_up(
-                p.numel(), align
-            )  # of FSDP's parameters: all of it, so that all ranks cut in the same places
+            # Of FSDP's parameters all elements count, so that all ranks cut in the same places.
+            size = round_up(p.numel(), align)
             if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
                 open_unit = Unit(len(units), group, [], [], start, 0)
                 units.append(open_unit)
             open_unit.params.append(p)
+            open_unit.wholes.append(p)
             open_unit.offsets.append(open_unit.numel)
             open_unit.numel += size
             start += size
-    for unit in units:
-        unit.wholes = list(unit.params)
     return units
 
 
@@ -185,11 +178,6 @@ def lay_out_shards(unit: Unit, multiple: int) -> None:
     unit.offsets, unit.numel = places, max(end, multiple)
 
 
-def refresh_shards(unit: Unit) -> None:
-    """Takes the shards again: FSDP may have put them elsewhere since (lazy initialisation, a loaded state)."""
-    unit.params = [local(p) for p in unit.wholes]
-
-
 def fusible(params: list[Tensor], grads: list[Tensor]) -> bool:
     """Whether torch's fused CPU kernels serve these: they go through memory in order, and states stand in logical order."""
     return all(t.device.type == "cpu" and t.is_contiguous() for t in (*params, *grads))
@@ -198,11 +186,8 @@ def fusible(params: list[Tensor], grads: list[Tensor]) -> bool:
 def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
     """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
     found = {i: g for i, p in enumerate(unit.wholes) if (g := gradient(p)) is not None}
-    for g in found.values():
-        check_gradient(g)
-    chosen = list(found)
-    params, grads = [unit.params[i] for i in chosen], [g.to(torch.float32) for g in found.values()]
-    return params, grads, *([unit.view(unit.state[n], i) for i in chosen] for n in names)
+    params, grads = [unit.params[i] for i in found], [g.to(torch.float32) for g in found.values()]
+    return params, grads, *([unit.view(unit.state[n], i) for i in found] for n in names)
 
 
 # ---- of whole tensors, also where FSDP has left this rank a shard of each: then ranks put them together ----------------

@@ -58,8 +58,7 @@ class Lion(SeenMap, BucketOptimizer):
         vote: str = "majority",
         **options: Any,
     ) -> None:
-        require_choice("vote", vote, "majority", "average")
-        self.vote = vote
+        self.vote = require_choice("vote", vote, "majority", "average")
         super().__init__(params, {"lr": lr, "betas": pair(betas), "weight_decay": weight_decay}, **options)
 
     def init_unit(self, unit: Unit) -> None:

@@ -57,12 +57,8 @@ class Support:
     @classmethod
     def of(cls, mask: Tensor, comm: Communicator) -> Support:
         """Of `mask`, bool[padded], the same on all ranks."""
-        size = mask.numel() // comm.shards
-        chunk = size // comm.workers
-        begin = comm.shard * size
-        shard_part = slice(begin, begin + size)
-        chunk_part = slice(begin + comm.worker * chunk, begin + (comm.worker + 1) * chunk)
-        return cls(mask, shard_part, chunk_part, mask[shard_part].sum(), mask[chunk_part].sum(), Late(mask.all()))
+        shard, chunk = comm.shard_of(mask.numel()), comm.chunk_of(mask.numel())
+        return cls(mask, shard, chunk, mask[shard].sum(), mask[chunk].sum(), Late(mask.all()))
 
     def forget_a_mask_of_all(self) -> None:
         """Once it is known that all coordinates take part, no mask is read any more, which changes no result."""

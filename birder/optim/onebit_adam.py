@@ -60,9 +60,8 @@ class OneBitAdam(OneBitMethod):
         bias_correction: bool = True,
         **options: Any,
     ) -> None:
-        require_whole("warmup_steps", warmup_steps)
-        require_flag("bias_correction", bias_correction)
-        self.warmup_steps, self.bias_correction = warmup_steps, bias_correction
+        self.warmup_steps = require_whole("warmup_steps", warmup_steps)
+        self.bias_correction = require_flag("bias_correction", bias_correction)
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     def plan(self, step: int) -> Plan:

@@ -86,13 +86,11 @@ class OneBitLAMB(OneBitMethod):
         factor_threshold: float = 0.1,
         **options: Any,
     ) -> None:
-        require_whole("warmup_steps", warmup_steps)
-        require_fraction("coeff_beta", coeff_beta)
-        require_number("factor_min", factor_min, "in (0, 1]", high=1.0, above=True)
-        require_number("factor_max", factor_max, "at least 1", low=1.0)
-        require_fraction("factor_threshold", factor_threshold)
-        self.warmup_steps, self.coeff_beta = warmup_steps, coeff_beta
-        self.factor_min, self.factor_max, self.factor_threshold = factor_min, factor_max, factor_threshold
+        self.warmup_steps = require_whole("warmup_steps", warmup_steps)
+        self.coeff_beta = require_fraction("coeff_beta", coeff_beta)
+        self.factor_min = require_number("factor_min", factor_min, "in (0, 1]", high=1.0, above=True)
+        self.factor_max = require_number("factor_max", factor_max, "at least 1", low=1.0)
+        self.factor_threshold = require_fraction("factor_threshold", factor_threshold)
         adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, adam | {"min_coeff": min_coeff, "max_coeff": max_coeff}, **options)
 

@@ -68,22 +68,19 @@ class SeenMap(Method):
             yield from unite_seen(self.comm, units, self.seen_by, self._few, sum(unit.padded for unit in self.units))
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
-        """As `MethodState.load_unit`; a map that says nothing any more is left out."""
+        """As `Method.load_unit`; a map that says nothing any more is left out."""
         self._few.pop(unit.index, None)
-        if "active" in tensors and int(tensors["active"].sum()) == sum(p.numel() for p in unit.params):
-            tensors = {name: tensor for name, tensor in tensors.items() if name != "active"}  # seen whole
-        if "active" in tensors:
+        active = tensors.get("active")
+        if active is not None and int(active.sum()) != _elements(unit):
             unit.state.setdefault("active", unit.zeros(dtype=torch.bool))
-        else:
+        else:  # seen whole
             unit.state.pop("active", None)
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "active"}
         super().load_unit(unit, tensors)  # type: ignore[misc]
 
     def complete_state(self, unit: Unit) -> dict[str, Tensor]:
         """`unit.state`, with a map of all coordinates where it has been dropped."""
-        active = unit.zeros(dtype=torch.bool)
-        for view in unit.views(active):
-            view.fill_(True)
-        return {"active": active} | unit.state
+        return {"active": _there(unit)} | unit.state
 
 
 def unite_seen(
@@ -133,12 +130,17 @@ def _elements(unit: Unit) -> int:
     return sum(p.numel() for p in unit.params)  # padding is never seen
 
 
-def _unseen(unit: Unit) -> Tensor:
-    """The places of coordinates that have not been seen. The host waits for their number."""
-    there = torch.zeros_like(unit.state["active"])
+def _there(unit: Unit) -> Tensor:
+    """Where there are coordinates, and not padding: bool[padded]."""
+    there = unit.zeros(dtype=torch.bool)
     for view in unit.views(there):
         view.fill_(True)
-    return (there & ~unit.state["active"]).nonzero().view(-1)
+    return there
+
+
+def _unseen(unit: Unit) -> Tensor:
+    """The places of coordinates that have not been seen. The host waits for their number."""
+    return (_there(unit) & ~unit.state["active"]).nonzero().view(-1)
 
 
 def _look_again(units: list[Unit], few: dict[int, Few]) -> None:

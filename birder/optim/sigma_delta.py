@@ -87,12 +87,11 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         wire: str = "fp32",
         **options: Any,
     ) -> None:
-        require_choice("variance", variance, "shared", "local")
-        require_choice("idle", idle, "decay", "hold")
-        require_number("share_growth", share_growth, "at least 1", low=1.0)
+        self.variance = require_choice("variance", variance, "shared", "local")
+        self.idle = require_choice("idle", idle, "decay", "hold")
+        self.share_growth = require_number("share_growth", share_growth, "at least 1", low=1.0)
         # Most variances are too small for fp16, and 0 stands for a coordinate without gradient.
         require(wire != "fp16", "wire", wire, "fp32 or bf16")
-        self.variance, self.share_growth, self.idle = variance, share_growth, idle
         self.gamma, self.reduce, self.errors, self.start = gamma, reduce, errors, start
         defaults = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, wire=wire, **options)

@@ -107,26 +107,22 @@ class SLAMB(BucketOptimizer):
         bias_correction: bool = True,
         **options: Any,
     ) -> None:
-        require_number("beta3", beta3, "in [0, 1]", high=1.0)
-        require_number("fraction", fraction, "in [2^-15, 1]", SMALLEST, 1.0)
-        require_whole("sync_every", sync_every)
-        if sync_phase is not None:
-            require_whole("sync_phase", sync_phase, 0)
-        require_whole("dense_below", dense_below, 0)
+        self.beta3 = require_number("beta3", beta3, "in [0, 1]", high=1.0)
+        self.fraction = require_number("fraction", fraction, "in [2^-15, 1]", SMALLEST, 1.0)
+        self.sync_every = require_whole("sync_every", sync_every)
+        self.dense_below = require_whole("dense_below", dense_below, 0)
         require_choice("form", form, "paper", "v1", "v2")
-        require_choice("unseen", unseen, "step", "hold")
-        require_number("max_coeff", max_coeff)
-        require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
-        require_flag("bias_correction", bias_correction)
+        self.unseen = require_choice("unseen", unseen, "step", "hold")
+        self.max_coeff = require_number("max_coeff", max_coeff)
+        self.min_coeff = require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
+        self.bias_correction = require_flag("bias_correction", bias_correction)
         self.rules: type[SLAMB] = type(self)
         """The class whose equations count: this one, unless the old argument names another."""
         if form not in ("paper", self.form):
             warn_of_old_way(f"SLAMB(form={form!r})", f"birder.SLAMB{form}(...)")
             self.rules = FORMS[form]
-        self.beta3, self.fraction, self.dense_below = beta3, fraction, dense_below
-        self.sync_every, self.unseen = sync_every, unseen
-        self.sync_phase = self.rules.first_sync if sync_phase is None else sync_phase
-        self.min_coeff, self.max_coeff, self.bias_correction = min_coeff, max_coeff, bias_correction
+        first = self.rules.first_sync
+        self.sync_phase = first if sync_phase is None else require_whole("sync_phase", sync_phase, 0)
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
         self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
         self._powers: dict[torch.device, Tensor] = {}

@@ -99,20 +99,18 @@ class SparseLoCo(LocalSteps):
         message: str = "top_k",
         **options: Any,
     ) -> None:
-        require_choice("message", message, "top_k", "dense", "int4")
+        self.message = require_choice("message", message, "top_k", "dense", "int4")
         wire = options.get("wire", "fp32")
         require(message == "top_k" or wire == "fp32", "wire", wire, f"fp32 with message={message!r}")
-        require_whole("sync_every", sync_every)
-        require_whole("chunk", chunk, ALIGN)
+        self.sync_every = require_whole("sync_every", sync_every)
+        self.chunk = require_whole("chunk", chunk, ALIGN)
         fits = chunk % ALIGN == 0 and chunk <= LARGEST_CHUNK
         require(fits, "chunk", chunk, f"a multiple of {ALIGN} up to {LARGEST_CHUNK}")
-        require_whole("top_k", top_k)
+        self.top_k = require_whole("top_k", top_k)
         require(top_k <= chunk, "top_k", top_k, f"at most chunk = {chunk}")
-        require_number("error_decay", error_decay, "in [0, 1]", high=1.0)
-        require_number("outer_lr", outer_lr)
-        require_fraction("outer_momentum", outer_momentum)
-        self.sync_every, self.top_k, self.chunk, self.message = sync_every, top_k, chunk, message
-        self.error_decay, self.outer_lr, self.outer_momentum = error_decay, outer_lr, outer_momentum
+        self.error_decay = require_number("error_decay", error_decay, "in [0, 1]", high=1.0)
+        self.outer_lr = require_number("outer_lr", outer_lr)
+        self.outer_momentum = require_fraction("outer_momentum", outer_momentum)
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     @property

@@ -136,7 +136,7 @@ class MethodState(Method):
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (without the gradient buffers)."""
-        return sum(t.numel() * t.element_size() for u in self.units for t in u.state.values())
+        return sum(t.nbytes for u in self.units for t in u.state.values())
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -313,15 +313,12 @@ Flat = dict[str, Tensor]
 """A unit's state; what has a number for every element has `padded` of them."""
 
 
-def span(method: Method, unit: Unit, tensor: Tensor) -> tuple[int, int] | None:
-    """Which elements of the unit a state of this rank holds: (first, number of them). None: it is not by element."""
-    comm, size = method.comm, tensor.numel()
-    if size == unit.padded:
-        return 0, size
-    if size == unit.padded // comm.shards:
-        return comm.shard * size, size
-    if size == unit.padded // (comm.shards * comm.workers):
-        return (comm.shard * comm.workers + comm.worker) * size, size
+def span(method: Method, unit: Unit, tensor: Tensor) -> slice | None:
+    """Which elements of the unit a state of this rank holds. None: it is not by element."""
+    comm, padded = method.comm, unit.padded
+    for held in (slice(0, padded), comm.shard_of(padded), comm.chunk_of(padded)):
+        if held.stop - held.start == tensor.numel():
+            return held
     return None
 
 
@@ -332,9 +329,8 @@ def parts(method: Method, unit: Unit, i: int) -> Flat:
     for name, tensor in unit.state.items():
         if name in method.by_tensor:
             found[name] = tensor[i : i + 1]
-        elif (place := span(method, unit, tensor)) is not None:
-            begin, size = place
-            found[name] = tensor[max(first - begin, 0) : max(min(last - begin, size), 0)]
+        elif (held := span(method, unit, tensor)) is not None:
+            found[name] = tensor[max(first - held.start, 0) : max(min(last, held.stop) - held.start, 0)]
     return found
 
 
@@ -358,24 +354,27 @@ def own(method: Method, unit: Unit, flat: Flat) -> Flat:
     """The reverse of `gathered`: what this rank keeps of it."""
     kept: Flat = {}
     for name, tensor in flat.items():
-        place = None
+        held = None
         if name in unit.state and name not in method.by_tensor:
-            place = span(method, unit, unit.state[name])
-        kept[name] = tensor if place is None else tensor[place[0] : place[0] + place[1]]
+            held = span(method, unit, unit.state[name])
+        kept[name] = tensor if held is None else tensor[held]
     return kept
+
+
+def of_parameter(method: Method, unit: Unit, name: str, tensor: Tensor, i: int) -> Tensor:
+    """The part of a gathered state that is parameter i's, a view; all of it where it is of the whole unit."""
+    if name in method.by_tensor:
+        return tensor[i]
+    return unit.view(tensor, i) if tensor.numel() == unit.padded else tensor
 
 
 def taken(method: Method) -> dict[Tensor, Flat]:
     """Copies of the state by parameter. Every rank calls it."""
     found: dict[Tensor, Flat] = {}
     for unit in method.units:
-        for name, tensor in gathered(method, unit).items():
-            for i, p in enumerate(unit.wholes):
-                if name in method.by_tensor:
-                    value = tensor[i]
-                else:
-                    value = unit.view(tensor, i) if tensor.numel() == unit.padded else tensor
-                found.setdefault(p, {})[name] = value.clone()
+        flat = gathered(method, unit)
+        for i, p in enumerate(unit.wholes):
+            found[p] = {name: of_parameter(method, unit, name, tensor, i).clone() for name, tensor in flat.items()}
     return found
 
 
@@ -385,14 +384,7 @@ def put_back(method: Method, saved: dict[Tensor, Flat]) -> None:
     for unit in method.units:
         flat = {name: tensor.clone() for name, tensor in gathered(method, unit).items()}
         for i, p in enumerate(unit.wholes):
-            for name, value in saved.get(p, {}).items():
-                if name not in flat:
-                    continue
-                if name in method.by_tensor:
-                    flat[name][i] = value
-                elif flat[name].numel() == unit.padded:
-                    unit.view(flat[name], i).copy_(value)
-                else:
-                    flat[name].copy_(value)
+            for name in flat.keys() & saved.get(p, {}).keys():
+                of_parameter(method, unit, name, flat[name], i).copy_(saved[p][name])
         method.load_unit(unit, own(method, unit, flat))
     method.forget_derived()

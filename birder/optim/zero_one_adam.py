@@ -105,18 +105,16 @@ class ZeroOneAdam(OneBitMethod):
         variant: str = "paper",
         **options: Any,
     ) -> None:
-        require_whole("warmup_steps", warmup_steps)
-        require_whole("kappa", kappa)
-        require_whole("local_doubling", local_doubling)
-        require_whole("local_limit", local_limit)
+        self.warmup_steps = require_whole("warmup_steps", warmup_steps)
+        self.kappa = require_whole("kappa", kappa)
+        self.local_doubling = require_whole("local_doubling", local_doubling)
+        self.local_limit = require_whole("local_limit", local_limit)
         require_choice("variant", variant, "paper", "deepspeed")
         self.rules: type[ZeroOneAdam] = type(self)
         """The class whose rules count: this one, unless the old argument names another."""
         if variant not in ("paper", self.variant):
             warn_of_old_way(f"ZeroOneAdam(variant={variant!r})", "birder.DeepSpeedZeroOneAdam(...)")
             self.rules = DeepSpeedZeroOneAdam
-        self.warmup_steps, self.kappa = warmup_steps, kappa
-        self.local_doubling, self.local_limit = local_doubling, local_limit
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
     @property

@@ -120,6 +120,10 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    def workers(self, by_nodes: bool) -> tuple[int, int]:
+        """(workers, shards): every rank is a worker, or a node is one, whose ranks have a shard each."""
+        return (self.nodes, self.ranks_per_node) if by_nodes else (self.ranks, 1)
+
     def at(self, gbps: float) -> Cluster:
         """The same with another rate between nodes."""
         return replace(self, between=replace(self.between, gbps=gbps))

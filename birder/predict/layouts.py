@@ -107,9 +107,7 @@ class Plan:
         """Bytes of state per parameter of the model on one rank. Under HSDP all of it is sharded, not the errors alone."""
         if self.sharding == "hsdp":
             return method.state(cluster.nodes, 1) / cluster.ranks_per_node
-        shards = cluster.ranks_per_node if method.hierarchical else 1
-        workers = cluster.nodes if method.hierarchical else cluster.ranks
-        return method.state(workers, shards)
+        return method.state(*cluster.workers(method.hierarchical))
 
 
 def fits(gb: float, gpu: GPU) -> bool:

@@ -177,8 +177,7 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
 def _onebit(
     item: Item, d: float, round_: Round, by_nodes: bool, cluster: Cluster, costs: Costs, layout: Layout
 ) -> None:
-    shards = cluster.ranks_per_node if by_nodes else 1
-    workers = cluster.nodes if by_nodes else cluster.ranks
+    workers, shards = cluster.workers(by_nodes)
     part, bits = d / shards, d / 8
     chunk = part / workers
     made = sum(costs.ms(k, part, workers) for k in round_.encode)
@@ -291,7 +290,7 @@ def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] 
 def simulate(timeline: Timeline, cluster: Cluster, method: Method, costs: Costs, layout: Layout | None = None) -> Step:
     """One step, the mean over the kinds of step that the method has."""
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
-    workers = cluster.nodes if method.hierarchical else cluster.ranks
+    workers, _ = cluster.workers(method.hierarchical)
     update = sum(costs.ms(k, timeline.elements, workers, len(timeline.gradients)) for k in method.update)
     if method.dense and timeline.update_ms is not None:
         update = timeline.update_ms  # the user's own optimizer

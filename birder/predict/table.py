@@ -118,9 +118,8 @@ def predict(
         low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
         more = 0.0 if method.name == "none" else beyond_ms
         low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
-        shards = cluster.ranks_per_node if method.hierarchical else 1
-        workers = cluster.nodes if method.hierarchical else cluster.ranks
-        rows.append(Row(method, step, low, high, method.state(workers, shards) * timeline.elements, max(more, 0.0)))
+        state = method.state(*cluster.workers(method.hierarchical)) * timeline.elements
+        rows.append(Row(method, step, low, high, state, max(more, 0.0)))
     return Prediction(timeline, cluster, costs, tuple(rows))
 
 

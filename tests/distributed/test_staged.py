@@ -80,5 +80,5 @@ def test_own_entries_stay_and_a_tensor_sent_to_all_is_copied_once():
     staging.into[0].fill_(7.0)
     staging.into[2].fill_(9.0)
     assert not into[0].any()  # until it is waited for
-    staging.arrival([]).wait()
+    staging.bring()
     assert [row[0].item() for row in into] == [7.0, 0.0, 9.0]

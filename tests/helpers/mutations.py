@@ -54,8 +54,8 @@ FAULTS = [
     fault(
         "nobody waits for messages",
         "comm/link.py",
-        "                w.wait()\n            return received",
-        "                pass\n            return received",
+        "                w.wait()\n            if staging",
+        "                pass\n            if staging",
         f"{DISTRIBUTED}contract.py",
     ),
     fault(
@@ -75,8 +75,8 @@ FAULTS = [
     fault(
         "the masked chunk of a server begins with its shard",
         "optim/onebit.py",
-        "slice(begin + comm.worker * chunk, begin + (comm.worker + 1) * chunk)",
-        "slice(begin, begin + chunk)",
+        "comm.chunk_of(mask.numel())",
+        "slice((s := comm.shard_of(mask.numel())).start, s.start + (s.stop - s.start) // comm.workers)",
         f"{DISTRIBUTED}onebit_lamb.py",
     ),
     fault(
@@ -110,8 +110,8 @@ FAULTS = [
     fault(
         "all servers draw as the first",
         "optim/layout.py",
-        "self.numbered((comm.shard * comm.workers + comm.worker) * size, size)",
-        "self.numbered(comm.shard * comm.workers * size, size)",
+        "comm.chunk_of(self.padded)",
+        "slice((s := comm.shard_of(self.padded)).start, s.start + (s.stop - s.start) // comm.workers)",
         f"{DISTRIBUTED}birder.py",
     ),
     fault(
