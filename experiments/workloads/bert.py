@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,40 @@ class Text(Shuffled):
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         return parameter.ndim > 1
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Bert(Text):
+    """A workload of BERT.
+
+    model:      hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
+    init:       pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
+    preset:     base | large | xl | small | tiny, the shape where `model` is None.
+    attention:  one of `ATTENTION`; None: as transformers chooses.
+    seq_len:    tokens of a sample.
+    eval_batch: samples at once in `evaluate`.
+    vocab_size: pieces of a vocabulary made from the text.
+    """
+
+    model: str | None = None
+    init: str | None = None
+    preset: str = "base"
+    attention: str | None = None
+    seq_len: int = 128
+    eval_batch: int = 64
+    vocab_size: int = 2000
+
+    def check(self) -> None:
+        check_model(self.model, self.init, self.preset, self.attention)
+
+    def load_tokenizer(self, texts: Iterable[str]) -> None:
+        """Makes `tokenizer`. Raises UserError where `model` has none."""
+        self.tokenizer = load_tokenizer(self.model, texts, self.vocab_size)
+
+    def load_model(self, auto: Any, words: int | None = None, outputs: int | None = None) -> nn.Module:
+        """`load_model` of this workload. words: rows of the word embedding; None: the vocabulary's."""
+        words = len(self.tokenizer) if words is None else words
+        return load_model(auto, self.model, self.init, self.preset, words, self.seq_len, outputs, self.attention)
 
 
 def check_model(model: str | None, init: str | None, preset: str, attention: str | None = None) -> None:

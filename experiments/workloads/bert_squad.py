@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,17 @@ HEADS = ("cls.", "qa_outputs.")
 """Beginnings of the parameters' names that pre-training and fine-tuning do not share."""
 
 
-class BertSquad(bert.Text):
+@dataclass(kw_only=True, eq=False, repr=False)
+class BertSquad(bert.Bert):
     """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
 
+    Further arguments as in `bert.Bert`.
+
     embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
-    model:           hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
-    init:            pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
-    preset:          base | large | xl | small | tiny, the shape where `model` is None.
-    attention:       sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     weights:         directory of a pre-training run, or of one of its checkpoints, whose encoder training begins with.
     data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
     train_file:      training file, absolute or inside `data_path`; likewise dev_file.
     dataset:         hub data set used when no file is given, or "synthetic".
-    seq_len:         window length in tokens, padded to this length.
     doc_stride:      tokens shared by consecutive windows of one paragraph.
     max_query_len:   longer questions are cut to this many tokens.
     train_questions: number of training questions, always the same ones; None: all. Likewise dev_questions.
@@ -49,53 +48,39 @@ class BertSquad(bert.Text):
     metric = "f1"
     target = None  # the paper's F1 could not be found
 
-    def __init__(
-        self,
-        model: str | None = None,
-        init: str | None = None,
-        preset: str = "base",
-        data_path: str | None = None,
-        train_file: str | None = None,
-        dev_file: str | None = None,
-        dataset: str = "squad",
-        seq_len: int = 384,
-        doc_stride: int = 128,
-        max_query_len: int = 64,
-        train_questions: int | None = None,
-        dev_questions: int | None = None,
-        n_best: int = 20,
-        max_answer_len: int = 30,
-        eval_batch: int = 32,
-        vocab_size: int = 2000,
-        embedded_words: int | None = None,
-        held_out: int | None = None,
-        weights: str | None = None,
-        attention: str | None = None,
-    ) -> None:
-        if seq_len - max_query_len - 3 <= doc_stride or doc_stride < 0:
+    data_path: str | None = None
+    train_file: str | None = None
+    dev_file: str | None = None
+    dataset: str = "squad"
+    seq_len: int = 384
+    doc_stride: int = 128
+    max_query_len: int = 64
+    train_questions: int | None = None
+    dev_questions: int | None = None
+    n_best: int = 20
+    max_answer_len: int = 30
+    eval_batch: int = 32
+    embedded_words: int | None = None
+    held_out: int | None = None
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        most = self.seq_len - self.max_query_len - 3
+        if not 0 <= self.doc_stride < most:
             raise UserError(
-                f"workload.doc_stride={doc_stride} must be at least 0 and less than seq_len - max_query_len - 3 = "
-                f"{seq_len - max_query_len - 3}"
+                f"workload.doc_stride={self.doc_stride} must be at least 0 and less than seq_len - max_query_len - 3 = "
+                f"{most}"
             )
-        at_least(1, train_questions=train_questions, dev_questions=dev_questions, max_query_len=max_query_len)
-        at_least(1, held_out=held_out, n_best=n_best, max_answer_len=max_answer_len)
-        self.model, self.init, self.preset = model, init, preset
-        self.held_out = held_out
-        self.data_path, self.train_file, self.dev_file, self.dataset = data_path, train_file, dev_file, dataset
-        self.seq_len, self.doc_stride, self.max_query_len = seq_len, doc_stride, max_query_len
-        self.train_questions, self.dev_questions = train_questions, dev_questions
-        self.n_best, self.max_answer_len = n_best, max_answer_len
-        self.eval_batch = eval_batch
-        self.vocab_size, self.embedded_words = vocab_size, embedded_words
-        self.weights, self.attention = weights, attention
-        self._from_files = bool(data_path or train_file or dev_file)
-        self.synthetic = not self._from_files and dataset == "synthetic"
+        names = ("train_questions", "dev_questions", "max_query_len", "held_out", "n_best", "max_answer_len")
+        at_least(1, **{name: getattr(self, name) for name in names})
+        self._from_files = bool(self.data_path or self.train_file or self.dev_file)
+        self.synthetic = not self._from_files and self.dataset == "synthetic"
         self.data_name = "synthetic questions" if self.synthetic else "SQuAD 1.1"
-        if train_questions is not None and not self.synthetic:
-            self.data_name += f" ({train_questions} training questions)"
+        if self.train_questions is not None and not self.synthetic:
+            self.data_name += f" ({self.train_questions} training questions)"
 
     def check(self) -> None:
-        bert.check_model(self.model, self.init, self.preset, self.attention)
+        super().check()
         if self.weights is not None:
             weights.find(self.weights)
         if self._from_files:
@@ -111,7 +96,7 @@ class BertSquad(bert.Text):
                 raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training questions")
             train, held = train[: -self.held_out], train[-self.held_out :]  # the last articles: no text is in both
         texts = dict.fromkeys(text for q in train for text in (q.question, q.context))
-        self.tokenizer = bert.load_tokenizer(self.model, texts, self.vocab_size)
+        self.load_tokenizer(texts)
         self._pad = int(self.tokenizer.pad_token_id or 0)
         self._typed = "token_type_ids" in self.tokenizer.model_input_names
         self._train = _Windows(self, train, with_offsets=False)
@@ -125,15 +110,7 @@ class BertSquad(bert.Text):
         from transformers import AutoModelForQuestionAnswering
 
         words = max(len(self.tokenizer), self.embedded_words or 0)
-        net = bert.load_model(
-            AutoModelForQuestionAnswering,
-            self.model,
-            self.init,
-            self.preset,
-            words,
-            self.seq_len,
-            attention=self.attention,
-        )
+        net = self.load_model(AutoModelForQuestionAnswering, words)
         return net if self.weights is None else weights.put(net, self.weights, HEADS)
 
     @property

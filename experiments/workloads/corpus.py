@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.workloads.base import Shard, all_sum, at_least
@@ -18,6 +19,8 @@ from launch.errors import UserError
 
 SYNTHETIC_PARAGRAPHS = 1500
 CHUNK = 1000  # lines tokenized at once: bounds the memory that Python lists of tokens take
+IGNORED = -100
+"""In the place of a token that is not predicted."""
 
 
 def corpus_name(data_path: str | None, dataset: str, config: str | None) -> str:
@@ -92,8 +95,12 @@ def hold_out(sequences: Tensor, fraction: float, name: str) -> tuple[Tensor, Ten
     return sequences[:-count], sequences[-count:]
 
 
-def perplexity(loss: float, count: float, shard: Shard) -> dict[str, float]:
-    """The metrics of a language model, from each rank's sum of losses and number of predicted tokens."""
+def perplexity(predictions: Iterable[tuple[Tensor, Tensor]], shard: Shard) -> dict[str, float]:
+    """The metrics of a language model. predictions: of this rank's batches, logits[N, vocab] and tokens[N] or IGNORED."""
+    loss = count = 0.0
+    for logits, tokens in predictions:
+        loss += float(F.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="sum"))
+        count += float((tokens != IGNORED).sum())
     loss, count = all_sum([loss, count], shard)
     # Capped so that a diverged run writes a number, not an overflow.
     return {"perplexity": math.exp(min(loss / count, 50.0)), "loss": loss / count}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,14 +14,13 @@ from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub,
 from experiments.workloads.ordering import fixed_choice
 
 
-class Glue(bert.Text):
+@dataclass(kw_only=True, eq=False, repr=False)
+class Glue(bert.Bert):
     """One sample is one sentence, or one pair, padded or cut to `seq_len` tokens. Evaluated on the development set.
 
+    Further arguments as in `bert.Bert`.
+
     task:           cola | sst2 | mrpc | stsb | qqp | mnli (matched) | qnli | rte | wnli.
-    model:          hub name or checkpoint folder; None: random weights of `preset` and a vocabulary from the text.
-    init:           pretrained | random (weights only, in the shape of `model`); None: pretrained if `model` is given.
-    preset:         base | large | small | tiny, the shape where `model` is None.
-    attention:      sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
     dataset:        hub data set used where no folder is given, or "synthetic".
     train_examples: number of training examples, always the same ones; None: all. Likewise dev_examples.
@@ -28,62 +29,40 @@ class Glue(bert.Text):
     name = "glue"
     target = None  # the paper's scores could not be found
 
-    def __init__(
-        self,
-        task: str = "mrpc",
-        model: str | None = None,
-        init: str | None = None,
-        preset: str = "base",
-        data_path: str | None = None,
-        dataset: str = "nyu-mll/glue",
-        seq_len: int = 128,
-        train_examples: int | None = None,
-        dev_examples: int | None = None,
-        eval_batch: int = 64,
-        vocab_size: int = 2000,
-        attention: str | None = None,
-    ) -> None:
-        one_of(TASKS, task=task)
-        at_least(8, seq_len=seq_len)
-        at_least(1, train_examples=train_examples, dev_examples=dev_examples)
-        self.task_name, self.task = task, TASKS[task]
-        self.model, self.init, self.preset = model, init, preset
-        self.data_path, self.dataset = data_path, dataset
-        self.seq_len, self.eval_batch, self.vocab_size = seq_len, eval_batch, vocab_size
-        self.train_examples, self.dev_examples = train_examples, dev_examples
-        self.attention = attention
-        self.metric = self.task.metrics[0]
-        self.synthetic = data_path is None and dataset == "synthetic"
+    task: str = field(default="mrpc", kw_only=False)
+    data_path: str | None = None
+    dataset: str = "nyu-mll/glue"
+    train_examples: int | None = None
+    dev_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of(TASKS, task=self.task)
+        at_least(8, seq_len=self.seq_len)
+        at_least(1, train_examples=self.train_examples, dev_examples=self.dev_examples)
+        self.about = TASKS[self.task]
+        self.metric = self.about.metrics[0]
+        self.synthetic = self.data_path is None and self.dataset == "synthetic"
         self.data_name = (
-            f"synthetic sentences like {self.task.folder}" if self.synthetic else f"GLUE {self.task.folder}"
+            f"synthetic sentences like {self.about.folder}" if self.synthetic else f"GLUE {self.about.folder}"
         )
 
     def check(self) -> None:
-        bert.check_model(self.model, self.init, self.preset, self.attention)
+        super().check()
         if self.data_path is not None:
-            find_file(self.data_path, self.task, "train")
-            find_file(self.data_path, self.task, "dev")
+            find_file(self.data_path, self.about, "train")
+            find_file(self.data_path, self.about, "dev")
 
     def prepare(self, shard: Shard) -> None:
         train = self._examples("train", self.train_examples)
         dev = self._examples("dev", self.dev_examples)
         texts = dict.fromkeys(text for example in train for text in example.texts)
-        self.tokenizer = bert.load_tokenizer(self.model, texts, self.vocab_size)
+        self.load_tokenizer(texts)
         self._train, self._dev = self._tokenized(train), self._tokenized(dev)
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        return bert.load_model(
-            AutoModelForSequenceClassification,
-            self.model,
-            self.init,
-            self.preset,
-            len(self.tokenizer),
-            self.seq_len,
-            outputs=len(self.task.classes) or 1,
-            attention=self.attention,
-        )
+        return self.load_model(AutoModelForSequenceClassification, outputs=len(self.about.classes) or 1)
 
     @property
     def training_samples(self) -> int:
@@ -96,7 +75,7 @@ class Glue(bert.Text):
         inputs = dict(batch)
         labels = inputs.pop("labels")
         logits = model(**inputs).logits
-        return F.cross_entropy(logits, labels.long()) if self.task.classes else F.mse_loss(logits[:, 0], labels)
+        return F.cross_entropy(logits, labels.long()) if self.about.classes else F.mse_loss(logits[:, 0], labels)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
@@ -109,17 +88,17 @@ class Glue(bert.Text):
             inputs = self._batch(self._dev, some, shard.device)
             inputs.pop("labels")
             logits = model(**inputs).logits.float().cpu()
-            answers[some] = (logits.argmax(1) if self.task.classes else logits[:, 0]).double()
+            answers[some] = (logits.argmax(1) if self.about.classes else logits[:, 0]).double()
         answers = torch.tensor(all_sum(answers.tolist(), shard), dtype=torch.float64)
-        return {name: 100 * METRICS[name](answers, labels.double()) for name in self.task.metrics}
+        return {name: 100 * METRICS[name](answers, labels.double()) for name in self.about.metrics}
 
     def _examples(self, split: str, limit: int | None) -> list[Example]:
         if self.data_path is not None:
-            examples = read_tsv(find_file(self.data_path, self.task, split), self.task)
+            examples = read_tsv(find_file(self.data_path, self.about, split), self.about)
         elif self.synthetic:
-            examples = synthetic_examples(limit or 1000, self.task, split)
+            examples = synthetic_examples(limit or 1000, self.about, split)
         else:
-            examples = read_hub(self.dataset, self.task_name, split)
+            examples = read_hub(self.dataset, self.task, split)
         return [examples[i] for i in fixed_choice(len(examples), limit, split)]
 
     def _tokenized(self, examples: list[Example]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GPT2(bert.Text):
     """The text as one stream of tokens, a line break after each line, cut into sequences of `seq_len`; one sample is one.
 
@@ -49,55 +51,53 @@ class GPT2(bert.Text):
     higher_is_better = False
     target = None  # the paper's figure could not be found
 
-    def __init__(
-        self,
-        model: str | None = None,
-        init: str = "random",
-        preset: str = "small",
-        data_path: str | None = None,
-        dataset: str = "Salesforce/wikitext",
-        dataset_config: str | None = "wikitext-103-raw-v1",
-        seq_len: int = 1024,
-        documents: int | None = None,
-        valid_fraction: float = 0.01,
-        eval_batch: int = 16,
-        vocab_size: int = 8000,
-        held_out: int | None = None,
-        texts: list[str] | None = None,
-    ) -> None:
-        if init not in ("pretrained", "random"):
-            raise UserError(f"workload.init={shortened(init)} is unknown: pretrained or random")
-        one_of(PRESETS, preset=preset)
-        check_stream(seq_len, valid_fraction, documents)
-        if model is None and seq_len > PRESETS[preset]["n_positions"]:
+    model: str | None = None
+    init: str = "random"
+    preset: str = "small"
+    data_path: str | None = None
+    dataset: str = "Salesforce/wikitext"
+    dataset_config: str | None = "wikitext-103-raw-v1"
+    seq_len: int = 1024
+    documents: int | None = None
+    valid_fraction: float = 0.01
+    eval_batch: int = 16
+    vocab_size: int = 8000
+    held_out: int | None = None
+    texts: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.init not in ("pretrained", "random"):
+            raise UserError(f"workload.init={shortened(self.init)} is unknown: pretrained or random")
+        one_of(PRESETS, preset=self.preset)
+        check_stream(self.seq_len, self.valid_fraction, self.documents)
+        positions = PRESETS[self.preset]["n_positions"]
+        if self.model is None and self.seq_len > positions:
+            raise UserError(f"workload.seq_len={self.seq_len}: preset {self.preset} has {positions} positions")
+        at_least(0, held_out=self.held_out)
+        if self.vocab_size < 300:
             raise UserError(
-                f"workload.seq_len={seq_len}: preset {preset} has {PRESETS[preset]['n_positions']} positions"
+                f"workload.vocab_size={self.vocab_size} is too small: at least 300, the bytes alone are 256"
             )
-        at_least(0, held_out=held_out)
-        if vocab_size < 300:
-            raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 300, the bytes alone are 256")
-        self.model, self.init, self.preset = model, init, preset
-        self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
-        self.seq_len, self.documents, self.valid_fraction = seq_len, documents, valid_fraction
-        self.eval_batch, self.vocab_size, self.held_out = eval_batch, vocab_size, held_out or 0
-        self.texts = texts or []
-        self.synthetic = data_path is None and dataset == "synthetic"
-        named = data_path if not self.texts else ", ".join(dict.fromkeys(Path(name).parts[0] for name in self.texts))
-        self.data_name = corpus_name(None if data_path is None else named, dataset, dataset_config)
+        self.synthetic = self.data_path is None and self.dataset == "synthetic"
+        named = self.data_path
+        if named is not None and self.texts:
+            named = ", ".join(dict.fromkeys(Path(name).parts[0] for name in self.texts))
+        self.data_name = corpus_name(named, self.dataset, self.dataset_config)
 
     def check(self) -> None:
         bert.check_model(self.model, self.init, "base")
         if self.data_path is not None:
-            text_files(self.data_path, self.texts)
+            text_files(self.data_path, self.texts or ())
 
     def prepare(self, shard: Shard) -> None:
-        lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents, self.texts)
+        lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents, self.texts or ())
         self.tokenizer = byte_tokenizer(lines, self.vocab_size) if self.model is None else _hub_tokenizer(self.model)
         train, valid = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
-        if self.held_out >= len(train):
-            raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training sequences")
-        self._train, kept = train[: len(train) - self.held_out], train[len(train) - self.held_out :]
-        self._valid, self._kept = (part[shard.rank :: shard.world_size] for part in (valid, kept))
+        kept = self.held_out or 0
+        if kept >= len(train):
+            raise UserError(f"workload.held_out={kept} leaves nothing of {len(train)} training sequences")
+        self._train, held = train[: len(train) - kept], train[len(train) - kept :]
+        self._valid, self._kept = (part[shard.rank :: shard.world_size] for part in (valid, held))
 
     def build_model(self) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
@@ -134,13 +134,8 @@ class GPT2(bert.Text):
         return found
 
     def _perplexity(self, model: nn.Module, sequences: Tensor, shard: Shard) -> dict[str, float]:
-        loss, count = 0.0, 0.0
-        for first in range(0, len(sequences), self.eval_batch):
-            tokens = sequences[first : first + self.eval_batch].long().to(shard.device)
-            logits, following = self._predictions(model, tokens)
-            loss += float(F.cross_entropy(logits.float(), following, reduction="sum"))
-            count += len(following)
-        return perplexity(loss, count, shard)
+        some = (part.long().to(shard.device) for part in sequences.split(self.eval_batch) if len(part))
+        return perplexity((self._predictions(model, part) for part in some), shard)
 
     @staticmethod
     def _predictions(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,6 +13,7 @@ from experiments.workloads.small_images import SmallImages, Split
 from launch.errors import UserError
 
 
+@dataclass(eq=False, repr=False)
 class ImageFolder(SmallImages):
     """`<data_path>/train/<class>/` and `val/<class>/` (or `test/`), resized to `image_size` and held in memory.
 
@@ -20,15 +21,15 @@ class ImageFolder(SmallImages):
     """
 
     name = "image_folder"
-    num_classes = 0  # found in `read`
+    image_size: int = 32
 
-    def __init__(self, data_path: str | None = None, image_size: int = 32, **options: Any) -> None:
-        if image_size < 8:
-            raise UserError(f"workload.image_size={image_size} is too small: at least 8")
-        self.image_size = image_size
-        self.shape = (3, image_size, image_size)
-        self.title = f"image folder {Path(data_path).name}" if data_path else "image folder"
-        super().__init__(data_path, **{**options, "allow_synthetic": False})
+    def __post_init__(self) -> None:
+        if self.image_size < 8:
+            raise UserError(f"workload.image_size={self.image_size} is too small: at least 8")
+        self.shape = (3, self.image_size, self.image_size)
+        self.title = f"image folder {Path(self.data_path).name}" if self.data_path else "image folder"
+        self.allow_synthetic = False
+        super().__post_init__()
 
     def check_files(self) -> None:
         check_image_folder(str(self.data_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ EOS, UNKNOWN = "<eos>", "<unk>"
 Hidden = tuple[Tensor, Tensor]
 
 
+@dataclass(eq=False, repr=False)
 class PennTreebank(Workload):
     """Next-word prediction on one long stream of words; one sample is one token.
 
@@ -51,35 +53,27 @@ class PennTreebank(Workload):
     target = None
     sample = "tokens"
 
-    def __init__(
-        self,
-        data_path: str | None = None,
-        preset: str = "medium",
-        dropout: float | None = None,
-        bptt: int = 35,
-        tie_weights: bool = False,
-        unigram_bias: bool = True,
-        eval_columns: int = 16,
-        allow_synthetic: bool = True,
-        held_out: int | None = None,
-    ) -> None:
-        one_of(PRESETS, preset=preset)
-        if dropout is not None and not 0 <= dropout < 1:
-            raise UserError(f"workload.dropout={dropout} must be in [0, 1)")
-        if bptt < 1 or eval_columns < 1:
+    data_path: str | None = None
+    preset: str = "medium"
+    dropout: float | None = None
+    bptt: int = 35
+    tie_weights: bool = False
+    unigram_bias: bool = True
+    eval_columns: int = 16
+    allow_synthetic: bool = True
+    held_out: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of(PRESETS, preset=self.preset)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise UserError(f"workload.dropout={self.dropout} must be in [0, 1)")
+        if self.bptt < 1 or self.eval_columns < 1:
             raise UserError("workload.bptt and workload.eval_columns must be 1 or more")
-        at_least(0, held_out=held_out)
-        self.held_out = held_out or 0
-        self.data_path = data_path
-        self.hidden_size, preset_dropout = PRESETS[preset]
-        self.dropout = preset_dropout if dropout is None else dropout
-        self.bptt = bptt
-        self.tie_weights = tie_weights
-        self.unigram_bias = unigram_bias
-        self.eval_columns = eval_columns
-        self.allow_synthetic = allow_synthetic
-        self.synthetic = data_path is None
-        self.data_name = "synthetic Markov text" if data_path is None else f"text of {Path(data_path).name}"
+        at_least(0, held_out=self.held_out)
+        self.hidden_size, usual = PRESETS[self.preset]
+        self.dropout = usual if self.dropout is None else self.dropout
+        self.synthetic = self.data_path is None
+        self.data_name = "synthetic Markov text" if self.data_path is None else f"text of {Path(self.data_path).name}"
         self._hidden: Hidden | None = None
 
     def check(self) -> None:
@@ -118,7 +112,7 @@ class PennTreebank(Workload):
             self._train, self._held_out = self._train[: -self.held_out], self._train[-self.held_out :]
 
     def build_model(self) -> nn.Module:
-        model = LSTMModel(self.vocab_size, self.hidden_size, self.dropout, self.tie_weights)
+        model = LSTMModel(self.vocab_size, self.hidden_size, self.dropout or 0.0, self.tie_weights)
         if self.unigram_bias:
             counts = torch.bincount(self._train, minlength=self.vocab_size).double().clamp_(min=1.0)
             with torch.no_grad():
@@ -150,8 +144,7 @@ class PennTreebank(Workload):
         words, following, opens = batch
         hidden = None if opens else self._hidden
         if hidden is None:
-            shape = (LSTMModel.LAYERS, words.shape[1], self.hidden_size)
-            hidden = (torch.zeros(shape, device=words.device), torch.zeros(shape, device=words.device))
+            hidden = self._zeros(words)
         logits, (h, c) = model(words, hidden)
         # float(): under autocast the state may come back in half precision, the next call wants fp32.
         self._hidden = (h.detach().float(), c.detach().float())
@@ -167,17 +160,22 @@ class PennTreebank(Workload):
 
     def _perplexity(self, model: nn.Module, stream: Tensor, shard: Shard) -> dict[str, float]:
         columns = _columns(stream, self.eval_columns)[:, shard.rank :: shard.world_size].to(shard.device)
-        loss, count = 0.0, 0.0
-        if columns.shape[1]:  # with more ranks than columns some have nothing to do
-            shape = (LSTMModel.LAYERS, columns.shape[1], self.hidden_size)
-            hidden = (torch.zeros(shape, device=shard.device), torch.zeros(shape, device=shard.device))
-            for first in range(0, len(columns) - 1, self.bptt):
-                following = columns[first + 1 : first + 1 + self.bptt]
-                logits, (h, c) = model(columns[first : first + len(following)], hidden)
-                hidden = (h.float(), c.float())
-                loss += float(F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum"))
-                count += following.numel()
-        return perplexity(loss, count, shard)
+        return perplexity(self._predictions(model, columns), shard)
+
+    def _predictions(self, model: nn.Module, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        if not columns.shape[1]:  # with more ranks than columns some have nothing to do
+            return
+        hidden = self._zeros(columns)
+        for first in range(0, len(columns) - 1, self.bptt):
+            following = columns[first + 1 : first + 1 + self.bptt]
+            logits, (h, c) = model(columns[first : first + len(following)], hidden)
+            hidden = (h.float(), c.float())
+            yield logits.flatten(0, 1), following.flatten()
+
+    def _zeros(self, words: Tensor) -> Hidden:
+        """The state at the begin of a stream. words: [T, columns]."""
+        zeros = torch.zeros(LSTMModel.LAYERS, words.shape[1], self.hidden_size, device=words.device)
+        return zeros, zeros.clone()
 
     def samples(self, batch_per_rank: int) -> int:
         return batch_per_rank * self.bptt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 POOL = 4  # distinct synthetic batches: enough that no result can be cached, few enough to cost nothing
 
 
+@dataclass(eq=False, repr=False)
 class ResNet50(Workload):
     """torchvision's ResNet-50 (25,557,032 parameters with 1000 classes).
 
@@ -36,27 +38,21 @@ class ResNet50(Workload):
     target = None  # the paper gives no accuracy that could be found
     sample = "images"
 
-    def __init__(
-        self,
-        data_path: str | None = None,
-        image_size: int = 224,
-        workers: int = 0,
-        eval_batch: int = 64,
-        synthetic_images: int = 1_281_167,
-        allow_synthetic: bool = True,
-    ) -> None:
-        if image_size < 32:
-            raise UserError(f"workload.image_size={image_size} is too small: at least 32, the paper uses 224")
-        at_least(0, workers=workers)
-        self.data_path = data_path
-        self.image_size = image_size
-        self.workers = workers
-        self.eval_batch = eval_batch
-        self.allow_synthetic = allow_synthetic
-        self.synthetic = data_path is None
-        self.data_name = f"synthetic {image_size}x{image_size} images" if data_path is None else "ImageNet folder"
+    data_path: str | None = None
+    image_size: int = 224
+    workers: int = 0
+    eval_batch: int = 64
+    synthetic_images: int = 1_281_167
+    allow_synthetic: bool = True
+
+    def __post_init__(self) -> None:
+        if (size := self.image_size) < 32:
+            raise UserError(f"workload.image_size={size} is too small: at least 32, the paper uses 224")
+        at_least(0, workers=self.workers)
+        self.synthetic = self.data_path is None
+        self.data_name = f"synthetic {size}x{size} images" if self.synthetic else "ImageNet folder"
         self.num_classes = 1000
-        self._train_size = synthetic_images
+        self._train_size = self.synthetic_images
         self._folders: dict[str, Any] = {}
         self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ AUGMENTATIONS = ("none", "flip", "crop_flip")
 Split = tuple[Tensor, Tensor]  # uint8[N, C, H, W] images, int64[N] labels
 
 
+@dataclass(eq=False, repr=False)
 class SmallImages(Shuffled):
     """The whole data set as uint8 tensors on the device; shuffling and augmentation on tensors.
 
@@ -41,33 +43,25 @@ class SmallImages(Shuffled):
     metric = "top1"
     sample = "images"
 
-    title: str  # of the data set, in tables
-    shape: tuple[int, int, int]  # channels, height, width
-    num_classes: int
+    title = ""  # of the data set, in tables
+    shape = (0, 0, 0)  # channels, height, width
+    num_classes = 0
     needs_files = True
 
-    def __init__(
-        self,
-        data_path: str | None = None,
-        model: str = "small_cnn",
-        augment: str = "none",
-        train_images: int | None = None,
-        held_out: int | None = None,
-        eval_batch: int = 500,
-        allow_synthetic: bool = True,
-    ) -> None:
-        one_of(MODELS, model=model)
-        one_of(AUGMENTATIONS, augment=augment)
-        at_least(1, train_images=train_images)
-        at_least(0, held_out=held_out)
-        self.data_path = data_path
-        self.model = model
-        self.augment = augment
-        self.train_images = train_images
-        self.held_out = held_out or 0
-        self.eval_batch = eval_batch
-        self.allow_synthetic = allow_synthetic
-        self.synthetic = data_path is None and self.needs_files
+    data_path: str | None = None
+    model: str = "small_cnn"
+    augment: str = "none"
+    train_images: int | None = None
+    held_out: int | None = None
+    eval_batch: int = 500
+    allow_synthetic: bool = True
+
+    def __post_init__(self) -> None:
+        one_of(MODELS, model=self.model)
+        one_of(AUGMENTATIONS, augment=self.augment)
+        at_least(1, train_images=self.train_images)
+        at_least(0, held_out=self.held_out)
+        self.synthetic = self.data_path is None and self.needs_files
         self.data_name = f"synthetic images like {self.title}" if self.synthetic else self.title
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 MIXUP, CUTMIX = 0.8, 1.0  # parameters of their beta distributions
 
 
+@dataclass(eq=False, repr=False)
 class Swin(ResNet50):
     """torchvision's Swin Transformer with the augmentation of its paper; data and further arguments as in `ResNet50`.
 
@@ -37,21 +39,17 @@ class Swin(ResNet50):
 
     name = "swin"
 
-    def __init__(
-        self,
-        data_path: str | None = None,
-        preset: str = "base",
-        drop_path: float = 0.5,
-        label_smoothing: float = 0.1,
-        mix: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(data_path, **options)
-        one_of(PRESETS, preset=preset)
-        for key, value in (("drop_path", drop_path), ("label_smoothing", label_smoothing)):
+    preset: str = "base"
+    drop_path: float = 0.5
+    label_smoothing: float = 0.1
+    mix: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(PRESETS, preset=self.preset)
+        for key, value in (("drop_path", self.drop_path), ("label_smoothing", self.label_smoothing)):
             if not 0 <= value < 1:
                 raise UserError(f"workload.{key}={shortened(str(value))} must be in [0, 1)")
-        self.preset, self.drop_path, self.label_smoothing, self.mix = preset, drop_path, label_smoothing, mix
 
     def build_model(self) -> nn.Module:
         from torchvision.models import SwinTransformer

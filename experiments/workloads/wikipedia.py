@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
 from experiments.workloads.base import Batch, Shard, one_of
-from experiments.workloads.corpus import check_stream, corpus_name, hold_out, perplexity, read_lines, token_stream
+from experiments.workloads.corpus import (
+    IGNORED,
+    check_stream,
+    corpus_name,
+    hold_out,
+    perplexity,
+    read_lines,
+    token_stream,
+)
 from experiments.workloads.files import text_files
 from experiments.workloads.ordering import generator
 from launch.errors import UserError
 
-IGNORED = -100  # label of a token that is not predicted
 
-
-class Wikipedia(bert.Text):
+@dataclass(kw_only=True, eq=False, repr=False)
+class Wikipedia(bert.Bert):
     """The text as one stream of word pieces, cut into sequences of `seq_len` with [CLS] and [SEP]; one sample is one.
 
     In each sequence `mask_prob` of the tokens are predicted: 80 % of them appear as [MASK], 10 % as a random token,
-    10 % unchanged, drawn again in every epoch. No next-sentence prediction.
+    10 % unchanged, drawn again in every epoch. No next-sentence prediction. Further arguments as in `bert.Bert`.
 
-    model:          hub name or checkpoint folder for tokenizer and shape; None: `preset`, vocabulary from the text.
     init:           random (pre-training from scratch, the default) | pretrained.
-    preset:         base | large | xl | small | tiny, the shape where `model` is None.
-    attention:      sdpa | eager, as in `bert.ATTENTION`; None: as transformers chooses.
     weights:        directory of a run, or of one of its checkpoints, whose parameters the model begins with: a phase that
                     continues another with longer sequences, say. Where ranks kept different models their mean is taken.
     metric:         perplexity | loss: which of the two tables show.
@@ -35,48 +42,35 @@ class Wikipedia(bert.Text):
     documents:      number of leading documents (lines of a file, rows of a data set) to use; None: all. Every rank
                     tokenizes all of them.
     valid_fraction: share of the sequences, at the end of the stream, that is held out.
-    vocab_size:     size of a vocabulary made from the text.
     """
 
     name = "wikipedia"
-    metric = "perplexity"
     higher_is_better = False
     target = None
 
-    def __init__(
-        self,
-        model: str | None = None,
-        init: str = "random",
-        preset: str = "base",
-        data_path: str | None = None,
-        dataset: str = "wikimedia/wikipedia",
-        dataset_config: str | None = "20231101.en",
-        seq_len: int = 128,
-        mask_prob: float = 0.15,
-        documents: int | None = None,
-        valid_fraction: float = 0.05,
-        eval_batch: int = 64,
-        vocab_size: int = 8000,
-        weights: str | None = None,
-        metric: str = "perplexity",
-        attention: str | None = None,
-    ) -> None:
-        one_of(("perplexity", "loss"), metric=metric)
-        check_stream(seq_len, valid_fraction, documents)
-        if not 0 < mask_prob < 1:
-            raise UserError(f"workload.mask_prob={mask_prob} must be between 0 and 1")
-        if vocab_size < 100:
-            raise UserError(f"workload.vocab_size={vocab_size} is too small: at least 100")
-        self.model, self.init, self.preset = model, init, preset
-        self.data_path, self.dataset, self.dataset_config = data_path, dataset, dataset_config
-        self.seq_len, self.mask_prob, self.documents = seq_len, mask_prob, documents
-        self.valid_fraction, self.eval_batch, self.vocab_size = valid_fraction, eval_batch, vocab_size
-        self.weights, self.metric, self.attention = weights, metric, attention
-        self.synthetic = data_path is None and dataset == "synthetic"
-        self.data_name = corpus_name(data_path, dataset, dataset_config)
+    init: str = "random"
+    data_path: str | None = None
+    dataset: str = "wikimedia/wikipedia"
+    dataset_config: str | None = "20231101.en"
+    mask_prob: float = 0.15
+    documents: int | None = None
+    valid_fraction: float = 0.05
+    vocab_size: int = 8000
+    weights: str | None = None
+    metric: str = "perplexity"
+
+    def __post_init__(self) -> None:
+        one_of(("perplexity", "loss"), metric=self.metric)
+        check_stream(self.seq_len, self.valid_fraction, self.documents)
+        if not 0 < self.mask_prob < 1:
+            raise UserError(f"workload.mask_prob={self.mask_prob} must be between 0 and 1")
+        if self.vocab_size < 100:
+            raise UserError(f"workload.vocab_size={self.vocab_size} is too small: at least 100")
+        self.synthetic = self.data_path is None and self.dataset == "synthetic"
+        self.data_name = corpus_name(self.data_path, self.dataset, self.dataset_config)
 
     def check(self) -> None:
-        bert.check_model(self.model, self.init, self.preset, self.attention)
+        super().check()
         if self.weights is not None:
             weights.find(self.weights)
         if self.data_path is not None:
@@ -84,7 +78,7 @@ class Wikipedia(bert.Text):
 
     def prepare(self, shard: Shard) -> None:
         lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents)
-        self.tokenizer = bert.load_tokenizer(self.model, lines, self.vocab_size)
+        self.load_tokenizer(lines)
         if self.tokenizer.mask_token_id is None:
             raise UserError(f"workload.model: {self.model} has no mask token, so it is not a masked language model")
         self._special = torch.tensor(sorted(self.tokenizer.all_special_ids))
@@ -96,15 +90,7 @@ class Wikipedia(bert.Text):
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForMaskedLM
 
-        net = bert.load_model(
-            AutoModelForMaskedLM,
-            self.model,
-            self.init,
-            self.preset,
-            len(self.tokenizer),
-            self.seq_len,
-            attention=self.attention,
-        )
+        net = self.load_model(AutoModelForMaskedLM)
         return net if self.weights is None else weights.put(net, self.weights)
 
     @property
@@ -122,13 +108,12 @@ class Wikipedia(bert.Text):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
-        loss, count = 0.0, 0.0
+        return perplexity(self._predictions(model, shard.device), shard)
+
+    def _predictions(self, model: nn.Module, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, len(self._valid[0]), self.eval_batch):
-            inputs, labels = (part[first : first + self.eval_batch].to(shard.device) for part in self._valid)
-            logits = model(input_ids=inputs).logits.float().flatten(0, 1)
-            loss += float(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"))
-            count += float((labels != IGNORED).sum())
-        return perplexity(loss, count, shard)
+            inputs, labels = (part[first : first + self.eval_batch].to(device) for part in self._valid)
+            yield model(input_ids=inputs).logits.flatten(0, 1), labels.flatten()
 
     def masked(self, sequences: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         """int32[N, seq_len] -> what the model sees and what it must predict, both int64[N, seq_len].

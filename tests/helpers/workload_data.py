@@ -122,7 +122,9 @@ def workloads(root: Path) -> dict[str, Callable[[], Workload]]:
         "cifar100-synthetic": lambda: Cifar100(augment="crop_flip"),
         "fashion_mnist-files": lambda: FashionMNIST(str(_once(fashion_mnist, root / "fashion")), augment="flip"),
         "digits": lambda: Digits(train_images=100),
-        "image_folder": lambda: ImageFolder(str(_once(image_folder, root / "small")), 16, augment="crop_flip"),
+        "image_folder": lambda: ImageFolder(
+            str(_once(image_folder, root / "small")), image_size=16, augment="crop_flip"
+        ),
         "ptb-synthetic": lambda: PennTreebank(preset="tiny"),
         "ptb-files": lambda: PennTreebank(str(_once(text_folder, root / "text")), preset="tiny", bptt=10),
         "bert_squad-synthetic": lambda: BertSquad(
