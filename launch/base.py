@@ -7,13 +7,14 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch import failure, lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.spec import RunSpec
-from launch.words import say
+from launch.words import count, say
 
 ROOT = Path(__file__).resolve().parents[1]
 JOIN_S = 120
@@ -23,6 +24,7 @@ JOIN_S = 120
 FailureHandler = Callable[[RunSpec, str], None]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Launcher(ABC):
     """One way to start `nodes` x `ranks_per_node` ranks, one torchrun agent per node.
 
@@ -38,34 +40,22 @@ class Launcher(ABC):
     name:         what records call this cluster.
     """
 
-    worker: Path
-    """The program of one rank, started as `python WORKER SPEC`. Whoever makes a launcher sets it."""
-    wait: bool = True
-    """Whether `run` returns only when nothing of the run is under way any more."""
-    on_failure: FailureHandler = staticmethod(lambda spec, reason: None)
-    """Told of every run that started and did not end well, before `launch` raises. Must not raise."""
-    python: str = sys.executable
+    nodes: int
+    ranks_per_node: int
+    name: str = "cluster"
+    backend: str = "auto"
+    max_restarts: int = 0
+    collective_timeout_s: float = 300.0
+    heartbeat_timeout_s: float = 30.0
+    dry_run: bool = False
 
-    def __init__(
-        self,
-        *,
-        nodes: int,
-        ranks_per_node: int,
-        name: str = "cluster",
-        backend: str = "auto",
-        max_restarts: int = 0,
-        collective_timeout_s: float = 300.0,
-        heartbeat_timeout_s: float = 30.0,
-        dry_run: bool = False,
-    ) -> None:
-        self.nodes = nodes
-        self.ranks_per_node = ranks_per_node
-        self.name = name
-        self.backend = backend
-        self.max_restarts = max_restarts
-        self.collective_timeout_s = collective_timeout_s
-        self.heartbeat_timeout_s = heartbeat_timeout_s
-        self.dry_run = dry_run
+    worker: Path = field(init=False)
+    """The program of one rank, started as `python WORKER SPEC`. Whoever makes a launcher sets it."""
+    wait: bool = field(init=False, default=True)
+    """Whether `run` returns only when nothing of the run is under way any more."""
+    on_failure: FailureHandler = field(init=False, default=staticmethod(lambda spec, reason: None))
+    """Told of every run that started and did not end well, before `launch` raises. Must not raise."""
+    python: str = field(init=False, default=sys.executable)
 
     @abstractmethod
     def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
@@ -131,7 +121,7 @@ class Launcher(ABC):
 
     def shape(self) -> str:
         """ "2 nodes x 1 rank": for the user's eyes."""
-        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
+        return f"{count(self.nodes, 'node')} x {count(self.ranks_per_node, 'rank')}"
 
     def torchrun(
         self, spec_path: Path, spec: RunSpec, *, endpoint: str, is_host: bool, local_addr: str | None = None
@@ -153,7 +143,3 @@ class Launcher(ABC):
         # torchrun keeps one key-value store for all attempts, and gloo's ranks would meet the addresses that the ranks
         # before the restart left there. Without restarts the shared store is better: its port cannot be lost to others.
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.max_restarts > 0 else {}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

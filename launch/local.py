@@ -6,8 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch import environment, failure
 from launch.base import Launcher
@@ -15,34 +15,34 @@ from launch.environment import visible_gpus
 from launch.errors import UserError
 from launch.spec import RunSpec
 from launch.supervise import Agent, supervise
-from launch.words import say
+from launch.words import count, say
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LocalLauncher(Launcher):
     """N nodes as N torchrun agents on the loopback interface of this machine.
 
     device: auto | cpu | cuda; auto is cuda where the back end is nccl. cuda with gloo lets ranks share a GPU.
     """
 
-    def __init__(self, *, device: str = "auto", **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.device = device
-        self.port = 0  # of the rendezvous; 0: not chosen yet
+    device: str = "auto"
+    port: int = field(init=False, default=0)
+    """Of the rendezvous; 0: not chosen yet."""
 
     def check(self, spec: RunSpec) -> None:
         gpus, ranks = len(visible_gpus()), self.nodes * self.ranks_per_node
         if self.device == "cuda" and not gpus:
             raise UserError("cluster.device=cuda needs a GPU and finds none: set cluster.device=cpu")
         if self.device == "cuda" and self.backend == "auto" and gpus < ranks:
-            raise UserError(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: that needs cluster.backend=gloo")
+            raise UserError(f"{ranks} ranks share {count(gpus, 'GPU')}: that needs cluster.backend=gloo")
         if self.device == "cuda" and gpus < ranks:
-            say(f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: times mean nothing in this run")
+            say(f"{ranks} ranks share {count(gpus, 'GPU')}: times mean nothing in this run")
         if self.backend == "nccl" and gpus < ranks:
             raise UserError(
                 f"backend nccl needs {ranks} GPUs, one per rank, and finds {gpus}: set cluster.backend=gloo"
             )
         if self.backend != "gloo" and self.device == "auto" and 0 < gpus < ranks:
-            say(f"{ranks} ranks and {gpus} GPU{'s' * (gpus != 1)}: all run on the CPU")
+            say(f"{ranks} ranks and {count(gpus, 'GPU')}: all run on the CPU")
         self.port = free_port()
 
     def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from launch.local import LocalLauncher
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class VirtualLauncher(LocalLauncher):
     """One process on this machine that trains as `nodes` x `ranks_per_node` ranks."""
 
-    def __init__(self, *, nodes: int, ranks_per_node: int, **arguments: Any) -> None:
-        super().__init__(nodes=1, ranks_per_node=1, **arguments)
-        self.workers = nodes, ranks_per_node
+    def __post_init__(self) -> None:
+        self.workers = self.nodes, self.ranks_per_node
+        self.nodes = self.ranks_per_node = 1
 
     def shape(self) -> str:
         nodes, ranks = self.workers

@@ -62,6 +62,11 @@ def _columns(file: TextIO) -> int | None:
         return None
 
 
+def count(number: int, what: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def one_line(text: str, longest: int = 150) -> str:
     """The first line of `text` that says something, escaped and shortened."""
     return shortened(next((line.strip() for line in text.splitlines() if line.strip()), "unknown error"), longest)

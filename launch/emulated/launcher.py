@@ -7,8 +7,8 @@ import json
 import math
 import shlex
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch import environment, failure, link_file, process
 from launch.emulated import inside, network, sandbox
@@ -17,9 +17,10 @@ from launch.errors import UserError
 from launch.failure import Cause
 from launch.local import LocalLauncher, terminal_fd
 from launch.spec import RunSpec
-from launch.words import say
+from launch.words import count, say
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class EmulatedLauncher(LocalLauncher):
     """N nodes, each a network namespace with one torchrun agent, on a bridge with links that are shaped both ways.
 
@@ -32,22 +33,12 @@ class EmulatedLauncher(LocalLauncher):
     `<run_dir>/link.json`. A single node needs no network.
     """
 
-    late = False
+    link_gbps: float = 10.0
+    dilation: float | str = "auto"
+    max_total_gbps: float | None = None
+    late: bool = field(init=False, default=False)
     """Whoever starts ranks that ask for the rate themselves (`launch/emulated/inside.py`) sets it: links then begin
     without one, and `dilation` may be "auto"."""
-
-    def __init__(
-        self,
-        *,
-        link_gbps: float = 10.0,
-        dilation: float | str = "auto",
-        max_total_gbps: float | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(**arguments)
-        self.link_gbps = link_gbps
-        self.dilation = dilation
-        self.max_total_gbps = max_total_gbps
 
     @property
     def shapes(self) -> bool:
@@ -188,7 +179,7 @@ def check_capacity(nodes: int, link_gbps: float, mbit_per_s: float, max_total_gb
     each = capacity_gbps(nodes, cores()) if max_total_gbps is None else max_total_gbps / nodes
     if mbit_per_s > each * 1000 * (1 + 1e-9):
         least = math.ceil(link_gbps / each)
-        machine = f"{cores()} core{'s' * (cores() != 1)}"
+        machine = count(cores(), "core")
         raise UserError(
             f"links of {mbit_per_s / 1000:.3g} Gbit/s are more than this machine ({machine}) can carry for "
             f"{nodes} nodes at once, {each:.3g} Gbit/s each: set cluster.dilation={least} or more"

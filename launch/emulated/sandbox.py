@@ -1,30 +1,15 @@
-"""A private machine for emulated nodes: network, mount and process namespaces that end with their first process.
-
-`python -m launch.emulated.sandbox --nodes 4 --mbit 500 -- COMMAND ...` runs COMMAND beside 4 nodes;
-`launch.emulated.network.enter(k)` starts a program on one of them. Everything ends with COMMAND, or with the process that
-started the sandbox.
-"""
+"""A private machine for emulated nodes: network, mount and process namespaces that end with their first process."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
-
-if not __package__:  # run as a script: import from the repository, not from this file's own folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from launch import process
-from launch.emulated import network
-from launch.process import Stopped
 
 _NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child"]
 _AS_ROOT_OF_ITS_OWN = ["--user", "--map-root-user"]
@@ -76,11 +61,6 @@ def probe() -> tuple[tuple[str, ...] | None, str]:
     return None, reasons[-1]
 
 
-def script(*arguments: str) -> list[str]:
-    """This file's command line."""
-    return [sys.executable, str(Path(__file__).resolve()), *arguments]
-
-
 def processes(sandbox: int) -> dict[int, int]:
     """Process ids inside -> outside, of all in the sandbox whose `unshare` is process `sandbox`. For processes outside."""
     found = {}
@@ -97,14 +77,6 @@ def processes(sandbox: int) -> dict[int, int]:
     return found
 
 
-def wait(watched: subprocess.Popen, poll_s: float = 0.05) -> int:
-    """Waits for `watched` as the first process of a PID namespace does: orphans are collected too."""
-    while (code := watched.poll()) is None:
-        collect_orphans([watched.pid])
-        time.sleep(poll_s)
-    return code
-
-
 def collect_orphans(ours: Iterable[int]) -> None:
     """Collects children that have ended, save `ours`, whose exit statuses somebody waits for."""
     with contextlib.suppress(ChildProcessError):
@@ -112,57 +84,3 @@ def collect_orphans(ours: Iterable[int]) -> None:
             if ended.si_pid in ours:
                 return  # the next call sees the others
             os.waitpid(ended.si_pid, 0)
-
-
-def _run_command(nodes: int, mbit: float | None, command: Sequence[str]) -> int:
-    """Inside: builds the network, runs `command`, and returns its exit status."""
-    running: list[subprocess.Popen] = []
-    try:
-        with process.stop_signals():
-            network.build(nodes, mbit)
-            running.append(subprocess.Popen(list(command)))
-            code = wait(running[0])
-    finally:
-        with process.undisturbed():
-            process.end(running, others=list)
-    return code if code >= 0 else 128 - code
-
-
-def _guarded(main: Callable[[], int]) -> int:
-    """`main()`, what it raises turned into one line and an exit status."""
-    try:
-        return main()
-    except (network.NetworkError, NoSandbox) as error:
-        print(f"error: no sandbox: {error}", file=sys.stderr, flush=True)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 127
-    except KeyboardInterrupt:
-        return 130
-    except Stopped as error:
-        return error.code
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--mbit", type=float, help="rate of every node's link per direction, Mbit/s; default: no limit")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs="+", help="after --: what to run")
-    options = parser.parse_args(arguments)
-    if options.inside:
-        return _guarded(lambda: _run_command(options.nodes, options.mbit, options.command))
-    return _guarded(lambda: _enter_sandbox(["--inside", *arguments]))
-
-
-def _enter_sandbox(arguments: list[str]) -> NoReturn:
-    """Outside: becomes the sandbox that runs this file with `arguments`."""
-    command = [*prefix(), *script(*arguments)]
-    process.die_with_parent(os.getppid())
-    os.execvp(command[0], command)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ _KEYS = {
 """What the user knows an option of sbatch by, where it is not cluster.<option>."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SlurmLauncher(Launcher):
     """N nodes of one SLURM job.
 
@@ -80,26 +82,19 @@ class SlurmLauncher(Launcher):
     poll_s:        seconds between two questions to the controller about the job.
     """
 
-    def __init__(
-        self,
-        *,
-        partition: str | None = None,
-        account: str | None = None,
-        time: str | int | None = None,
-        constraint: str | None = None,
-        gpus_per_node: str | int | None = None,
-        cpus_per_node: int | None = None,
-        sbatch: Mapping[str, Any] | None = None,
-        interface: str | None = None,
-        wait: bool = True,
-        poll_s: float = 5.0,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(**arguments)
-        self.partition = partition
-        self.interface = interface
-        self.wait = wait
-        self.poll_s = poll_s
+    partition: str | None = None
+    account: str | None = None
+    time: str | int | None = None
+    constraint: str | None = None
+    gpus_per_node: str | int | None = None
+    cpus_per_node: int | None = None
+    sbatch: Mapping[str, Any] | None = None
+    interface: str | None = None
+    wait: bool = True
+    poll_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        gpus_per_node = self.gpus_per_node
         self._ask_for_gpus = gpus_per_node is None and self.backend == "auto"
         if gpus_per_node is None and self.backend == "nccl":
             gpus_per_node = self.ranks_per_node
@@ -113,17 +108,17 @@ class SlurmLauncher(Launcher):
         self.options: dict[str, Any] = {
             "nodes": self.nodes,
             "ntasks-per-node": 1,
-            "cpus-per-task": cpus_per_node or self.ranks_per_node,
+            "cpus-per-task": self.cpus_per_node or self.ranks_per_node,
             "requeue": None,
             "open-mode": "append",
         }
-        chosen = {"partition": partition, "account": account, "time": time, "constraint": constraint}
+        chosen: dict[str, Any] = {key: getattr(self, key) for key in ("partition", "account", "time", "constraint")}
         chosen["gpus-per-node"] = gpus_per_node or None
         self.options |= {key: value for key, value in chosen.items() if value is not None}
         reserved = {*self.options, *chosen, "job-name", "output", "error", "chdir"}
-        for key, value in (sbatch or {}).items():
+        for key, value in (self.sbatch or {}).items():
             _check_option(str(key), value, reserved)
-        self.options |= dict(sbatch or {})
+        self.options |= dict(self.sbatch or {})
         for key, value in self.options.items():
             directive(key, value)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import environment, failure, link_file, probe, process
-from launch.base import ROOT, Launcher, _count
+from launch.base import ROOT, Launcher
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.hosts import parse
@@ -30,7 +30,7 @@ from launch.local import terminal_fd
 from launch.spec import RunSpec
 from launch.ssh import connection
 from launch.ssh.connection import Connections
-from launch.words import say
+from launch.words import count, say
 
 
 class SshLauncher(Launcher):
@@ -146,7 +146,7 @@ class SshLauncher(Launcher):
             for node, problem in problems.items():
                 say(f"{self.hosts[node]}: {problem}", sys.stderr)
             raise RunFailed(
-                f"the run is complete, but its files could not be fetched from {_count(len(problems), 'host')}"
+                f"the run is complete, but its files could not be fetched from {count(len(problems), 'host')}"
             )
 
     def _start(self, node: int, spec_path: Path, spec: RunSpec) -> subprocess.Popen:

@@ -17,7 +17,7 @@ import pytest
 
 from launch import process
 from launch.emulated import measure, network, sandbox
-from tests.helpers import ROOT
+from tests.helpers import ROOT, sandboxed
 from tests.helpers.emulated_run import RATE, skip_reason
 
 RUN = str(ROOT / "tests/helpers/emulated_run.py")
@@ -38,8 +38,8 @@ def mounts() -> str:
 
 
 def run(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """`python launch/emulated/sandbox.py ARGUMENTS`, with other words before it."""
-    command = [*before, *(sandbox.script(*arguments)[bool(before) :])]
+    """`python tests/helpers/sandboxed.py ARGUMENTS`, with other words before it."""
+    command = [*before, *(sandboxed.script(*arguments)[bool(before) :])]
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
 
@@ -137,7 +137,7 @@ def test_ways_into_a_sandbox(before: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_sandbox_leaves_nothing(sig: signal.Signals, tmp_path: Path) -> None:
     outside = interfaces()
-    command = sandbox.script("--nodes", "2", "--mbit", "100", "--", "sh", "-c", f"touch {tmp_path}/up; sleep 600")
+    command = sandboxed.script("--nodes", "2", "--mbit", "100", "--", "sh", "-c", f"touch {tmp_path}/up; sleep 600")
     starter = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"])
     deadline = time.monotonic() + 60
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
@@ -156,7 +156,7 @@ def test_killed_sandbox_leaves_nothing(sig: signal.Signals, tmp_path: Path) -> N
 
 def test_no_sandbox_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sandbox, "probe", lambda: (None, "unshare: Operation not permitted"))
-    assert sandbox.main(["--nodes", "2", "--", "true"]) == 2
+    assert sandboxed.main(["--nodes", "2", "--", "true"]) == 2
     assert capsys.readouterr().err == "error: no sandbox: unshare: Operation not permitted\n"
 
 

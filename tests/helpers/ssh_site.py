@@ -29,7 +29,7 @@ from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.spec import RunSpec
 from launch.ssh.launcher import SshLauncher
-from tests.helpers import stub_run
+from tests.helpers import sandboxed, stub_run
 
 HOSTS = 4
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
@@ -83,7 +83,7 @@ class Site:
         self.options = ["-F", "none", "-i", str(folder / "key"), "-o", known, "-o", "IdentitiesOnly=yes"]
         inside = [sys.executable, str(Path(__file__).resolve()), "hosts", str(folder)]
         with open(folder / "log", "wb") as log:
-            command = sandbox.script("--nodes", str(HOSTS), "--", *inside)
+            command = sandboxed.script("--nodes", str(HOSTS), "--", *inside)
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self._wait()
 
