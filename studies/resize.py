@@ -89,7 +89,7 @@ class World:
             net.load_state_dict(start)
         length = Length(self.config, workload, workers)
         ddp = DistributedDataParallel(net)
-        self.method = VirtualMethod(self.config, workload, ddp, torch.device("cpu"), length, seed)
+        self.method = VirtualMethod(self.config, workload, ddp, Shard(), length, seed)
         self.ranks = self.method.ranks
         everything = workload.steps_per_epoch(1, 1)
         self._all = next(workload.train_batches(Shard(), everything, seed=0, epoch=0))

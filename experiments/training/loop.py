@@ -50,12 +50,8 @@ class _Run:
         self.world_size = spec.nodes * spec.ranks_per_node if self.virtual else shard.world_size
         self.workload, self.length, model = begin(spec, shard, self.world_size)
         self.ddp = wrap(model, spec, shard.device)
-        made = (self.config, self.workload, self.ddp)
-        self.method: Method
-        if self.virtual:
-            self.method = VirtualMethod(*made, shard.device, self.length, spec.seed)
-        else:
-            self.method = Method(*made, shard, self.length, spec.seed)
+        kind = VirtualMethod if self.virtual else Method
+        self.method = kind(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
         self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
         self.rounds = Rounds(self.attachment.counter)

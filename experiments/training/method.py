@@ -10,7 +10,6 @@ from typing import Any
 import hydra.utils
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder import BucketOptimizer
@@ -49,7 +48,7 @@ def make_optimizer(
     for name in ("warmup_steps", "local_doubling"):
         if 0 < options.get(name, 0) < 1:
             options[name] = max(1, round(options[name] * total_steps))
-    try:
+    with refused("optimizer", TypeError, ValueError):
         cls = hydra.utils.get_class(config["optimizer"]["_target_"])
         cls = RELEASED.get((cls, options.get("form") or options.get("variant")), cls)
         decay = float(config["optimizer"].get("weight_decay", 0.0))
@@ -57,8 +56,15 @@ def make_optimizer(
         if issubclass(cls, birder.Muon):
             groups = cls.groups(model, groups)
         return cls(groups, weight_decay=decay, seed=seed, **options)
-    except (TypeError, ValueError) as e:
-        raise UserError(f"optimizer: {e}") from e
+
+
+@contextlib.contextmanager
+def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Exceptions of these kinds as UserError: arguments that do not suit `what`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 class Length:
@@ -114,59 +120,36 @@ class Method:
         length: Length,
         seed: int,
     ) -> None:
-        self.settings, comm = config["train"], config["comm"]
+        self.settings = config["train"]
         self.workload, self.ddp, self.device, self.length = workload, ddp, shard.device, length
         self.accumulate = int(self.settings["accumulate"])
-        self.optimizer = make_optimizer(config, workload, ddp.module, seed, length.total)
-        self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
         half = self.settings["precision"] == "fp16"
         self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
+        self.optimizer: BucketOptimizer
         self.attachment: birder.Attachment | HookAttachment
-        if isinstance(ddp, ShardedModel):
-            self.attachment = self._shards(ddp, comm)
-        elif comm.get("hook") and comm["enabled"]:
-            self.attachment = self._hook(ddp, comm)
+        self.connect(config, seed)
+        self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
+
+    def connect(self, config: dict[str, Any], seed: int) -> None:
+        """Makes `optimizer` and `attachment`."""
+        comm, ddp = config["comm"], self.ddp
+        self.optimizer = make_optimizer(config, self.workload, ddp.module, seed, self.length.total)
+        unit_mb, overlap = comm["bucket_cap_mb"], comm["overlap"] and self.scaler is None
+        common: dict[str, Any] = {"overlap": overlap, "communicate": comm["enabled"], "unit_mb": unit_mb}
+        if isinstance(ddp, ShardedModel):  # FSDP2 inside a node
+            with refused("comm.topology=hsdp", TypeError):
+                self.attachment = birder.attach(ddp.module, self.optimizer, mesh=ddp.mesh, **common)
+        elif comm.get("hook") and comm["enabled"]:  # for dense optimizers
+            options = {"rank": comm["powersgd_rank"], "error_feedback": comm["error_feedback"], "unit_mb": unit_mb}
+            with refused("comm.hook", ValueError):
+                self.attachment = attach_hook(ddp, self.optimizer, comm["hook"], **options)
         else:
-            self.attachment = birder.attach(
-                ddp,
-                self.optimizer,
-                hierarchical=comm["topology"] == "hierarchical",
-                communicator=workload.communicator(comm["topology"] == "hierarchical"),
-                overlap=comm["overlap"] and not half,
-                communicate=comm["enabled"],
-                unit_mb=comm["bucket_cap_mb"],
-            )
+            by_node = comm["topology"] == "hierarchical"
+            made = self.workload.communicator(by_node)
+            self.attachment = birder.attach(ddp, self.optimizer, hierarchical=by_node, communicator=made, **common)
         self._updates: list[tuple[Any, Any]] = []
-        if shard.device.type == "cuda":
+        if self.device.type == "cuda":
             self._watch_updates()
-
-    def _shards(self, model: ShardedModel, comm: dict[str, Any]) -> birder.Attachment:
-        """FSDP2 inside a node."""
-        try:
-            return birder.attach(
-                model.module,
-                self.optimizer,
-                mesh=model.mesh,
-                overlap=comm["overlap"],
-                communicate=comm["enabled"],
-                unit_mb=comm["bucket_cap_mb"],
-            )
-        except TypeError as e:
-            raise UserError(f"comm.topology=hsdp: {e}") from e
-
-    def _hook(self, ddp: DistributedDataParallel, comm: dict[str, Any]) -> HookAttachment:
-        """A hook for dense optimizers."""
-        try:
-            return attach_hook(
-                ddp,
-                self.optimizer,
-                comm["hook"],
-                rank=comm["powersgd_rank"],
-                error_feedback=comm["error_feedback"],
-                unit_mb=comm["bucket_cap_mb"],
-            )
-        except ValueError as e:
-            raise UserError(f"comm.hook: {e}") from e
 
     def seed(self, seed: int, rank: int) -> None:
         """Begins torch's random numbers of this rank: dropout and the like differ between ranks."""

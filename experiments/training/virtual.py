@@ -12,57 +12,32 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Topology, VirtualRanks
-from experiments.training.method import Length, Method, Part, batches, forward_backward, make_optimizer
-from experiments.training.sharded import Wrapped
-from experiments.workloads.base import Batch, Shard, Workload
-
-
-class VirtualAttachment:
-    """What the loop asks of a connection (birder/hooks/ddp.py), of virtual ranks."""
-
-    def __init__(self, ranks: VirtualRanks) -> None:
-        self.counter = ranks.counter
-
-    def state_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        """There is nothing to end."""
+from experiments.training.method import Method, Part, batches, forward_backward, make_optimizer
+from experiments.workloads.base import Batch, Shard
 
 
 class VirtualMethod(Method):
     """`Method` for every virtual rank. A batch of its stream is one of each rank, in rank order."""
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        workload: Workload,
-        ddp: Wrapped,
-        device: torch.device,
-        length: Length,
-        seed: int,
-    ) -> None:
-        assert isinstance(ddp, DistributedDataParallel)  # rules.check_virtual
-        self.settings, comm, cluster = config["train"], config["comm"], config["cluster"]
-        self.workload, self.ddp, self.device, self.length = workload, ddp, device, length
-        self.accumulate = int(self.settings["accumulate"])
+    def connect(self, config: dict[str, Any], seed: int) -> None:
+        assert isinstance(self.ddp, DistributedDataParallel)  # rules.check_virtual
+        comm, cluster = config["comm"], config["cluster"]
         topology = Topology(int(cluster["nodes"]), int(cluster["ranks_per_node"]))
         optimizers = [
-            make_optimizer(config, workload, ddp.module, seed, length.total) for _ in range(topology.world_size)
+            make_optimizer(config, self.workload, self.ddp.module, seed, self.length.total)
+            for _ in range(topology.world_size)
         ]
-        self.optimizer, self.scaler = optimizers[0], None
-        self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
+        self.optimizer = optimizers[0]
         self.ranks = VirtualRanks(
-            ddp,
+            self.ddp,
             optimizers,
             topology=topology,
             hierarchical=comm["topology"] == "hierarchical",
             overlap=comm["overlap"],
             unit_mb=comm["bucket_cap_mb"],
         )
-        self.attachment = VirtualAttachment(self.ranks)  # type: ignore[assignment]
-        self._kept = [workload.state_dict() for _ in optimizers]
-        self._updates: list[tuple[Any, Any]] = []
+        self.attachment = self.ranks  # type: ignore[assignment] # of a connection the loop asks for the counter alone
+        self._kept = [self.workload.state_dict() for _ in optimizers]
 
     def seed(self, seed: int, rank: int) -> None:
         self.ranks.seed([seed * 1_000_003 + r + 1 for r in range(self.ranks.size)])
@@ -103,3 +78,6 @@ class VirtualMethod(Method):
         # A loss that is no number on any rank is told; otherwise it is rank 0's, as with real ranks.
         every = torch.stack(losses)
         return torch.where(every.isfinite().all(), every[0], every.sum())
+
+    def close(self) -> None:
+        """There is nothing to end."""
