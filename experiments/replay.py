@@ -31,7 +31,7 @@ from launch.emulated import launcher as emulated
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
-from launch.words import say, there_are
+from launch.words import count, say, there_are
 
 WORKER = Path(__file__).resolve().parent / "cells" / "engine.py"
 LISTS = ("models", "nodes", "methods", "links", "rates")
@@ -93,7 +93,7 @@ def measure(suite: Suite, options: argparse.Namespace, command: str) -> None:
     for (shaped, nodes), cells in worlds.items():
         began = time.monotonic()
         launch(suite, options, shaped, nodes, cells, command)
-        where = f"{len(cells)} cells on {nodes} node{'s' * (nodes > 1)}{', emulated' * shaped}"
+        where = f"{len(cells)} cells on {count(nodes, 'node')}{', emulated' * shaped}"
         say(f"{where}: {time.monotonic() - began:.0f} s")
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
@@ -24,6 +24,68 @@ EDGE = "§"
 """Marks a best learning rate that is the smallest or the largest one tried."""
 HELD_OUT = "held_out"
 """The metric's value on a part of the training set that was not trained on, where the workload kept one back."""
+
+
+class Setting(NamedTuple):
+    """What runs share that stand in one table. Words are empty for what is usual, or not known."""
+
+    exp: str
+    scale: str
+    nodes: int
+    ranks_per_node: int
+    length: str
+    schedule: str
+    batch: int
+    """Samples that a rank has in a step."""
+    precision: str
+    data: str
+
+    @classmethod
+    def of(cls, r: ResultRecord, data: str | None = None) -> Setting:
+        """Of a run. data: of one that does not know its own."""
+        train = r.config.get("train", {})
+        batch = int(train.get("batch_per_rank") or 0) * int(train.get("accumulate") or 1)
+        words = _length(train), _schedule(train), batch, _precision(train)
+        return cls(r.exp, r.scale, r.nodes, r.ranks_per_node, *words, str(r.data.get("name") or data))
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def batch_in_all(self) -> int:
+        return self.batch * self.workers
+
+    @property
+    def studied(self) -> str:
+        """Experiment, data, length and schedule."""
+        return ", ".join(filter(None, (f"{self.exp}: {self.data}", self.length, self.schedule)))
+
+    @property
+    def title(self) -> str:
+        ranks = f"{self.workers} ranks ({self.nodes} x {self.ranks_per_node}), batch {self.batch} each"
+        return ", ".join(filter(None, (self.studied, ranks, self.precision, f"scale {self.scale}")))
+
+
+def _precision(train: dict[str, Any]) -> str:
+    """What it computed in, in words; empty for fp32."""
+    precision = train.get("precision") or "fp32"
+    return "" if precision == "fp32" else f"precision {precision}"
+
+
+def _length(train: dict[str, Any]) -> str:
+    """How long it trained, in words."""
+    steps, epochs = train.get("max_steps"), train.get("epochs")
+    if steps is not None:
+        return f"{steps} steps"
+    return "length unknown" if epochs is None else "1 epoch" if epochs == 1 else f"{epochs} epochs"
+
+
+def _schedule(train: dict[str, Any]) -> str:
+    """How the learning rate goes, in words; empty where the record does not say."""
+    known = {k: v for k, v in (train.get("lr_schedule") or {}).items() if v is not None}
+    name = known.pop("name", None)
+    return f"{name} schedule ({', '.join(f'{k} {v}' for k, v in known.items())})" if name else ""
 
 
 @dataclass(frozen=True)
@@ -106,9 +168,13 @@ class AccuracyTable:
     """
 
     slug: str
-    title: str
+    setting: Setting
     cells: tuple[Cell, ...]
     against: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.setting.title + (f", against {self.against}" if self.against else "")
 
     @cached_property
     def first(self) -> ResultRecord:
@@ -117,26 +183,17 @@ class AccuracyTable:
 
     @property
     def workers(self) -> int:
-        return self.first.nodes * self.first.ranks_per_node
-
-    @property
-    def batch(self) -> int:
-        """Samples that a rank has in a step."""
-        return batch_of(self.first)
-
-    @property
-    def batch_in_all(self) -> int:
-        return self.batch * self.workers
+        return self.setting.workers
 
     @property
     def task(self) -> str:
         """What is trained on: digits."""
-        return task(str(self.first.data["name"]))
+        return task(self.setting.data)
 
     @property
     def name(self) -> str:
         """A short title: digits, 150 steps, 64 workers."""
-        return f"{self.task}, {length_of(self.first)}, {self.workers} workers"
+        return f"{self.task}, {self.setting.length}, {self.workers} workers"
 
     @cached_property
     def metric(self) -> dict[str, Any]:
@@ -164,6 +221,11 @@ class AccuracyTable:
         said = {Parity.of(r.config) for cell in self.cells for r in cell.valid}
         return said.pop() if len(said) == 1 else None
 
+    @property
+    def relative(self) -> bool:
+        """Whether differences are shares of the baseline's value."""
+        return self.parity is not None and self.parity.relative
+
     @cached_property
     def baseline(self) -> Cell | None:
         """The best learning rate of the method that others are compared with; in fp32 where there is that.
@@ -180,7 +242,7 @@ class AccuracyTable:
     def _score(self, cell: Cell) -> tuple[int, float]:
         """What variants of a method are chosen by, the larger the better: seeds, then as learning rates are."""
         value = cell.held_out(min(cell.by_seed, default=0)) if self.tuned else cell.mean
-        return len(cell.valid), -math.inf if value is None else value if self.higher_is_better else -value
+        return len(cell.valid), -math.inf if value is None else self.sign * value
 
     @cached_property
     def strongest(self) -> Cell | None:
@@ -208,7 +270,7 @@ class AccuracyTable:
     def difference_text(self, cell: Cell) -> str:
         """`compared` as text; empty where it is None."""
         found = self.compared(cell)
-        return "" if found is None or self.parity is None else found.text(self.parity.relative)
+        return "" if found is None else found.text(self.relative)
 
     def verdict(self, cell: Cell) -> str:
         """What `compared` decides; empty where it is None."""
@@ -266,15 +328,14 @@ class AccuracyTable:
         return self._bests.get(label)
 
     def _best(self, label: str) -> Cell | None:
-        sign = self.sign
         mine = [c for c in self.cells if c.label == label]
         if self.tuned:
             seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing]
             found = [(-i, c, [c.held_out(seed) for seed in seeds]) for i, c in enumerate(mine)]
-            scored = [(sign * statistics.fmean(some), i, c) for i, c, some in found if None not in some]  # type: ignore[arg-type]
+            scored = [(self.sign * statistics.fmean(some), i, c) for i, c, some in found if None not in some]  # type: ignore[arg-type]
             return max(scored, default=(0.0, 0, None))[2]
         sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
-        return max(sound, key=lambda c: sign * (c.mean or 0.0), default=None)
+        return max(sound, key=lambda c: self.sign * (c.mean or 0.0), default=None)
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
@@ -282,7 +343,7 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
 
     A study that stated another baseline (`parity`) has its own table. Synthetic data has no accuracy.
     """
-    settings: dict[tuple[Any, ...], list[ResultRecord]] = {}
+    settings: dict[Setting, list[ResultRecord]] = {}
     failures: list[ResultRecord] = []
     for r in records:
         if r.data.get("synthetic"):
@@ -290,36 +351,21 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         if r.status != "completed":
             failures.append(r)
         elif r.metric.get("name") and r.wire != "none":
-            settings.setdefault((*_setting(r), str(r.data["name"])), []).append(r)
+            settings.setdefault(Setting.of(r), []).append(r)
     for r in failures:  # a run that failed early does not know its data
-        for key, members in settings.items():
-            if key[:-1] == _setting(r) and r.data.get("name") in (None, key[-1]):
+        for setting, members in settings.items():
+            if setting == Setting.of(r, setting.data):
                 members.append(r)
     tables = []
     counts: dict[str, int] = {}
-    split = [(key, against, part) for key, every in sorted(settings.items()) for against, part in _by_comparison(every)]
-    for key, against, members in sorted(
-        split, key=lambda one: one[1] != ""
-    ):  # further studies take no slug of a first one
+    split = [(setting, *of) for setting, every in sorted(settings.items()) for of in _by_comparison(every)]
+    for setting, against, members in sorted(split, key=lambda one: one[1] != ""):  # first studies have the first slugs
         cells = _cells(members)
-        if not any(cell.valid for cell in cells):
-            continue
-        exp, scale, nodes, per_node, length, schedule, batch, precision, data = key
-        slug = f"{exp}_{scale}_{nodes}x{per_node}"
-        counts[slug] = counts.get(slug, 0) + 1
-        slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
-        ranks = f"{nodes * per_node} ranks ({nodes} x {per_node}), batch {batch} each"
-        parts = (
-            f"{exp}: {data}",
-            length,
-            schedule,
-            ranks,
-            precision,
-            f"scale {scale}",
-            against and f"against {against}",
-        )
-        title = ", ".join(part for part in parts if part)
-        tables.append(AccuracyTable(slug, title, tuple(cells), against))
+        if any(cell.valid for cell in cells):
+            slug = f"{setting.exp}_{setting.scale}_{setting.nodes}x{setting.ranks_per_node}"
+            counts[slug] = counts.get(slug, 0) + 1
+            slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
+            tables.append(AccuracyTable(slug, setting, tuple(cells), against))
     return tables
 
 
@@ -397,39 +443,6 @@ def _value(table: AccuracyTable, cell: Cell) -> str:
 
 def _links(cell: Cell) -> str:
     return " ".join(f"[{r.seed}](../records/{r.id}.json)" for r in cell.records)
-
-
-def _setting(r: ResultRecord) -> tuple[Any, ...]:
-    shape = r.exp, r.scale, r.nodes, r.ranks_per_node
-    return *shape, length_of(r), schedule_of(r), batch_of(r), precision_of(r)
-
-
-def precision_of(r: ResultRecord) -> str:
-    """What it computed in, in words; empty for fp32."""
-    precision = r.config.get("train", {}).get("precision") or "fp32"
-    return "" if precision == "fp32" else f"precision {precision}"
-
-
-def length_of(r: ResultRecord) -> str:
-    """How long it trained, in words."""
-    train = r.config.get("train", {})
-    steps, epochs = train.get("max_steps"), train.get("epochs")
-    if steps is not None:
-        return f"{steps} steps"
-    return "length unknown" if epochs is None else "1 epoch" if epochs == 1 else f"{epochs} epochs"
-
-
-def schedule_of(r: ResultRecord) -> str:
-    """How the learning rate goes, in words; empty where the record does not say."""
-    known = {k: v for k, v in (r.config.get("train", {}).get("lr_schedule") or {}).items() if v is not None}
-    name = known.pop("name", None)
-    return f"{name} schedule ({', '.join(f'{k} {v}' for k, v in known.items())})" if name else ""
-
-
-def batch_of(r: ResultRecord) -> int:
-    """Samples that a rank has in a step."""
-    train = r.config.get("train", {})
-    return int(train.get("batch_per_rank") or 0) * int(train.get("accumulate") or 1)
 
 
 def _cells(records: list[ResultRecord]) -> list[Cell]:

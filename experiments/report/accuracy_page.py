@@ -41,15 +41,8 @@ def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
     for batch in ("batch", "batch_in_all"):
         found: dict[tuple[object, ...], list[AccuracyTable]] = {}
         for table in tables:
-            r = table.first
-            key = (
-                _setting(table),
-                r.ranks_per_node,
-                r.scale,
-                accuracy.precision_of(r),
-                table.parity,
-                getattr(table, batch),
-            )
+            alike = table.setting._replace(nodes=0, batch=0)
+            key = alike, table.parity, getattr(table.setting, batch)
             found.setdefault(key, []).append(table)
         several = [sorted(group, key=lambda t: t.workers) for group in found.values() if len(group) > 1]
         groups += [group for group in several if group not in groups]
@@ -84,10 +77,10 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
         cells = [next((c for c in table.chosen if c.label == name), None) for table in tables]
         rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
     heads = ["method", *(f"{table.workers} workers" for table in tables)]
-    first, same = tables[0], len({table.batch for table in tables}) == 1
+    first, same = tables[0].setting, len({table.setting.batch for table in tables}) == 1
     batch = f"batch {first.batch} each" if same else f"batch {first.batch_in_all} in all"
-    title = ", ".join(part for part in (_setting(first), batch, accuracy.precision_of(first.first)) if part)
-    return Table.text(heads, rows, notes=(Note(f"**{title}**; {_words(first)}"),))
+    title = ", ".join(filter(None, (first.studied, batch, first.precision)))
+    return Table.text(heads, rows, notes=(Note(f"**{title}**; {_words(tables[0])}"),))
 
 
 def _cell(table: AccuracyTable, cell: Cell) -> str:
@@ -102,7 +95,7 @@ def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
     if best is None or best is table.baseline or accuracy.full_precision(cell.records[0]) or table.parity is None:
         return ""
     found = table.versus(best, ()).gap(cell)
-    return "" if found is None else f"{found.text(table.parity.relative)} to {best.label}"
+    return "" if found is None else f"{found.text(table.relative)} to {best.label}"
 
 
 def _words(table: AccuracyTable) -> str:
@@ -111,11 +104,6 @@ def _words(table: AccuracyTable) -> str:
 
 def _verdict(table: AccuracyTable, cell: Cell) -> str:
     return "baseline" if cell is table.baseline else table.verdict(cell)
-
-
-def _setting(table: AccuracyTable) -> str:
-    """Experiment, data and length."""
-    return table.title.partition(f", {table.workers} ranks")[0]
 
 
 def tables(found: Sequence[Sequence[AccuracyTable]]) -> str:

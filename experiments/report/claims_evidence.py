@@ -55,15 +55,10 @@ def replayed(records: Records, value: float, name: str, architecture: str) -> Wo
 def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
     """The latest table for each shape of a cluster, emulated links unless told, the fewest nodes first."""
     found: dict[tuple[int, int], SpeedupTable] = {}
-    for table in speedup.build([r for r in records if r.exp == exp and r.cluster == cluster]):
-        shape = table.records[0].nodes, table.records[0].ranks_per_node
-        if shape not in found or _time(found[shape]) < _time(table):
-            found[shape] = table
+    mine = [r for r in records if r.exp == exp and r.cluster == cluster]
+    for table in sorted(speedup.build(mine), key=lambda t: t.latest):
+        found[table.records[0].nodes, table.records[0].ranks_per_node] = table
     return [found[shape] for shape in sorted(found)]
-
-
-def _time(table: SpeedupTable) -> tuple[str, str]:
-    return max((r.time, r.id) for r in table.records)
 
 
 def trained(records: Records, value: float) -> Words | None:
@@ -170,9 +165,9 @@ def _names(tables: Sequence[AccuracyTable]) -> list[str]:
     """What tasks are called: data, length and workers; only where several are alike their batch, then the schedule."""
     by_slug = {table.slug: table for table in tables}
     names = {slug: table.name for slug, table in by_slug.items()}
-    for more in (lambda t: f"batch {t.batch}", lambda t: accuracies.schedule_of(t.first)):
+    for more in (lambda s: f"batch {s.batch}", lambda s: s.schedule):
         alike = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
-        names |= {slug: f"{names[slug]}, {more(by_slug[slug])}" for slug in alike}
+        names |= {slug: f"{names[slug]}, {more(by_slug[slug].setting)}" for slug in alike}
     return [names[table.slug] for table in tables]
 
 

@@ -89,15 +89,12 @@ class Curves:
         return None if base is None or base is curve else difference(curve.final, base.final)
 
     def metric_difference(self, curve: Curve) -> Difference | None:
-        """Of the metric, seed by seed, as a share where the experiment states it so; None as above."""
-        base = self.baseline
+        """Of the metric, seed by seed: as the tables of accuracies have it where a margin is stated; None as above."""
+        base, table = self.baseline, self.table
         if base is None or base is curve:
             return None
-        return difference(curve.cell.by_seed, base.cell.by_seed, self.relative)
-
-    @property
-    def relative(self) -> bool:
-        return self.table.parity is not None and self.table.parity.relative
+        own, theirs = curve.cell, base.cell
+        return difference(own.by_seed, theirs.by_seed) if table.comparison is None else table.compared(own)
 
 
 def baseline(table: AccuracyTable) -> Cell | None:

@@ -21,7 +21,7 @@ def matching(table: SpeedupTable, known: list[ResultRecord]) -> SpeedupTable | N
     """Of the published records `known` the latest table with the setting of `table`: shape, batch, scale, cluster."""
     wanted = speedup.setting(table.records[0])
     same = [t for t in speedup.build(known) if speedup.setting(t.records[0]) == wanted]
-    return max(same, key=lambda t: max((r.time, r.id) for r in t.records), default=None)
+    return max(same, key=lambda t: t.latest, default=None)
 
 
 def where(exp: str, published: Path = PUBLISHED) -> str:

@@ -86,7 +86,7 @@ class Study:
     def __init__(self, table: AccuracyTable, results: Path) -> None:
         self.table = table
         self.results = results
-        self.first, self.workers, self.batch = table.first, table.workers, table.batch
+        self.first, self.workers, self.batch = table.first, table.workers, table.setting.batch
 
     def cell(self, name: str) -> Cell:
         label, _, rate = name.partition("@")
@@ -116,11 +116,10 @@ class Study:
         return self._gap(name, other.cell(base), unit)
 
     def _gap(self, name: str, theirs: Cell, unit: str) -> str:
-        relative = self.table.parity is not None and self.table.parity.relative
-        found = difference(self.cell(name).by_seed, theirs.by_seed, relative)
+        found = difference(self.cell(name).by_seed, theirs.by_seed, self.table.relative)
         if found is None:
             raise LookupError(f"{name} and {theirs.label} share no seed in {self.table.title!r}")
-        return found.text(relative, digits=1) + f" {unit}" * bool(unit)
+        return found.text(self.table.relative, digits=1) + f" {unit}" * bool(unit)
 
     def verdict(self, name: str) -> str:
         return self.table.verdict(self.cell(name))

@@ -140,11 +140,6 @@ def groups(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[a:b] for a, b in pairwise(cuts)]
 
 
-def colour(method: str, place: int) -> str:
-    """The colour of a method; `place` decides for methods that `COLOURS` does not name."""
-    return COLOURS.get(method, OTHERS[place % len(OTHERS)])
-
-
 def distinct(methods: Sequence[str]) -> list[str]:
     """A colour for each of at most `SERIES` methods of one panel, no two alike."""
     taken: list[str] = []

@@ -33,11 +33,6 @@ def between(low: float | None, high: float | None, digits: int = 2, scale: float
     return f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
 
 
-def count(n: int, what: str) -> str:
-    """1 node, 2 nodes."""
-    return f"{n} {what}" + "s" * (n != 1)
-
-
 def size(value: float | None) -> str:
     """Bytes in decimal units: 102 MB."""
     if value is None:

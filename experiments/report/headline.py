@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.records import labels
 from experiments.records.record import ROOT
 from experiments.report import published
+from launch.words import count
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
@@ -19,7 +20,7 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
     """What the numbers to come are and are not; on a second line, the command of the full setting."""
     cluster, scale, exp = resolved["cluster"], resolved["scale"]["name"], resolved["exp"]
     nodes, ranks = cluster["nodes"], cluster["ranks_per_node"]
-    shape = f"{nodes} node{'s' * (nodes != 1)} of {ranks} rank{'s' * (ranks != 1)}"
+    shape = f"{count(nodes, 'node')} of {count(ranks, 'rank')}"
     here = {"local": "Local", "emulated": "Emulated"}.get(cluster["name"])
     place = f"{here}: {shape} as processes on this machine" if here else f"Cluster {cluster['name']}: {shape}"
     if here == "Local" and nodes > 1:

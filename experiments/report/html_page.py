@@ -31,6 +31,7 @@ from experiments.report.claims_evidence import newest
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import metric_axis, metric_unit, size
 from experiments.report.paired import Difference
+from launch.words import count
 
 FOLDER = Path(__file__).parent
 EXP = "resnet50"
@@ -78,7 +79,7 @@ def speedups(records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
             for row in table.rows
             if row.seconds
         ]
-        title = f"{r.nodes} nodes of {r.ranks_per_node} rank{'s' * (r.ranks_per_node > 1)}"
+        title = f"{count(r.nodes, 'node')} of {count(r.ranks_per_node, 'rank')}"
         found.append({"slug": table.slug, "title": title, "honesty": sentences.honesty(table.records), "rows": rows})
     return found
 
@@ -125,7 +126,7 @@ def _task(found: Curves) -> dict[str, Any]:
         "slug": table.slug,
         "title": table.title,
         "metric": metric_axis(name),
-        "unit": " %" if found.relative else metric_unit(name),
+        "unit": " %" if table.relative else metric_unit(name),
         "higher_is_better": table.higher_is_better,
         "baseline": None if base is None else base.label,
         "methods": [_curve(found, c) for c in found.curves],
@@ -134,7 +135,7 @@ def _task(found: Curves) -> dict[str, Any]:
 
 def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
     """One method of a task. steps: of the optimizer; loss, low, high: training loss in nats; gap: less the baseline's."""
-    base, parity = found.baseline, found.table.parity
+    base, table = found.baseline, found.table
     mean, sd = curve.cell.summary(None)
     apart = found.metric_difference(curve)
     return {
@@ -151,10 +152,8 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
         "final_gap": _interval(found.loss_difference(curve)),
         "mean": mean,
         "sd": sd,
-        "difference": _interval(apart, 100.0 if found.relative else 1.0),
-        "verdict": None
-        if apart is None or parity is None
-        else apart.verdict(parity.margin, found.table.higher_is_better),
+        "difference": _interval(apart, 100.0 if table.relative else 1.0),
+        "verdict": None if apart is None else table.verdict(curve.cell) or None,
     }
 
 

@@ -64,7 +64,7 @@ class MethodsTable:
 
     @property
     def plot_name(self) -> str:
-        return f"plots/{self.scores.slug}_bytes.png"
+        return f"{self.scores.slug}_bytes"
 
     @property
     def metric(self) -> str:
@@ -168,7 +168,7 @@ def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
 
 def markdown(table: MethodsTable) -> str:
     """The table as a section of a page in the tables folder."""
-    return as_table(table).markdown() + f"![{table.metric} against bytes](../{table.plot_name})\n"
+    return as_table(table).markdown() + f"![{table.metric} against bytes](../plots/{table.plot_name}.png)\n"
 
 
 def clock_note(table: MethodsTable) -> str:

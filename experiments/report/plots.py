@@ -142,15 +142,13 @@ def outcome(found: Curves) -> str:
     """How the best compressed method ends, compared with the baseline, in one sentence."""
     table, base = found.table, found.baseline
     name = str(table.metric["name"])
-    sign = 1 if table.higher_is_better else -1
-    best = max(
-        [c for c in found.others if c.compressed] or found.curves, key=lambda c: sign * (c.cell.mean or float("-inf"))
-    )
+    candidates = [c for c in found.others if c.compressed] or found.curves
+    best = max(candidates, key=lambda c: table.sign * (c.cell.mean or float("-inf")))
     value = f"{_short(best.label)} ends at {metric_axis(name).partition(', ')[0]} {mean_sd(*best.cell.summary(None))}"
     apart = found.metric_difference(best)
     if base is None or apart is None:
         return value
-    return f"{value}, {metric_gap(name, apart.value, found.relative)} from {_short(base.label)}"
+    return f"{value}, {metric_gap(name, apart.value, table.relative)} from {_short(base.label)}"
 
 
 def _short(label: str) -> str:

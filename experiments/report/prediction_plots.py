@@ -15,6 +15,7 @@ from experiments.report.formats import number
 from experiments.report.metrics import OPEN
 from experiments.report.sentences import MODELS
 from experiments.report.table import Table
+from launch.words import count
 
 MARK = "Made by experiments/predict.py"
 COLOURS = {
@@ -84,7 +85,7 @@ def ends(found: Sequence[Prediction], over: str) -> str:
     for p in (found[0], found[-1]):
         best = None if p.winner is None else p[p.winner]
         value = _value(p, over)
-        where = f"{value:g} node{'s' * (value != 1)}" if over == "nodes" else f"{value:g} Gbit/s"
+        where = count(p.cluster.nodes, "node") if over == "nodes" else f"{value:g} Gbit/s"
         if p.cluster.nodes == 1:
             said.append(f"{where}: nothing to win")
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from experiments.report import captions
 from experiments.report.formats import number
 from experiments.report.metrics import LEAST_ROUNDS
@@ -28,9 +30,9 @@ def honesty(results: Results) -> str:
     return f"{suite.report.summary}: " + "; ".join(clauses).format(**known)
 
 
-def _range(values: list[float | None]) -> str:
+def _range(values: Iterable[float | None], shown: Callable[[float], str] = number) -> str:
     known = sorted(v for v in values if v)
-    return " to ".join(dict.fromkeys([number(known[0]), number(known[-1])])) if known else ""
+    return " to ".join(dict.fromkeys([shown(known[0]), shown(known[-1])])) if known else ""
 
 
 def share(fraction: float) -> str:
@@ -45,7 +47,7 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
         return []
     timed = [r for r in compared if r.turns]
     others = f"{len(compared) - len(timed)} of the {len(compared)} cells" if timed else "The cells"
-    steps = _between([r.timing["steps"] for r in compared if not r.turns])
+    steps = _range([r.timing["steps"] for r in compared if not r.turns], str)
     alone = (
         f"{others} on more than one node were measured one after the other, {steps} steps each: no interval is known."
     )
@@ -54,7 +56,7 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     counts = [len(r.turns["ms"]) for r in timed]
     told = say(
         "replay_rounds",
-        counts=_between(counts),
+        counts=_range(counts, str),
         fewest=LEAST_ROUNDS if max(counts) < LEAST_ROUNDS else None,
         anew=sum(r.turns["held"] == "one" for r in timed),
         cells=len(timed),
@@ -67,8 +69,3 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
         where = f"In {len(busy)} of {len(worlds)} comparisons other programs were at work; at worst: "
         said.append((where + str(captions.caution(worst)), True))
     return said
-
-
-def _between(counts: list[int]) -> str:
-    low, high = min(counts, default=0), max(counts, default=0)
-    return str(low) if low == high else f"{low} to {high}"

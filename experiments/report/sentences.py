@@ -9,7 +9,8 @@ from typing import Any
 
 from experiments.records.record import ResultRecord
 from experiments.report import templates
-from experiments.report.formats import count, number, percent, times
+from experiments.report.formats import number, percent, times
+from launch.words import count
 
 EMULATED = {"loopback", "emulated", "netns", "veth"}
 """Kinds of link that connect nodes which are all on one machine."""

@@ -63,6 +63,11 @@ class SpeedupTable:
     group: str
     records: tuple[ResultRecord, ...]
 
+    @property
+    def latest(self) -> tuple[str, str]:
+        """Time and id of the youngest record."""
+        return max((r.time, r.id) for r in self.records)
+
     @cached_property
     def rows(self) -> list[Row]:
         suffix = variants(self.records, COSTLESS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -38,38 +39,40 @@ from launch.errors import UserError
 def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, bytes]:
     """All tables and plots of `records`: path below `results_dir` -> content. Reads curves, writes nothing."""
     files: dict[str, bytes] = {}
-    pages: dict[str, list[str]] = {}
-    for table in speedup.build(list(records)):
-        pages.setdefault(table.records[0].exp, []).append(speedup_table.markdown(table))
-        if (png := plots.step_times(table)) is not None:
-            files[f"plots/{table.slug}_step_time.png"] = png
-    scores: dict[str, list[str]] = {}
-    for scored in accuracy.build(list(records)):
-        png = plots.loss_curves(scored, results_dir)
+
+    def drawn(name: str, png: bytes | None) -> bool:
         if png is not None:
-            files[f"plots/{scored.slug}_curve.png"] = png
-        section = accuracy.markdown(scored, plot=png is not None)
-        scores.setdefault(scored.first.exp, []).append(section)
+            files[f"plots/{name}.png"] = png
+        return png is not None
+
+    timed: dict[str, list[str]] = defaultdict(list)
+    for table in speedup.build(list(records)):
+        timed[table.records[0].exp].append(speedup_table.markdown(table))
+        drawn(f"{table.slug}_step_time", plots.step_times(table))
+    scored: dict[str, list[str]] = defaultdict(list)
+    for scores in accuracy.build(list(records)):
+        plot = drawn(f"{scores.slug}_curve", plots.loss_curves(scores, results_dir))
+        scored[scores.first.exp].append(accuracy.markdown(scores, plot))
+    methods: dict[str, list[str]] = defaultdict(list)
+    for of_all in methods_table.build(records):
+        methods[methods_table.EXP].append(methods_table.markdown(of_all))
+        against = gaps.against_bytes(of_all)
+        drawn(of_all.plot_name, None if against is None else plots.against_bytes(against))
     studies = accuracy_page.studies(records)
     race = time_to_loss.build(studies, results_dir)
-    drawn = {"accuracy": plots.accuracies(studies), "accuracy_bytes": plots.accuracies_by_bytes(studies)}
-    drawn["time_to_loss"] = None if race is None else plots.time_to_loss(race)
-    files |= {f"plots/{name}.png": png for name, png in drawn.items() if png is not None}
-    for exp in sorted({*pages, *scores}):
-        methods = methods_table.build(records) if exp == methods_table.EXP else []
-        for of_all in methods:
-            against = gaps.against_bytes(of_all)
-            if against is not None and (png := plots.against_bytes(against)) is not None:
-                files[of_all.plot_name] = png
+    drawn("accuracy", plots.accuracies(studies))
+    drawn("accuracy_bytes", plots.accuracies_by_bytes(studies))
+    drawn("time_to_loss", None if race is None else plots.time_to_loss(race))
+    for exp in sorted({*timed, *scored}):
         files[f"tables/{exp}.md"] = templates.page(
             "experiment",
             mark=figure.MARK,
             exp=exp,
             dash=DASH,
-            methods=list(map(methods_table.markdown, methods)),
+            methods=methods[exp],
             published=functools.partial(published.sections, exp),
-            timed=pages.get(exp, []),
-            scored=scores.get(exp, []),
+            timed=timed[exp],
+            scored=scored[exp],
         ).encode()
     return files
 

@@ -120,6 +120,21 @@ def test_loss_curves_are_those_of_the_records(records: list[ResultRecord], conte
                 assert found["low"] < found["value"] < found["high"]
 
 
+def test_verdicts_are_those_of_the_accuracy_pages(records: list[ResultRecord], content: dict[str, Any]) -> None:
+    """Holm's correction and lost seeds among them: an interval alone would say more."""
+    tables, alone = {t.slug: t for t in accuracy.build(records)}, []
+    for task in content["tasks"]:
+        table = tables[task["slug"]]
+        for shown in task["methods"]:
+            cell = table.best(shown["method"])
+            assert cell is not None
+            assert (shown["verdict"] or "") == ("" if shown["difference"] is None else table.verdict(cell))
+            if shown["verdict"] and table.parity and (gap := table.compared(cell)):
+                alone.append(gap.verdict(table.parity.margin, table.higher_is_better) != shown["verdict"])
+    assert any(alone)
+    assert not all(alone)
+
+
 def test_the_baseline_is_the_one_that_was_stated_or_the_best_in_fp32(records: list[ResultRecord]) -> None:
     for table in accuracy.build(records):
         cell = curves.baseline(table)
