@@ -43,6 +43,7 @@ from experiments.records.record import ROOT
 from experiments.report.table import Table
 from experiments.runs import command
 from launch.errors import UserError
+from launch.files import write_whole
 from launch.words import say, there_are
 
 LIMITS = {
@@ -143,9 +144,7 @@ def write_report(folder: Path, names: Sequence[str], began: float, finished: Seq
         keys = list(dict.fromkeys(k for row in found for k in row if k != "at_s"))
         if found:
             text.append(Table.text(keys, [[show(row.get(k)) for k in keys] for row in found]).markdown() + "\n")
-    partial = folder / "report.md.tmp"
-    partial.write_text("\n".join(text))
-    partial.replace(folder / "report.md")
+    write_whole(folder / "report.md", "\n".join(text))
     return well
 
 

@@ -13,7 +13,6 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union
 
-import annotated_types
 from pydantic import AfterValidator, Field, Strict
 from pydantic.fields import FieldInfo
 
@@ -153,19 +152,9 @@ def shown(value: Any) -> str:
 
 
 def _bounds(metadata: typing.Sequence[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            found |= _bounds(item.metadata)
-        for name, cls in (
-            ("ge", annotated_types.Ge),
-            ("gt", annotated_types.Gt),
-            ("le", annotated_types.Le),
-            ("lt", annotated_types.Lt),
-        ):
-            if isinstance(item, cls):
-                found[name] = getattr(item, name)
-    return found
+    every = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    names = ("ge", "gt", "le", "lt")
+    return {n: bound for part in every for n in names if (bound := getattr(part, n, None)) is not None}
 
 
 def _range(metadata: typing.Sequence[Any], *, whole: bool) -> str:

@@ -176,24 +176,8 @@ class SparseLoCo(_Adam):
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    f"birder.{cls.__name__}": cls
-    for cls in (
-        SGDM,
-        AdamW,
-        Muon,
-        BertAdam,
-        LAMB,
-        OneBitAdam,
-        OneBitLAMB,
-        ZeroOneAdam,
-        Birder,
-        SigmaDeltaAdam,
-        Lion,
-        CSER,
-        QSparseLocalSGD,
-        EFSGD,
-        EF21SGDM,
-        SLAMB,
-        SparseLoCo,
-    )
+    f"birder.{name}": kind
+    for name, kind in list(globals().items())
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer and not name.startswith("_")
 }
+"""Every class above that is called as an optimizer is."""

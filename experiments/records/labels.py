@@ -101,7 +101,5 @@ def cluster(config: dict[str, Any]) -> str:
     section = config["cluster"]
     if section.get("name"):
         return str(section["name"])
-    launcher = section.get("launcher") or section
-    target = launcher if isinstance(launcher, str) else str(launcher.get("_target_", "unnamed"))
-    parts = [part for part in target.split(".") if part != "launcher"]
+    parts = [part for part in str(section.get("_target_", "unnamed")).split(".") if part != "launcher"]
     return parts[-2] if len(parts) > 1 else parts[0]

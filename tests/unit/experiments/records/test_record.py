@@ -276,7 +276,6 @@ def test_compressed_wires() -> None:
 def test_cluster_label_falls_back_to_the_launcher() -> None:
     assert labels.cluster({"cluster": {"nodes": 2, "_target_": "launch.slurm.Slurm"}}) == "slurm"
     assert labels.cluster({"cluster": {"_target_": "launch.slurm.launcher.SlurmLauncher"}}) == "slurm"
-    assert labels.cluster({"cluster": {"launcher": {"_target_": "launch.local.Local"}}}) == "local"
 
 
 def test_curve_is_copied(tmp_path: Path) -> None:
