@@ -42,7 +42,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "experiments" / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # Of Python's own environment: readline, which pytest may load, sets COLUMNS below it.
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ.copy())
 
 
 @pytest.mark.parametrize(
