@@ -74,8 +74,10 @@ page: $(READY)  ## try: all results as one page for a browser (some minutes)
 publish: $(READY)  ## develop: a group of runs to results/published: GROUP=NAME
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
 
-# As many workers as cores, files and tests in random order (after a failure the seed is printed).
-pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadgroup
+# Three processes for two cores, as tests wait for each other's ranks; files and tests in random order (after a failure the seed
+# is printed).
+WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
+pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 test: $(READY)  ## develop: the tests that protect a change
 	@$(pytest) -m "not slow and not gpu and not cluster and not campaign and not habits"
@@ -84,7 +86,7 @@ test-all: $(READY)  ## develop: all tests but those of whole clusters
 	@$(pytest) -m "not cluster and not campaign and not habits"
 
 test-clusters: $(READY)  ## develop: tests of whole clusters: emulated, ssh, SLURM, faults
-	@$(pytest) -p no:randomly -m cluster
+	@$(pytest) -n auto -p no:randomly -m cluster
 
 mutants: $(READY)  ## develop: 24 faults in a copy of birder: do the tests find them?
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations

@@ -18,6 +18,7 @@ from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import accuracy, crossover, curves, html_page, methods_table, prediction, speedup
 from experiments.report.html_page import Grid
+from tests.helpers.tiers import slow
 
 SMALL = Grid(
     models=(("resnet50_b32_tf32", "ResNet-50"), ("bert_base_b12_tf32", "BERT-Base")), nodes=(2, 8), gbps=(10, 100)
@@ -220,7 +221,7 @@ document.body.append(told);
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-@pytest.mark.parametrize(("begin", "place", "width"), [("1,1,1", "0,1,0", 400), ("0,0,0", "1,0,1", 1600)])
+@pytest.mark.parametrize(("begin", "place", "width"), [("1,1,1", "0,1,0", 400), slow("0,0,0", "1,0,1", 1600)])
 def test_a_browser_shows_the_numbers(
     content: dict[str, Any], tmp_path: Path, begin: str, place: str, width: int
 ) -> None:

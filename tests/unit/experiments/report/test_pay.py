@@ -19,6 +19,7 @@ from experiments.records.record import PUBLISHED
 from experiments.report import html_page, pay
 from experiments.report.html_page import Grid
 from experiments.report.pay import Choice, Model
+from tests.helpers.tiers import slow
 
 SMALL = Choice((Model("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400))
 BROWSER = next((b for name in ("chromium", "chromium-browser", "google-chrome") if (b := shutil.which(name))), None)
@@ -52,7 +53,7 @@ def test_every_gpu_of_the_data_file_can_be_chosen_that_computes_so() -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 @pytest.mark.parametrize(
-    ("hash_", "width"), [("model=resnet18&gpu=a100&batch=32&nodes=4&ranks=8&gbps=3", 400), ("", 1600)]
+    ("hash_", "width"), [("model=resnet18&gpu=a100&batch=32&nodes=4&ranks=8&gbps=3", 400), slow("", 1600)]
 )
 def test_a_browser_answers_between_the_points(content: dict[str, Any], tmp_path: Path, hash_: str, width: int) -> None:
     from plotly.offline import get_plotlyjs

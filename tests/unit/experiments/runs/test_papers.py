@@ -19,6 +19,7 @@ from experiments.records.record import ROOT, ResultRecord
 from experiments.report import speedup_table, tables
 from launch.errors import UserError
 from tests.helpers.records import run
+from tests.helpers.tiers import slow_unless
 
 LINKS = ("cluster=emulated", "cluster.link_gbps=0.1", "cluster.dilation=1")
 AS_PAPERS = {"view": speedup_table.as_papers, "kinds": ("speedup", "accuracy")}
@@ -29,7 +30,7 @@ def digits(paper: Paper) -> Part:
     return part
 
 
-@pytest.mark.parametrize("name", papers.names())
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "cser", papers.names()))
 def test_every_part_holds_its_methods_and_composes(name: str) -> None:
     for part in papers.load(name).parts:
         kept = part.kept([], None)
