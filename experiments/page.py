@@ -13,7 +13,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.records.record import PUBLISHED, read_all, write_file
-from experiments.report import html_page, pay
+from experiments.report import answered, html_page, pay
 from experiments.runs import command
 from launch.errors import UserError
 
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     except ImportError:
         raise UserError("plotly is not installed: pip install --group experiments") from None
-    content = html_page.data(options.results, read_all(options.results)) | {"pay": pay.data()}
+    lost = answered.lost(answered.known_verdicts(Path(options.results)))
+    content = html_page.data(options.results, read_all(options.results)) | {"pay": pay.data(lost=lost)}
     write_file(path, html_page.html(content, get_plotlyjs()).encode(), "the page")
     print(path)
     return 0

@@ -47,8 +47,8 @@ def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
 
 def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
     """Of each method of birder.predict that was studied, the share of its studies in which it was worse."""
-    found = {name: _counted(method.label, studies) for name, method in METHODS.items()}
-    return {name: verdicts[WORSE] / verdicts.total() for name, verdicts in found.items() if verdicts}
+    every = {name: _counted(method.label, studies) for name, method in METHODS.items()}
+    return {name: found[WORSE] / found.total() for name, found in every.items() if found}
 
 
 def _counted(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> Counter[str]:

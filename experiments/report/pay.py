@@ -3,12 +3,12 @@ which the page interpolates. No torch but for counting the models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from birder.predict import METHODS, Cluster, Link, gpus
-from birder.predict.answers import DDP, answer
+from birder.predict.answers import ALIKE, DDP, answer
 from birder.predict.table import NEAR
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
@@ -49,14 +49,19 @@ class Choice:
     gbps: tuple[float, ...] = (1, 5, 10, 25, 100, 400)
 
 
-def data(choice: Choice | None = None) -> dict[str, Any]:
-    """JSON's types. cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and
-    high of the method that is advised; best: its place, -1 where bf16 is. gb[model][batch]: of a rank, with bf16 DDP."""
-    choice = choice or Choice()
+def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """JSON's types. lost: as of birder.predict.answers.Answer.
+
+    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and high of the method that
+    is advised. compressed: places of compressed methods, in the order in which those alike in time are advised.
+    gb[model][batch]: of a rank, with bf16 DDP.
+    """
+    choice, lost = choice or Choice(), lost or {}
+    compressed = [m for m in SHOWN if not METHODS[m].dense]
     cells, gb = [], []
     for model in choice.models:
         works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
-        cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
+        cells.append([[_of(work, gpus.find(name), choice, lost) for name in choice.gpus] for work in works])
         a100 = [w.timeline(gpus.find("a100")) for w in works]
         some = Cluster(2, 8, Link(10.0))
         gb.append(
@@ -75,29 +80,33 @@ def data(choice: Choice | None = None) -> dict[str, Any]:
         "gbps": list(choice.gbps),
         "methods": [METHODS[m].label for m in SHOWN],
         "curves": [SHOWN.index(m) for m in CURVES],
-        "dense": [i for i, m in enumerate(SHOWN) if METHODS[m].dense],
+        "compressed": [SHOWN.index(m) for m in sorted(compressed, key=lambda m: lost.get(m, 1.0))],
         "bf16": SHOWN.index("bf16"),
         "bound": SHOWN.index("none"),
         "near": NEAR,
+        "alike": ALIKE,
         "unsure": gpus.UNSURE,
         "gb": gb,
         "cells": cells,
     }
 
 
-def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
+def _of(work: Any, gpu: gpus.GPU, choice: Choice, lost: Mapping[str, float]) -> list[Any]:
     t = work.timeline(gpu)
     return [
         [
-            [_cell(t, Cluster(nodes, ranks, Link(rate, LATENCY_US), gpu.link, borders=True)) for rate in choice.gbps]
+            [
+                _cell(t, Cluster(nodes, ranks, Link(rate, LATENCY_US), gpu.link, borders=True), lost)
+                for rate in choice.gbps
+            ]
             for nodes in choice.nodes
         ]
         for ranks in choice.ranks
     ]
 
 
-def _cell(t: Any, cluster: Cluster, methods: Sequence[str] = SHOWN) -> list[float]:
-    found = answer(t, cluster, methods=methods, unsure=gpus.UNSURE)
+def _cell(t: Any, cluster: Cluster, lost: Mapping[str, float], methods: Sequence[str] = SHOWN) -> list[float]:
+    found = answer(t, cluster, methods=methods, unsure=gpus.UNSURE, lost=lost)
     low, high = found.saving(found.best.name)[1:] if found.best else (0.0, 0.0)
     ms = [float(f"{found.prediction[m].ms:.4g}") for m in methods]
     return [*ms, round(low, 3), round(high, 3)]

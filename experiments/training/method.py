@@ -127,6 +127,7 @@ class Method:
         self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
         self.optimizer: BucketOptimizer
         self.attachment: birder.Attachment | HookAttachment
+        self._updates: list[tuple[Any, Any]] = []
         self.connect(config, seed)
         self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
 
@@ -147,7 +148,6 @@ class Method:
             by_node = comm["topology"] == "hierarchical"
             made = self.workload.communicator(by_node)
             self.attachment = birder.attach(ddp, self.optimizer, hierarchical=by_node, communicator=made, **common)
-        self._updates: list[tuple[Any, Any]] = []
         if self.device.type == "cuda":
             self._watch_updates()
 

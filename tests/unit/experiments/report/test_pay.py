@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from birder.predict import Cluster, Link, gpus
+from birder.predict import METHODS, Cluster, Link, gpus
 from birder.predict.answers import answer
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
@@ -42,6 +42,24 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
     assert cell[-2:] == [pytest.approx(v, abs=1e-3) for v in found.saving(found.best.name)[1:]]
     assert next(content["methods"][i] for i in content["curves"]) == "DDP bf16"
     assert len(content["curves"]) == 4
+
+
+def test_the_page_advises_by_the_accuracy_that_the_command_line_goes_by(content: dict[str, Any]) -> None:
+    """Compressed methods in the order in which those alike in time are advised; without studies in the table's order."""
+    assert [pay.SHOWN[i] for i in content["compressed"]] == [m for m in pay.SHOWN if not METHODS[m].dense]
+    lost = {"birder": 0.5, "birder_hierarchical": 0.5, "onebit_adam": 0.25}
+    found = pay.data(SMALL, lost)
+    first = [pay.SHOWN[i] for i in found["compressed"]]
+    assert first == ["onebit_adam", "birder", "birder_hierarchical", "powersgd4"]
+    gpu = gpus.find("rtx4090")
+    there = Cluster(8, 8, Link(10, 20.0), gpu.link, borders=True)
+    work = architectures.work(Asked("torchvision:resnet18", 64, "bf16"))
+    best = answer(work.timeline(gpu), there, methods=pay.SHOWN, unsure=gpus.UNSURE, lost=lost).best
+    ms = found["cells"][0][1][1][0][1][1]
+    least = min(ms[i] for i in found["compressed"])
+    chosen = next(i for i in found["compressed"] if ms[i] <= (1 + found["alike"]) * least)
+    assert best is not None
+    assert pay.SHOWN[chosen] == best.name
 
 
 def test_every_gpu_of_the_data_file_can_be_chosen_that_computes_so() -> None:
