@@ -52,8 +52,8 @@ class Choice:
 def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) -> dict[str, Any]:
     """JSON's types. lost: as of birder.predict.answers.Answer.
 
-    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and high of the one that is
-    advised. compressed: places of compressed methods, in the order in which those alike in time are advised.
+    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and high of the one
+    that is advised. compressed: places of compressed methods, in the order in which those alike in time are advised.
     gb[model][batch]: of a rank, with bf16 DDP.
     """
     choice, lost = choice or Choice(), lost or {}
