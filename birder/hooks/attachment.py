@@ -121,13 +121,13 @@ class Attachment:
         """Raises RuntimeError when other ranks' gradients are for another step, where that would make ranks wait for ever.
 
         In a dense phase, and in the step after it: a rank that is a step behind would wait for gradients, the others for
-        messages.
+        messages. Where `step` alone sends messages too: that rank would be in a backward pass and the others in `step`.
         """
         optimizer = self.optimizer
         step = optimizer.steps + 1
-        if not optimizer.compressed or Plan.DENSE not in (optimizer.plan(step), optimizer.plan(max(step - 1, 1))):
-            return
-        run(optimizer.comm, say(optimizer.comm, step, BACKWARD, optimizer.device))
+        dense = Plan.DENSE in (optimizer.plan(step), optimizer.plan(max(step - 1, 1)))
+        if optimizer.compressed and (dense or optimizer.meets_in_step):
+            run(optimizer.comm, say(optimizer.comm, step, BACKWARD, optimizer.device))
 
     def all_reduce_mean(self, buffer: Tensor, number: int, wire: torch.dtype | None = None) -> Future[Any]:
         """Starts to replace `buffer` by its mean over the link's ranks, sent as `wire`, the optimizer's if not given; it may

@@ -197,16 +197,25 @@ class BucketOptimizer(GradientExchange, MethodState):
         self.check_step(self.steps + 1)
         return True
 
-    def _all_ready(self) -> Requests[bool]:
-        """`_ready`. Where ranks meet in `step` alone (overlap=False, or clipping), all refuse the step if one does.
+    @property
+    def meets_in_step(self) -> bool:
+        """Whether ranks exchange messages in `step` alone (overlap=False, or clipping) and can say so beforehand.
 
-        Elsewhere, and on a GPU, where the host would wait, the process group's timeout ends the other ranks.
+        Not on a GPU, where the host would wait, and not under FSDP, whose ranks wait for each other in the forward pass.
         """
-        comm, attached = self.comm, self.attachment is not None and self.attachment.communicate
-        meets = (
-            attached and self.compressed and not self._in_backward and comm.holders == 1 and self.device.type == "cpu"
+        attached = self.attachment is not None and self.attachment.communicate
+        return (
+            attached
+            and self.compressed
+            and not self._in_backward
+            and self.comm.holders == 1
+            and self.device.type == "cpu"
         )
-        meets = meets and self.plan(self.steps + 1) is not Plan.SKIP
+
+    def _all_ready(self) -> Requests[bool]:
+        """`_ready`. Where `meets_in_step`, all ranks refuse the step if one does; elsewhere they wait until the timeout."""
+        comm = self.comm
+        meets = self.meets_in_step and self.plan(self.steps + 1) is not Plan.SKIP
         ready, refused = False, None
         try:
             ready = self._ready()

@@ -21,6 +21,7 @@ ALL = tuple(HABITS)
 FAST = [
     ("DDP", "Birder", ALL),
     ("one process", "AdamW", ALL),
+    ("DDP, overlap=False", "Birder clipped", ("SkippedByOneRank", "SkippedStep")),
     ("DDP", "Birder coupled decay", ("Sam", "DecayByHand")),
     ("DDP", "OneBitAdam", ("ChannelsLast", "TwoOptimizers", "Unused", "SurgeryClipNorm", "JoinEven", "UnfreezeMidway")),
 ]

@@ -47,6 +47,10 @@ class Method:
         return not self.torch and self.type.compressed
 
     @property
+    def clips(self) -> bool:
+        return "max_grad_norm" in self.options
+
+    @property
     def averages(self) -> bool:
         """Whether there are steps in which gradients are averaged in full precision."""
         return not self.compressed or "warmup_steps" in self.options
@@ -98,7 +102,7 @@ METHODS = {
     "Birder one phase": Method("Birder", {"lr": 1e-3, "reduce": "one_phase"}, elementwise=False),
     "Birder no bits": Method("Birder", {"lr": 1e-3, "bits": "none"}),
     "Birder u": Method("Birder", {"lr": 1e-3, "intra": "u"}),
-    "Birder clipped": Method("Birder", {"lr": 1e-3, "max_grad_norm": 5.0}, elementwise=False),
+    "Birder clipped": Method("Birder", {"lr": 1e-3, "max_grad_norm": 5.0}, elementwise=False, norms=True),
     "Lion": Method("Lion", {"lr": 1e-3}),
     "Lion average": Method("Lion", {"lr": 1e-3, "vote": "average"}),
     "SigmaDeltaAdam": Method("SigmaDeltaAdam", {"lr": 1e-3}),

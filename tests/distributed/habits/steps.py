@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.distributed.habits.base import (
     CHANGED,
+    DDP_ONLY,
     EVERYWHERE,
     Plain,
     habit,
@@ -77,7 +78,7 @@ class SkippedByNone(SkippedStep):
 class SkippedByOneRank(Script):
     """one rank alone skips the step and the others make it"""
 
-    ways = ("DDP", "hierarchical", "FSDP2")
+    ways = (*DDP_ONLY, "FSDP2")
     since = 4  # the others cannot know before their next step
     says = r"rank|skip|step"
     twin = None
