@@ -8,6 +8,7 @@ import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ CACHE = Path(__file__).resolve().parents[1] / ".pytest_cache"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "numba" / WORKER_ID))
 
+from hydra._internal.config_repository import ConfigRepository  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from experiments.config import compose  # noqa: E402
@@ -43,6 +45,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     grouped = [item for item in items if item.get_closest_marker("xdist_group")]
     if getattr(config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
         raise pytest.UsageError("this pytest-xdist does not group tests under this pytest: pytest<9.2 does")
+    items.sort(key=functools.partial(_place, _groups(items)))  # of equal ones the order stays random
+
+
+def _groups(items: Sequence[pytest.Item]) -> dict[str, tuple[bool, int]]:
+    """Of each group of tests that stay on one worker: whether it holds a long one, and how many they are."""
+    found: dict[str, tuple[bool, int]] = {}
+    for item in items:
+        long, count = found.get(name := _group(item), (False, 0))
+        found[name] = (long or item.get_closest_marker("long") is not None, count + 1)
+    return found
+
+
+def _group(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid if mark is None else f"@{mark.args[0]}"
+
+
+def _place(groups: dict[str, tuple[bool, int]], item: pytest.Item) -> tuple[bool, int]:
+    """Long groups begin, then large ones: no worker shall be left with one at the end."""
+    long, count = groups[_group(item)]
+    return not long, -count
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -65,16 +88,25 @@ def _keeps(module: object) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def composed_once() -> Iterator[None]:
-    """Hydra composes each list of overrides of conf/ once; later calls get a copy."""
+    """Hydra composes each list of overrides of conf/ once, and reads each file of it once; later calls get a copy."""
     made: dict[tuple[str, ...], bytes] = {}
-    plain = compose._compose
+    read: dict[tuple[str, ...], bytes] = {}
+    plain, load = compose._compose, ConfigRepository.load_config
+
+    def loaded(self: ConfigRepository, config_path: str) -> Any:
+        key = (config_path, *(source.path for source in self.sources))
+        if key not in read:
+            read[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(read[key])
 
     def kept(overrides: Sequence[str], config_dir: Path) -> DictConfig:
         if config_dir != compose.CONF:
             return plain(overrides, config_dir)
         key = tuple(overrides)
         if key not in made:
-            made[key] = pickle.dumps(plain(overrides, config_dir))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ConfigRepository, "load_config", loaded)
+                made[key] = pickle.dumps(plain(overrides, config_dir))
         return pickle.loads(made[key])
 
     with pytest.MonkeyPatch.context() as patch:

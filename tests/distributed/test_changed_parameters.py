@@ -22,6 +22,7 @@ import birder
 from birder import attach
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow, slow_unless
 
 H = 4
 """Steps from one synchronisation to the next, of all methods that have them."""
@@ -47,6 +48,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "0/1 Adam, deepspeed": ("DeepSpeedZeroOneAdam", ADAM | {"weight_decay": 0.1}),
     "Birder": ("Birder", {"lr": 1e-3}),
 }
+FEW = ("torch Adam", "CSER I", "CSER I, top_k", "QSparse", "SparseLoCo", "EF-SGD", "0/1 Adam", "Birder")
+"""What `make test` runs: of each kind of method one."""
+EACH = slow_unless(FEW.__contains__, METHODS)
+PARTS = [FEW, slow(tuple(n for n in METHODS if n not in FEW))]
 ASKING = {n for n in METHODS if n.startswith(("QSparse", "SparseLoCo", "0/1", "CSER I, top_k")) and "H = 1" not in n}
 LIMIT, FAR = 0.05, 5.0
 Change = Callable[[torch.nn.Module, int, int], None]
@@ -125,8 +130,13 @@ def ranks_train(rank: int, world: int, names: list[str], changes: list[str], how
 
 
 @functools.cache
-def everything(change: str) -> list[dict[tuple[str, str], tuple[np.ndarray, list[str]]]]:
-    return run_ranks(ranks_train, 2, list(METHODS), [change], {})
+def part(change: str, few: bool) -> list[dict[tuple[str, str], tuple[np.ndarray, list[str]]]]:
+    return run_ranks(ranks_train, 2, [n for n in METHODS if (n in FEW) == few], [change], {})
+
+
+def found(name: str, change: str) -> list[tuple[np.ndarray, list[str]]]:
+    """Of each rank the models of a method after its steps, and what was said."""
+    return [of_rank[name, change] for of_rank in part(change, name in FEW)]
 
 
 @functools.cache
@@ -139,17 +149,17 @@ def syncs(name: str) -> list[int]:
 
 def spread(name: str, change: str) -> np.ndarray:
     """How far the two ranks' models are apart after each step."""
-    first, second = (r[name, change][0] for r in everything(change))
+    (first, _), (second, _) = found(name, change)
     return np.abs(first - second).max(axis=1)
 
 
 def last(name: str, change: str, step: int = STEPS) -> np.ndarray:
     """The mean model after a step."""
-    return sum(r[name, change][0][step - 1] for r in everything(change)) / 2
+    return sum(rows[step - 1] for rows, _ in found(name, change)) / 2
 
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "load one"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_ranks_agree_after_a_synchronisation(name: str, change: str) -> None:
     apart = spread(name, change)[syncs(name)[-1] - 1]
     size = max(abs(last(name, change)).max(), 0.1)
@@ -160,14 +170,16 @@ def test_ranks_agree_after_a_synchronisation(name: str, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["load", "load after a sync"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_loaded_weights_are_kept(name: str, change: str) -> None:
     """Up to what the steps since then have moved them."""
     assert np.abs(last(name, change) - FAR).mean() < 0.1
     assert np.abs(last(name, "none") - FAR).mean() > 4
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if not n.startswith(("torch", "EF", "Birder"))])
+@pytest.mark.parametrize(
+    "name", slow_unless(FEW.__contains__, [n for n in METHODS if not n.startswith(("torch", "EF", "Birder"))])
+)
 def test_weights_loaded_on_one_rank_are_averaged(name: str) -> None:
     if "H = 1" in name:  # as under DDP with torch's optimizers, ranks stay apart
         assert spread(name, "load one")[-1] > 1
@@ -177,15 +189,14 @@ def test_weights_loaded_on_one_rank_are_averaged(name: str) -> None:
         assert np.abs(last(name, "load one") - middle).mean() < 0.1
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_clipped_weights_stay_within_their_limits_and_train(name: str) -> None:
-    for r in everything("clip"):
-        rows = r[name, "clip"][0]
+    for rows, _ in found(name, "clip"):
         assert np.abs(rows).max() <= np.float32(LIMIT)
         assert np.abs(rows[-1] - rows[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_no_step_of_a_callers_own_decay_is_lost(name: str) -> None:
     """0.95^12 of what the parameters began with is 0.54; that of the synchronisations alone, 0.95^3, would be 0.86."""
     rows = toy.part(last(name, "decay"), "embed.weight")[toy.USED :]  # never had a gradient
@@ -193,17 +204,17 @@ def test_no_step_of_a_callers_own_decay_is_lost(name: str) -> None:
     assert torch.allclose(rows, began * 0.95**STEPS, rtol=5e-3)  # some have a decay of their own, of 1e-4
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_average_put_in_and_out_changes_nothing_and_is_not_told(name: str) -> None:
-    for mine, plain in zip(everything("average_in_and_out"), everything("none"), strict=True):
-        assert (mine[name, "average_in_and_out"][0] == plain[name, "none"][0]).all()
-        assert mine[name, "average_in_and_out"][1] == plain[name, "none"][1] == []
+    for mine, plain in zip(found(name, "average_in_and_out"), found(name, "none"), strict=True):
+        assert (mine[0] == plain[0]).all()
+        assert mine[1] == plain[1] == []
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_what_costs_more_is_told_once(name: str) -> None:
     for change in ("clip", "decay", "load", "load one"):
-        said = [r[name, change][1] for r in everything(change)]
+        said = [lines for _, lines in found(name, change)]
         assert said[1] == []
         assert len(said[0]) == (name in ASKING)
         assert all(s.startswith("parameters were changed between two synchronisations") for s in said[0])
@@ -212,9 +223,9 @@ def test_what_costs_more_is_told_once(name: str) -> None:
 # ---- between backward and step -------------------------------------------------------------------------------------------
 
 
-def late_train(rank: int, world: int) -> dict[Any, Any]:
+def late_train(rank: int, world: int, names: tuple[str, ...]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for name in METHODS:
+    for name in names:
         try:
             found[name] = train(name, decay, rank, late=True)[0].numpy()
         except RuntimeError as e:
@@ -224,9 +235,10 @@ def late_train(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
-def test_a_change_between_backward_and_step_counts_or_is_refused() -> None:
+@pytest.mark.parametrize("names", PARTS, ids=["few", "rest"])
+def test_a_change_between_backward_and_step_counts_or_is_refused(names: tuple[str, ...]) -> None:
     began = toy.make().embed.weight.detach()[toy.USED :]
-    first, second = run_ranks(late_train, 2)
+    first, second = run_ranks(late_train, 2, names)
     for name, got in first.items():
         if isinstance(got, str):
             assert "parameters were changed between backward and step()" in got
@@ -241,10 +253,10 @@ def test_a_change_between_backward_and_step_counts_or_is_refused() -> None:
 # ---- resume, nodes -------------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, world: int) -> dict[str, bool]:
+def resumed(rank: int, world: int, names: tuple[str, ...]) -> dict[str, bool]:
     """Weights are loaded, a checkpoint is made before the next step, and another run goes on from it."""
     found = {}
-    for name in METHODS:
+    for name in names:
         if name.startswith("torch"):
             continue
         runs = []
@@ -276,13 +288,15 @@ def advance(optimizer: Any, ddp: torch.nn.Module, rank: int, steps: range) -> No
         optimizer.step()
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_changed_parameters() -> None:
-    for found in run_ranks(resumed, 2):
+@pytest.mark.parametrize("names", PARTS, ids=["few", "rest"])
+def test_a_run_goes_on_from_a_checkpoint_of_changed_parameters(names: tuple[str, ...]) -> None:
+    for found in run_ranks(resumed, 2, names):
         assert all(found.values()), found
 
 
-def test_with_nodes_as_workers_loaded_weights_are_kept_too() -> None:
-    names = [n for n in METHODS if n in ASKING or n == "CSER I"]
+@pytest.mark.parametrize("chosen", PARTS, ids=["few", "rest"])
+def test_with_nodes_as_workers_loaded_weights_are_kept_too(chosen: tuple[str, ...]) -> None:
+    names = [n for n in chosen if n in ASKING or n == "CSER I"]
     results = run_ranks(ranks_train, 4, names, ["load", "clip"], {"hierarchical": True}, ranks_per_node=2)
     for name in names:
         mean = sum(r[name, "load"][0][-1] for r in results) / 4

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed, reentrant, static graph": {"reentrant": True, "ddp": {"static_graph": True}},
     "all": {"compile": "ddp", "reentrant": False, "ddp": {"gradient_as_bucket_view": True, "static_graph": True}},
 }
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ACCUMULATED = ["eager", "compiled outside", "gradients as views", "checkpointed"]
 """Also with two micro-batches a step."""
 

@@ -168,10 +168,10 @@ def oracle_run(world: int, name: str, poison: tuple[int, int] | None = None) -> 
     return oracle
 
 
-@pytest.mark.parametrize("world", [slow(1), slow(2), 3, slow(4), slow(8)])
+@pytest.mark.parametrize("world", [slow(1), slow(2), slow(3), 4, slow(8)])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_bit_for_bit(world, name):
-    """With 3 ranks also: in several units what the reference has in one."""
+    """With 3 ranks also: in several units what the reference has in one, as on real ranks."""
     check([result[name] for result in plain_run(world)], name)
 
 
@@ -179,6 +179,7 @@ CASES_OF_REAL_RANKS = [*((3, name) for name in REAL), *(slow(3, name) for name i
 
 
 @pytest.mark.parametrize(("world", "name"), CASES_OF_REAL_RANKS + [slow(8, name) for name in REAL])
+@pytest.mark.long
 def test_real_ranks_equal_the_reference_bit_for_bit(world, name):
     check([result[name] for result in real_run(world, name in REAL)], name)
 
@@ -342,9 +343,10 @@ AT = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd relea
 """Within an interval."""
 
 
-def test_resumed_equals_uninterrupted_from_within_an_interval():
-    real = run_ranks(resumed_run, 2, {name: AT[name] for name in ("I", "qsparse", "ef21_sgdm")})
-    for result in [*real, *run_ranks(resumed_virtually, 1, 3, AT)[0]]:
+@pytest.mark.parametrize("real", [True, slow(False)])
+def test_resumed_equals_uninterrupted_from_within_an_interval(real):
+    few = {name: AT[name] for name in ("I", "qsparse", "ef21_sgdm")}
+    for result in run_ranks(resumed_run, 2, few) if real else run_ranks(resumed_virtually, 1, 3, AT)[0]:
         for name, (straight, resumed) in result.items():
             assert all((a == b).all() for a, b in zip(straight, resumed, strict=True)), name
 

@@ -18,12 +18,20 @@ import birder
 from birder import attach
 from tests.helpers.ordinary import LOCAL, METHODS, Trunk, apart, batches, said, state_of, train, values
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow_unless
+
+FEW = ("Birder", "OneBitAdam", "CSER", "ZeroOneAdam with local steps")
+"""Of the scenarios of every method what `make test` runs."""
 
 
-def frozen(rank: int) -> dict[str, Any]:
+def chosen(methods: dict[str, Callable[..., Any]], few: bool) -> dict[str, Callable[..., Any]]:
+    return {name: make for name, make in methods.items() if (name in FEW) == few}
+
+
+def frozen(rank: int, few: bool) -> dict[str, Any]:
     """A layer is frozen or unused from step 4 on, then comes back."""
     found = {}
-    for name, make in {**METHODS, **LOCAL}.items():
+    for name, make in chosen({**METHODS, **LOCAL}, few).items():
         for overlap in (True, False):
             model = Trunk()
             optimizer = make(model.parameters())
@@ -72,9 +80,9 @@ def used_on_one_rank(rank: int) -> dict[str, float]:
     return found
 
 
-def frozen_at_attach(rank: int) -> dict[str, Any]:
+def frozen_at_attach(rank: int, few: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, make in METHODS.items():
+    for name, make in chosen(METHODS, few).items():
         for refuse in (True, False):
             model = Trunk()
             model.first.requires_grad_(False)
@@ -157,12 +165,11 @@ def dense_against_torch(rank: int) -> float:
     return float((ends[0] - ends[1]).abs().max())
 
 
-SCENARIOS = {
+OF_EVERY_METHOD = (frozen, frozen_at_attach)
+SCENARIOS: dict[str, Callable[[int], Any]] = {
     f.__name__: f
     for f in (
-        frozen,
         used_on_one_rank,
-        frozen_at_attach,
         ignored_by_ddp,
         added_group,
         frozen_variance,
@@ -171,24 +178,25 @@ SCENARIOS = {
 }
 
 
-def everything(rank: int, world: int) -> dict[str, Any]:
-    return {name: scenario(rank) for name, scenario in SCENARIOS.items()}
+def everything(rank: int, world: int, few: bool) -> dict[str, Any]:
+    found = {f.__name__: f(rank, few) for f in OF_EVERY_METHOD}
+    return found | ({name: scenario(rank) for name, scenario in SCENARIOS.items()} if few else {})
 
 
 @functools.cache
-def world() -> list[dict[str, Any]]:
-    return run_ranks(everything, 2)
+def world(few: bool) -> list[dict[str, Any]]:
+    return run_ranks(everything, 2, few)
 
 
-def of(scenario: Callable[..., Any]) -> Any:
+def of(scenario: Callable[..., Any], few: bool = True) -> Any:
     """What rank 0 found."""
-    return world()[0][scenario.__name__]
+    return world(few)[0][scenario.__name__]
 
 
-@pytest.mark.parametrize("name", [*METHODS, *LOCAL])
+@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, [*METHODS, *LOCAL]))
 def test_a_parameter_without_gradient_stays(name: str) -> None:
     for overlap in (True, False):
-        stays, others_move, state_stays, comes_back, spread = of(frozen)[f"{name}, overlap={overlap}"]
+        stays, others_move, state_stays, comes_back, spread = of(frozen, name in FEW)[f"{name}, overlap={overlap}"]
         assert others_move
         assert comes_back
         assert spread == 0.0
@@ -204,9 +212,9 @@ def test_a_layer_that_one_rank_uses_moves_on_both() -> None:
     assert found["apart True"] == found["apart False"] == 0.0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, METHODS))
 def test_unfreezing_is_refused_until_the_model_is_attached_again(name: str) -> None:
-    line, kept, steps, spread, moved = of(frozen_at_attach)[name]
+    line, kept, steps, spread, moved = of(frozen_at_attach, name in FEW)[name]
     assert "first.weight" in line
     assert "attach" in line
     assert kept

@@ -18,7 +18,7 @@ from birder import attach
 from tests.helpers import hsdp, toy
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 STEPS = 5
 METHODS: dict[str, dict[str, Any]] = {"Birder": {"lr": 0.01}, "OneBitAdam": {"lr": 0.01, "warmup_steps": 2}}
 WAYS = ("eager", "model", "blocks", "checkpointed")

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from birder import Topology, VirtualRanks, attach
 from tests.distributed.habits.methods import FEW, METHODS, OURS
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 KEPT = Path(__file__).with_name("golden.json")
 STEPS, UNIT_MB = 12, 0.0008
@@ -155,11 +156,20 @@ def kept() -> dict[str, Any]:
     return found
 
 
-CASES = [("flat 2", "few"), *(pytest.param(world, "all", marks=pytest.mark.slow) for world in WORLDS)]
+CASES = [
+    *((how, "flat 2", "few") for how in (run_real, run_virtual)),
+    *(
+        slow(how, world, "all")
+        for how in (run_real, run_virtual)
+        for world in WORLDS
+        if (how, world) != (run_real, "flat 4")
+    ),
+    slow(run_real, "flat 4", "few"),  # the others on 4 real ranks: in "nodes 2x2"
+]
 
 
-@pytest.mark.parametrize(("world", "which"), CASES)
-@pytest.mark.parametrize("how", [run_real, run_virtual])
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "world", "which"), CASES)
 def test_parameters_checkpoint_and_bytes_are_those_that_were_kept(how: Any, world: str, which: str) -> None:
     expected = kept()[world]
     names = FEW if which == "few" else NAMES

@@ -27,11 +27,21 @@ FAST = [
 ]
 """What protects a change: about a minute."""
 SLOW = {("DDP", m) for m in ("AdamW", "OneBitAdam", "ZeroOneAdam", "CSER", "SLAMB")} | {
-    (way, "Birder") for way in WAYS if way != "DDP" and not way.endswith("hierarchical, overlap=False")
+    (way, "Birder") for way in WAYS if way != "DDP" and not way.endswith("overlap=False")
 }
 """Of the whole table, what `make test-all` runs: every method's family under DDP, and every way."""
+INSIDE = ("DDP, overlap=False", "FSDP2, overlap=False")
+"""Ways that send inside `step`; `make test-all` runs of them what comes out otherwise there."""
+
+
+def marks(way: str, method: str) -> list[pytest.MarkDecorator]:
+    """Each row of the table in ranks of its own, so that one worker need not run them all."""
+    kept_for = [pytest.mark.slow, pytest.mark.long] if (way, method) in SLOW else [pytest.mark.habits]
+    return [*kept_for, pytest.mark.xdist_group(f"habits, {way}, {method}")]
+
+
 TABLE = [
-    pytest.param(way, method, marks=pytest.mark.slow if (way, method) in SLOW else pytest.mark.habits)
+    pytest.param(way, method, marks=marks(way, method))
     for way in WAYS
     for method in (*CONTROLS, *OURS)
     if possible(method, way)
@@ -55,9 +65,26 @@ def check(bench: Bench, way: str, method: str, habits: tuple[str, ...] = ALL) ->
     assert wrong == []
 
 
+@pytest.mark.long
+@pytest.mark.xdist_group("habits")
 @pytest.mark.parametrize(("way", "method", "habits"), FAST, ids=[f"{way}, {method}" for way, method, _ in FAST])
 def test_habits(bench: Bench, way: str, method: str, habits: tuple[str, ...]) -> None:
     check(bench, way, method, habits)
+
+
+def otherwise(way: str) -> tuple[str, ...]:
+    """Habits that come out otherwise than with overlap."""
+    ways = (way, way.removesuffix(", overlap=False"))
+    return tuple(h for h in ALL if len({outcomes.outcome(KEPT, h, w, "Birder") for w in ways}) > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.xdist_group(f"habits, {w}")) for w in INSIDE])
+def test_habits_that_come_out_otherwise_inside_the_step(bench: Bench, way: str) -> None:
+    habits = otherwise(way)
+    assert len(habits) > 20
+    check(bench, way, "Birder", habits)
 
 
 @pytest.mark.timeout(3600)

@@ -18,7 +18,7 @@ from birder import attach
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 STEPS = 12
 METHODS: dict[str, dict[str, Any]] = {
     "Birder": {"lr": 0.01},

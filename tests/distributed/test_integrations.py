@@ -121,6 +121,7 @@ def accelerated_resumed(accelerated: Found, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
 def test_accelerate_resumes_bit_for_bit(accelerated_resumed: Found, method: str) -> None:
     """With two micro-batches a step, and dropout."""
     check_resumed(accelerated_resumed, method)
@@ -211,6 +212,7 @@ def trained_resumed(trained: Found, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
 def test_the_trainer_resumes_bit_for_bit(trained_resumed: Found, method: str) -> None:
     """With dropout and a schedule; Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
     check_resumed(trained_resumed, method)
@@ -297,6 +299,7 @@ def lit_resumed(lit: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
 def test_lightning_resumes_bit_for_bit(lit_resumed: Found, method: str) -> None:
     """Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
     check_resumed(lit_resumed, method)

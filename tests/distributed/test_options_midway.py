@@ -13,6 +13,7 @@ from tests.distributed.test_ddp import wrap
 from tests.distributed.test_guards import METHODS, make
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in METHODS},
@@ -25,6 +26,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "SLAMB, v2": ("SLAMB", {"form": "v2"}),
 }
 USE_LR_EARLY = {"ZeroOneAdam", "CSER", "EFSGD", "QSparseLocalSGD", "SparseLoCo"}
+FEW = ("AdamW", "OneBitAdam", "ZeroOneAdam", "Birder", "CSER")
+"""What `make test` runs on ranks."""
 CHANGES = {
     "lr": lambda group, step: 0.01 / (step + 1),
     "weight_decay": lambda group, step: 0.02 * step,
@@ -65,9 +68,11 @@ def run(variant: str, rank: int, option: str, late: bool, overlap: bool = True) 
     return toy.flat(model)
 
 
-def all_options(rank: int, world: int) -> dict[tuple[str, str], tuple[Any, Any, Any]]:
+def all_options(rank: int, world: int, few: bool) -> dict[tuple[str, str], tuple[Any, Any, Any]]:
     ends = {}
     for variant, (name, options) in VARIANTS.items():
+        if (variant in FEW) != few:
+            continue
         for option in CHANGES:
             known = make(name, toy.make()).param_groups[0]
             if option not in known or (option != "lr" and options):
@@ -79,14 +84,10 @@ def all_options(rank: int, world: int) -> dict[tuple[str, str], tuple[Any, Any, 
     return ends
 
 
-@pytest.fixture(scope="module")
-def ends() -> list[dict[tuple[str, str], tuple[Any, Any, Any]]]:
-    return run_ranks(all_options, 2)
-
-
-def test_an_option_of_this_step_counts_or_is_refused_in_this_step(ends) -> None:
+@pytest.mark.parametrize("few", [True, slow(False)])
+def test_an_option_of_this_step_counts_or_is_refused_in_this_step(few: bool) -> None:
     refused = set()
-    for of_rank in ends:
+    for of_rank in run_ranks(all_options, 2, few):
         for (variant, option), (early, late, inside) in of_rank.items():
             assert (inside == early).all(), (variant, option)  # inside `step` everything is read there
             if isinstance(late, tuple):
@@ -97,7 +98,8 @@ def test_an_option_of_this_step_counts_or_is_refused_in_this_step(ends) -> None:
                 refused.add((VARIANTS[variant][0], option))
             else:
                 assert (late == early).all(), (variant, option)
-    assert {name for name, option in refused if option == "lr"} == USE_LR_EARLY
+    tried = {name for variant, (name, _) in VARIANTS.items() if (variant in FEW) == few}
+    assert {name for name, option in refused if option == "lr"} == USE_LR_EARLY & tried
     assert not {name for name, _ in refused} & {"SGDM", "AdamW", "BertAdam", "LAMB"}
 
 
@@ -135,10 +137,10 @@ def test_what_only_the_update_reads_is_named_as_such(variant: str) -> None:
     assert not early & optimizer.read_in_update
 
 
-def scaled(rank: int, world: int) -> dict[str, tuple[int, str] | bool]:
+def scaled(rank: int, world: int, few: bool) -> dict[str, tuple[int, str] | bool]:
     """What a GradScaler meets with each method, attached as by default."""
     ends: dict[str, tuple[int, str] | bool] = {}
-    for name in METHODS:
+    for name in (name for name in METHODS if (name in FEW) == few):
         model = toy.make()
         ddp = wrap(model)
         optimizer = make(name, model)
@@ -166,8 +168,9 @@ def scaled(rank: int, world: int) -> dict[str, tuple[int, str] | bool]:
     return ends
 
 
-def test_a_scaler_is_refused_in_the_first_step_or_works() -> None:
-    for ends in run_ranks(scaled, 2):
+@pytest.mark.parametrize("few", [True, slow(False)])
+def test_a_scaler_is_refused_in_the_first_step_or_works(few: bool) -> None:
+    for ends in run_ranks(scaled, 2, few):
         for name, end in ends.items():
             if getattr(birder, name).compressed:
                 assert isinstance(end, tuple), name

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -19,6 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from birder import attach
 from tests.helpers.ordinary import LOCAL, METHODS, Trunk, apart, batches, said, train
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
+
+FEW = ("Birder", "OneBitLAMB", "CSER")
+"""Of the scenarios of every method what `make test` runs."""
 
 
 class Constant(nn.Module):
@@ -39,9 +44,13 @@ class Constant(nn.Module):
         return sum((p * torch.randn(p.shape, generator=g)).sum() for p in self.parameters())  # type: ignore[return-value]
 
 
-def memory_layouts(rank: int) -> dict[str, bool]:
+def chosen(few: bool) -> dict[str, Callable[..., Any]]:
+    return {name: make for name, make in {**METHODS, **LOCAL}.items() if (name in FEW) == few}
+
+
+def memory_layouts(rank: int, few: bool) -> dict[str, bool]:
     same = {}
-    for name, make in {**METHODS, **LOCAL}.items():
+    for name, make in chosen(few).items():
         found = []
         ways = (("contiguous", False, True), ("other", False, True), ("other", True, True))
         for layout, view, overlap in (*ways, ("other", False, False), ("other", True, False)):
@@ -186,10 +195,10 @@ def skipped_without_overlap(rank: int) -> dict[str, float]:
     return found
 
 
-def resets(rank: int) -> dict[str, float]:
+def resets(rank: int, few: bool) -> dict[str, float]:
     """The state of before the first step, loaded after some steps, begins afresh."""
     found = {}
-    for name, make in {**METHODS, **LOCAL}.items():
+    for name, make in chosen(few).items():
         ends = []
         for detour in (False, True):
             model = Trunk()
@@ -242,38 +251,43 @@ def one_rank_is_behind(rank: int) -> str:
     return f"{said(script)} after {optimizer.steps}"
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, Callable[[int], Any]] = {
     f.__name__: f
     for f in (
-        memory_layouts,
         two_optimizers,
         foreign_gradients_are_means,
         overflow,
         refused_at_once,
         skipped_without_overlap,
-        resets,
         joined,
         one_rank_is_behind,  # the last one: its ranks part in the middle of a pass
     )
 }
 
 
-def everything(rank: int, world: int) -> dict[str, Any]:
-    return {name: scenario(rank) for name, scenario in SCENARIOS.items()}
+OF_EVERY_METHOD = (memory_layouts, resets)
+
+
+def everything(rank: int, world: int, few: bool) -> dict[str, Any]:
+    found = {f.__name__: f(rank, few) for f in OF_EVERY_METHOD}
+    return found | ({name: scenario(rank) for name, scenario in SCENARIOS.items()} if few else {})
 
 
 @functools.cache
-def world() -> list[dict[str, Any]]:
-    return run_ranks(everything, 2)
+def world(few: bool = True) -> list[dict[str, Any]]:
+    return run_ranks(everything, 2, few)
 
 
-def of(scenario: Callable[..., Any]) -> Any:
+def of(scenario: Callable[..., Any], few: bool = True) -> Any:
     """What rank 0 found."""
-    return world()[0][scenario.__name__]
+    return world(few)[0][scenario.__name__]
 
 
-def test_the_order_of_elements_does_not_depend_on_memory_formats() -> None:
-    assert all(of(memory_layouts).values()), of(memory_layouts)
+@pytest.mark.parametrize("few", [True, slow(False)])
+def test_the_order_of_elements_does_not_depend_on_memory_formats(few: bool) -> None:
+    found = of(memory_layouts, few)
+    assert all(found.values()), found
+    assert set(found) == set(chosen(few))
 
 
 def test_gradients_of_other_optimizers_parameters_are_averaged() -> None:
@@ -304,8 +318,9 @@ def test_skipped_batches_leave_no_trace_without_overlap() -> None:
     assert set(of(skipped_without_overlap).values()) == {0.0}
 
 
-def test_a_state_of_before_the_first_step_begins_afresh() -> None:
-    assert set(of(resets).values()) == {0.0}
+@pytest.mark.parametrize("few", [True, slow(False)])
+def test_a_state_of_before_the_first_step_begins_afresh(few: bool) -> None:
+    assert set(of(resets, few).values()) == {0.0}
 
 
 def test_join_is_refused_in_one_line() -> None:

@@ -116,7 +116,7 @@ def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
     compare(flat(world), world, 1)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), slow(3, 2), slow(1, 3)])
+@pytest.mark.parametrize(("nodes", "local"), [slow(2, 2), slow(3, 2), slow(1, 3)])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
     compare(run_ranks(virtual_run, 1, nodes, local, {"hierarchical": True})[0], nodes, local)
 

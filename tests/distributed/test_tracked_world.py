@@ -18,6 +18,7 @@ ROUNDS = 4
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_make_leaves_one_run_whose_table_is_the_printed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, three methods, offline: what `make digits NODES=2 ARGS="wandb=offline"` does, but in turns."""
     pytest.importorskip("wandb")

@@ -229,11 +229,14 @@ def test_all_ranks_have_the_same_profile(ranks: int) -> None:
 # ---- the validation -----------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_validation_compose(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [2, slow(4), slow(8)])
+def test_the_commands_of_the_validation_compose(nodes: int, tmp_path: Path) -> None:
     every = list(validate.worlds())
     assert len(every) == 3 * 3 * 3
     assert every == list(validate.worlds(list(validate.MODELS)))
-    for one in every:
+    chosen = [one for one in every if one.nodes == nodes]
+    assert len(chosen) == 3 * 3
+    for one in chosen:
         composed = compose.compose(one.overrides(tmp_path))
         assert composed.config.cluster.nodes == one.nodes
         assert composed.config.cluster.link_gbps == one.gbps

@@ -26,7 +26,7 @@ from launch.errors import UserError
 from launch.virtual import VirtualLauncher
 from tests.helpers import toy
 from tests.helpers.ranks import fresh_world, run_ranks
-from tests.helpers.tiers import slow_unless
+from tests.helpers.tiers import slow
 from tests.unit.birder.comm import test_topology as topology_tests
 
 STEPS = 8
@@ -53,6 +53,9 @@ CASES: dict[str, tuple[str, dict, bool]] = {
     ),
     "CSER": ("CSER", {"lr": 0.1, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 3, "block": 8}, False),
 }
+
+FEW = ("Birder", "Sigma-delta Adam hierarchical", "1-bit Adam hierarchical", "SGDM", "0/1 Adam", "CSER")
+"""What `make test` runs, and what 8 ranks run: each exchange."""
 
 
 class Net(toy.Net):
@@ -83,10 +86,11 @@ def backward(ddp: DistributedDataParallel, rank: int, step: int) -> float:
     return loss.item()
 
 
-def real(rank: int, world: int) -> dict[str, dict]:
-    """Every case on real ranks."""
+def real(rank: int, world: int, names: list[str]) -> dict[str, dict]:
+    """Cases on real ranks."""
     results = {}
-    for name, (method, options, hierarchical) in CASES.items():
+    for name in names:
+        method, options, hierarchical = CASES[name]
         model, ddp = make()
         optimizer = getattr(birder, method)(model.parameters(), **options)
         attachment = attach(ddp, optimizer, hierarchical=hierarchical, unit_mb=0.0008)
@@ -113,10 +117,11 @@ def real(rank: int, world: int) -> dict[str, dict]:
     return results
 
 
-def virtual(rank: int, world: int, topology: Topology) -> dict[str, dict]:
-    """Every case in one process."""
+def virtual(rank: int, world: int, topology: Topology, names: list[str]) -> dict[str, dict]:
+    """Cases in one process."""
     results = {}
-    for name, (method, options, hierarchical) in CASES.items():
+    for name in names:
+        method, options, hierarchical = CASES[name]
         model, ddp = make()
         n = topology.world_size
         optimizers = [getattr(birder, method)(model.parameters(), **options) for _ in range(n)]
@@ -143,15 +148,20 @@ def virtual(rank: int, world: int, topology: Topology) -> dict[str, dict]:
 
 
 @functools.cache
-def both(world: int) -> tuple[list[dict[str, dict]], dict[str, dict]]:
-    local = SHAPES[world]
-    return run_ranks(real, world, ranks_per_node=local), run_ranks(virtual, 1, Topology(world // local, local))[0]
+def both(world: int, few: bool) -> tuple[list[dict[str, dict]], dict[str, dict]]:
+    names, local = [name for name in CASES if (name in FEW) == few], SHAPES[world]
+    theirs = run_ranks(real, world, names, ranks_per_node=local)
+    return theirs, run_ranks(virtual, 1, Topology(world // local, local), names)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", slow_unless(lambda world: world == 4, SHAPES))
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(4, name) if name in FEW else slow(4, name) for name in CASES]
+    + [slow(world, name) for world, names in ((2, CASES), (8, FEW)) for name in names],
+)
+@pytest.mark.long
 def test_virtual_ranks_equal_real_ones_bit_for_bit(world: int, name: str) -> None:
-    theirs, ours = both(world)
+    theirs, ours = both(world, name in FEW)
     found = ours[name]
     for rank, results in enumerate(theirs):
         expected = results[name]
@@ -226,7 +236,7 @@ def run(rank: int, world: int, *specs) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        "+exp=digits optimizer=birder train.batch_per_rank=8",
+        slow("+exp=digits optimizer=birder train.batch_per_rank=8"),
         # Rank-local state (of the LSTM), dropout, clipping, accumulation.
         "+exp=ptb scale=quick optimizer=onebit_adam optimizer.warmup_steps=3 train.batch_per_rank=2 train.accumulate=2 "
         "workload.dropout=0.2 workload.preset=tiny comm.topology=hierarchical data.path=TEXT",

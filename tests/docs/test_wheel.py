@@ -54,6 +54,7 @@ def environment(target: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_readmes_script_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     (block,) = blocks("README.md", "python")
     (tmp_path / "script.py").write_text(block + '\nimport birder\nprint(f"from {birder.__file__}")\n')

@@ -49,6 +49,7 @@ ABSENT = ("hydra", "omegaconf", "pydantic", "pytest", "wandb")
 
 @pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rehearsal_runs_every_part(tmp_path: Path, bare: bool) -> None:
     """`bare`: as where this project's packages are not installed, as on a GPU's machine without network."""
     stand_ins = tmp_path / "absent"

@@ -21,6 +21,7 @@ from birder.hooks.attachment import mark_overflow
 from birder.optim.seen import Few
 from tests.gpu.test_streams import METHODS, communicator
 from tests.helpers.fake_gpu import GPU, AskedFor, FakeGpu, Streams
+from tests.helpers.tiers import slow, slow_unless
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -55,6 +56,8 @@ MORE = {
     "SGDM": {},
 }
 EVERY = {**METHODS, **MORE}
+NODES = ("Birder", "Birder u", "OneBitAdam", "CSER", "SigmaDeltaAdam", "SparseLoCo")
+"""What `make test` runs with nodes as workers too: each exchange."""
 
 WAITS_UNTIL_SEEN = 2
 """Of Birder in a step in which a coordinate gets its first gradient, while many are unseen; 1 where none does.
@@ -133,9 +136,12 @@ def run(
     return gpu, launches
 
 
-@pytest.mark.parametrize("kind", ["flat", "hierarchical"])
-@pytest.mark.parametrize("name", EVERY)
-def test_no_step_waits_on_the_host(name, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("flat", name) for name in EVERY]
+    + [("hierarchical", name) if name in NODES else slow("hierarchical", name) for name in EVERY],
+)
+def test_no_step_waits_on_the_host(kind, name, monkeypatch):
     """But a synchronisation after local steps, once: what is sent follows from whether any rank's parameters were changed."""
     gpu, launches = run(name, kind, monkeypatch)
     assert len(gpu.waits) == asking(name)
@@ -160,7 +166,10 @@ def test_nor_with_clipping(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["Birder", "Birder one-phase", "Birder hold", "OneBitAdam", "ZeroOneAdam", "CSER", "QSparseLocalSGD", "EFSGD"],
+    slow_unless(
+        ("Birder", "OneBitAdam", "CSER").__contains__,
+        ["Birder", "Birder one-phase", "Birder hold", "OneBitAdam", "ZeroOneAdam", "CSER", "QSparseLocalSGD", "EFSGD"],
+    ),
 )
 def test_launches_do_not_grow_with_the_tensors_of_a_unit(name, monkeypatch):
     few, many = (run(name, "flat", monkeypatch, tensors=n, feed=False, elements=2**20)[1][2:] for n in (20, 40))
@@ -191,7 +200,7 @@ def test_parameters_in_other_orders_of_memory_are_left_to_no_other_code(monkeypa
     assert gpu.launches == {"triton._take": 2, "triton._apply": 2}  # one in order, one for all others
 
 
-@pytest.mark.parametrize("tensors", [6, 12])
+@pytest.mark.parametrize("tensors", [6, slow(12)])
 @pytest.mark.parametrize("name", ["Birder", "Birder u"])
 def test_birder_waits_while_coordinates_are_unseen(name, tensors, monkeypatch):
     gpu, _ = run(name, "hierarchical", monkeypatch, steps=6, tensors=tensors, seen=False)

@@ -35,11 +35,13 @@ PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/helpers/t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_interpreted_kernels_equal_the_reference(tmp_path):
     run(*PYTEST, cache=tmp_path, interpret=True)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kernels_compile_for_a_gpu(tmp_path):
     run("tests/helpers/triton_compile.py", cache=tmp_path)
 

@@ -91,6 +91,7 @@ def test_failing_rank_is_named_and_shown_once(tmp_path: Path) -> None:
     assert (failed.status, failed.reason) == ("failed", "rank 1 on node 1: ValueError: a broken thing")
 
 
+@pytest.mark.slow
 def test_bad_input_found_by_workers_is_one_line(tmp_path: Path) -> None:
     code, _, err = finish("bad input", tmp_path)
     assert (code, err) == (2, "error: the data folder is empty\n")
@@ -98,6 +99,7 @@ def test_bad_input_found_by_workers_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_the_run(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     ranks = wait_for_ranks(tmp_path)

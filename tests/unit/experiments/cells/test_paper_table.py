@@ -230,6 +230,7 @@ def tiny(folder: Path) -> Suite:
 @pytest.mark.slow
 @pytest.mark.xdist_group("sandbox")
 @pytest.mark.skipif(sandbox.probe()[0] is None, reason=f"no emulated network here: {sandbox.probe()[1]}")
+@pytest.mark.long
 def test_two_emulated_nodes_send_what_sixteen_gpus_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All methods, two steps each. Times have lower bounds only: the machine may be busy."""
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")

@@ -15,7 +15,7 @@ from experiments.runs import start
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
-from tests.helpers.tiers import slow_unless
+from tests.helpers.tiers import slow, slow_unless
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 
@@ -24,7 +24,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
     return compose.resolve(compose.compose(overrides))
 
 
-@pytest.mark.parametrize("scale", ["quick", "paper"])
+@pytest.mark.parametrize("scale", ["quick", slow("paper")])
 @pytest.mark.parametrize("exp", EXPERIMENTS)
 def test_every_experiment(exp: str, scale: str) -> None:
     config = resolved(f"+exp={exp}", f"scale={scale}")

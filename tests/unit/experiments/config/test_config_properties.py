@@ -19,6 +19,7 @@ from experiments.config.kinds import shown
 from launch.errors import UserError
 from launch.spec import RunSpec
 from launch.words import one_line
+from tests.helpers.tiers import slow
 
 BASES = (
     ("+exp=digits",),
@@ -32,7 +33,7 @@ BASES = (
 )
 LINE = 300
 """Characters that a message stays below."""
-EXAMPLES = int(os.environ.get("CONFIG_EXAMPLES", "40"))
+EXAMPLES, MORE_EXAMPLES = 12, int(os.environ.get("CONFIG_EXAMPLES", "40"))
 
 
 def outcome(overrides: list[str]) -> RunSpec | str:
@@ -108,11 +109,15 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return [*base, f"{operation}{key}={draw(VALUES)}"]
 
 
-@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-@given(command_lines())
-def test_any_value_for_any_key(overrides: list[str]) -> None:
-    found = outcome(overrides)
-    assert is_sound(found), (overrides[-1], found)
+@pytest.mark.parametrize("examples", [EXAMPLES, slow(MORE_EXAMPLES)])
+def test_any_value_for_any_key(examples: int) -> None:
+    @settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(command_lines())
+    def sound(overrides: list[str]) -> None:
+        found = outcome(overrides)
+        assert is_sound(found), (overrides[-1], found)
+
+    sound()
 
 
 @pytest.mark.parametrize("base", BASES)

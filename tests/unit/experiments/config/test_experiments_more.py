@@ -10,7 +10,7 @@ import pytest
 
 from experiments.config import compose, schedules
 from launch.errors import UserError
-from tests.helpers.tiers import slow
+from tests.helpers.tiers import slow_unless
 
 FAMILIES = {
     "cser_": ["SGDM", "EFSGD", "QSparseLocalSGD", "CSER"],
@@ -18,6 +18,8 @@ FAMILIES = {
     "slamb_": ["SGDM", "BertAdam", "LAMB", "OneBitLAMB", "SLAMB"],
 }
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml") if p.stem.startswith(tuple(FAMILIES)))
+FEW = {"cser_cifar100", "zero_one_bert_base", "slamb_bert_large"}
+"""Of each paper the experiment that `make test` composes whole."""
 
 
 @cache
@@ -31,8 +33,8 @@ def chosen(exp: str, cls: str) -> dict[str, Any]:
     return next(v for v in variants(exp, "paper") if v["optimizer"]["_target_"] == f"birder.{cls}")
 
 
-@pytest.mark.parametrize("scale", [slow("quick"), "paper"])
-@pytest.mark.parametrize("exp", EXPERIMENTS)
+@pytest.mark.parametrize("scale", ["quick", "paper"])
+@pytest.mark.parametrize("exp", slow_unless(FEW.__contains__, EXPERIMENTS))
 def test_variants_are_the_bound_the_baseline_and_the_papers_methods(exp: str, scale: str) -> None:
     made = variants(exp, scale)
     assert [v["comm"]["enabled"] for v in made] == [False] + [True] * (len(made) - 1)
@@ -46,7 +48,7 @@ def test_variants_are_the_bound_the_baseline_and_the_papers_methods(exp: str, sc
     assert default["optimizer"] == made[-1]["optimizer"]
 
 
-@pytest.mark.parametrize("exp", EXPERIMENTS)
+@pytest.mark.parametrize("exp", slow_unless(FEW.__contains__, EXPERIMENTS))
 def test_quick_scale_needs_no_data_and_paper_scale_the_real_model(exp: str, tmp_path: Path) -> None:
     compose.workload(variants(exp, "quick")[-1])
     paper = variants(exp, "paper")[-1]["workload"]

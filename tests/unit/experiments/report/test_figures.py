@@ -1,12 +1,16 @@
 """Pictures can be read: a title that says something, units, at most six series, nothing on top of anything else.
 
-The published records are drawn, without writing pixels; sizes of texts are those that matplotlib lays out.
+The published records are drawn, and must give the tables and pictures that are kept; sizes of texts are those that matplotlib
+lays out.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,10 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from birder.predict import Cluster, Link, sweep
+from experiments import tables as cli
 from experiments.cells import suite, timelines
 from experiments.predict import SHOWN, SWEEPS
-from experiments.records.record import PUBLISHED, read_all
+from experiments.records.record import PUBLISHED, ROOT, read_all
 from experiments.report import (
     accuracy_page,
     figure,
@@ -38,32 +43,69 @@ SLACK = 1.0
 """Pixels by which boxes may meet: a text's box is a little larger than its ink."""
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Figure]]:
-    """Every kind of picture of the published records, laid out; their look stays, as ticks are placed by it."""
-    kept: list[Figure] = []
+@dataclass
+class Rendered:
+    """What is made of the published records: the pictures, laid out, and the names of files that differ from those kept."""
 
-    def keep(made: Figure, data: object, mark: str = "") -> bytes:
-        kept.append(made)
-        for _ in range(2):  # as `png` does
-            made.draw_without_rendering()
-        return str(len(kept) - 1).encode()
+    pictures: dict[str, Figure]
+    wrong: list[str]
+
+
+def published(folder: Path) -> Path:
+    """A copy of the published records as they are committed; where that is not known, the folder itself."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "results/published"], capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return folder / "results" / "published" if listed.stdout else PUBLISHED
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rendered]:
+    """Everything is drawn once. The look of the pictures stays, as ticks are placed by it."""
+    kept: dict[bytes, Figure] = {}
+    files: dict[str, bytes] = {}
+    png, render = figure.png, tables.render
+
+    def keep(made: Figure, *about: Any) -> bytes:
+        content = png(made, *about)
+        kept[content] = made
+        return content
+
+    def note(*given: Any) -> dict[str, bytes]:
+        files.update(render(*given))
+        return files
 
     folder = tmp_path_factory.mktemp("pictures")
+    results = published(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figure, "png", keep)
-        found = {k: int(v) for k, v in tables.render(read_all(PUBLISHED), PUBLISHED).items() if k.endswith(".png")}
+        patch.setattr(tables, "render", note)
+        wrong = cli.check(results)
+        found = {name: content for name, content in files.items() if name.endswith(".png")}
         for name in suite.names():
-            found[name] = int(replay_page.plot(replayed.load(suite.load(name), PUBLISHED), ""))
-        found["crossover"] = int(predicted.crossovers())
-        found["glance"] = int(plots.accuracies(accuracy_page.studies(read_all(PUBLISHED))) or b"")
-        found["paper"] = int(predicted.draw_paper(folder / "paper", grid=6).read_bytes())
+            found[name] = replay_page.plot(replayed.load(suite.load(name), PUBLISHED), "")
+        found["crossover"] = predicted.crossovers()
+        found["glance"] = plots.accuracies(accuracy_page.studies(read_all(PUBLISHED))) or b""
+        found["paper"] = predicted.draw_paper(folder / "paper", grid=6).read_bytes()
         t = timelines.load("bert_base_b12_tf32")
         for over, values in SWEEPS.items():
             swept = sweep(t, Cluster(8, 8, Link(10.0, 20.0)), over, values, SHOWN)
-            found[over] = int(prediction_plots.draw_sweep(swept, over, folder / over).read_bytes())
+            found[over] = prediction_plots.draw_sweep(swept, over, folder / over).read_bytes()
     with figure.styled():
-        yield {name: kept[place] for name, place in found.items()}
+        yield Rendered({name: kept[content] for name, content in found.items()}, wrong)
+
+
+@pytest.fixture
+def pictures(rendered: Rendered) -> dict[str, Figure]:
+    return rendered.pictures
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_committed_tables_and_pictures_are_those_of_the_committed_records(rendered: Rendered) -> None:
+    assert rendered.wrong == []
 
 
 def tick_labels(axis: Axis) -> list[Text]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import figure, formats, published, tables
 from launch.errors import UserError
-from tests.helpers import ROOT
 from tests.helpers.records import full_group, run, save, score
 
 
@@ -240,15 +237,3 @@ def test_published_tables_are_shown_beside_ours(tmp_path: Path) -> None:
 )
 def test_formats(text: str, expected: str) -> None:
     assert text == expected
-
-
-@pytest.mark.slow
-def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "results/published"], capture_output=True, text=True)
-    if listed.returncode or not listed.stdout:
-        pytest.skip("not a git checkout: which records are committed is not known")
-    for name in listed.stdout.splitlines():
-        target = tmp_path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, target)
-    assert cli.check(tmp_path / "results" / "published") == []

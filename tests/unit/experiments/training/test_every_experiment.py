@@ -12,7 +12,7 @@ import pytest
 from experiments.config import compose
 from experiments.training.loop import train
 from tests.helpers.ranks import free_port
-from tests.helpers.tiers import slow_unless
+from tests.helpers.tiers import slow
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 STEPS = 2
@@ -46,9 +46,11 @@ def one_of_each_workload() -> set[str]:
     return set(found.values())
 
 
-def runs(exp: str, folder: Path) -> list[compose.Composed]:
-    """Each optimizer and compressor of an experiment's comparison once, as small as it goes; of the many with ResNet-50 first
-    and last."""
+def runs(exp: str, folder: Path, whole: bool) -> list[compose.Composed]:
+    """Each optimizer and compressor of an experiment's comparison once, as small as it goes.
+
+    Not the whole, and of the many with ResNet-50: first and last.
+    """
     common = [
         f"+exp={exp}",
         "scale=quick",
@@ -63,7 +65,7 @@ def runs(exp: str, folder: Path) -> list[compose.Composed]:
     common += [f"workload.{key}={value}" for key, value in SMALLEST.items() if key in config.workload]
     kinds = ("optimizer=", "optimizer.compressor=")
     chosen = list(dict.fromkeys(tuple(str(o) for o in v if str(o).startswith(kinds)) for v in config.compare))
-    if config.workload._target_.endswith("ResNet50"):
+    if not whole or config.workload._target_.endswith("ResNet50"):
         chosen = [chosen[0], chosen[-1]]
     made = []
     for optimizer in chosen:
@@ -86,9 +88,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@pytest.mark.parametrize("exp", slow_unless(one_of_each_workload().__contains__, EXPERIMENTS))
-def test_experiment_runs(exp: str, alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = runs(exp, tmp_path)
+@pytest.mark.parametrize(
+    ("exp", "whole"),
+    [(exp, False) for exp in sorted(one_of_each_workload())] + [slow(exp, True) for exp in EXPERIMENTS],
+)
+def test_experiment_runs(exp: str, whole: bool, alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = runs(exp, tmp_path, whole)
     for composed in made:
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
         train(compose.make_spec(composed, command="test"))

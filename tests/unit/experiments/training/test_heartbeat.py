@@ -117,6 +117,7 @@ def test_no_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert heartbeat.probe(peer("0 10.0.0.1 5 word")) == "unreachable"
 
 
+@pytest.mark.slow
 def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str]) -> None:
     process, told = other
     lost: queue.SimpleQueue[tuple[PeerLost, list[dict[str, Any]]]] = queue.SimpleQueue()
