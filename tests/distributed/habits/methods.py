@@ -51,6 +51,11 @@ class Method:
         return "max_grad_norm" in self.options
 
     @property
+    def sums_over_shards(self) -> bool:
+        """Whether ranks of an FSDP replica meet in every step, as in torch's clip_grad_norm_: all of them must make it."""
+        return self.cls in ("BertAdam", "LAMB", "OneBitLAMB") or self.clips
+
+    @property
     def averages(self) -> bool:
         """Whether there are steps in which gradients are averaged in full precision."""
         return not self.compressed or "warmup_steps" in self.options

@@ -213,7 +213,8 @@ class Sam(Script):
     """sharpness-aware minimisation: weights are moved before the second backward pass and put back before the step"""
 
     races = True
-    twin = staticmethod(lambda m, w: SecondBatch)
+    # A method with local steps may average whole models, where its thread has read the moved weights in the first step alone.
+    twin = staticmethod(lambda m, w: None if m.meets and w.overlap else SecondBatch)
     says = r"parameters|weights|changed"
     sync: ClassVar[bool] = False
 
