@@ -19,7 +19,7 @@ class Late:
         self._event: torch.cuda.Event | None = None
         self._host = value.detach()
         if value.is_cuda:
-            pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             self._host = pinned.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()
             # Of the tensor's device, where the copy is queued; the current device may be another one.
@@ -37,4 +37,4 @@ class Late:
         return [int(x) for x in self._host.numpy().reshape(-1)]
 
     def __reduce__(self) -> tuple[type[Late], tuple[Tensor]]:
-        return Late, (torch.tensor(self.read()),)
+        return Late, (torch.tensor(self.read(), device="cpu"),)

@@ -29,7 +29,7 @@ class Staging:
         on_gpu = into[0].is_cuda
 
         def like(t: Tensor) -> Tensor:
-            return torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu)
+            return torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=on_gpu)
 
         copies: dict[int, Tensor] = {}
         for i, t in enumerate(out):

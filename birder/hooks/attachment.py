@@ -228,7 +228,8 @@ def agree(
     odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise RuntimeError(
-            f"ranks {odd} differ from rank 0 in model, optimizer, completed steps or arguments of attach: make them equal"
+            f"ranks {odd} differ from rank 0 in model, optimizer (the order of its parameters counts), completed steps or "
+            "arguments of attach: make them equal"
         )
     if topology.world_size != dist.get_world_size(group):
         raise ValueError(

@@ -28,6 +28,7 @@ from birder.hooks.attachment import (
     unwrap_model,
 )
 from birder.hooks.bucket_hook import bucket_hook
+from birder.hooks.other_optimizers import watch
 from birder.optim.base import BucketOptimizer
 from birder.optim.contract import WIRES, Plan
 
@@ -209,16 +210,21 @@ def attach(
     mine = {p for g in optimizer.param_groups for p in g["params"]}
     if not mine <= names.keys():
         raise ValueError(
-            "the optimizer holds parameters that the model does not have: build it from model.parameters()"
+            "the optimizer holds parameters that the model does not have: build it from model.parameters(), one for each "
+            "wrapped model"
         )
     for other in buckets.attachments if buckets is not None else []:
-        if other.optimizer is not optimizer and any(map(other.optimizer.holds, mine)):
-            raise ValueError("another attached optimizer holds some of these parameters: give each to one of them")
+        if other.optimizer is not optimizer and not other.closed and any(map(other.optimizer.holds, mine)):
+            raise ValueError(
+                "another attached optimizer holds some of these parameters: give each to one of them, or call close() of "
+                "what attach returned for the other"
+            )
     group = model.process_group
     overlap = overlap and optimizer.max_grad_norm is None
     device = next(model.parameters()).device
     by_nodes = hierarchical and communicator is None
-    topology = agree(group, device, optimizer, topology, by_nodes, hierarchical, overlap, communicate, unit_mb)
+    order = [names[p] for g in optimizer.param_groups for p in g["params"]] if optimizer.compressed else None
+    topology = agree(group, device, optimizer, topology, by_nodes, hierarchical, overlap, communicate, unit_mb, order)
     own: dist.ProcessGroup | None = None
     comm: Communicator | None = None
     if optimizer.compressed and communicate:
@@ -232,7 +238,10 @@ def attach(
     if buckets is None:
         buckets = BucketHook(model)
         model.register_comm_hook(buckets, bucket_hook)
-    buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer] + [attachment]
+    buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer and not a.closed] + [
+        attachment
+    ]
+    watch(attachment)
     return attachment
 
 

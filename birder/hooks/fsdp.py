@@ -30,6 +30,7 @@ from birder.comm import ByteCounter, Link, Replicas, Topology, finish
 from birder.comm.groups import borrow, part
 from birder.comm.link import backend_for
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
+from birder.hooks.other_optimizers import watch
 from birder.optim.base import BucketOptimizer
 from birder.optim.contract import Plan
 from birder.optim.layout import gradient, local
@@ -145,7 +146,11 @@ def attach_shards(
     _check_parameters(model, optimizer, mesh)
     overlap = overlap and optimizer.max_grad_norm is None
     device = local(next(model.parameters())).device
-    topology = agree(_world(), device, optimizer, topology, False, tuple(mesh.shape), overlap, communicate, unit_mb)
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for g in optimizer.param_groups for p in g["params"]]
+    topology = agree(
+        _world(), device, optimizer, topology, False, tuple(mesh.shape), overlap, communicate, unit_mb, order
+    )
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"the world has {dist.get_world_size()} ranks, the mesh {mesh.size()}: it must be the whole world"
@@ -162,8 +167,9 @@ def attach_shards(
     _equalise([*model.parameters(), *model.buffers()], link)
     optimizer.bind(comm, pipeline_for(device, among if overlaps else None), unit_mb)
     attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh, own)
-    attachment.replace({p: name for name, p in model.named_parameters()})
+    attachment.replace(names)
     _register(model, attachment, comm.inside)
+    watch(attachment)
     return attachment
 
 

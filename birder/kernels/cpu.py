@@ -233,7 +233,7 @@ def apply_bits(params, offsets, bits, o):
 
 @implements(reference.unseen_blocks)
 def unseen_blocks(b, active, block):
-    out = torch.empty(-(-b.numel() // block), dtype=torch.bool)
+    out = torch.empty(-(-b.numel() // block), dtype=torch.bool, device="cpu")
     _unseen_blocks(b.numpy(), _array(active), block, out.numpy())
     return out
 
@@ -395,7 +395,8 @@ def _array(mask: Tensor | None) -> np.ndarray:
 def _summed(kernel, error, o, *args):
     """Performs `kernel`, which adds to `error`, and returns the sum of squares."""
     sums = partial_sums(error.numel()) if o.sums is None else o.sums
-    return torch.tensor(kernel(error.numpy(), *args, sums[: -(-error.numel() // TILE)].numpy()), dtype=torch.float64)
+    total = kernel(error.numpy(), *args, sums[: -(-error.numel() // TILE)].numpy())
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 @implements(reference.add_message)
@@ -431,7 +432,7 @@ def write_signs(out, messages, mask):
 
 @implements(reference.average_signs)
 def average_signs(rows, scales):
-    out = torch.empty(rows.shape[1] * LANES, dtype=torch.float32)
+    out = torch.empty(rows.shape[1] * LANES, dtype=torch.float32, device="cpu")
     _average_signs(rows.numpy(), (scales / rows.shape[0]).numpy(), out.numpy())
     return out
 

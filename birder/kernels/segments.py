@@ -68,7 +68,7 @@ def table(
         for (numel, offset, inner, middle), address in zip(forms, addresses, strict=True)
         for first in range(0, numel, CHUNK)
     ]
-    host = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS + 1 + len(more))
+    host = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS + 1 + len(more))
     if device.type == "cuda":
         host = host.pin_memory().to(device, non_blocking=True)
     made = host, all(a % 16 == 0 for row in addresses for a in row)

@@ -68,7 +68,7 @@ class DenseAdam(BucketOptimizer):
 
     @staticmethod
     def _none_missed(unit: Unit) -> Tensor:
-        return torch.zeros(len(unit.params), dtype=torch.int64)
+        return torch.zeros(len(unit.params), dtype=torch.int64, device="cpu")
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
         unit.state.pop("missed", None)
@@ -108,8 +108,9 @@ class AdamW(DenseAdam):
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]  # torch takes a tensor as well
         if fusible(params, grads):  # in one pass
+            count = torch.full((), float(step), dtype=torch.float32, device="cpu")  # whatever the script's defaults are
             torch._fused_adamw_(
-                params, grads, m, v, [], [torch.full((), float(step))] * len(params), lr=lr, beta1=beta1, beta2=beta2,
+                params, grads, m, v, [], [count] * len(params), lr=lr, beta1=beta1, beta2=beta2,
                 weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
             return

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from birder.comm import Communicator, GatherRanks, Pipeline, Requests, SingleProcess, run
 from birder.comm.runtime import asking
-from birder.optim.checks import check_parameter, require_number
+from birder.optim.checks import check_foreign_options, check_parameter, require_number
 from birder.optim.contract import Method, Plan
 from birder.optim.exchange import GradientExchange
 from birder.optim.layout import lay_out_shards, make_units, round_up, sharded
-from birder.optim.state import MethodState, put_back, taken
+from birder.optim.state import MethodState, identical, put_back, taken
 
 AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
@@ -32,7 +33,7 @@ NOTHING, READY, REFUSES, BACKWARD = range(4)
 
 def say(comm: Communicator, step: int, what: int, device: torch.device) -> Requests[list[int]]:
     """What each rank says, 16 bytes that are not counted. Raises RuntimeError on all where ranks are at different steps."""
-    mine = torch.tensor([step, what], dtype=torch.int64).to(device)
+    mine = torch.tensor([step, what], dtype=torch.int64, device=device)
     said = (yield GatherRanks(mine, counted=False)).view(-1, 2).tolist()
     if len({(s, w == BACKWARD) for s, w in said}) > 1:
         steps = [s for s, _ in said]
@@ -101,7 +102,7 @@ class BucketOptimizer(GradientExchange, MethodState):
                 check_parameter(p)  # the model may have been converted since
                 self._where[p] = (unit, i)
             self.init_unit(unit)
-        self._bound, self._unit_mb = True, unit_mb
+        self._bound, self._unit_mb, self._grouped = True, unit_mb, []
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
         if saved is not None:
@@ -124,10 +125,15 @@ class BucketOptimizer(GradientExchange, MethodState):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. After `attach` call `attach` again, before the group's first step; one process needs nothing more."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            self.check_group(self.param_groups[-1])
-            for p in self.param_groups[-1]["params"]:
-                check_parameter(p)
+            check_foreign_options(self.kind, group, self.defaults)
+            self.check_group(group)
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError("a parameter is twice in its group: list each of them once")
+            for p in group["params"]:
+                if p.requires_grad:  # what is frozen is left alone, whatever its type
+                    check_parameter(p)
         except (TypeError, ValueError):
             del self.param_groups[-1]  # what is refused is not taken
             raise
@@ -136,9 +142,8 @@ class BucketOptimizer(GradientExchange, MethodState):
         """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
         plain = (bool, int, float, str, type(None))
         options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and not k.startswith("_"))
-        groups = [
-            [(k, v) for k, v in group.items() if k != "params"]
-            + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
+        groups = [  # what else a script keeps in its groups is its own
+            [(k, group.get(k)) for k in self.defaults] + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
         text = repr((self.kind, options, groups, more))
@@ -183,6 +188,11 @@ class BucketOptimizer(GradientExchange, MethodState):
             )
         if not self._bound:
             self._bind_alone()
+        if self.attachment is not None and self.attachment.closed and self.comm.world_size > 1:
+            raise RuntimeError(
+                "the attachment of this optimizer was closed: call birder.attach(model, optimizer) again"
+            )
+        self.follow_groups()
         self._check_reach()
         if not self._feeding and all(p.grad is None for p in self._where):
             self._watch.forget()
@@ -266,6 +276,31 @@ class BucketOptimizer(GradientExchange, MethodState):
         self.steps, self._stepping = step, False
         if type(self).after_update is not Method.after_update:
             self._submit(functools.partial(self.after_update, step))
+
+    def follow_groups(self) -> None:
+        """Takes hyper-parameters from the present groups, which the caller may have replaced or changed since.
+
+        A parameter that was taken out, or put into another group, lays units out again; RuntimeError where other ranks would
+        have to do so too. Every step asks: where nothing has changed, one pass without a lookup says so.
+        """
+        present = list(chain.from_iterable((group, *group["params"]) for group in self.param_groups))
+        if identical(present, self._grouped):
+            return
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for unit in self.units:
+            first, *more = [group_of.get(p) for p in unit.wholes]
+            if first is None or any(group is not first for group in more):
+                break
+            unit.group = first
+        else:
+            self._grouped = present
+            return
+        if self.comm.world_size > 1 or self.attachment is not None:
+            raise RuntimeError(
+                "parameters were taken out of the optimizer's groups, or put into others, since it was attached: call "
+                "birder.attach(model, optimizer) again, between step() and the next backward, which keeps the state"
+            )
+        self.bind(self.comm, self.pipeline, self._unit_mb)
 
     def _check_reach(self) -> None:
         """Lays units out again where a parameter was unfrozen or added, so that each with a gradient takes part.

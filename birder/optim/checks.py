@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import reprlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,8 +43,11 @@ def require_whole(name: str, value: Any, minimum: int = 1) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number that fp32 can hold. True and infinity are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+    """Whether `value` is a real number that fp32 can hold, also numpy's or a tensor of one element, as torch's optimizers
+    take them. True and infinity are none."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point() and abs(value.item()) <= LARGEST
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= LARGEST  # type: ignore[operator]
 
 
 def require_number(
@@ -102,6 +106,17 @@ USUAL: dict[str, Callable[[str, Any], Any]] = {
     "nesterov": require_flag,
 }
 """Hyper-parameters that mean the same in all methods, and what checks them."""
+
+
+MEANS_MORE = ("betas", "momentum", "dampening", "nesterov", "weight_decay", "amsgrad", "maximize")
+"""What parameter groups of torch's optimizers may hold, and what trains otherwise without it."""
+
+
+def check_foreign_options(kind: str, group: dict[str, Any], known: Iterable[str]) -> None:
+    """Raises ValueError for a parameter group with an option of torch's optimizers that this one does not have."""
+    lost = [k for k in MEANS_MORE if k not in known and group.get(k)]
+    if lost:
+        raise ValueError(f"a parameter group sets {', '.join(lost)}, which {kind} does not have: leave it out")
 
 
 def check_parameter(p: torch.Tensor) -> None:

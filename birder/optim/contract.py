@@ -73,7 +73,10 @@ class Method(torch.optim.Optimizer):
         wire: str = "fp32",
         max_grad_norm: float | None = None,
         seed: int = 0,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise TypeError(f"{self.kind} has no option {', '.join(unknown)}: leave it out")
         require(isinstance(wire, str) and wire in WIRES, "wire", wire, "one of " + ", ".join(WIRES))
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
@@ -103,6 +106,8 @@ class Method(torch.optim.Optimizer):
         """The hyper-parameters of each group that messages have been made with."""
         self._shown: dict[Tensor, dict[str, Tensor]] = {}
         """By parameter: the views of `unit.state` that are in `self.state`."""
+        self._grouped: list[Any] = []
+        """Every group and its parameters, as they were when units were last compared with them."""
         self._seen_state: tuple[list[Any], list[Any]] | None = None
         """The entries of `self.state`, and all that stands in these, as they were in the last check; None: before it."""
         self.watch = ParameterWatch()
@@ -121,6 +126,10 @@ class Method(torch.optim.Optimizer):
         for name, check in USUAL.items():
             if name in self.defaults:
                 check(name, group[name])
+
+    def follow_groups(self) -> None:
+        """Takes hyper-parameters from the present groups: `BucketOptimizer` does."""
+        raise NotImplementedError
 
     @property
     def kind(self) -> str:

@@ -20,8 +20,8 @@ from birder.optim.watch import Marks, differ, marks
 
 TWICE = (
     "backward ran twice before step(), but with this method messages are taken during backward: to accumulate, run all "
-    "passes but the last under ddp.no_sync() (FSDP: model.set_requires_gradient_sync(False)); to throw a pass away (a "
-    "skipped batch, a GAN's other network), run it under no_sync() too or use attach(..., overlap=False)"
+    "passes but the last, forward and backward, under ddp.no_sync() (FSDP: model.set_requires_gradient_sync(False)); to "
+    "throw a pass away (a skipped batch, a GAN's other network), run it under no_sync() too or use attach(..., overlap=False)"
 )
 
 
@@ -92,6 +92,7 @@ class GradientExchange(Method):
 
     def note_options(self) -> None:
         """Called when the first gradients of a step come: from now on these hyper-parameters must not change."""
+        self.follow_groups()
         early = self.defaults.keys() - self.read_in_update
         self._read = [copy.deepcopy({k: group[k] for k in early & group.keys()}) for group in self.param_groups]
 

@@ -107,4 +107,6 @@ class Lion(SeenMap, BucketOptimizer):
 
 def sums(rows: Tensor) -> Tensor:
     """sum_i q_i, whole numbers: uint8[workers, c] -> fp32[8 c]."""
-    return kernels.average_signs(rows, torch.full((len(rows),), float(len(rows)), device=rows.device))
+    return kernels.average_signs(
+        rows, torch.full((len(rows),), float(len(rows)), dtype=torch.float32, device=rows.device)
+    )

@@ -154,7 +154,7 @@ class OneBitLAMB(OneBitMethod):
             lengths = (yield from norms(self.comm, unit.views(unit.state["m"]))).double()
             roots = [p.numel() ** 0.5 for p in unit.wholes]
             sizes.append(torch.stack([length / root for length, root in zip(lengths.unbind(), roots, strict=True)]))
-        everything = torch.cat([row.to(sizes[0].device) for row in sizes]) if sizes else torch.zeros(1)
+        everything = torch.cat([row.to(sizes[0].device) for row in sizes]) if sizes else torch.zeros(1, device="cpu")
         floor = VANISHED * everything.max()
         present = everything > floor
         mean = torch.where(present, everything, 0.0).sum() / present.sum().clamp(min=1)

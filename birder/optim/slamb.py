@@ -194,7 +194,7 @@ class SLAMB(BucketOptimizer):
         """beta3^age for whole numbers below `ages`, fp32 in the shape of `age`."""
         if age.device not in self._powers:
             powers = [self.beta3**k for k in range(ages)]
-            self._powers[age.device] = torch.tensor(powers, dtype=torch.float32).to(age.device)
+            self._powers[age.device] = torch.tensor(powers, dtype=torch.float32, device=age.device)
         return self._powers[age.device].index_select(0, age.reshape(-1).int()).view(age.shape)
 
     def update(self, step: int, plan: Plan) -> Requests[None]:

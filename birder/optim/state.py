@@ -71,7 +71,7 @@ class MethodState(Method):
         Every step asks: where nothing has been replaced since the last check, two passes without a lookup say so.
         """
         entries, values = list(self.state.values()), list(chain.from_iterable(map(_values, self.state.values())))
-        if (seen := self._seen_state) is not None and _identical(entries, seen[0]) and _identical(values, seen[1]):
+        if (seen := self._seen_state) is not None and identical(entries, seen[0]) and identical(values, seen[1]):
             return
         for p, views in self._shown.items():
             entry = self.state.get(p, {})
@@ -225,8 +225,8 @@ class MethodState(Method):
         others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
         with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
             super().load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
-        for unit in self.units:  # torch replaces the group dicts
-            unit.group = next(g for g in self.param_groups if any(p is unit.wholes[0] for p in g["params"]))
+        if self._bound:
+            self.follow_groups()  # torch replaces the group dicts
         self.steps = int(state_dict["steps"])
         self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
@@ -299,7 +299,8 @@ class MethodState(Method):
         super().__setstate__(state)
 
 
-def _identical(a: list[Any], b: list[Any]) -> bool:
+def identical(a: list[Any], b: list[Any]) -> bool:
+    """Whether both lists have the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

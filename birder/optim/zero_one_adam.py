@@ -142,7 +142,7 @@ class ZeroOneAdam(OneBitMethod):
         unit.keep("m", "v", "u", "last")
         self.init_errors(unit)
         # Since the last sync: the sum of lr and the product of 1 - lr weight_decay. Read by the host, so kept there.
-        unit.state["sums"] = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        unit.state["sums"] = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class ZeroOneAdam(OneBitMethod):
             unit.state["m"].copy_(u).div_(rate)
         u.zero_()
         self.watch.forget(unit)
-        unit.state["sums"].copy_(torch.tensor([0.0, 1.0]))
+        unit.state["sums"].copy_(torch.tensor([0.0, 1.0], device="cpu"))
 
     def _steps_taken_back(self, unit: Unit) -> Tensor:
         """This rank's x, with its local steps since the last sync added to it again: fp32[padded]."""

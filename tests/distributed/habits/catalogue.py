@@ -8,6 +8,7 @@ from tests.distributed.habits import (  # noqa: F401
     evaluation,
     frozen,
     gan,
+    groups,
     holders,
     layout,
     parameters,
