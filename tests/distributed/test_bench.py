@@ -20,12 +20,11 @@ from experiments import replay
 from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
 from experiments.bench.peers import FusedOneBitAdam
-from experiments.cells import engine, selection, suite, timelines
+from experiments.cells import selection, suite, timelines
 from experiments.cells.suite import Cell
 from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import outputs, replay_page, replay_verdicts, replayed, tables
-from launch.emulated import sandbox
 from tests.distributed.test_hooks import powersgd_bytes
 from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.records import blank
@@ -229,20 +228,21 @@ def test_hooks_are_timed_against_ddp_without_one(tmp_path: Path) -> None:
     assert all(r["step_ms"] > 0 for r in rows)
 
 
-def measured(folder: Path, link: str, *methods: str) -> dict[str, ResultRecord]:
+def measured(folder: Path, *methods: str) -> dict[str, ResultRecord]:
     asked = ["suite=bench", "models=resnet50", f"methods={','.join(methods)}", "steps=1"]
     _, options = replay.parse([*asked, f"results={folder}/r", f"output={folder}/o"])
     model = BENCH.models["resnet50"].model_copy(update={"timeline": tiny(folder)})
     made = BENCH.model_copy(update={"models": {"resnet50": model}})
-    cells = made.cells(made.places(links=[link], nodes=[2]), methods)
-    replay.launch(made, options, link == "emulated", 2, cells, "a test")
+    cells = made.cells(made.places(links=["loopback"], nodes=[2]), methods)
+    replay.launch(made, options, False, 2, cells, "a test")
     return {r.config["bench"]["method"]: r for r in record.read_all(folder / "r")}
 
 
 @pytest.mark.slow
 def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over emulated links some of them run beside the paper's: tests/unit/experiments/cells/test_paper_table.py."""
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-    found = measured(tmp_path, "loopback", *METHODS)
+    found = measured(tmp_path, *METHODS)
     assert set(found) == set(METHODS)
     t = timelines.load(tmp_path / "tiny.json")
     expected = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1 + 2 / 256, "int4": 0.5 + 2 / 256, "1bit": 1 / 8}
@@ -263,25 +263,6 @@ def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pyt
         if r.wire not in ("none", "model"):  # DiLoCo's are 1/500 of a step's
             assert r.timing["split"]["wire_ms"] > 0
             assert r.timing["split"]["encode_ms"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("sandbox")
-@pytest.mark.skipif(sandbox.probe()[0] is None, reason=f"no emulated network here: {sandbox.probe()[1]}")
-def test_two_emulated_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-    found = measured(tmp_path, "emulated", "fp32", "powersgd1", "birder_one_phase")
-    assert len(found) == 3
-    assert len({r.turns["world"] for r in found.values()}) == 1
-    t = timelines.load(tmp_path / "tiny.json")
-    for name, r in found.items():
-        about = r.config["bench"]
-        assert r.link["shaped"]
-        carried = engine.carried(r.link, BENCH.mbit)
-        assert r.link["dilation"] == pytest.approx(about["fraction"] * 9450 / carried, rel=0.01)
-        assert r.timing["median_ms"] >= 0.99 * r.link["dilation"] * t.step_ms
-        assert r.bytes_per_step["nic_tx"] > r.bytes_per_step["payload_inter"] > 0
-        assert about["elements"] < t.elements, name
 
 
 @pytest.mark.parametrize(

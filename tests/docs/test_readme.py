@@ -15,6 +15,7 @@ from experiments import predict, replay, tune
 from experiments.config import compose, sweeps
 from tests.helpers import ROOT
 from tests.helpers.ranks import run_script
+from tests.helpers.tiers import slow
 
 PAGES = sorted(
     p.relative_to(ROOT).as_posix()
@@ -159,7 +160,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
 
 
-@pytest.mark.parametrize(("page", "arguments"), [(p, a) for p in PAGES for a in commands(p)])
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    [slow(p, a) if p.startswith("docs/appendix/") else (p, a) for p in PAGES for a in commands(p)],
+)
 def test_commands_compose(page: str, arguments: list[str]) -> None:
     """Every command line is valid; of a sweep the first job is looked at."""
     script, *arguments = arguments

@@ -22,7 +22,7 @@ from launch.emulated import launcher as emulated
 from launch.emulated import sandbox
 from tests.helpers.records import blank
 
-PAPER = suite.load("paper")
+PAPER, BENCH = suite.load("paper"), suite.load("bench")
 AT = Place("resnet50_b32", "tf32", 8, "9.4")
 MS = {"fp32": 100.0, "bf16": 60.0, "onebit_adam": 55.0, "birder": 50.0, "birder_hierarchical": 40.0, "none": 35.0}
 
@@ -216,15 +216,20 @@ def test_without_a_sandbox_the_table_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+OF_BENCH = ("powersgd1", "birder_one_phase")
+"""Methods of the benchmark that run beside the paper's: a hook of torch's, whole tensors, an exchange in one phase."""
+
+
 def tiny(folder: Path) -> Suite:
-    """The suite with a made-up model of four tensors and nothing else."""
-    sizes = [2**18, 2**12, 2**18, 2**19]
-    gradients = [[f"p{i}", [s], at] for i, (s, at) in enumerate(zip(sizes, (16.0, 16.0, 12.0, 8.0), strict=True))]
+    """The suite with a made-up model of four tensors and nothing else, and methods of the benchmark beside its own."""
+    shapes = [[2**9, 2**9], [2**12], [2**9, 2**9], [2**10, 2**9]]
+    gradients = [[f"p{i}", s, at] for i, (s, at) in enumerate(zip(shapes, (16.0, 16.0, 12.0, 8.0), strict=True))]
     inside = {"reduce_scatter_ms": 0.1, "all_reduce_ms": 0.2, "all_gather_ms": 0.01, "reason": "none"}
     content = {"name": "tiny_b4_tf32", "model": "tiny", "gpu": "-", "precision": "tf32", "batch_per_gpu": 4}
     content |= {"gpus_per_node": 8, "forward_ms": 4.0, "step_ms": 16.0, "gradients": gradients, "intra_node": inside}
     path = timelines.write(parse({**content, "source": "a test"}, "test"), folder / "tiny_b4_tf32.json")
-    return PAPER.model_copy(update={"models": {"tiny_b4": Model(title="tiny", timeline=str(path))}})
+    methods = PAPER.methods | {name: BENCH.methods[name] for name in OF_BENCH}
+    return PAPER.model_copy(update={"models": {"tiny_b4": Model(title="tiny", timeline=str(path))}, "methods": methods})
 
 
 @pytest.mark.slow
@@ -239,10 +244,10 @@ def test_two_emulated_nodes_send_what_sixteen_gpus_would(tmp_path: Path, monkeyp
     cells = made.cells(made.places(rates=["tf32"], links=["9.4"], nodes=[2]), made.rows)
     replay.launch(made, options, True, 2, cells, "a test")
     found = {r.config["paper"]["method"]: r for r in record.read_all(tmp_path / "r")}
-    assert set(found) == set(PAPER.methods)
+    assert set(found) == set(made.methods)
     t = timelines.load(tmp_path / "tiny_b4_tf32.json")
     for name, r in found.items():
-        method = PAPER.methods[name]
+        method = made.methods[name]
         assert r.status == "completed"
         assert (r.exp, r.group, r.nodes, r.method) == ("paper", None, 2, method.label)
         assert r.link["kind"] == "emulated"
@@ -262,6 +267,10 @@ def test_two_emulated_nodes_send_what_sixteen_gpus_would(tmp_path: Path, monkeyp
         )
         assert r.timing["min_ms"] == min(r.timing["steps_ms"]) <= max(r.timing["steps_ms"]) == r.timing["max_ms"]
         assert r.timing["median_ms"] >= 0.99 * r.link["dilation"] * t.step_ms
+        assert r.config["paper"]["elements"] < t.elements
+        if name in OF_BENCH:  # their bytes: tests/distributed/test_bench.py
+            assert r.bytes_per_step["nic_tx"] > r.bytes_per_step["payload_inter"] > 0
+            continue
         expected = nic_bytes(method.traffic, r.config["paper"]["elements"], 2, 8)
         sent = r.bytes_per_step["payload_inter"]
         assert sent == pytest.approx(expected, rel=0.1)

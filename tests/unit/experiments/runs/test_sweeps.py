@@ -16,6 +16,7 @@ from experiments.runs import start
 from launch.errors import UserError
 from launch.failure import RunFailed
 from tests.helpers.records import run as a_record
+from tests.helpers.tiers import slow_unless
 
 
 def ratio(optimizer: str, o: dict[str, float]) -> float:
@@ -60,7 +61,7 @@ def test_the_grid_on_imagenet_is_the_papers() -> None:
     assert set(rates.values()) == {0.05, 0.025}
 
 
-@pytest.mark.parametrize("name", sweeps.names())
+@pytest.mark.parametrize("name", slow_unless({"cser_cifar100", "squad_seeds"}.__contains__, sweeps.names()))
 def test_every_method_of_every_sweep_is_a_valid_run(name: str) -> None:
     each = {
         tuple(o for o in r.overrides if not o.startswith(("optimizer.", "seed="))): r
