@@ -110,11 +110,9 @@ def train(name: str, device: torch.device, steps: int, resume: bool = False) -> 
 def compare(name: str, device: torch.device, steps: int) -> dict[str, Any]:
     """One row: whether the device's parameters are the CPU's, and those of a resumed run the uninterrupted one's."""
     start = torch.cat([p.detach().flatten() for p in Given().tensors])
-    cpu, own, resumed = (
-        train(name, torch.device("cpu"), steps),
-        train(name, device, steps),
-        train(name, device, steps, True),
-    )
+    cpu = train(name, torch.device("cpu"), steps)
+    own = cpu if device.type == "cpu" else train(name, device, steps)  # a rehearsal compares no devices
+    resumed = train(name, device, steps, True)
     distance = float((own - cpu).norm() / (cpu - start).norm())
     equal, again = torch.equal(own, cpu), torch.equal(own, resumed)
     ok = again and (equal if name in EXACT else distance < CLOSE) and bool(own.isfinite().all())
