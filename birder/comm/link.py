@@ -7,10 +7,12 @@ import functools
 import operator
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,12 @@ OUTSIDE, OUTSIDE_TAGS = TASKS * CALLS, 1 << 20
 FEW = 512
 """Bytes of flags up to which sending all of them to every peer takes less time than a collective more."""
 
+
+OWN = 1 << 32
+"""Groups that are made here have numbers above those that torch gives."""
+
+_MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""By world: how many groups of the same ranks this rank has made."""
 
 T = TypeVar("T")
 Wait = Callable[[], Tensor]
@@ -87,13 +95,31 @@ def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.P
         if timeout is not None:
             options._timeout = timeout
     named = None if backends == str(dist.get_backend_config(world)) else backends
-    with _not_split_off(len(ranks)):
+    with _not_split_off(len(ranks)), _named_by_its_ranks(ranks):
         group = dist.new_group(
             ranks, timeout=timeout, backend=named, pg_options=options, use_local_synchronization=True
         )
     if group is None:
         raise RuntimeError(f"torch.distributed made no process group of ranks {ranks}")
     return group  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _named_by_its_ranks(ranks: list[int]) -> Iterator[None]:
+    """Inside, torch names a group by its ranks, and by how many of the same ranks have been made here.
+
+    By itself torch numbers groups on every rank. Ranks outside of this group do not make it, so their numbers would be others
+    from then on, and the next group of all ranks would wait for ever.
+    """
+    torchs: Any = dist.distributed_c10d._world
+    assert dist.group.WORLD is not None
+    made, count = _MADE.setdefault(dist.group.WORLD, Counter()), torchs.group_count
+    made[tuple(ranks)] += 1
+    torchs.group_count = OWN + made[tuple(ranks)]
+    try:
+        yield
+    finally:
+        torchs.group_count = count
 
 
 @contextlib.contextmanager

@@ -260,7 +260,9 @@ def unwrap_method(optimizer: Any) -> BucketOptimizer:
     """The same, and one of this package. Raises TypeError for any other."""
     inner = unwrap_optimizer(optimizer)
     if not isinstance(inner, BucketOptimizer):
-        raise TypeError(f"attach needs an optimizer of the birder package, got {type(inner).__name__}")
+        raise TypeError(
+            f"attach needs an optimizer of the birder package, got {type(inner).__name__}: of a wrapper give the one inside"
+        )
     return inner
 
 

@@ -37,9 +37,9 @@ class GradientExchange(Method):
             if self._read is None:  # no attachment has called for it
                 self.note_options()
             self._open_units()
-            reads = self.reads_parameters(self.steps + 1)
+            reads = self.reads_parameters(self.steps + 1)  # versions miss p.data = x: the first step looks at bits
             if reads or self.reads_at_times:
-                self._weights = self._weight_marks(reads)
+                self._weights = self._weight_marks(reads or not self.steps)
         arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
             if p in self._where:

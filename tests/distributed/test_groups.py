@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from birder import Topology, attach
+from birder import Birder, Topology, attach
 from birder.comm import TwoPhase, Union, run
 from birder.comm.link import backend_for, new_group
 from birder.predict import measuring
@@ -168,6 +168,28 @@ def test_two_disjoint_groups_do_not_wait_for_each_other() -> None:
         assert (x == results[0][0]).all()  # the same data, the same draws: the same model
         assert intra > 0
         assert inter == 0
+
+
+def some_attach(rank: int, world: int) -> list[float]:
+    """Ranks 0 and 1 train a model, then all ranks make a group and train another; how far apart ranks end."""
+    some = dist.new_group([0, 1])
+    models = [(some, 2), (dist.group.WORLD, world)]
+    for group, size in models:
+        if rank < size:
+            model = toy.make()
+            optimizer = Birder(model.parameters(), lr=0.01)
+            ddp = DistributedDataParallel(model, process_group=group)
+            attach(ddp, optimizer)
+            toy.loss(ddp, rank, 1).backward()
+            optimizer.step()
+        everyone = dist.new_group(list(range(world)))
+        dist.barrier(group=everyone)
+    return toy.flat(model).tolist()
+
+
+def test_ranks_that_attach_without_the_others_do_not_hold_up_later_groups() -> None:
+    found = fresh_world(some_attach, 3)
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_group_across_two_nodes_counts_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:

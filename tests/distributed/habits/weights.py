@@ -228,10 +228,22 @@ class Sam(Script):
                 p.add_(p.grad, alpha=0.05)  # type: ignore[arg-type]
         self.opt.zero_grad()
         self.ddp(drawn(self.rank, self.t, 1)).backward()
+        self.put_back(kept)
+        self.update()
+
+    def put_back(self, kept: list[Tensor]) -> None:
         with torch.no_grad():
             for p, k in zip(self.model.parameters(), kept, strict=True):
                 p.copy_(k)
-        self.update()
+
+
+@habit
+class SamByData(Sam):
+    """the same, and weights are put back by p.data = old"""
+
+    def put_back(self, kept: list[Tensor]) -> None:
+        for p, k in zip(self.model.parameters(), kept, strict=True):
+            p.data = k
 
 
 class SecondBatch(Script):

@@ -78,6 +78,8 @@ def test_ddp_knows_its_hooks_and_its_reducer(world: Any) -> None:
 
 def test_process_groups(world: Any) -> None:
     needs(hasattr(world, "bound_device_id"), "ProcessGroup.bound_device_id", "birder/comm/link.py")
+    numbered: Any = dist.distributed_c10d._world
+    needs(isinstance(getattr(numbered, "group_count", None), int), "_world.group_count", "birder/comm/link.py")
     before = world.bound_device_id
     world.bound_device_id = None
     world.bound_device_id = before
