@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -30,6 +32,14 @@ EMPTIED = (
     "optimizer.state cannot be replaced or emptied, its tensors are views of this optimizer's buffers: change them in place; "
     "to begin afresh load a state_dict that was saved before the first step, or build a new optimizer and model wrapper"
 )
+
+
+ALONE = (
+    "optimizer.averaged() waits for the models of other ranks: every rank has to enter it, also those that do not evaluate "
+    "or save"
+)
+ALONE_S = 60.0
+"""Seconds after which it says so."""
 
 
 class MethodState(Method):
@@ -106,7 +116,7 @@ class MethodState(Method):
             return
         self.pipeline.wait()
         saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
-        with torch.no_grad():
+        with torch.no_grad(), _saying_who_is_missing():
             run(self.comm, self.average_parameters(counted=False))
         try:
             yield
@@ -297,6 +307,20 @@ class MethodState(Method):
         if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
             self.disconnect()
         super().__setstate__(state)
+
+
+@contextlib.contextmanager
+def _saying_who_is_missing() -> Iterator[None]:
+    """Warns after a while inside, and names the likely cause where a collective fails: a rank that evaluates alone."""
+    timer = threading.Timer(ALONE_S, warnings.warn, (ALONE, RuntimeWarning))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{ALONE} ({str(error).splitlines()[0]})") from error
+    finally:
+        timer.cancel()
 
 
 def identical(a: list[Any], b: list[Any]) -> bool:

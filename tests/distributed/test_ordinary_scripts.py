@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import attach
+from birder.optim import state
 from tests.helpers.ordinary import LOCAL, METHODS, Trunk, apart, batches, said, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
@@ -330,3 +333,28 @@ def test_join_is_refused_in_one_line() -> None:
 def test_ranks_at_different_steps_of_a_warm_up_are_told_so() -> None:
     assert all("different steps" in found["one_rank_is_behind"] for found in world())
     assert [found["one_rank_is_behind"][-1] for found in world()] == ["1", "1"]
+
+
+def averaged_late(rank: int, world: int) -> list[str]:
+    """Rank 1 comes to `averaged` a second after rank 0; what rank 0 is warned of."""
+    model = Trunk()
+    optimizer = LOCAL["QSparse"](model.parameters())
+    attachment = attach(DistributedDataParallel(model), optimizer)
+    usual, state.ALONE_S = state.ALONE_S, 0.2
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            time.sleep(rank)
+            with optimizer.averaged():
+                pass
+    finally:
+        state.ALONE_S = usual
+        attachment.close()
+    return [str(w.message) for w in seen if w.category is RuntimeWarning]
+
+
+def test_a_rank_that_waits_in_averaged_says_for_whom() -> None:
+    first, second = run_ranks(averaged_late, 2)
+    assert len(first) == 1
+    assert "every rank" in first[0]
+    assert second == []
