@@ -27,11 +27,11 @@ FAST = [
 ]
 """What protects a change: about a minute."""
 SLOW = {("DDP", m) for m in ("AdamW", "OneBitAdam", "ZeroOneAdam", "CSER", "SLAMB")} | {
-    (way, "Birder") for way in WAYS if way != "DDP" and not way.endswith("overlap=False")
+    (way, "Birder") for way in WAYS if way not in ("DDP", "hierarchical") and not way.endswith("overlap=False")
 }
 """Of the whole table, what `make test-all` runs: every method's family under DDP, and every way."""
 INSIDE = ("DDP, overlap=False", "FSDP2, overlap=False")
-"""Ways that send inside `step`; `make test-all` runs of them what comes out otherwise there."""
+"""Ways that send inside `step`: `make test-all` runs what comes out otherwise there."""
 
 
 def marks(way: str, method: str) -> list[pytest.MarkDecorator]:
@@ -85,6 +85,16 @@ def test_habits_that_come_out_otherwise_inside_the_step(bench: Bench, way: str) 
     habits = otherwise(way)
     assert len(habits) > 20
     check(bench, way, "Birder", habits)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.xdist_group("habits, hierarchical")
+def test_habits_that_nodes_as_workers_train_with(bench: Bench) -> None:
+    """What is refused is refused as under DDP."""
+    kept = {h: [outcomes.outcome(KEPT, h, way, "Birder") for way in ("DDP", "hierarchical")] for h in ALL}
+    assert all(nodes == ranks for ranks, nodes in kept.values() if nodes)
+    check(bench, "hierarchical", "Birder", tuple(h for h, (_, nodes) in kept.items() if nodes != "refused"))
 
 
 @pytest.mark.timeout(3600)
