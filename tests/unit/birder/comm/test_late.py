@@ -24,7 +24,8 @@ def test_a_number_is_there_when_the_stream_of_its_own_device_is(monkeypatch: pyt
     recorded = []
     copied = []
 
-    def empty(shape, dtype, pin_memory):
+    def empty(shape, dtype, device, pin_memory):
+        assert (device, pin_memory) == ("cpu", True)
         return SimpleNamespace(copy_=lambda value, non_blocking: copied.append(value.device))
 
     monkeypatch.setattr(torch, "empty", empty)
