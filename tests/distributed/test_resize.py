@@ -33,6 +33,7 @@ def short(rank: int, world: int) -> dict[str, Any]:
     return {"lines": resize.measure("birder", 1, SHORT), "straight": straight, "kept": kept}
 
 
+@pytest.mark.slow
 def test_losses_of_every_change_and_rule() -> None:
     (found,) = run_ranks(short, 1)
     lines = found["lines"]

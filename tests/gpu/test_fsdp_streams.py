@@ -79,7 +79,8 @@ def test_every_read_comes_after_its_write(more: bool) -> None:
                 assert streams == (5 if method == "AdamW" else 7)  # main and FSDP's four, and the pipeline's two
 
 
-@pytest.mark.parametrize("more", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [False, True])
 def test_a_buffer_given_away_while_it_is_read_is_found(more: bool) -> None:
     """A gradient that FSDP casts on its all-reduce stream after the hook, in memory of its reduce-scatter stream."""
     for of_rank in found(more):

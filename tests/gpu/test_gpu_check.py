@@ -100,6 +100,7 @@ def test_without_its_packages_there_are_no_whole_runs(monkeypatch: pytest.Monkey
     assert "torch" not in row["error"]
 
 
+@pytest.mark.slow
 def test_after_a_failure_new_ranks_go_on_with_the_next_method() -> None:
     first, second = gpu_methods.measure(1, "gloo", "cpu", steps=4, only=range(2), wrong="Birder")
     assert (first["method"], first["ok"]) == ("Birder", False)

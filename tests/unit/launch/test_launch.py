@@ -138,6 +138,7 @@ def test_an_interrupt_after_the_result_keeps_the_record(tmp_path: Path) -> None:
     assert (kept.status, kept.reason) == ("completed", None)
 
 
+@pytest.mark.slow
 def test_killed_launcher_leaves_nothing_and_holds_nothing(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     wait_for_ranks(tmp_path)

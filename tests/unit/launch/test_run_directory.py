@@ -23,7 +23,6 @@ from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
 from tests.helpers.stub_run import make_spec
-from tests.helpers.tiers import slow
 from tests.unit.launch.test_launch import start, wait_for_ranks
 
 
@@ -80,11 +79,12 @@ def test_nothing_is_left_by_torchrun_and_unfinished_checkpoints(tmp_path: Path, 
     assert not (tmp_path / "run" / failure.TORCHRUN).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last_act", "how"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed, for example for lack of memory,"),
-        slow("os._exit(7)", "ended with status 7"),
+        ("os._exit(7)", "ended with status 7"),
     ],
 )
 def test_a_rank_that_ends_before_it_reports_is_named(tmp_path: Path, last_act: str, how: str) -> None:

@@ -113,6 +113,7 @@ def test_every_row_composes_and_has_three_rates() -> None:
     assert all("tune" not in m for m in made)
 
 
+@pytest.mark.slow
 def test_the_rate_is_chosen_on_held_out_images_and_nothing_runs_twice(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_refused_comparison_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == [tmp_path / "outputs"]
 
 
+@pytest.mark.slow
 def test_the_next_run_has_places_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables that were set for one run are not there for a child process, or the next comparison."""
     pytest.importorskip("wandb")
