@@ -224,7 +224,6 @@ class BucketOptimizer(GradientExchange, MethodState):
 
     def _all_ready(self) -> Requests[bool]:
         """`_ready`. Where `meets_in_step`, all ranks refuse the step if one does; elsewhere they wait until the timeout."""
-        comm = self.comm
         meets = self.meets_in_step and self.plan(self.steps + 1) is not Plan.SKIP
         ready, refused = False, None
         try:
@@ -237,7 +236,7 @@ class BucketOptimizer(GradientExchange, MethodState):
             return ready
         what = REFUSES if refused is not None else READY if ready else NOTHING
         try:
-            said = yield from say(comm, self.steps + 1, what, self.device)
+            said = yield from say(self.comm, self.steps + 1, what, self.device)
         finally:
             if refused is not None:
                 raise refused

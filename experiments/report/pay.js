@@ -75,7 +75,7 @@ function startPay() {
   const place = (list, name, other) => Math.max(0, list.map(String).indexOf(said.get(name) || other));
   const given = (name, other) => Number(said.get(name)) > 0 ? Number(said.get(name)) : other;
   $("paymodel").value = String(place(pay.names, "model", pay.names[Math.min(1, pay.names.length - 1)]));
-  $("paygpu").value = String(place(pay.gpu_names, "gpu", "h100-sxm"));
+  $("paygpu").value = String(place(pay.gpu_names, "gpu", pay.gpu));
   $("payranks").value = String(place(pay.ranks, "ranks", "8"));
   $("paybatch").value = String(given("batch", 8));
   $("paynodes").value = String(given("nodes", 4));

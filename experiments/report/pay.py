@@ -30,6 +30,10 @@ class Model:
     seq: int | None = None
 
 
+BEGINS_WITH = "h100-sxm"
+"""The GPU that the page shows first."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The grid. gpus: by default every one that computes in `PRECISION`."""
@@ -74,6 +78,7 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
         "batches": [list(m.batches) for m in choice.models],
         "gpus": [gpus.find(g).label for g in choice.gpus],
         "gpu_names": list(choice.gpus),
+        "gpu": BEGINS_WITH,
         "gpu_gb": [gpus.find(g).gb for g in choice.gpus],
         "ranks": list(choice.ranks),
         "nodes": list(choice.nodes),

@@ -240,7 +240,7 @@ def measured(folder: Path, *methods: str) -> dict[str, ResultRecord]:
 
 @pytest.mark.slow
 def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over emulated links some of them run beside the paper's: tests/unit/experiments/cells/test_paper_table.py."""
+    """Some of them also run over emulated links: tests/unit/experiments/cells/test_paper_table.py."""
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     found = measured(tmp_path, *METHODS)
     assert set(found) == set(METHODS)

@@ -35,7 +35,7 @@ INSIDE = ("DDP, overlap=False", "FSDP2, overlap=False")
 
 
 def marks(way: str, method: str) -> list[pytest.MarkDecorator]:
-    """Each row of the table in ranks of its own, so that one worker need not run them all."""
+    """Each row of the table gets its own ranks, so that one worker need not run them all."""
     kept_for = [pytest.mark.slow, pytest.mark.long] if (way, method) in SLOW else [pytest.mark.habits]
     return [*kept_for, pytest.mark.xdist_group(f"habits, {way}, {method}")]
 

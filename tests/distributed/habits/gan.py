@@ -100,7 +100,7 @@ class GanThroughModule(TwoModels):
 
 @habit
 class GanTwoBackwards(TwoModels):
-    """the discriminator's loss of real and of false examples, each with a backward of its own"""
+    """the discriminator's loss of real and of false examples, each with its own backward pass"""
 
     twin = staticmethod(lambda m, w: TwoModelsSum)
     says = r"twice|no_sync"

@@ -262,13 +262,14 @@ class SecondStage(Script):
 
     accelerate = False
     ways = DDP_ONLY
+    closes: ClassVar[bool] = True
 
     def second(self) -> Any:
         return torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def step(self) -> None:
         if self.t == 4:
-            if hasattr(self, "attachment"):
+            if self.closes and hasattr(self, "attachment"):
                 self.attachment.close()
             self.opt = self.second()
         super().step()
@@ -279,13 +280,9 @@ class SecondStageByTorch(SecondStage):
     """after some steps torch's SGD takes over, the attachment is not closed"""
 
     twin = SecondStage
+    closes = False
     since = 4
     says = r"attached for it"
-
-    def step(self) -> None:
-        if self.t == 4:
-            self.opt = self.second()
-        Script.step(self)
 
     def finish(self) -> None:
         if hasattr(self, "attachment"):
@@ -338,13 +335,9 @@ class NewOptimizer(NewOptimizerWrapped):
 class NewOptimizerNotClosed(NewOptimizer):
     """the same, and the old attachment is not closed"""
 
+    closes = False
     since = 4
     says = r"close"
-
-    def step(self) -> None:
-        if self.t == 4:
-            self.opt = self.second()
-        Script.step(self)
 
 
 class Surroundings(Script):

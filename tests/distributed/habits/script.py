@@ -182,7 +182,7 @@ class Script:
     # ---- what habits change ------------------------------------------------------------------------------------------
 
     def applies(self) -> bool:
-        return True
+        return not (self.by_one and self.way.sharded and self.method.sums_over_shards)
 
     def build(self) -> None:
         self.model = self.make_model()

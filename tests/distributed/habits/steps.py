@@ -85,9 +85,6 @@ class SkippedByOneRank(Script):
     by_one = True
     apart = "all"
 
-    def applies(self) -> bool:
-        return super().applies() and not (self.way.sharded and self.method.sums_over_shards)
-
     def update(self) -> None:
         if not (self.t == 3 and self.rank == 1):
             self.opt.step()

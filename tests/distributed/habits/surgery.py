@@ -242,9 +242,6 @@ class SurgeryOnOneRank(Surgery):
     since = 3
     says = CHANGED + "|rank"
 
-    def applies(self) -> bool:
-        return super().applies() and not (self.way.sharded and self.method.sums_over_shards)
-
     def finish(self) -> None:
         if self.method.compressed:
             raise Stop("a change on one rank alone has no effect, and not a word is said")

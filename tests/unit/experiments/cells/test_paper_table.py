@@ -217,11 +217,11 @@ def test_without_a_sandbox_the_table_is_refused(
 
 
 OF_BENCH = ("powersgd1", "birder_one_phase")
-"""Methods of the benchmark that run beside the paper's: a hook of torch's, whole tensors, an exchange in one phase."""
+"""Methods of the benchmark that run with the paper's: a hook of torch's, whole tensors, an exchange in one phase."""
 
 
 def tiny(folder: Path) -> Suite:
-    """The suite with a made-up model of four tensors and nothing else, and methods of the benchmark beside its own."""
+    """The suite with a made-up model of four tensors and nothing else, and some methods of the benchmark as well."""
     shapes = [[2**9, 2**9], [2**12], [2**9, 2**9], [2**10, 2**9]]
     gradients = [[f"p{i}", s, at] for i, (s, at) in enumerate(zip(shapes, (16.0, 16.0, 12.0, 8.0), strict=True))]
     inside = {"reduce_scatter_ms": 0.1, "all_reduce_ms": 0.2, "all_gather_ms": 0.01, "reason": "none"}
