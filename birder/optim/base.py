@@ -188,6 +188,12 @@ class BucketOptimizer(GradientExchange, MethodState):
             )
         if not self._bound:
             self._bind_alone()
+        averaged = self._sharded and not self.compressed  # FSDP has averaged a gradient before its hooks are called
+        if self.attachment is not None and not averaged and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                "step() was called inside backward, from a gradient's hook, before other ranks' gradients are there: call it "
+                "after backward"
+            )
         if self.attachment is not None and self.attachment.closed and self.comm.world_size > 1:
             raise RuntimeError(
                 "the attachment of this optimizer was closed: call birder.attach(model, optimizer) again"

@@ -378,3 +378,20 @@ class DefaultDtype(Surroundings):
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+@habit
+class StepInBackward(Script):
+    """p.register_post_accumulate_grad_hook calls step(): the optimizer in backward, to save the memory of gradients"""
+
+    ways = DDP_ONLY
+    says = "inside backward"
+    refuses = True
+    torch_fails = True  # DDP has not averaged the gradient yet
+
+    def prepared(self) -> None:
+        *_, last = self.model.first.parameters()
+        last.register_post_accumulate_grad_hook(lambda _: self.opt.step())
+
+    def update(self) -> None:
+        """Has been made."""

@@ -37,6 +37,16 @@ def test_this_torch_is_one_that_pyproject_allows_and_there_is_an_upper_bound() -
     assert {s.operator for s in wanted.specifier} == {">=", "<"}
 
 
+def test_a_hook_can_tell_that_it_runs_inside_backward() -> None:
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    needs(ask is not None, "torch._C._current_graph_task_id", "birder/optim/base.py")
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: seen.append(ask()))
+    (x * 2).sum().backward()
+    needs(seen[0] >= 0 and ask() == -1, "torch._C._current_graph_task_id", "birder/optim/base.py")
+
+
 def test_callbacks_at_the_end_of_backward_run_in_the_order_in_which_they_are_queued() -> None:
     """`queue_after_backward`, and in `_after_ddp` once more from inside of a callback."""
     engine = torch.autograd.Variable._execution_engine
