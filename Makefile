@@ -75,9 +75,10 @@ publish: $(READY)  ## develop: a group of runs to results/published: GROUP=NAME
 	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
 
 # Three processes for two cores, as tests wait for each other's ranks; files and tests in random order (after a failure the seed
-# is printed). tests/conftest.py says what comes first.
+# is printed). tests/conftest.py says what comes first. Compiled modules are kept even where the environment says no: the tests start
+# hundreds of Python processes.
 WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
-pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: $(READY)  ## develop: the tests that protect a change
 	@$(pytest) -m "not slow and not gpu and not cluster and not campaign and not habits"

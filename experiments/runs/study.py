@@ -22,7 +22,6 @@ from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
 from experiments.config.sweeps import Row
 from experiments.records import labels, old_keys, privacy, record
 from experiments.records.record import ResultRecord
-from experiments.report import tables
 from experiments.report.accuracy import HELD_OUT
 from experiments.runs import command, start
 from launch import lock
@@ -98,6 +97,8 @@ def close(results_dir: str, exp: str, failed: int, of: str = "", *, written: boo
     written: whether there is anything new for the tables.
     """
     if written:
+        from experiments.report import tables  # loads pandas and matplotlib, which no start should wait for
+
         tables.write(results_dir, exp)
         say(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
     if failed:
