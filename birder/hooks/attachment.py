@@ -64,6 +64,8 @@ class Attachment:
         self.pipeline = optimizer.pipeline
         self._own = own
         self._paused = False
+        self._compared = False
+        """Whether ranks have compared their steps once."""
         self.closed = False
 
     def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
@@ -111,6 +113,9 @@ class Attachment:
     def begin_pass(self) -> None:
         """Called when a backward pass brings its first gradients. Raises RuntimeError for a second pass before `step`."""
         optimizer = self.optimizer
+        if optimizer.compressed and not self._compared:
+            self._compared = True
+            self._compare()  # a checkpoint that some ranks alone have loaded makes other messages there
         if optimizer.compressed and self.overlap:
             if optimizer._unstepped:
                 raise RuntimeError(TWICE)
@@ -127,7 +132,11 @@ class Attachment:
         step = optimizer.steps + 1
         dense = Plan.DENSE in (optimizer.plan(step), optimizer.plan(max(step - 1, 1)))
         if optimizer.compressed and (dense or optimizer.meets_in_step):
-            run(optimizer.comm, say(optimizer.comm, step, BACKWARD, optimizer.device))
+            self._compare()
+
+    def _compare(self) -> None:
+        optimizer = self.optimizer
+        run(optimizer.comm, say(optimizer.comm, optimizer.steps + 1, BACKWARD, optimizer.device))
 
     def all_reduce_mean(self, buffer: Tensor, number: int, wire: torch.dtype | None = None) -> Future[Any]:
         """Starts to replace `buffer` by its mean over the link's ranks, sent as `wire`, the optimizer's if not given; it may
@@ -242,14 +251,16 @@ def agree(
 
 
 def unwrap_model(model: Any) -> Any:
-    """The model inside what `torch.compile` returned; any other one unchanged."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
+    """The model inside what `torch.compile` and Lightning Fabric returned; any other one unchanged."""
+    parts = getattr(model, "_modules", {})  # looked up there, as Fabric's module passes other names on to the model
+    for name in ("_orig_mod", "_forward_module"):
+        if isinstance(inner := parts.get(name), nn.Module):
+            return unwrap_model(inner)
     return model
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside those of Accelerate and Lightning; any other one unchanged."""
+    """The optimizer inside those of Accelerate, Lightning and Fabric; any other one unchanged."""
     # Lightning's claims to be of the class that it wraps, so the class says nothing.
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

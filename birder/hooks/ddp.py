@@ -245,6 +245,12 @@ def attach(
     return attachment
 
 
+def attached(model: nn.Module, optimizer: BucketOptimizer) -> bool:
+    """Whether `optimizer` is attached to this very model: one that was wrapped again has no hook yet."""
+    hooks = [state for _, state in getattr(unwrap_model(model), "_comm_hooks", ()) if isinstance(state, BucketHook)]
+    return any(a.optimizer is optimizer and not a.closed for hook in hooks for a in hook.attachments)
+
+
 def _nodes(mesh: DeviceMesh, group: dist.ProcessGroup) -> Topology | None:
     """Nodes x ranks per node of a 2-D mesh. Raises ValueError unless the mesh has the ranks of `group`, in their order."""
     if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != dist.get_process_group_ranks(group):

@@ -36,11 +36,13 @@ def attach(
 
     For a method that compresses: `accelerator.clip_grad_norm_` and `clip_grad_value_` raise RuntimeError, unless
     overlap=False; with `max_norm` infinite the former still returns the norm of this rank's own gradient. The state of every
-    rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`.
+    rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`. The accelerator's
+    optimizer then has the method's `averaged`, too.
 
     Returns None on one process. Raises as `birder.attach` does.
     """
     method = unwrap_method(optimizer)
+    optimizer.averaged = method.averaged
     if accelerator.num_processes == 1:
         return None
     attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
@@ -68,14 +70,22 @@ def refuse_clipping(accelerator: Accelerator) -> None:
 
 
 def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, method: BucketOptimizer) -> None:
-    """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state next to it."""
+    """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state next to it.
+
+    In the place of an earlier optimizer, too, that `accelerator.free_memory` has thrown away.
+    """
     number = accelerator._optimizers.index(optimizer)
     kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""))
     optimizer.every_rank = kept
     optimizer.state_dict = kept.note
     optimizer.load_state_dict = kept.load
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: kept.save(folder, weights))
-    accelerator.register_load_state_pre_hook(lambda models, folder: kept.look_in(folder))
+    hooks = vars(accelerator).setdefault("_birder_hooks", {})
+    for earlier in hooks.pop(kept.name, ()):
+        earlier.remove()
+    hooks[kept.name] = (
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: kept.save(folder, weights)),
+        accelerator.register_load_state_pre_hook(lambda models, folder: kept.look_in(folder)),
+    )
 
 
 class EveryRank:
@@ -84,10 +94,13 @@ class EveryRank:
     def __init__(self, method: BucketOptimizer, name: str) -> None:
         self.method, self.name = method, name
         self.folder: Path | None = None
+        self._saved_at = -1
+        """The step after which `save` was called, and `note` was not yet; -1: none."""
 
     def save(self, folder: str, weights: list[dict[str, Tensor]] | None = None) -> None:
         """Every rank's state below `folder`. weights: what is saved of the models; the mean, where ranks' models differ."""
         every_rank.save(folder, self.method, self.name)
+        self._saved_at = self.method.steps
         if weights and self.method.local_models:
             with self.method.averaged():
                 weights[:] = copy.deepcopy(weights)
@@ -97,11 +110,17 @@ class EveryRank:
         self.folder = None if folder is None else Path(folder)
 
     def note(self) -> dict[str, Any]:
-        """Stands where the framework keeps one rank's state."""
+        """Once after `save`: what stands where the framework keeps one rank's state. To others this rank's own state."""
+        saved_at, self._saved_at = self._saved_at, -1
+        if saved_at != self.method.steps:
+            return self.method.state_dict()
         return {"every_rank": self.name, "state": {}, "param_groups": []}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when `state` is not `note`."""
+        """Every rank's state for `note`, this rank's for its own. Raises ValueError for any other."""
+        if "units" in state:
+            self.method.load_state_dict(state)
+            return
         if self.folder is None or "every_rank" not in state:
             raise ValueError(
                 f"the state of {type(self.method).__name__} differs from rank to rank, and this is that of one: load a "

@@ -14,11 +14,12 @@ import contextlib
 import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import birder
-from birder.comm import Topology
+from birder.comm import Topology, run
 from birder.hooks.attachment import unwrap_optimizer
 from birder.integrations import every_rank
 from birder.integrations.every_rank import NO_CLIPPING
@@ -41,6 +42,14 @@ class BirderCallback(Callback):
         self.attachment: birder.Attachment | None = None
         self._loaded: dict[str, Any] = {}
         self._average: contextlib.ExitStack | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Before validate, test and predict Lightning gives all ranks rank 0's model: make that the mean of all."""
+        method = self._method(trainer)
+        if stage != "fit" and method is not None and method.local_models:
+            method.pipeline.wait()
+            with torch.no_grad():
+                run(method.comm, method.average_parameters(counted=False))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         method = self._method(trainer)

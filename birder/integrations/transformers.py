@@ -22,6 +22,7 @@ from torch import nn
 from transformers import Trainer
 
 from birder.hooks.attachment import unwrap_method, unwrap_optimizer
+from birder.hooks.ddp import attached
 from birder.integrations.accelerate import EveryRank, attach
 from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer
@@ -67,14 +68,14 @@ class BirderTrainerMixin(_Trainer):
         optimizers = [x for x in prepared if hasattr(x, "param_groups")]
         models = [x for x in prepared if isinstance(x, nn.Module)]
         for optimizer in optimizers:
-            method = unwrap_method(optimizer)
-            if method.units:
+            method, model = unwrap_method(optimizer), models[0] if models else self.model_wrapped
+            if method.units and (self.accelerator.num_processes == 1 or attached(model, method)):
                 continue  # `train` was called again
+            method.begin_again()  # of auto_find_batch_size: a first step that did not fit
             overlap = self.attach_options.get("overlap", True) and method.max_grad_norm is None
             limit = self.args.max_grad_norm
             if limit and method.compressed and overlap:
                 raise ValueError(f"TrainingArguments(max_grad_norm={limit}): {NO_CLIPPING.format(limit=limit)}")
-            model = models[0] if models else self.model_wrapped
             attach(self.accelerator, model, optimizer, **self.attach_options)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------

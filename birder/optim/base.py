@@ -39,8 +39,8 @@ def say(comm: Communicator, step: int, what: int, device: torch.device) -> Reque
         steps = [s for s, _ in said]
         where = steps if len(set(steps)) > 1 else [f"{s} ({'backward' if w == BACKWARD else 'step'})" for s, w in said]
         raise RuntimeError(
-            f"ranks are at different steps, {where}: one of them skipped step() or ran out of batches. Make all ranks take "
-            "the same steps"
+            f"ranks are at different steps, {where}: one of them skipped step(), ran out of batches or loaded another "
+            "checkpoint. Make all ranks take the same steps"
         )
     return [w for _, w in said]
 
@@ -82,7 +82,8 @@ class BucketOptimizer(GradientExchange, MethodState):
         if self._bound:
             if self._feeding:
                 raise RuntimeError(
-                    "gradients of a step have been taken already: attach between step() and the next backward"
+                    "gradients of a step have been taken already: attach between step() and the next backward; after a "
+                    "backward pass that failed load the last checkpoint"
                 )
             self.pipeline.wait()
             saved = taken(self)
@@ -111,6 +112,14 @@ class BucketOptimizer(GradientExchange, MethodState):
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:
             self.load_state_dict(pending)
+
+    def begin_again(self) -> None:
+        """Before the first step: forgets a backward pass that failed (out of memory), to be attached anew. Else nothing."""
+        if self._bound and self.steps == 0:
+            earlier, self.state = self.attachment, self._others()
+            self.disconnect()
+            if earlier is not None:
+                earlier.close()
 
     def _bind_alone(self) -> None:
         """Binds an optimizer that no one has attached. Raises RuntimeError where there are other ranks."""

@@ -281,7 +281,8 @@ class MethodState(Method):
         if differs and rank != self.comm.rank:
             raise ValueError(
                 f"state of {name} was saved by rank {rank}, this is rank {self.comm.rank}: "
-                "it differs from rank to rank, so save and load it on every rank"
+                "it differs from rank to rank, so save and load it on every rank; from a checkpoint of one rank load the "
+                "model, and train with a new optimizer"
             )
         units = state_dict["units"]
         if len(units) != len(self.units):

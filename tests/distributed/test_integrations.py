@@ -105,6 +105,51 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
     found["bf16"] = toy.flat(run("OneBitAdam", "bf16", 1, mixed_precision="bf16")[0]).numpy()
     found["compiled"] = toy.flat(run("Birder", "compiled", 1, dynamo_backend="aot_eager")[0]).numpy()
     found["one rank's"] = said(lambda: accelerator._optimizers[0].load_state_dict({"state": {}, "param_groups": []}))
+    found |= saved_by_hand(rank, loop, accelerator, folder)
+    return found
+
+
+def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
+    """Two attempts with one accelerator, as in a search for a batch size; states by torch.save next to save_state."""
+
+    def attempt() -> tuple[nn.Module, Any]:
+        accelerator.free_memory()
+        net = nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(net, birder.Birder(net.parameters(), lr=0.1))
+        loop.attach(accelerator, model, optimizer)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        accelerator.backward(model(torch.full((2, 2), 1.0 + rank)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = attempt()
+    for _ in range(3):
+        step(model, optimizer)
+    model, optimizer = attempt()
+    step(model, optimizer)
+    accelerator.save_state(str(folder / "state"))
+    path = folder / f"by hand {rank}.pt"
+    torch.save(optimizer.state_dict(), path)
+    saved = {"weights": toy.flat(model), "momentum": unwrap_optimizer(optimizer).units[0].state["m"].clone()}
+
+    def there() -> bool:
+        now = unwrap_optimizer(optimizer)
+        return now.steps == 1 and torch.equal(now.units[0].state["m"], saved["momentum"])
+
+    found: dict[str, Any] = {}
+    step(model, optimizer)
+    optimizer.load_state_dict(torch.load(path))
+    found["by hand"] = there()
+    step(model, optimizer)
+    accelerator.load_state(str(folder / "state"))
+    found["second attempt"] = there() and torch.equal(toy.flat(model), saved["weights"])
+    with optimizer.averaged():  # the models are equal
+        found["second attempt"] &= torch.equal(toy.flat(model), saved["weights"])
+    torch.distributed.barrier()
+    other = torch.load(folder / f"by hand {1 - rank}.pt")
+    found["other rank's"] = said(lambda: optimizer.load_state_dict(other))
     return found
 
 
@@ -138,6 +183,17 @@ def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: Found
 def test_accelerate_refuses_the_state_of_one_rank(accelerated: Found) -> None:
     for mine in accelerated:
         assert mine["one rank's"].startswith("ValueError: the state of Birder differs from rank to rank")
+
+
+def test_accelerates_state_dict_is_the_state_of_this_rank(accelerated: Found) -> None:
+    """To scripts that save it by hand; they were given a note in its place, and lost the state without a word."""
+    for mine in accelerated:
+        assert mine["by hand"]
+        assert "it differs from rank to rank, so save and load it on every rank" in mine["other rank's"]
+
+
+def test_accelerate_saves_the_optimizer_of_the_second_attempt(accelerated: Found) -> None:
+    assert all(mine["second attempt"] for mine in accelerated)
 
 
 def test_accelerate_trains_in_bf16_autocast(accelerated: Found) -> None:
@@ -196,7 +252,30 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     found["steps"] = unwrap_optimizer(clipping.optimizer).steps
     other = hf.trainer(folder / "other", 2, method=(torch.optim.SGD, {"lr": 0.1}))
     found["other"] = said(other.train)
+    for name, size, short in (("as found", 7, ()), ("found", 8, (1,)), ("found late", 8, (2,))):
+        search = hf.trainer(folder / name, 3, per_device_train_batch_size=size, auto_find_batch_size=True, data_seed=0)
+        search.add_callback(OutOfMemory(rank, short))
+        found[name] = said(search.train) or toy.flat(search.model).numpy()
+        found[f"{name} sent"] = unwrap_optimizer(search.optimizer).attachment.counter.total
     return found
+
+
+def OutOfMemory(rank: int, steps: tuple[int, ...]) -> Any:
+    """Memory runs out before these updates, when backward has sent its messages. Dropout begins anew in each attempt."""
+    from transformers import TrainerCallback
+
+    left = list(steps)
+
+    class Callback(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            torch.manual_seed(rank)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step + 1 in left:
+                left.remove(state.global_step + 1)
+                raise RuntimeError("CUDA out of memory.")
+
+    return Callback()
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +307,14 @@ def test_the_trainer_refuses_other_optimizers(trained: Found) -> None:
     assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
 
 
+def test_the_trainer_finds_a_batch_size(trained: Found) -> None:
+    """It wraps the model again, with the same optimizer: that has to be attached again, from the beginning."""
+    for mine in trained:
+        assert np.array_equal(mine["found"], mine["as found"])
+        assert mine["found sent"] == mine["as found sent"] > 0
+        assert mine["found late"].startswith("RuntimeError: gradients of a step have been taken already")
+
+
 def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained: Found) -> None:
     first, second = trained
     assert np.array_equal(first["CSER saved"], second["CSER saved"])
@@ -254,7 +341,7 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         # Lightning forgets the world when it has finished.
         os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         torch.manual_seed(0)
-        module = lightning.Circle(*METHODS.get(name, (torch.optim.SGD, {})))
+        module = Tested(lightning)(*METHODS.get(name, (torch.optim.SGD, {})))
         found["start"] = toy.flat(module).numpy()
         trainer = lightning.fit(folder / where, epochs, module, **options)
         return toy.flat(module).numpy(), trainer
@@ -271,6 +358,9 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         if resume:
             continue
         found[f"{name} loss"] = float(trainer.callback_metrics["loss"])
+        trainer.test(trainer.lightning_module, lightning.DataLoader(lightning.circle(1), 64), verbose=False)
+        found[f"{name} test loss"] = float(trainer.callback_metrics["test loss"])
+        found[f"{name} after test"] = toy.flat(trainer.lightning_module).numpy()
         torch.distributed.barrier()
         saved = torch.load(folder / f"{name} a/last.ckpt", weights_only=True)
         mean = lightning.Circle(*METHODS[name])
@@ -284,6 +374,14 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
     found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
     found["other"] = said(lambda: run("other", "other", 1))
     return found
+
+
+def Tested(lightning: ModuleType) -> Any:
+    class Module(lightning.Circle):  # type: ignore[name-defined]
+        def test_step(self, batch: Any, number: int) -> None:
+            self.log("test loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    return Module
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +409,8 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
     assert np.abs(first["CSER saved"] - mean).max() < ROUNDING
     for mine in lit:
         assert mine["CSER loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
+        assert mine["CSER test loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
+        assert np.abs(mine["CSER after test"] - mean).max() < ROUNDING
     assert np.array_equal(first["Birder saved"], first["Birder"])
 
 
@@ -318,6 +418,58 @@ def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: Found) -> 
     for mine in lit:
         assert mine["clip"].startswith("ValueError: Trainer(gradient_clip_val=1.0): clipping by the framework")
         assert "one optimizer of the birder package" in mine["other"]
+
+
+def in_fabric(rank: int, world: int) -> dict[str, Any]:
+    from lightning.fabric import Fabric
+
+    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp")
+    fabric.launch()
+    found: dict[str, Any] = {}
+    for name, compiled in (("eager", False), ("compiled", True)):
+        net = toy.make()
+        plain = birder.Birder(net.parameters(), lr=1e-2)
+        whole: Any = torch.compile(net, backend="aot_eager") if compiled else net
+        model, optimizer = fabric.setup(whole, plain)
+        attachment = birder.attach(model, optimizer)
+        for step in (1, 2, 3):
+            for micro in (0, 1):
+                with fabric.no_backward_sync(model, enabled=micro == 0):
+                    fabric.backward(toy.loss(model, rank, 2 * step + micro))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = toy.flat(net).numpy()
+        found[f"{name} bytes"] = attachment.counter.total
+    fabric.backward(toy.loss(model, rank, 1))
+    fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+    found["clip"] = said(optimizer.step)
+    return found
+
+
+def test_fabric_trains_what_plain_ddp_does() -> None:
+    pytest.importorskip("lightning")
+    first, second = run_ranks(in_fabric, 2)
+    reference = run_ranks(in_plain_ddp, 2)[0]
+    for mine in (first, second):
+        assert np.array_equal(mine["eager"], reference)
+        assert np.array_equal(mine["compiled"], reference)
+        assert mine["eager bytes"] == mine["compiled bytes"] > 0
+        assert "gradients were changed after backward" in mine["clip"]
+
+
+def in_plain_ddp(rank: int, world: int) -> np.ndarray:
+    net = toy.make()
+    optimizer = birder.Birder(net.parameters(), lr=1e-2)
+    model = DistributedDataParallel(net)
+    birder.attach(model, optimizer)
+    for step in (1, 2, 3):
+        with model.no_sync():
+            toy.loss(model, rank, 2 * step).backward()
+        toy.loss(model, rank, 2 * step + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return toy.flat(net).numpy()
 
 
 # ---- on one process ------------------------------------------------------------------------------------------------------

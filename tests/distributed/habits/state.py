@@ -203,7 +203,7 @@ class Resume(Script):
 
     accelerate = False
 
-    twin = Plain
+    twin: ClassVar[Any] = Plain
 
     def step(self) -> None:
         if self.t == 5:
@@ -215,8 +215,27 @@ class Resume(Script):
             self.ddp = self.wrap(self.model)
             self.attach(self.ddp, self.opt)
             self.model.load_state_dict(weights)
-            self.opt.load_state_dict(kept)
+            self.load(kept)
         super().step()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.opt.load_state_dict(state)
+
+
+@habit
+class ResumeByOneRank(Resume):
+    """the same, rank 0 alone loads the optimizer's state: other ranks were refused it, and went on"""
+
+    ways = ("DDP",)
+    twin = None
+    since = 5
+    says = r"different steps.*checkpoint"
+    apart = "dense"
+    torch_fails = True
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.rank == 0:
+            super().load(state)
 
 
 @habit
