@@ -22,7 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 import birder
-from birder.hooks.attachment import unwrap_method
+from birder.hooks.attachment import unwrap_method, unwrap_optimizer
 from birder.hooks.ddp import Attachment
 from birder.integrations import every_rank
 from birder.integrations.every_rank import NO_CLIPPING
@@ -39,9 +39,10 @@ def attach(
     rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`. The accelerator's
     optimizer then has the method's `averaged`, too.
 
-    Returns None on one process. Raises as `birder.attach` does.
+    Returns None on one process. Raises as `birder.attach` does, and ValueError for an optimizer that was not prepared.
     """
     method = unwrap_method(optimizer)
+    optimizer = prepared(accelerator, method)
     optimizer.averaged = method.averaged
     if accelerator.num_processes == 1:
         return None
@@ -51,6 +52,14 @@ def attach(
             refuse_clipping(accelerator)
         keep_every_rank(accelerator, optimizer, method)
     return attachment
+
+
+def prepared(accelerator: Accelerator, method: BucketOptimizer) -> AcceleratedOptimizer:
+    """What `accelerator.prepare` made of it. Raises ValueError where it did not."""
+    for optimizer in accelerator._optimizers:
+        if unwrap_optimizer(optimizer) is method:
+            return optimizer
+    raise ValueError("prepare the optimizer first: model, optimizer = accelerator.prepare(model, optimizer)")
 
 
 def refuse_clipping(accelerator: Accelerator) -> None:
@@ -74,7 +83,13 @@ def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, m
 
     In the place of an earlier optimizer, too, that `accelerator.free_memory` has thrown away.
     """
-    number = accelerator._optimizers.index(optimizer)
+    prepared = [unwrap_optimizer(o) for o in accelerator._optimizers]
+    if method not in prepared:
+        raise ValueError(
+            "the optimizer is not the accelerator's: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
+    number = prepared.index(method)
+    optimizer = accelerator._optimizers[number]
     kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""))
     optimizer.every_rank = kept
     optimizer.state_dict = kept.note

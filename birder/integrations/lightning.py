@@ -60,12 +60,27 @@ class BirderCallback(Callback):
         topology = Topology(trainer.num_nodes, trainer.world_size // trainer.num_nodes)
         nodes = {} if "mesh" in self.options else {"topology": topology}
         model: Any = trainer.strategy.model
+        if self.attachment is not None:  # of an earlier fit
+            self.attachment.close()
         self.attachment = birder.attach(model, method, **nodes | self.options)
         limit = trainer.gradient_clip_val
         if limit and method.compressed and self.attachment.overlap:
             raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=limit)}")
         every_rank.set_parameters(method, self._loaded)
         self._loaded = {}
+        if method.local_models and "save_checkpoint" not in vars(trainer):
+            self._average_saved_weights(trainer)
+
+    def _average_saved_weights(self, trainer: Trainer) -> None:
+        """Where models differ, a checkpoint of weights alone has their mean, too: Lightning calls no callback for it."""
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(filepath: Any, weights_only: bool | None = None, *args: Any, **kwargs: Any) -> None:
+            method = self._method(trainer) if weights_only else None
+            with contextlib.nullcontext() if method is None else method.averaged():
+                save(filepath, weights_only, *args, **kwargs)
+
+        trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Every rank's state in the place of rank 0's."""

@@ -127,7 +127,8 @@ class BucketOptimizer(GradientExchange, MethodState):
         if world > 1:
             raise RuntimeError(
                 f"this is one of {world} ranks, and the optimizer is not attached: call birder.attach(ddp_model, optimizer) "
-                "before its first step and before load_state_dict, or optimizer.bind() to train without communication"
+                "before its first step and before load_state_dict (Trainer, Accelerate, Lightning: birder.integrations), or "
+                "optimizer.bind() to train without communication"
             )
         self.bind()
 

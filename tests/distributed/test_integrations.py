@@ -115,8 +115,9 @@ def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -
     def attempt() -> tuple[nn.Module, Any]:
         accelerator.free_memory()
         net = nn.Linear(2, 2)
-        model, optimizer = accelerator.prepare(net, birder.Birder(net.parameters(), lr=0.1))
-        loop.attach(accelerator, model, optimizer)
+        plain = birder.Birder(net.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(net, plain)
+        loop.attach(accelerator, model, plain)  # either does: the prepared one has it inside
         return model, optimizer
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -149,6 +150,8 @@ def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -
         found["second attempt"] &= torch.equal(toy.flat(model), saved["weights"])
     torch.distributed.barrier()
     other = torch.load(folder / f"by hand {1 - rank}.pt")
+    loose = birder.Birder(toy.make().parameters())
+    found["not prepared"] = said(lambda: loop.attach(accelerator, model, loose))
     found["other rank's"] = said(lambda: optimizer.load_state_dict(other))
     return found
 
@@ -189,6 +192,7 @@ def test_accelerates_state_dict_is_the_state_of_this_rank(accelerated: Found) ->
     """To scripts that save it by hand; they were given a note in its place, and lost the state without a word."""
     for mine in accelerated:
         assert mine["by hand"]
+        assert "accelerator.prepare(model, optimizer)" in mine["not prepared"]
         assert "it differs from rank to rank, so save and load it on every rank" in mine["other rank's"]
 
 
@@ -358,6 +362,7 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         if resume:
             continue
         found[f"{name} loss"] = float(trainer.callback_metrics["loss"])
+        trainer.save_checkpoint(folder / f"{name} a/weights.ckpt", weights_only=True)
         trainer.test(trainer.lightning_module, lightning.DataLoader(lightning.circle(1), 64), verbose=False)
         found[f"{name} test loss"] = float(trainer.callback_metrics["test loss"])
         found[f"{name} after test"] = toy.flat(trainer.lightning_module).numpy()
@@ -366,6 +371,8 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         mean = lightning.Circle(*METHODS[name])
         mean.load_state_dict(saved["state_dict"])
         found[f"{name} saved"] = toy.flat(mean).numpy()
+        weights = torch.load(folder / f"{name} a/weights.ckpt", weights_only=True)["state_dict"]
+        found[f"{name} weights"] = torch.cat([w.flatten() for w in weights.values()]).numpy()
         with torch.no_grad():
             x, y = lightning.circle(1).tensors
             found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
@@ -407,6 +414,7 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
     first, second = lit
     mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
     assert np.abs(first["CSER saved"] - mean).max() < ROUNDING
+    assert np.abs(first["CSER weights"] - mean).max() < ROUNDING
     for mine in lit:
         assert mine["CSER loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
         assert mine["CSER test loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
