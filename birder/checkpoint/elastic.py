@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.optim.base import BucketOptimizer
-from birder.optim.layout import Unit, round_up
+from birder.optim.base import BucketOptimizer, Unit, round_up
 from birder.optim.state import own
 
 

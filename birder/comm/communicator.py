@@ -68,7 +68,7 @@ class Communicator:
         return slice(number * size, (number + 1) * size)
 
     def shard_mean(self, flat: Tensor) -> Operation[Tensor]:
-        """The part of `flat` on which this rank works, averaged over the ranks that make up one worker."""
+        """The part of `flat` on which this rank works, averaged over those of its worker. Valid until the next request."""
         return (yield from self.intra.reduce_scatter_mean(flat))
 
     def scatter(self, packed: Tensor, out: Tensor | None = None) -> Operation[Tensor]:

@@ -4,13 +4,14 @@
     rows = yield AllToAll(bits)
 
 A driver performs them (birder/comm/runtime.py) by the operations of the rank's communicator (birder/comm/communicator.py),
-which have the same arguments, and say their shapes. All ranks yield the same requests in the same order.
+which say what each does, its arguments and shapes. All ranks yield the same requests in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, ClassVar, TypeVar
+import functools
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,21 +22,13 @@ T = TypeVar("T")
 
 
 class Request:
-    """Arguments are those of the operation.
+    """What `asks` makes. counted: whether its bytes are payload; False for what ranks tell each other to stay in step.
 
-    counted: whether its bytes are payload; False for what ranks tell each other to stay in step.
+    early: whether the method continues on the first thread or stream; after any other request, on the second (runtime.py).
     """
 
-    operation: ClassVar[str]
-    early: ClassVar[bool]
-    """Whether the method continues on the first thread or stream; after any other request, on the second (runtime.py)."""
-
-    def __init_subclass__(cls, operation: str | None = None, early: bool = False) -> None:
-        if operation is not None:
-            cls.operation, cls.early = operation, early
-
-    def __init__(self, *args: Any, counted: bool = True, **named: Any) -> None:
-        self.args, self.named, self.counted = args, named, counted
+    def __init__(self, operation: str, early: bool, *args: Any, counted: bool = True, **named: Any) -> None:
+        self.operation, self.early, self.args, self.named, self.counted = operation, early, args, named, counted
 
     def on(self, comm: Communicator) -> Operation[Tensor]:
         return getattr(comm, self.operation)(*self.args, **self.named)
@@ -45,45 +38,19 @@ Requests = Generator[Request, Tensor, T]
 """What yields requests, is sent the answers, and ends with a result."""
 
 
-class ShardMean(Request, operation="shard_mean", early=True):
-    """This rank's shard of `flat`, averaged over the ranks of its worker. Valid until the next request."""
+def asks(operation: Callable[..., Operation[Tensor]], early: bool = False) -> Callable[..., Request]:
+    """Makes requests for that operation, with its arguments and `counted`."""
+    return functools.partial(Request, operation.__name__, early)
 
 
-class AllToAll(Request, operation="scatter"):
-    """Phase 1: every worker's bytes for the chunk that this rank serves."""
-
-
-class AllGather(Request, operation="gather"):
-    """Phase 2: the served chunks of all shards and workers, in element order."""
-
-
-class GatherWorkers(Request, operation="gather_workers"):
-    """`values` of each worker, for this rank's shard."""
-
-
-class GatherShards(Request, operation="gather_shards"):
-    """The parts of all shards, in element order."""
-
-
-class GatherRanks(Request, operation="gather_ranks"):
-    """`values` of every rank, in rank order."""
-
-
-class Mean(Request, operation="mean"):
-    """The mean over all ranks, added up in their order, sent as `wire`."""
-
-
-class WorkerMean(Request, operation="worker_mean"):
-    """The mean over workers of what each has for this rank's shard, sent as `wire`."""
-
-
-class Union(Request, operation="union"):
-    """The union of flags over all ranks."""
-
-
-class Total(Request, operation="total"):
-    """The sum of a scalar over all ranks."""
-
-
-class AcrossHolders(Request, operation="across_holders"):
-    """The sum, or the maximum, over the ranks that hold the other parts of the same parameters."""
+ShardMean = asks(Communicator.shard_mean, early=True)
+AllToAll = asks(Communicator.scatter)
+AllGather = asks(Communicator.gather)
+GatherWorkers = asks(Communicator.gather_workers)
+GatherShards = asks(Communicator.gather_shards)
+GatherRanks = asks(Communicator.gather_ranks)
+Mean = asks(Communicator.mean)
+WorkerMean = asks(Communicator.worker_mean)
+Union = asks(Communicator.union)
+Total = asks(Communicator.total)
+AcrossHolders = asks(Communicator.across_holders)

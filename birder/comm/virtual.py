@@ -22,12 +22,8 @@ SEGMENT = 1 << 20
 """Bytes of the largest segment of gloo's ring."""
 
 
-class _Call:
-    """One exchange of a group: what has been posted of it, by place in the group."""
-
-    def __init__(self) -> None:
-        self.posted: dict[int, tuple[list[Tensor], Tensor]] = {}
-        self.done = False
+Posted = dict[int, tuple[list[Tensor], Tensor]]
+"""Of one exchange of a group, by place in the group; empty once all have posted, and everything has been copied."""
 
 
 class Board:
@@ -35,21 +31,19 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._calls: dict[int, _Call] = {}
+        self._posted: dict[int, Posted] = {}
 
-    def post(self, tag: int, place: int, out: list[Tensor], received: Tensor) -> _Call:
+    def post(self, tag: int, place: int, out: list[Tensor], received: Tensor) -> Posted:
         """From the member at `place`: out[j] is for member j, received[j] waits for what comes from it."""
-        call = self._calls.setdefault(tag, _Call())
-        call.posted[place] = (out, received)
-        if len(call.posted) == self.size:
-            del self._calls[tag]
-            for receiver, (_, where) in call.posted.items():
-                for sender, (what, _) in call.posted.items():
+        posted = self._posted.setdefault(tag, {})
+        posted[place] = (out, received)
+        if len(posted) == self.size:
+            for receiver, (_, where) in posted.items():
+                for sender, (what, _) in posted.items():
                     if sender != receiver:
                         where[sender].copy_(what[receiver])
-            call.posted.clear()
-            call.done = True
-        return call
+            self._posted.pop(tag).clear()
+        return posted
 
 
 class VirtualLink(Link):
@@ -66,10 +60,10 @@ class VirtualLink(Link):
         return "gloo"
 
     def _exchange(self, out: list[Tensor], received: Tensor, tag: int | None) -> Wait:
-        call = self._board.post(self._next_tag() if tag is None else tag, self.rank, out, received)
+        posted = self._board.post(self._next_tag() if tag is None else tag, self.rank, out, received)
 
         def arrived() -> Tensor:
-            if not call.done:
+            if posted:
                 raise RuntimeError("virtual ranks wait for each other: they did not make the same collectives")
             return received
 

@@ -29,9 +29,8 @@ from birder.comm import (
 from birder.comm.groups import give_back
 from birder.comm.link import backend_for
 from birder.comm.nodes import agreed as agreed_topology
-from birder.optim.base import BACKWARD, BucketOptimizer, say
-from birder.optim.contract import WIRES, Plan
-from birder.optim.exchange import TWICE
+from birder.optim.base import WIRES, BucketOptimizer, Plan
+from birder.optim.guards import BACKWARD, TWICE, say
 
 
 class Detached:

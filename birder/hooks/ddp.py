@@ -29,8 +29,7 @@ from birder.hooks.attachment import (
 )
 from birder.hooks.bucket_hook import bucket_hook
 from birder.hooks.other_optimizers import watch
-from birder.optim.base import BucketOptimizer
-from birder.optim.contract import WIRES, Plan
+from birder.optim.base import WIRES, BucketOptimizer, Plan
 
 
 class BucketAttachment(Attachment):

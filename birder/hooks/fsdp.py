@@ -31,8 +31,7 @@ from birder.comm.groups import borrow, part
 from birder.comm.link import backend_for
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
 from birder.hooks.other_optimizers import watch
-from birder.optim.base import BucketOptimizer
-from birder.optim.contract import Plan
+from birder.optim.base import BucketOptimizer, Plan
 from birder.optim.layout import gradient, local
 
 

@@ -21,8 +21,7 @@ from birder.comm.runtime import OwnTurn, lockstep
 from birder.comm.virtual import communicators, links, ring_sum
 from birder.hooks.attachment import done, mark_overflow
 from birder.hooks.bucket_hook import bucket_hook
-from birder.optim.base import BucketOptimizer
-from birder.optim.contract import WIRES, Plan
+from birder.optim.base import WIRES, BucketOptimizer, Plan
 
 
 class TotalCounter(ByteCounter):
@@ -103,7 +102,7 @@ class VirtualRanks:
         self._first: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
         # Memory that is kept from step to step: new pages cost more than what is written into them.
-        self._rooms: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
+        self._rooms = [[p.new_empty(p.shape) for p in self._params] for _ in range(self.size)]
         self._scratch: Tensor | None = None
         self._here = 0
         self._device = next(model.parameters()).device
@@ -139,7 +138,7 @@ class VirtualRanks:
             # DDP's next backward writes into the same buckets.
             for i, p in enumerate(self._params):
                 if p.grad is not None:
-                    self._grads[rank][i] = self._room(rank, i).copy_(p.grad.detach())
+                    self._grads[rank][i] = self._rooms[rank][i].copy_(p.grad.detach())
                 p.grad = None
 
     @torch.no_grad()
@@ -151,7 +150,7 @@ class VirtualRanks:
             # What DDP leaves behind: where a rank has a gradient, those that have none get 0.
             missing = [rank for rank, grads in enumerate(self._grads) if grads[i] is None]
             for rank in missing if len(missing) < self.size else ():
-                self._grads[rank][i] = self._room(rank, i).zero_()
+                self._grads[rank][i] = self._rooms[rank][i].zero_()
         if dense:
             self._average()
         if len(self._bound) < self.size:
@@ -218,16 +217,8 @@ class VirtualRanks:
             parts = ring_sum(rows).split([self._params[i].numel() for i in places])
             for rank, grads in enumerate(self._grads[: len(self._bound)]):
                 for i, part in zip(places, parts, strict=True):
-                    if grads[i] is None:
-                        continue
-                    grads[i] = self._room(rank, i).copy_(part.view(self._params[i].shape))
-
-    def _room(self, rank: int, i: int) -> Tensor:
-        """Where the gradient of parameter number i of `rank` is kept."""
-        room = self._rooms[rank][i]
-        if room is None:
-            room = self._rooms[rank][i] = torch.empty_like(self._params[i], memory_format=torch.contiguous_format)
-        return room
+                    if grads[i] is not None:
+                        grads[i] = self._rooms[rank][i].copy_(part.view(self._params[i].shape))
 
     def _rows(self, places: list[int]) -> Tensor:
         """The gradients of a bucket, in the type that is sent: [ranks, elements]. The next call overwrites them."""

@@ -20,7 +20,6 @@ from birder.kernels.implements import implements
 from birder.kernels.philox import LANES, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
 from birder.kernels.reference import (
     BLOCK,
-    UNITS,
     binarize,  # as the two other draws rarely needed on CPU
     chosen_blocks,
     partial_sums,
@@ -546,10 +545,7 @@ def _serve(rows, error, weight, step, most, units, dither, out):
 
 
 def _form(error: Tensor, limit: int, dither: float) -> tuple[np.float32, ...]:
-    """Of an error: what a number stands for, the largest number, numbers in 1.0 (0: fp32), the dither."""
-    units = UNITS[limit]
-    fp32 = error.dtype == torch.float32
-    return tuple(map(np.float32, (1, limit, 0, 0) if fp32 else (1.0 / units, limit * units, units, dither)))
+    return tuple(map(np.float32, reference.error_form(error, limit, dither)))
 
 
 @implements(reference.modulate)

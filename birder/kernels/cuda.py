@@ -24,7 +24,7 @@ from birder.kernels.cuda_many import apply_bits, move_adam, take
 from birder.kernels.implements import implements
 from birder.kernels.philox import BLOCK_STREAM, LANES, MASK_STREAM, OWNER_STREAM, SELECT_STREAM, SERVER_STREAM
 from birder.kernels.reference import BLOCK as TREE_BLOCK
-from birder.kernels.reference import UNITS, partial_sums
+from birder.kernels.reference import error_form, partial_sums
 
 WORDS = 256
 """32-bit words of bits, or blocks, that one program works on."""
@@ -71,12 +71,19 @@ def _binarize(u, out, count, shift, k0, k1, step, stream, block, BYTES: constexp
     tl.store(out + byte, pack(plus), mask=byte < count)
 
 
+@triton.jit
+def _ones(rows, byte, count, n):
+    """How many of n rows have each bit of these bytes set: int32[c, 8]."""
+    ones = tl.zeros((byte.shape[0], 8), tl.int32)
+    for r in range(n):
+        ones += unpack(tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=byte < count, other=0))
+    return ones
+
+
 @triton.jit(do_not_specialize=["n", "shift", "k0", "k1", "step", "stream", "block"])
 def _reduce(rows, out, count, n, shift, k0, k1, step, stream, block, BYTES: constexpr):
     byte = first_byte(BYTES)
-    ones = tl.zeros((BYTES, 8), tl.int32)
-    for r in range(n):
-        ones += unpack(tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=byte < count, other=0))
+    ones = _ones(rows, byte, count, n)
     # draw < (65536 ones + n//2) // n, without the division
     drawn = (draw(block.to(tl.int64) + byte, k0, k1, step, stream) + shift) & 0xFFFF
     plus = (drawn + 1) * n <= ones * 65536 + n // 2
@@ -518,19 +525,8 @@ def _serve(rows, error, out, count, n, weight, step, most, units, dither, STEPS:
     byte = first_byte(BYTES)
     e = elements(byte)
     live = (byte < count)[:, None]
-    ones = tl.zeros((BYTES, 8), tl.int32)
-    for r in range(n):
-        ones += unpack(tl.load(rows + tl.cast(r, tl.int64) * count + byte, mask=byte < count, other=0))
-    z = (2 * ones - n).to(tl.float32) * weight + _old(error, e, live, step, STEPS)
+    z = (2 * _ones(rows, byte, count, n) - n).to(tl.float32) * weight + _old(error, e, live, step, STEPS)
     _leave(z, error, e, out, byte, live, count, most, units, dither, True, STEPS)
-
-
-def _form(error: Tensor, limit: int, dither: float) -> tuple[float, ...]:
-    """What a number of the error stands for, the largest number, numbers in 1.0, the dither. For fp32 only the second."""
-    if error.dtype == torch.float32:
-        return 0.0, float(limit), 0.0, 0.0
-    units = UNITS[limit]
-    return 1.0 / units, float(limit * units), float(units), float(dither)
 
 
 def _constants(error: Tensor, limit: int) -> dict[str, object]:
@@ -539,7 +535,7 @@ def _constants(error: Tensor, limit: int) -> dict[str, object]:
 
 @implements(reference.modulate)
 def modulate(u, error, o):
-    out, form = room(o.out, u.numel() // LANES, u), (float(o.weight), *_form(error, o.limit, o.dither))
+    out, form = room(o.out, u.numel() // LANES, u), (float(o.weight), *error_form(error, o.limit, o.dither))
     programs = triton.cdiv(out.numel(), BYTES)
     launch(_modulate, programs, u, error, out, out.numel(), *form, **_constants(error, o.limit))
     return out
@@ -547,7 +543,7 @@ def modulate(u, error, o):
 
 @implements(reference.modulate_adam)
 def modulate_adam(g, m, v, error, shared, o):
-    out, form = room(o.out, m.numel() // LANES, m), (float(o.weight), *_form(error, o.limit, o.dither))
+    out, form = room(o.out, m.numel() // LANES, m), (float(o.weight), *error_form(error, o.limit, o.dither))
     tensors = m if g is None else g, m, v, v if shared is None else shared, error, out
     law = o.beta1, 1.0 - o.beta1, o.beta2, 1.0 - o.beta2, float(o.scale), float(o.eps)
     constants = {"MOMENTS": g is not None, "HOLD": o.hold, "SHARED": shared is not None, **_constants(error, o.limit)}
@@ -558,7 +554,7 @@ def modulate_adam(g, m, v, error, shared, o):
 @implements(reference.serve_sigma)
 def serve_sigma(rows, error, o):
     n, count = rows.shape
-    out, args = room(o.out, count, rows), (o.gamma / n, *_form(error, 1, o.dither))
+    out, args = room(o.out, count, rows), (o.gamma / n, *error_form(error, 1, o.dither))
     steps = error.dtype != torch.float32
     launch(_serve, triton.cdiv(count, BYTES), rows, error, out, count, n, *args, STEPS=steps, BYTES=BYTES)
     return out

@@ -63,16 +63,8 @@ UNITS = {1: 127, 2: 63}
 
 
 def ratio(
-    g: Tensor,
-    m: Tensor,
-    b: Tensor,
-    *,
-    beta: float,
-    eps: float,
-    hold: bool,
-    beta2: float | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+    g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool, beta2: float | None = None, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Birder's moments, updated in place, and their ratio u in [-1, 1]: fp32[d] each; g may be bf16 or fp16 too.
 
     m = beta m + (1-beta) g;  b = beta2 b + (1-beta2)|g|;  u = scale m/(b+eps), clipped to [-1, 1], 0 where b = 0.
@@ -102,22 +94,9 @@ def binarize(
 
 
 def encode(
-    g: Tensor,
-    m: Tensor,
-    b: Tensor,
-    *,
-    beta: float,
-    eps: float,
-    hold: bool,
-    seed: int,
-    step: int,
-    worker: int,
-    start: int,
-    beta2: float | None = None,
-    scale: float = 1.0,
-    shift: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
+    g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool, seed: int, step: int, worker: int, start: int,
+    beta2: float | None = None, scale: float = 1.0, shift: int = 0, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Birder's worker side, `ratio` and `binarize` in one: returns the packed bits uint8[numel/8]."""
     u = ratio(g, m, b, beta=beta, eps=eps, hold=hold, beta2=beta2, scale=scale)
     return into(out, binarize(u, seed=seed, step=step, worker=worker, start=start, shift=shift))
@@ -341,19 +320,26 @@ def move_adam(
 # ---- sigma-delta ------------------------------------------------------------------------------------------------------
 
 
-def adam_ratio(
-    g: Tensor | None,
-    m: Tensor,
-    v: Tensor,
-    shared: Tensor | None,
-    *,
-    beta1: float,
-    beta2: float,
-    scale: float,
-    eps: float,
-    hold: bool,
+def adam_moments(g: Tensor, m: Tensor, v: Tensor, *, beta1: float, beta2: float, hold: bool) -> None:
+    """m = beta1 m + (1-beta1) g; v = beta2 v + (1-beta2) g^2, in place; `hold` and g as in `modulate_adam`."""
+    g = torch.where(torch.isfinite(g), g, 0.0).float()
+    v_next = v * beta2 + (g * g) * (1.0 - beta2)
+    m.mul_(beta1).add_(g * (1.0 - beta1))
+    v.copy_(torch.where(g == 0, v, v_next) if hold else v_next)
+
+
+def modulate(
+    u: Tensor, error: Tensor, *, weight: float = 1.0, limit: int = 1, dither: float = 0.5, out: Tensor | None = None
 ) -> Tensor:
-    """Adam's moments, updated in place, and u = clip(scale m / (sqrt(V) + eps), -1, 1); 0 where the divisor is 0.
+    """The worker's bits, and what they leave in `error`: fp32[d], and fp32 or int8[d] -> uint8[d/8]. d: a multiple of 8."""
+    return leave(u * weight + widened(error, limit), error, limit, dither, out)
+
+
+def modulate_adam(
+    g: Tensor | None, m: Tensor, v: Tensor, error: Tensor, shared: Tensor | None, *, beta1: float, beta2: float, scale: float,
+    eps: float, hold: bool, weight: float = 1.0, limit: int = 1, dither: float = 0.5, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`adam_moments`, u = clip(scale m / (sqrt(V) + eps), -1, 1), 0 where the divisor is 0, and `modulate` of u, in one.
 
     g: fp32[d], bf16 or fp16; None: the moments are those of this step already. What is not finite counts as 0.
     m, v: fp32[d]. shared: V, fp32[d]; None: v. hold: v stays where g = 0.
@@ -362,50 +348,7 @@ def adam_ratio(
         adam_moments(g, m, v, beta1=beta1, beta2=beta2, hold=hold)
     square = v if shared is None else shared
     below = (square.sqrt() if square.is_cuda else square.double().sqrt_().float()).add_(eps)  # rounded to nearest
-    u = torch.where(below > 0, m * scale / torch.where(below > 0, below, 1.0), 0.0)
-    return u.clamp_(-1.0, 1.0)
-
-
-def adam_moments(g: Tensor, m: Tensor, v: Tensor, *, beta1: float, beta2: float, hold: bool) -> None:
-    """m = beta1 m + (1-beta1) g; v = beta2 v + (1-beta2) g^2, in place, as `adam_ratio` does."""
-    g = torch.where(torch.isfinite(g), g, 0.0).float()
-    v_next = v * beta2 + (g * g) * (1.0 - beta2)
-    m.mul_(beta1).add_(g * (1.0 - beta1))
-    v.copy_(torch.where(g == 0, v, v_next) if hold else v_next)
-
-
-def modulate(
-    u: Tensor,
-    error: Tensor,
-    *,
-    weight: float = 1.0,
-    limit: int = 1,
-    dither: float = 0.5,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The worker's bits, and what they leave in `error`: fp32[d], and fp32 or int8[d] -> uint8[d/8]. d: a multiple of 8."""
-    return leave(u * weight + widened(error, limit), error, limit, dither, out)
-
-
-def modulate_adam(
-    g: Tensor | None,
-    m: Tensor,
-    v: Tensor,
-    error: Tensor,
-    shared: Tensor | None,
-    *,
-    beta1: float,
-    beta2: float,
-    scale: float,
-    eps: float,
-    hold: bool,
-    weight: float = 1.0,
-    limit: int = 1,
-    dither: float = 0.5,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`adam_ratio` and `modulate` in one."""
-    u = adam_ratio(g, m, v, shared, beta1=beta1, beta2=beta2, scale=scale, eps=eps, hold=hold)
+    u = torch.where(below > 0, m * scale / torch.where(below > 0, below, 1.0), 0.0).clamp_(-1.0, 1.0)
     return modulate(u, error, weight=weight, limit=limit, dither=dither, out=out)
 
 
@@ -433,6 +376,14 @@ def settle(
 def widened(error: Tensor, limit: int) -> Tensor:
     """The error as fp32."""
     return error if error.dtype == torch.float32 else error.float() * (1.0 / UNITS[limit])
+
+
+def error_form(error: Tensor, limit: int, dither: float) -> tuple[float, float, float, float]:
+    """Of an error: what a number stands for, the largest number, numbers in 1.0 (0: fp32), the dither."""
+    if error.dtype == torch.float32:
+        return 1.0, float(limit), 0.0, 0.0
+    units = UNITS[limit]
+    return 1.0 / units, float(limit * units), float(units), float(dither)
 
 
 def leave(z: Tensor, error: Tensor, limit: int, dither: float, out: Tensor | None) -> Tensor:

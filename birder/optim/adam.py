@@ -10,9 +10,8 @@ from torch import Tensor
 
 from birder.comm import Requests
 from birder.comm.runtime import asking
-from birder.optim.base import BucketOptimizer
+from birder.optim.base import BucketOptimizer, Plan
 from birder.optim.checks import pair, require_number
-from birder.optim.contract import Plan
 from birder.optim.layout import Unit, fusible, norms, with_gradient
 
 Tensors = list[Tensor]

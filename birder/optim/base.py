@@ -1,51 +1,32 @@
-"""`BucketOptimizer`: what all optimizers here share, from dense SGD to 1-bit methods."""
+"""`BucketOptimizer`: what all optimizers here share, from dense SGD to 1-bit methods. The path of a gradient, top to bottom:
+
+fed during backward (`feed`) or taken in `step`, put into its unit (`_put`), exchanged when the unit is complete, applied.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from birder.comm import Communicator, GatherRanks, Pipeline, Requests, SingleProcess, run
-from birder.comm.runtime import asking
-from birder.optim.checks import check_foreign_options, check_parameter, require_number
-from birder.optim.contract import Method, Plan
-from birder.optim.exchange import GradientExchange
-from birder.optim.layout import lay_out_shards, make_units, round_up, sharded
-from birder.optim.state import MethodState, identical, put_back, taken
-
-AGAIN = (
-    "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
-    "layers after attach instead, with find_unused_parameters=True"
-)
+from birder import kernels
+from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleProcess, Total, run
+from birder.comm.runtime import Task, asking
+from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
+from birder.optim.contract import WIRES, Method, Plan
+from birder.optim.guards import TWICE, Guards
+from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
+from birder.optim.state import parts, put_back, taken
+from birder.optim.watch import marks
 
 
-NOTHING, READY, REFUSES, BACKWARD = range(4)
-"""What a rank says of a step: in `step`, that it has no gradient, can take it, cannot; or that it is in a backward pass."""
-
-
-def say(comm: Communicator, step: int, what: int, device: torch.device) -> Requests[list[int]]:
-    """What each rank says, 16 bytes that are not counted. Raises RuntimeError on all where ranks are at different steps."""
-    mine = torch.tensor([step, what], dtype=torch.int64, device=device)
-    said = (yield GatherRanks(mine, counted=False)).view(-1, 2).tolist()
-    if len({(s, w == BACKWARD) for s, w in said}) > 1:
-        steps = [s for s, _ in said]
-        where = steps if len(set(steps)) > 1 else [f"{s} ({'backward' if w == BACKWARD else 'step'})" for s, w in said]
-        raise RuntimeError(
-            f"ranks are at different steps, {where}: one of them skipped step(), ran out of batches or loaded another "
-            "checkpoint. Make all ranks take the same steps"
-        )
-    return [w for _, w in said]
-
-
-class BucketOptimizer(GradientExchange, MethodState):
+class BucketOptimizer(Guards):
     """Base of all optimizers of this package.
 
     A method overrides `plan`, `init_unit`, `update` and, where it compresses, `exchange`: birder/optim/contract.py.
@@ -56,6 +37,8 @@ class BucketOptimizer(GradientExchange, MethodState):
     gradient**, not averaged: the message was taken from it during backward, and the optimizer holds the update. Changing
     `p.grad` then has no effect, unless `attach(..., overlap=False)`: then `step` takes the message from `p.grad`.
 
+    wire: what floats are sent as: "fp32", "bf16" or "fp16".
+    seed: of random numbers, the same on all ranks.
     max_grad_norm: clips by the global norm inside `step`. In DENSE steps that is the norm of the average gradient. In
         COMPRESSED steps every rank scales its gradient by min(1, max_grad_norm / sqrt(mean over ranks of |g_i|^2)), and
         communication starts after backward. In SKIP steps every rank clips by the norm of its own gradient.
@@ -65,8 +48,6 @@ class BucketOptimizer(GradientExchange, MethodState):
 
     Raises ValueError for arguments out of range, and for parameters that are not fp32.
     """
-
-    _unit_mb = 25.0
 
     # ---- binding ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +140,64 @@ class BucketOptimizer(GradientExchange, MethodState):
         text = repr((self.kind, options, groups, more))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
+    # ---- gradients during backward ----------------------------------------------------------------------------------
+
+    def feed(self, params: list[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Takes gradients that are ready during backward; a unit that is complete is submitted to the pipeline.
+
+        None: this rank has no gradient for the parameter. Raises RuntimeError when a parameter is fed twice in a step.
+        """
+        if not self._feeding:
+            if self._read is None:  # no attachment has called for it
+                self.note_options()
+            self._open_units()
+            reads = self.reads_parameters(self.steps + 1)  # versions miss p.data = x: the first step looks at bits
+            if reads or self.reads_at_times:
+                self._weights = marks(self._parameters(), reads or not self.steps)
+        arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
+        for p, g in zip(params, grads, strict=True):
+            if p in self._where:
+                unit, i = self._where[p]
+                arrived.setdefault(unit.index, []).append((i, g))
+        for index, pairs in arrived.items():
+            self._put(self.units[index], pairs, None)
+
+    def _open_units(self) -> None:
+        self._feeding = True
+        self._refresh_shards()
+        for unit in self.units:
+            unit.waiting, unit.missing, unit.kept = set(range(len(unit.params))), set(), {}
+            unit.result = None
+            if unit.grad is None:
+                unit.grad = unit.zeros()
+
+    def _put(self, unit: Unit, pairs: list[tuple[int, Tensor | None]], factor: Tensor | None) -> None:
+        """Takes the gradients of some of the unit's parameters, by position, together; None counts as 0."""
+        if not unit.waiting.issuperset(i for i, _ in pairs):
+            self._feeding = False
+            raise RuntimeError(TWICE)
+        assert unit.grad is not None
+        grad, step = unit.grad, self.steps + 1
+        there = [(g, unit.offsets[i]) for i, g in pairs if g is not None]
+        unit.missing.update(i for i, g in pairs if g is None)
+        missing = [unit.view(grad, i) for i, g in pairs if g is None]
+        for g, _ in there:
+            check_gradient(g)
+        if there:
+            screen = not self.handles_nonfinite
+            kernels.take(grad, *map(list, zip(*there, strict=True)), factor=factor, screen=screen)
+        if missing:
+            torch._foreach_zero_(missing)
+        unit.waiting.difference_update(i for i, _ in pairs)
+        if not unit.waiting:
+            for i in unit.missing:
+                unit.kept[i] = {name: part.clone() for name, part in parts(self, unit, i).items()}
+            self._submit(functools.partial(self.exchange, unit, grad, step), unit.index)
+
+    def _submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
+        self.pipeline.comm = self.comm  # whatever pipeline has been put there
+        self.pipeline.submit(task, unit, whole)
+
     # ---- the step --------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # as torch's own methods: compiled, kernels and threads would be traced
@@ -185,85 +224,6 @@ class BucketOptimizer(GradientExchange, MethodState):
         self._feeding = False
         self._watch.forget()
 
-    def _ready(self) -> bool:
-        """Raises RuntimeError where the step would go wrong. False: no parameter has a gradient, and nothing moves."""
-        self._unstepped = False
-        if hasattr(self, "found_inf"):
-            for handed in ("found_inf", "grad_scale"):  # the scaler leaves them there after an error
-                vars(self).pop(handed, None)
-            raise RuntimeError(
-                "with FSDP there is no GradScaler, ranks would skip different steps: use MixedPrecisionPolicy with bfloat16"
-                if self._sharded
-                else "a GradScaler is in use, but messages are taken during backward: use attach(..., overlap=False)"
-            )
-        if not self._bound:
-            self._bind_alone()
-        averaged = self._sharded and not self.compressed  # FSDP has averaged a gradient before its hooks are called
-        if self.attachment is not None and not averaged and torch._C._current_graph_task_id() >= 0:
-            raise RuntimeError(
-                "step() was called inside backward, from a gradient's hook, before other ranks' gradients are there: call it "
-                "after backward"
-            )
-        if self.attachment is not None and self.attachment.closed and self.comm.world_size > 1:
-            raise RuntimeError(
-                "the attachment of this optimizer was closed: call birder.attach(model, optimizer) again"
-            )
-        self.follow_groups()
-        self._check_reach()
-        if not self._feeding and all(p.grad is None for p in self._where):
-            self._watch.forget()
-            return False
-        self._check_dense()
-        self._refresh_shards()
-        self._check_options()
-        self._check_fingerprint()
-        self._check_untouched()
-        self._check_weights()
-        self._check_shown()
-        self.check_step(self.steps + 1)
-        return True
-
-    @property
-    def meets_in_step(self) -> bool:
-        """Whether ranks exchange messages in `step` alone (overlap=False, or clipping) and can say so beforehand.
-
-        Not on a GPU, where the host would wait, and not under FSDP, whose ranks wait for each other in the forward pass.
-        """
-        attached = self.attachment is not None and self.attachment.communicate
-        return (
-            attached
-            and self.compressed
-            and not self._in_backward
-            and self.comm.holders == 1
-            and self.device.type == "cpu"
-        )
-
-    def _all_ready(self) -> Requests[bool]:
-        """`_ready`. Where `meets_in_step`, all ranks refuse the step if one does; elsewhere they wait until the timeout."""
-        meets = self.meets_in_step and self.plan(self.steps + 1) is not Plan.SKIP
-        ready, refused = False, None
-        try:
-            ready = self._ready()
-        except Exception as error:
-            if not meets:
-                raise
-            refused = error
-        if not meets:
-            return ready
-        what = REFUSES if refused is not None else READY if ready else NOTHING
-        try:
-            said = yield from say(self.comm, self.steps + 1, what, self.device)
-        finally:
-            if refused is not None:
-                raise refused
-        if REFUSES in said:
-            raise RuntimeError(f"rank {said.index(REFUSES)} has refused this step, and says why: no rank has taken it")
-        if len(set(said)) > 1:
-            raise RuntimeError(
-                f"rank {said.index(NOTHING)} has no gradient at all in this step, rank {said.index(READY)} has some"
-            )
-        return ready
-
     def stepping(self) -> Requests[None]:
         """One update, for a driver to perform: `step` does so at once."""
         if not (yield from self._all_ready()):
@@ -274,11 +234,11 @@ class BucketOptimizer(GradientExchange, MethodState):
         self._stepping = True
         if plan.own:
             with trace.span("exposed"):
-                yield from self._exchange_all(step)
+                yield from self._exchange_all(step, plan)
         else:
             yield from self.pipeline.waiting()  # for `after_update` of the step before
             if self.max_grad_norm is not None:
-                yield from self._clip_gradients()
+                torch._foreach_mul_(self._gradients(), (yield from self._clip_factor(plan)))
         with trace.span("apply"):
             still = self._still(plan) if plan.own else []
             yield from asking(self.update(step, plan))
@@ -292,63 +252,71 @@ class BucketOptimizer(GradientExchange, MethodState):
         if type(self).after_update is not Method.after_update:
             self._submit(functools.partial(self.after_update, step))
 
-    def follow_groups(self) -> None:
-        """Takes hyper-parameters from the present groups, which the caller may have replaced or changed since.
-
-        A parameter that was taken out, or put into another group, lays units out again; RuntimeError where other ranks would
-        have to do so too. Every step asks: where nothing has changed, one pass without a lookup says so.
-        """
-        present = list(chain.from_iterable((group, *group["params"]) for group in self.param_groups))
-        if identical(present, self._grouped):
-            return
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
+    def _exchange_all(self, step: int, plan: Plan) -> Requests[None]:
+        """Sees to it that every unit of this step has been exchanged."""
+        factor = None
+        if not self._feeding:
+            self._open_units()
+            if self.max_grad_norm is not None:
+                factor = yield from self._clip_factor(plan)
         for unit in self.units:
-            first, *more = [group_of.get(p) for p in unit.wholes]
-            if first is None or any(group is not first for group in more):
-                break
-            unit.group = first
-        else:
-            self._grouped = present
-            return
-        if self.comm.world_size > 1 or self.attachment is not None:
-            raise RuntimeError(
-                "parameters were taken out of the optimizer's groups, or put into others, since it was attached: call "
-                "birder.attach(model, optimizer) again, between step() and the next backward, which keeps the state"
-            )
-        self.bind(self.comm, self.pipeline, self._unit_mb)
+            if unit.waiting:  # after feeding: what no hook was called for
+                self._put(unit, [(i, gradient(unit.wholes[i])) for i in sorted(unit.waiting)], factor)
+        self._submit(functools.partial(self.after_units, step), whole=True)
+        self._feeding = False
+        yield from self.pipeline.waiting()
 
-    def _check_reach(self) -> None:
-        """Lays units out again where a parameter was unfrozen or added, so that each with a gradient takes part.
+    # ---- parameters without a gradient --------------------------------------------------------------------------------
 
-        Raises RuntimeError where other ranks would have to do so too, and where DDP does not average a gradient.
+    def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor]]:
+        """Parameters that have no gradient on any rank, and their values: they do not change, as in torch.
+
+        After backward DDP has left a gradient on all ranks where one of them had any. A parameter that has moved in a SKIP
+        step takes part in the next step that is none all the same, with a gradient of 0: its ranks have to meet again.
         """
-        everything = (p for group in self.param_groups for p in group["params"])
-        outside = [p for p in everything if p not in self._where and p.grad is not None and p.numel()]
-        if outside:
-            if self.comm.world_size > 1 or self.attachment is not None:
-                raise RuntimeError(
-                    f"{self.named(outside[0])} has a gradient but was frozen or not there when the optimizer was attached: "
-                    + AGAIN
-                )
-            self.bind(self.comm, self.pipeline, self._unit_mb)
-        if self._reduced:
-            apart = [p for p in self._where if p not in self._reduced and p.grad is not None]
-            if apart:
-                raise RuntimeError(
-                    f"DistributedDataParallel does not average the gradient of {self.named(apart[0])}, which was frozen when "
-                    "the model was wrapped, or is ignored by it: " + AGAIN
-                )
+        return [
+            (unit, i, unit.params[i].detach().clone())
+            for unit in self.units
+            for i in unit.kept
+            if unit.wholes[i].grad is None and (plan is Plan.SKIP or i not in unit.moved)
+        ]
 
-    def holds(self, p: Tensor) -> bool:
-        """Whether the parameter is one of those that the optimizer was bound with."""
-        return p in self._where
+    def _keep_still(self, still: list[tuple[Unit, int, Tensor]], step: int) -> None:
+        """Undoes what the step has made of these parameters and of their states."""
+        for unit, i, value in still:
+            unit.params[i].copy_(value)
+            now = parts(self, unit, i)
+            for name, old in unit.kept[i].items():
+                if name in now and self.restores(name, step):
+                    now[name].copy_(old)
 
-    def named(self, p: Tensor) -> str:
-        """How messages call a parameter: by its name in the attached model, or its shape."""
-        return self._names.get(p) or f"a parameter of shape {tuple(p.shape)}"
+    def _note_moves(self, plan: Plan) -> None:
+        for unit in self.units:
+            unit.kept = {}
+            if plan is Plan.SKIP:
+                unit.moved.update(i for i, p in enumerate(unit.wholes) if p.grad is not None)
+            else:
+                unit.moved.clear()
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # torch.amp.GradScaler asks this. "Yes" makes it hand over its scale, by which `step` can tell that there is one.
-        # "No" leaves it its ordinary work: unscale p.grad, skip the step on overflow.
-        return self._in_backward or self._feeding or self._sharded
+    # ---- clipping ----------------------------------------------------------------------------------------------------
+
+    def _clip_factor(self, plan: Plan) -> Requests[Tensor]:
+        """By what the step's gradients are multiplied, fp32[]; in a DENSE step they are the average gradient."""
+        squares = self._squares(finite=plan.own)
+        if plan is Plan.COMPRESSED:
+            squares = (yield Total(squares)) / self.comm.world_size
+        else:
+            squares = yield AcrossHolders(squares)
+        return (self.max_grad_norm / (squares.view(()).sqrt() + 1e-6)).clamp(max=1.0).float()
+
+    def _gradients(self) -> list[Tensor]:
+        return [g for unit in self.units for p in unit.wholes if (g := gradient(p)) is not None]
+
+    def _squares(self, finite: bool) -> Tensor:
+        """The sum of squares of this rank's gradients, fp64[1]. finite: without the elements that count as 0."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for g in self._gradients():
+            kept = torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) if finite else g
+            # In fp64: the squares of fp32 numbers above 1e19 are infinite in fp32.
+            total += torch.linalg.vector_norm(kept, dtype=torch.float64).square().to(total.device)
+        return total

@@ -33,11 +33,9 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Link, Requests, ShardMean
 from birder.kernels import weyl
-from birder.optim.base import BucketOptimizer
-from birder.optim.bit_exchange import CARRIED, Modulator, buffers, columns, move, one_phase, packed
+from birder.optim.base import BucketOptimizer, Plan, Unit
+from birder.optim.bit_exchange import CARRIED, Modulator, buffers, each_run, move, one_phase
 from birder.optim.checks import require_choice, require_flag, require_fraction, require_number
-from birder.optim.contract import Plan
-from birder.optim.layout import Unit
 from birder.optim.seen import SeenMap
 
 
@@ -67,8 +65,6 @@ class Birder(SeenMap, BucketOptimizer):
     With bits="sigma_delta" also e, fp32[d / ranks per node], and s of the server, fp32[d/n].
 
     A coordinate whose gradient has been 0 on every rank in every step so far does not move; see birder/optim/seen.py.
-
-    Gradients that are not finite count as 0.
     """
 
     compressed: ClassVar[bool] = True
@@ -125,11 +121,9 @@ class Birder(SeenMap, BucketOptimizer):
             return
         unit.buffers = buffers(unit, comm)
 
-    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
-        if not self.decoupled and group["weight_decay"]:
-            torch._foreach_add_(slots, params, alpha=group["weight_decay"])
-
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        if not self.decoupled and unit.group["weight_decay"]:
+            torch._foreach_add_(unit.views(grad), unit.params, alpha=unit.group["weight_decay"])
         if self._option is not None:
             unit.result = yield from self._option(self, unit, grad, step)
             return
@@ -141,19 +135,14 @@ class Birder(SeenMap, BucketOptimizer):
 
     def encode(self, unit: Unit, g: Tensor, step: int) -> Tensor:
         """(1) to (4) of this rank's shard: fp32[padded/shards] -> uint8[padded/(8 shards)]."""
-        m, b, bits, draws = unit.state["m"], unit.state["b"], unit.buffers["bits"], self.draws.worker(self.comm, step)
-        for at, start in unit.shard_runs(self.comm):
-            kernels.encode(
-                g[at], m[at], b[at], **self.averages(unit.group, step), **draws, start=start, out=bits[packed(at)]
-            )
-        return bits
+        tensors, options = (g, unit.state["m"], unit.state["b"]), self.averages(unit.group, step)
+        options |= self.draws.worker(self.comm, step)
+        return each_run(kernels.encode, unit.shard_runs(self.comm), *tensors, **options, out=unit.buffers["bits"])
 
     def serve(self, unit: Unit, rows: Tensor, step: int) -> Tensor:
         """(5) of the chunk that this rank serves: uint8[workers, c] -> uint8[c]."""
-        chunk, draws = unit.buffers["chunk"], self.draws.server(step)
-        for at, start in unit.chunk_runs(self.comm):
-            kernels.reduce_bits(columns(rows, packed(at)), **draws, start=start, out=chunk[packed(at)])
-        return chunk
+        runs, draws = unit.chunk_runs(self.comm), self.draws.server(step)
+        return each_run(kernels.reduce_bits, runs, rows, **draws, out=unit.buffers["chunk"])
 
     def averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         """Options of `kernels.ratio` for (1) to (3), or for (2') and (3') with both corrections in two numbers."""
@@ -165,13 +154,7 @@ class Birder(SeenMap, BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
-            decay = unit.group["weight_decay"] if self.decoupled else 0.0
-            if self.bits != "none":
-                move(unit, decay)  # (6)
-                continue
-            lr = unit.group["lr"]
-            for p, u in zip(unit.params, unit.views(unit.result), strict=True):
-                p.mul_(1.0 - lr * decay).sub_(u, alpha=lr)
+            move(unit, unit.group["weight_decay"] if self.decoupled else 0.0)  # (6)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -239,11 +222,9 @@ def encoded(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Ten
     """(1) to (4), of u's mean over the node with intra="u"."""
     if birder.intra == "gradient" or birder.comm.shards == 1:
         return birder.encode(unit, (yield ShardMean(grad)), step)
-    bits, draws = unit.buffers["bits"], birder.draws.worker(birder.comm, step)
+    runs, draws = unit.shard_runs(birder.comm), birder.draws.worker(birder.comm, step)
     u = (yield from ratio(birder, unit, grad, step)).clamp_(-1.0, 1.0)
-    for at, start in unit.shard_runs(birder.comm):
-        kernels.binarize(u[at], **draws, start=start, out=bits[packed(at)])
-    return bits
+    return each_run(kernels.binarize, runs, u, **draws, out=unit.buffers["bits"])
 
 
 def of_node(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:

@@ -19,6 +19,7 @@ winding up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,24 @@ def columns(rows: Tensor, part: slice) -> Tensor:
     return rows[:, part].contiguous()
 
 
+def each_run(
+    kernel: Callable[..., Any], runs: list[tuple[slice, int]], *tensors: Tensor, out: Tensor, **options: Any
+) -> Tensor:
+    """Calls a kernel that draws by element number for each run of consecutive numbers; one run, but with FSDP.
+
+    tensors: numbers of elements [d]; their bits, uint8[d/8]; or those of each worker, uint8[n, d/8]. out: bits.
+    """
+
+    def part(t: Tensor, at: slice) -> Tensor:
+        if t.dtype != torch.uint8:
+            return t[at]
+        return t[packed(at)] if t.dim() == 1 else columns(t, packed(at))
+
+    for at, start in runs:
+        kernel(*(part(t, at) for t in tensors), **options, start=start, out=part(out, at))
+    return out
+
+
 def one_phase(unit: Unit, comm: Communicator, owners: dict[str, Any], error: Tensor | None = None) -> Requests[Tensor]:
     """Every word of the result from the worker that owns it (birder/kernels/reference.py): uint8[padded/8].
 
@@ -74,8 +93,12 @@ def one_phase(unit: Unit, comm: Communicator, owners: dict[str, Any], error: Ten
 
 
 def move(unit: Unit, decay: float) -> None:
-    """x = x - lr q - lr decay x with the bits q of `unit.result`; coordinates that nobody has seen stay."""
+    """x = x - lr q - lr decay x, with q the bits of `unit.result`, whose unseen coordinates stay, or its numbers, fp32."""
     lr, active = unit.group["lr"], unit.state.get("active")
+    if unit.result.is_floating_point():
+        for p, q in zip(unit.params, unit.views(unit.result), strict=True):
+            p.mul_(1.0 - lr * decay).sub_(q, alpha=lr)
+        return
     kernels.apply_bits(unit.params, unit.offsets, unit.result, lr=lr, decay=lr * decay, active=active)
 
 

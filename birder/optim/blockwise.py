@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from birder.comm import Mean, Requests
-from birder.optim.base import BucketOptimizer
+from birder.optim.base import WIRES, BucketOptimizer, Unit
 from birder.optim.checks import require, require_choice, require_whole
-from birder.optim.contract import WIRES
-from birder.optim.layout import Unit
 from birder.optim.sparse import COMPRESSORS, SHARED, Blocks, Largest, Sent, SentAlike, SentOwn
 
 
@@ -45,10 +43,11 @@ class BlockwiseSGD(BucketOptimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        nesterov: bool,
-        block: int,
-        variant: str,
-        compressor: str,
+        *,
+        nesterov: bool = True,
+        variant: str = "paper",
+        block: int = 1024,
+        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         known = isinstance(compressor, str) and compressor in COMPRESSORS
@@ -77,14 +76,17 @@ class BlockwiseSGD(BucketOptimizer):
         early = self.variant == "paper" or self.decay_in_momentum()
         return early and any(group["weight_decay"] for group in self.param_groups)
 
-    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
-        if self.variant == "paper" and group["weight_decay"]:
-            torch._foreach_add_(slots, torch._foreach_mul(params, group["weight_decay"]))
+    # Products and sums apart from each other: fused, their rounding would depend on where in a buffer they stand.
+
+    def decayed(self, unit: Unit, grad: Tensor) -> Tensor:
+        """g of the local step, in the place of g_i."""
+        if self.variant == "paper" and unit.group["weight_decay"]:
+            torch._foreach_add_(unit.views(grad), torch._foreach_mul(unit.params, unit.group["weight_decay"]))
+        return grad
 
     def local_step(self, unit: Unit, grad: Tensor) -> Tensor:
         """p of this rank's own step, in `grad`; updates m."""
-        # Products and sums apart from each other: fused, their rounding would depend on where in a buffer they stand.
-        group = unit.group
+        group, grad = unit.group, self.decayed(unit, grad)
         beta = group["momentum"]
         if beta:
             m = unit.state["momentum"]

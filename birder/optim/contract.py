@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +38,6 @@ class Method(torch.optim.Optimizer):
     |---|---|---|
     | `alignment`, `init_unit` | once, when the optimizer is attached | no |
     | `plan` | before backward, any number of times | no |
-    | `adjust_gradients` | gradients have arrived | no |
     | `exchange` | a unit is complete, during backward | in COMPRESSED steps |
     | `after_units` | after the last unit, before `update` | yes |
     | `update` | in `step()` | yes |
@@ -64,6 +63,10 @@ class Method(torch.optim.Optimizer):
     """Hyper-parameters that `update` alone reads: they may change between backward and `step`."""
     handles_nonfinite: ClassVar[bool] = False
     """Whether the method's own arithmetic takes gradients that are not finite for 0."""
+
+    follow_groups: Callable[[], None]
+    """Takes hyper-parameters from the present groups (guards.py)."""
+    _bind_alone: Callable[[], None]
 
     def __init__(
         self,
@@ -127,10 +130,6 @@ class Method(torch.optim.Optimizer):
             if name in self.defaults:
                 check(name, group[name])
 
-    def follow_groups(self) -> None:
-        """Takes hyper-parameters from the present groups: `BucketOptimizer` does."""
-        raise NotImplementedError
-
     @property
     def kind(self) -> str:
         """By what name checkpoints and other ranks know the method."""
@@ -154,7 +153,7 @@ class Method(torch.optim.Optimizer):
         return Plan.COMPRESSED if self.compressed else Plan.DENSE
 
     def reads_parameters(self, step: int) -> bool:
-        """Whether `adjust_gradients` or `exchange` reads parameters: they must not change before `update` then."""
+        """Whether `exchange` reads parameters: they must not change before `update` then."""
         return False
 
     @property
@@ -164,9 +163,6 @@ class Method(torch.optim.Optimizer):
 
     def init_unit(self, unit: Unit) -> None:
         """Fills `unit.state` and `unit.buffers`. All ranks make the same keys; shapes may depend on `self.comm`."""
-
-    def adjust_gradients(self, params: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
-        """Chance to change the copied gradients in place, e.g. for coupled weight decay."""
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None] | None:
         """From the unit's local gradient, fp32[padded], to `unit.result`. May overwrite `grad`.

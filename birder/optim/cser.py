@@ -99,11 +99,7 @@ class CSER(BlockwiseSGD):
         gradient_ratio: float | None = 64,
         model_ratio: int = 4,
         reset_every: int = 16,
-        nesterov: bool = True,
         implementation: str = "I",
-        variant: str = "paper",
-        block: int = 1024,
-        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         none = gradient_ratio is None or (isinstance(gradient_ratio, float) and gradient_ratio == math.inf)
@@ -111,10 +107,10 @@ class CSER(BlockwiseSGD):
         self.model_ratio = require_whole("model_ratio", model_ratio)
         self.reset_every = require_whole("reset_every", reset_every)
         self.implementation = require_choice("implementation", implementation, "I", "II")
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
+        super().__init__(params, lr, momentum, weight_decay, **options)
         # What averages parts of the models themselves (5), (6) needs the same part on all ranks.
         wanted = "blocks or random_k with implementation='II' or variant='released'"
-        require(self.alike or self.keeps_common, "compressor", compressor, wanted)
+        require(self.alike or self.keeps_common, "compressor", self.compressor, wanted)
 
     @property
     def keeps_common(self) -> bool:

@@ -48,22 +48,19 @@ class EF21SGDM(BlockwiseSGD):
         weight_decay: float = 0.0,
         *,
         ratio: int = 32,
-        block: int = 1024,
-        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         self.ratio = require_whole("ratio", ratio)
         wire = options.get("wire", "fp32")
         require(wire == "fp32", "wire", wire, "fp32")
-        super().__init__(params, lr, momentum, weight_decay, False, block, "paper", compressor, **options)
+        super().__init__(params, lr, momentum, weight_decay, nesterov=False, variant="paper", **options)
 
     def init_unit(self, unit: Unit) -> None:
         unit.keep("momentum", "known", "common")
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        # Products and sums apart from each other, as in `local_step`.
         v, known, beta = unit.state["momentum"], unit.state["known"], unit.group["momentum"]
-        v.mul_(beta).add_(grad.mul_(1 - beta))  # (1)
+        v.mul_(beta).add_(self.decayed(unit, grad).mul_(1 - beta))  # (1)
         change = torch.sub(v, known, out=grad)
         sent = yield from self.send(unit, change, self.ratio, step)
         left = change.clone()

@@ -48,14 +48,10 @@ class EFSGD(BlockwiseSGD):
         weight_decay: float = 0.0,
         *,
         ratio: int = 32,
-        nesterov: bool = True,
-        variant: str = "paper",
-        block: int = 1024,
-        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         self.ratio = require_whole("ratio", ratio)
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
+        super().__init__(params, lr, momentum, weight_decay, **options)
 
     def decay_in_momentum(self) -> bool:
         return False

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import AllGather, AllToAll, Requests, ShardMean
-from birder.optim.base import BucketOptimizer
-from birder.optim.bit_exchange import columns, move, packed
+from birder.optim.base import BucketOptimizer, Plan, Unit
+from birder.optim.bit_exchange import each_run, move
 from birder.optim.checks import pair, require, require_choice
-from birder.optim.contract import Plan
-from birder.optim.layout import Unit
 from birder.optim.seen import SeenMap
 
 
@@ -84,25 +82,19 @@ class Lion(SeenMap, BucketOptimizer):
         votes = sums(rows)
         bits = kernels.pack_signs(votes)
         if len(rows) % 2 == 0:
-            drawn = torch.empty_like(bits)
-            for at, start in unit.chunk_runs(self.comm):  # by element number, whoever serves it
-                part = columns(rows, packed(at))
-                kernels.reduce_bits(part, seed=self.seed, step=step, start=start, out=drawn[packed(at)])
+            runs, draws = unit.chunk_runs(self.comm), {"seed": self.seed, "step": step}  # whoever serves an element
+            drawn = each_run(kernels.reduce_bits, runs, rows, **draws, out=torch.empty_like(bits))
             ties = kernels.pack_signs(-votes.abs())
             bits = bits & ~ties | drawn & ties
         return bits
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
-            if self.vote == "majority":
-                move(unit, unit.group["weight_decay"])  # (4)
-                continue
-            lr, active = unit.group["lr"], unit.state.get("active")
-            q = unit.result.float().mul_(2 / self.comm.workers).sub_(1.0)
-            if active is not None:
-                q.mul_(active)
-            for p, part in zip(unit.params, unit.views(q), strict=True):
-                p.mul_(1.0 - lr * unit.group["weight_decay"]).sub_(part, alpha=lr)  # (4)
+            if self.vote == "average":
+                unit.result = unit.result.float().mul_(2 / self.comm.workers).sub_(1.0)
+                if "active" in unit.state:
+                    unit.result.mul_(unit.state["active"])
+            move(unit, unit.group["weight_decay"])  # (4)
 
 
 def sums(rows: Tensor) -> Tensor:

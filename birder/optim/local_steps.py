@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Requests
-from birder.optim.base import BucketOptimizer
-from birder.optim.contract import Plan
-from birder.optim.layout import Unit
+from birder.optim.base import BucketOptimizer, Plan, Unit
 
 
 class LocalSteps(BucketOptimizer):

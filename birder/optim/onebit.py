@@ -14,7 +14,6 @@ A scale travels behind the bits of each chunk (birder/kernels/bits.py): (2) and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,46 +22,32 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.comm.late import Late
-from birder.optim.base import BucketOptimizer
-from birder.optim.layout import Unit, gradient
+from birder.optim.base import BucketOptimizer, Unit, gradient
 
 Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
 
 
-@dataclass
 class Support:
-    """The coordinates that take part, with their number in this rank's shard and chunk.
+    """The coordinates that take part, with their number in this rank's shard and in the chunk that it serves, int64[].
 
     A coordinate that never has a gradient must not: one bit cannot say 0, it would get +-scale.
     """
 
-    mask: Tensor | None  # bool[padded]; None: all of them
-    shard: slice
-    chunk: slice
-    shard_count: Tensor  # int64[], on the device
-    chunk_count: Tensor
-    whole: Late  # 1 where the mask is True everywhere
+    def __init__(self, mask: Tensor, comm: Communicator) -> None:
+        """mask: bool[padded], the same on all ranks."""
+        self.mask: Tensor | None = mask  # None: all of them
+        self.shard, self.chunk = comm.shard_of(mask.numel()), comm.chunk_of(mask.numel())
+        self.shard_count, self.chunk_count = mask[self.shard].sum(), mask[self.chunk].sum()
+        self._whole = Late(mask.all())
 
-    @property
-    def in_shard(self) -> Tensor | None:
-        """The part of the mask for this rank's shard."""
-        return None if self.mask is None else self.mask[self.shard]
-
-    @property
-    def in_chunk(self) -> Tensor | None:
-        """The part of the mask for the chunk that this rank serves."""
-        return None if self.mask is None else self.mask[self.chunk]
-
-    @classmethod
-    def of(cls, mask: Tensor, comm: Communicator) -> Support:
-        """Of `mask`, bool[padded], the same on all ranks."""
-        shard, chunk = comm.shard_of(mask.numel()), comm.chunk_of(mask.numel())
-        return cls(mask, shard, chunk, mask[shard].sum(), mask[chunk].sum(), Late(mask.all()))
+    def inside(self, part: slice) -> Tensor | None:
+        """That part of the mask."""
+        return None if self.mask is None else self.mask[part]
 
     def forget_a_mask_of_all(self) -> None:
         """Once it is known that all coordinates take part, no mask is read any more, which changes no result."""
-        if self.mask is not None and self.whole.there and self.whole.read()[0]:
+        if self.mask is not None and self._whole.there and self._whole.read()[0]:
             self.mask = None
 
 
@@ -99,13 +84,14 @@ class OneBitMethod(BucketOptimizer):
 
     def onebit_mean(self, unit: Unit, z: Tensor) -> Exchange:
         """The mean over workers of `z`, in one bit per element each way. z: fp32[padded/shards], this shard's message."""
-        error, mask = unit.state["worker_error"], self.support(unit).in_shard
-        squares = kernels.add_message(error, z, mask, sums=unit.buffers["sums"])  # (1)
+        support, error = self.support(unit), unit.state["worker_error"]
+        squares = kernels.add_message(error, z, support.inside(support.shard), sums=unit.buffers["sums"])  # (1)
         return (yield from self._exchange_signs(unit, squares))
 
     def onebit_momentum_mean(self, unit: Unit, g: Tensor, m: Tensor, beta: float) -> Exchange:
         """`onebit_mean` of (1-beta) g + beta m, which is made in the same pass. g and m: fp32[padded/shards]."""
-        error, mask = unit.state["worker_error"], self.support(unit).in_shard
+        support, error = self.support(unit), unit.state["worker_error"]
+        mask = support.inside(support.shard)
         squares = kernels.add_momentum(error, g, m, beta=beta, mask=mask, sums=unit.buffers["sums"])  # (1)
         return (yield from self._exchange_signs(unit, squares))
 
@@ -113,10 +99,10 @@ class OneBitMethod(BucketOptimizer):
         """(2) to (4). The worker's error holds z, `squares` is the sum of its squares, fp64[]."""
         comm, support, buffers = self.comm, self.support(unit), unit.buffers
         worker_error, server_error = unit.state["worker_error"], unit.state["server_error"]
-        inside, count = support.in_shard, support.shard_count
+        inside, count = support.inside(support.shard), support.shard_count
         messages = split(worker_error, squares, inside, count, comm.workers, buffers["bits"])  # (2)
         rows = yield AllToAll(messages.view(-1), buffers["rows"])
-        inside, count = support.in_chunk, support.chunk_count
+        inside, count = support.inside(support.chunk), support.chunk_count
         squares = kernels.add_average(server_error, rows, inside, sums=buffers["sums"])  # (3)
         message = split(server_error, squares, inside, count, out=buffers["chunk"])  # (4)
         return (yield AllGather(message.view(-1), buffers["result"])).view(comm.shards * comm.workers, -1)
@@ -132,7 +118,7 @@ class OneBitMethod(BucketOptimizer):
     def support(self, unit: Unit) -> Support:
         """Of `taking_part`; computed once, until `forget_support`."""
         if unit.index not in self._support:
-            self._support[unit.index] = Support.of(self.taking_part(unit), self.comm)
+            self._support[unit.index] = Support(self.taking_part(unit), self.comm)
         self._support[unit.index].forget_a_mask_of_all()
         return self._support[unit.index]
 

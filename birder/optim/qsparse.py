@@ -50,14 +50,10 @@ class QSparseLocalSGD(LocalSteps, BlockwiseSGD):
         *,
         ratio: int = 4,
         sync_every: int = 8,
-        nesterov: bool = True,
-        variant: str = "paper",
-        block: int = 1024,
-        compressor: str = "blocks",
         **options: Any,
     ) -> None:
         self.ratio, self.sync_every = require_whole("ratio", ratio), require_whole("sync_every", sync_every)
-        super().__init__(params, lr, momentum, weight_decay, nesterov, block, variant, compressor, **options)
+        super().__init__(params, lr, momentum, weight_decay, **options)
 
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)

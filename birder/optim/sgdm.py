@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from birder.optim.base import BucketOptimizer
-from birder.optim.contract import Plan
+from birder.optim.base import BucketOptimizer, Plan
 from birder.optim.layout import Unit, with_gradient
 
 

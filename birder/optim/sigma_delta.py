@@ -24,11 +24,9 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import Requests, ShardMean, WorkerMean
-from birder.optim.base import BucketOptimizer
+from birder.optim.base import WIRES, BucketOptimizer, Plan, Unit
 from birder.optim.bit_exchange import CARRIED, Modulator, move
 from birder.optim.checks import pair, require, require_choice, require_number
-from birder.optim.contract import WIRES, Plan
-from birder.optim.layout import Unit
 from birder.optim.seen import SeenMap
 
 
@@ -53,7 +51,6 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
     [d / ranks per node]. The server's error [d/n]. In one phase one error [d] instead of both.
 
     A coordinate whose gradient has been 0 on every rank in every step so far does not move; see birder/optim/seen.py.
-    Gradients that are not finite count as 0.
     """
 
     compressed: ClassVar[bool] = True

@@ -38,7 +38,7 @@ from birder import kernels
 from birder.comm import Mean, Requests
 from birder.comm.late import Late
 from birder.kernels.philox import LANES, ORDER_STREAM, uniform16
-from birder.optim.base import BucketOptimizer
+from birder.optim.base import WIRES, BucketOptimizer, Plan, Unit
 from birder.optim.checks import (
     pair,
     require_choice,
@@ -47,8 +47,6 @@ from birder.optim.checks import (
     require_whole,
     warn_of_old_way,
 )
-from birder.optim.contract import WIRES, Plan
-from birder.optim.layout import Unit
 
 SMALLEST = 2.0**-15
 """Smallest share of elements sent in a step."""
@@ -75,8 +73,6 @@ class SLAMB(BucketOptimizer):
     State, rank-local: m and v, fp32[d], and tau, uint8[d] (int16 where 8 bits could be too few); `SLAMBv1` has instead of
     tau the number of each element's chunk, uint8[d] (int16 beyond 256 chunks), from which tau follows. Between steps also the
     mask of the next one, bool[d], drawn ahead so that the host need not wait for the number of its elements.
-
-    Gradients that are not finite count as 0.
     """
 
     compressed: ClassVar[bool] = True

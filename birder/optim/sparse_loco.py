@@ -214,16 +214,13 @@ class SparseLoCo(LocalSteps):
         if whole:
             z.copy_((yield from self._all_of(unit, unit.result)))
             return None
-        change = self._outer_step(unit, unit.result)
-        z.sub_(change)
-        return change.neg_()
-
-    def _outer_step(self, unit: Unit, mean: Tensor) -> Tensor:
-        """What (6) takes from z."""
+        change = unit.result
         if self.outer_momentum:
-            w = unit.state["outer"].mul_(self.outer_momentum).add_(mean)
-            mean = w * self.outer_momentum + mean
-        return mean * self.outer_lr
+            w = unit.state["outer"].mul_(self.outer_momentum).add_(change)
+            change = w * self.outer_momentum + change
+        change = change * self.outer_lr
+        z.sub_(change)  # (6)
+        return change.neg_()
 
     def _all_of(self, unit: Unit, mean: Tensor) -> Requests[Tensor]:
         """z once all of e has been sent, in the same bits on all ranks; e becomes 0."""

@@ -244,9 +244,6 @@ class MethodState(Method):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _bind_alone(self) -> None:
-        raise NotImplementedError
-
     def _reset_units(self) -> None:
         for unit in self.units:
             unit.state, unit.result = {}, None

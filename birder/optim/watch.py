@@ -41,7 +41,7 @@ class GradientWatch:
         """Remembers the present gradients of `params`. A parameter may have none."""
         self.noted = True
         self._times += 1
-        self._versions = {p: None if p.grad is None else p.grad._version for p in params}
+        self._versions = _versions(params)
         self._marks = self._mark()
 
     def forget(self) -> None:
@@ -53,10 +53,7 @@ class GradientWatch:
         doubt, self._doubt = self._doubt, None
         found = doubt is not None and bool(doubt.read()[0])
         if self.noted:
-            found = found or any(
-                version != (None if p.grad is None else p.grad._version) for p, version in self._versions.items()
-            )
-            found = found or self._differs()
+            found = found or _versions(self._versions) != self._versions or self._differs()
         self.forget()
         return found
 
@@ -66,11 +63,9 @@ class GradientWatch:
 
     def _differs(self) -> bool:
         now = self._mark()
-        if len(now) != len(self._marks):
+        if [m.shape for m in now] != [m.shape for m in self._marks]:
             return True
         for before, after in zip(self._marks, now, strict=True):
-            if before.shape != after.shape:
-                return True
             if before.is_cuda and self._times > WHOLE_FIRST:
                 self._doubt = Late((before != after).any().view(1))
             elif not torch.equal(before, after):
@@ -88,6 +83,11 @@ class GradientWatch:
         if device:
             marks.append(torch.stack([*torch._foreach_norm(device), *torch._foreach_max(device)]).view(torch.int32))
         return marks
+
+
+def _versions(params: Iterable[Tensor]) -> dict[Tensor, int | None]:
+    """Of their gradients."""
+    return {p: None if p.grad is None else p.grad._version for p in params}
 
 
 Marks = tuple[list[int], Tensor | None]

@@ -147,20 +147,20 @@ class ZeroOneAdam(OneBitMethod):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        rules = self.rules
-        if rules.sends_gradient(self, step):
-            unit.result = yield from rules.mean_gradient(self, unit, grad, step)
-            return
-        if rules.sends_gradient(self, step - 1):  # errors change their unit, from gradient to buffer
-            unit.state["worker_error"].zero_()
-            unit.state["server_error"].zero_()
+        unit.result = yield from self.rules.rounds(self, unit, grad, step)
+
+    def update(self, step: int, plan: Plan) -> Requests[None]:
+        yield from self.rules.apply(self, step, plan)
+
+    def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        """(1), (2) and the rounds of the step."""
         mean = signs = None
         if self.has_variance_round(step):
             mean = yield Mean(grad, WIRES[self.wire])
         self._accumulate(unit, grad)
         if self.synced(step):
             signs = yield from self.onebit_mean(unit, (yield ShardMean(unit.state["u"])))  # (4)
-        unit.result = mean, signs
+        return mean, signs
 
     def _accumulate(self, unit: Unit, grad: Tensor) -> None:
         """(1) and (2), and what (5) and (6) need of the learning rates."""
@@ -175,11 +175,8 @@ class ZeroOneAdam(OneBitMethod):
         state["sums"][0] += lr
         self.rules.sum_decay(self, unit, lr, unit.group["weight_decay"])
 
-    def update(self, step: int, plan: Plan) -> Requests[None]:
-        if self.rules.sends_gradient(self, step):
-            for unit in self.units:
-                self.rules.gradient_step(self, unit, *unit.result)
-            return
+    def apply(self, step: int, plan: Plan) -> Requests[None]:
+        """(3), or (5) to (8)."""
         changed = False
         if not self.synced(step - 1):
             for unit in self.units:
@@ -253,18 +250,6 @@ class ZeroOneAdam(OneBitMethod):
 
     # ---- where the reference implementation has other rules ----------------------------------------------------------
 
-    def sends_gradient(self, step: int) -> bool:
-        """Whether the step is one of (9) and (10)."""
-        return False
-
-    def mean_gradient(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
-        """The exchange of (9)."""
-        raise NotImplementedError
-
-    def gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
-        """(10), and of (9) what follows the exchange. All ranks do the same."""
-        raise NotImplementedError
-
     def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
         """What of (6) belongs to weight decay."""
         unit.state["sums"][1] *= 1.0 - lr * decay
@@ -284,23 +269,29 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     variant: ClassVar[str] = "deepspeed"
     aligned: ClassVar[bool] = True
 
-    def sends_gradient(self, step: int) -> bool:
-        return 0 < step <= self.warmup_steps
-
-    def mean_gradient(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+    def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+        if step > self.warmup_steps:
+            if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
+                unit.state["worker_error"].zero_()
+                unit.state["server_error"].zero_()
+            return (yield from ZeroOneAdam.rounds(self, unit, grad, step))
         if self.has_variance_round(step):
             return (yield Mean(grad, WIRES[self.wire])), None
         return None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
 
-    def gradient_step(self, unit: Unit, mean: Tensor | None, signs: Tensor | None) -> None:
-        if mean is not None:
-            self.update_variance(unit, mean)
-        else:
-            assert signs is not None
-            mean = unit.zeros()
-            self.write_mean(unit, mean, signs)
-        unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
-        self.move(unit)  # (10)
+    def apply(self, step: int, plan: Plan) -> Requests[None]:
+        if step > self.warmup_steps:
+            yield from ZeroOneAdam.apply(self, step, plan)
+            return
+        for unit in self.units:
+            mean, signs = unit.result
+            if mean is not None:
+                self.update_variance(unit, mean)
+            else:
+                mean = unit.zeros()
+                self.write_mean(unit, mean, signs)
+            unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
+            self.move(unit)  # (10)
 
     def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
         if decay:

@@ -95,12 +95,9 @@ class Advice:
             link = replace(link, gbps=gbps, spread=0.0, source="stated")
         if latency_us is not None:
             link = replace(link, latency_us=latency_us)
-        return replace(
-            self.cluster,
-            nodes=self.cluster.nodes if nodes is None else nodes,
-            ranks_per_node=self.cluster.ranks_per_node if ranks is None else ranks,
-            between=link,
-        )
+        c = self.cluster
+        nodes, ranks = c.nodes if nodes is None else nodes, c.ranks_per_node if ranks is None else ranks
+        return replace(c, nodes=nodes, ranks_per_node=ranks, between=link)
 
     def __str__(self) -> str:
         return "\n".join(filter(None, [str(self.here), self._measured()]))

@@ -16,7 +16,7 @@ from birder.predict.gpus import GPU
 from birder.predict.layouts import HALVES, Plan, fits
 from birder.predict.methods import Method, find
 from birder.predict.simulation import Layout
-from birder.predict.table import NEAR, Prediction, Row, predict
+from birder.predict.table import NEAR, Prediction, Row, aligned, no_gain, predict, size
 from birder.predict.timeline import Timeline
 
 NEEDS = {
@@ -128,12 +128,10 @@ class Answer:
         return said
 
     def _not(self) -> str:
-        p = self.prediction
-        bf16, bound, best = p["bf16"], p["none"], self.best
-        if bf16.step.ms <= (1 + NEAR) * bound.ms:
-            return f"Do not compress: bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)."
-        if best is None or best.ms > bf16.ms:
-            return f"Do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
+        best = self.best
+        why = no_gain(self.prediction, best)
+        if why or best is None:
+            return f"Do not compress: {why}."
         value, low, high = self.saving(best.name)
         return (
             f"Do not compress: {best.method.label}, the fastest, saves {value:.0%} of bf16's step "
@@ -171,15 +169,11 @@ class Answer:
                     _ms(r.ms),
                     "" if r.name == "bf16" else f"{100 * value:.0f} %",
                     "" if r.name == "bf16" else f"[{100 * low:.0f}, {100 * high:.0f}]",
-                    _size(r.step.nic_bytes),
+                    size(r.step.nic_bytes) if r.step.nic_bytes else "0",
                     "" if gb is None else f"{gb:.1f}" + ("" if self.fits(r.name) else " !"),
                 )
             )
-        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-        return [
-            "  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths))).rstrip()
-            for line in (head, *body)
-        ]
+        return aligned([head, *body], left=(0,))
 
     def plain(self) -> dict[str, Any]:
         """For --json. Times in ms, memory in GB, shares from 0 to 1."""
@@ -211,12 +205,6 @@ class Answer:
 
 def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
-
-
-def _size(nbytes: float) -> str:
-    from birder.predict.table import size
-
-    return size(nbytes) if nbytes else "0"
 
 
 def answer(

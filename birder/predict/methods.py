@@ -5,7 +5,7 @@ Names: those of the optimizers and of torch's hooks. A method with `_hierarchica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from birder.predict.gpus import nearest
@@ -50,7 +50,7 @@ class Method:
     """A row of the tables.
 
     update:  kernels over all parameters after the last message.
-    state:   bytes per parameter that optimizer and hook keep, given (workers, shards).
+    kept:    bytes that optimizer and hook keep, for each parameter of the model, of a rank's shard, of the chunk it serves.
     about:   what was assumed besides the method's rules; "" for nothing.
     dense:   sends as many numbers as there are parameters, for an optimizer of the user's.
     local:   models differ between ranks: more of training changes than what is sent.
@@ -60,11 +60,16 @@ class Method:
     label: str
     rounds: tuple[Round, ...]
     update: tuple[str, ...]
-    state: Callable[[int, int], float]
+    kept: tuple[float, float, float]
     hierarchical: bool = False
     about: str = ""
     dense: bool = False
     local: bool = False
+
+    def state(self, workers: int, shards: int) -> float:
+        """Bytes on a rank per parameter of the model."""
+        model, shard, chunk = self.kept
+        return model + shard / shards + chunk / (workers * shards)
 
     def by_nodes(self) -> Method:
         """The same with nodes as workers."""
@@ -75,7 +80,7 @@ def _dense(
     name: str, label: str, nbytes: float, encode: tuple[str, ...], decode: tuple[str, ...], **more: str
 ) -> Method:
     round_ = Round(nbytes=nbytes, encode=encode, decode=decode)
-    return Method(name, label, (round_,), ("sgdm",), lambda n, s: 4.0, dense=True, **more)  # type: ignore[arg-type]
+    return Method(name, label, (round_,), ("sgdm",), (4, 0, 0), dense=True, **more)  # type: ignore[arg-type]
 
 
 _BIRDER = Round(wire="onebit", encode=("encode",), serve=("reduce_bits",), layout="unit")
@@ -92,88 +97,67 @@ SYNCS_OF_ZERO_ONE_ADAM = 0.598
 """Share of steps with a 1-bit round under the coded schedule of a run of 118,000 steps (see tests)."""
 
 
+def _one_phase(of: Round, *encode: str) -> Round:
+    return replace(of, encode=encode, serve=(), decode=("assemble",), phases=1)
+
+
 def _blocks(share: float, density: float) -> Round:
     """A mean of chosen elements, in fp32."""
     return Round(share, density=density, encode=("eager", "eager", "copy"), decode=("copy",), layout="unit")
 
 
+def _alone(every: int, talks: Round, encode: tuple[str, ...] = ("eager",)) -> tuple[Round, Round]:
+    """Steps on each rank alone, and `talks` in one of so many."""
+    return Round(1 - 1 / every, "none", encode=encode, layout="unit"), replace(talks, share=1 / every)
+
+
+def _sparse(name: str, label: str, kept: float, about: str, *rounds: Round, local: bool = True) -> Method:
+    """Of the CSER paper's family."""
+    return Method(name, label, rounds, ("eager",), (kept, 0, 0), about=about, local=local)
+
+
+def _diloco(name: str, label: str, kept: tuple[float, float, float], talks: Round) -> Method:
+    about = "H = 500, AdamW inside, momentum outside"
+    return Method(name, label, _alone(500, talks, ()), ("adam",), kept, about=about, local=True)
+
+
 def _low_rank(rank: int) -> Method:
     round_ = Round(wire="lowrank", rank=rank, encode=("low_rank",))
     about = "P, Q and the error are in the state; compressing steps only"
-    return Method(f"powersgd{rank}", f"PowerSGD rank {rank}", (round_,), ("sgdm",), lambda n, s: 8.0, about=about)
+    return Method(f"powersgd{rank}", f"PowerSGD rank {rank}", (round_,), ("sgdm",), (8, 0, 0), about=about)
 
 
+_APPLY, _OWN = ("apply_bits",), "this project's"
+_SHARED = f"{_OWN}; the all-reduces of the variance, 111 in 100,000 steps, not counted"
 _FLAT = (
-    Method("birder", "Birder", (_BIRDER,), ("apply_bits",), lambda n, s: 8.0 / s),
+    Method("birder", "Birder", (_BIRDER,), _APPLY, (0, 8, 0)),
     Method(
-        "birder_one_phase",
-        "Birder one-phase",
-        (replace(_BIRDER, encode=("encode", "owned"), serve=(), decode=("assemble",), phases=1),),
-        ("apply_bits",),
-        lambda n, s: 8.0 / s,
-        about="this project's variant of the reduction",
+        "birder_one_phase", "Birder one-phase", (_one_phase(_BIRDER, "encode", "owned"),), _APPLY,
+        (0, 8, 0), about="this project's variant of the reduction",
+    ),
+    Method("sigma_delta", "Sigma-delta Adam", (_SIGMA,), _APPLY, (0, 16, 4), about=_SHARED),
+    Method("sigma_delta_local", "Sigma-delta Adam, local form", (_SIGMA,), _APPLY, (0, 12, 4), about=_OWN),
+    Method(
+        "sigma_delta_one_phase", "Sigma-delta Adam, one-phase",
+        (_one_phase(_SIGMA, "modulate_adam", "owned", "settle"),), _APPLY, (0, 16, 0), about=_SHARED,
     ),
     Method(
-        "sigma_delta",
-        "Sigma-delta Adam",
-        (_SIGMA,),
-        ("apply_bits",),
-        lambda n, s: 16.0 / s + 4.0 / (n * s),
-        about="this project's; the all-reduces of the variance, 111 in 100,000 steps, not counted",
+        "lion", "Distributed Lion",
+        (replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs")),), _APPLY,
+        (0, 4, 0), about="majority vote",
     ),
+    Method("onebit_adam", "1-bit Adam", (_FEEDBACK,), ("write_signs", "move_adam"), (8, 4, 4), about="compression stage"),
+    Method("onebit_lamb", "1-bit LAMB", (_MESSAGE,), ("write_signs", "lamb"), (12, 4, 4), about="compression stage"),
     Method(
-        "sigma_delta_local",
-        "Sigma-delta Adam, local form",
-        (_SIGMA,),
-        ("apply_bits",),
-        lambda n, s: 12.0 / s + 4.0 / (n * s),
-        about="this project's",
-    ),
-    Method(
-        "sigma_delta_one_phase",
-        "Sigma-delta Adam, one-phase",
-        (replace(_SIGMA, encode=("modulate_adam", "owned", "settle"), serve=(), decode=("assemble",), phases=1),),
-        ("apply_bits",),
-        lambda n, s: 16.0 / s,
-        about="this project's; the all-reduces of the variance, 111 in 100,000 steps, not counted",
-    ),
-    Method(
-        "lion",
-        "Distributed Lion",
-        (replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs")),),
-        ("apply_bits",),
-        lambda n, s: 4.0 / s,
-        about="majority vote",
-    ),
-    Method(
-        "onebit_adam",
-        "1-bit Adam",
-        (_FEEDBACK,),
-        ("write_signs", "move_adam"),
-        lambda n, s: 8.0 + 4.0 / s + 4.0 / (n * s),
-        about="compression stage",
-    ),
-    Method(
-        "onebit_lamb",
-        "1-bit LAMB",
-        (_MESSAGE,),
-        ("write_signs", "lamb"),
-        lambda n, s: 12.0 + 4.0 / s + 4.0 / (n * s),
-        about="compression stage",
-    ),
-    Method(
-        "zero_one_adam",
-        "0/1 Adam",
+        "zero_one_adam", "0/1 Adam",
         (
             replace(_MESSAGE, share=SYNCS_OF_ZERO_ONE_ADAM),
             Round(1 - SYNCS_OF_ZERO_ONE_ADAM, "none", encode=("eager", "eager"), layout="unit"),
         ),
-        ("write_signs", "eager", "eager", "eager"),
-        lambda n, s: 16.0 + 4.0 / s + 4.0 / (n * s),
+        ("write_signs", "eager", "eager", "eager"), (16, 4, 4), local=True,
         about="mean over the published schedule of 118,000 steps, variance rounds not counted",
-        local=True,
     ),
-)
+)  # fmt: skip
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -191,7 +175,7 @@ METHODS: dict[str, Method] = {
             "1-bit Adam, fused after backward",
             (replace(_FEEDBACK, layout="fused"),),
             ("write_signs", "move_adam"),
-            lambda n, s: 8.0 + 4.0 / s + 4.0 / (n * s),
+            (8, 4, 4),
             about="compression stage, as its reference implementation orders it",
         ),
         Method(
@@ -209,102 +193,43 @@ METHODS: dict[str, Method] = {
                 ),
             ),
             ("eager",) * 4,
-            lambda n, s: 12.0 + 4.0 / n,
+            (12, 0, 4),
             about="compression stage, eager passes over one fused buffer",
         ),
         *(m.by_nodes() for m in _FLAT),
-        Method(
-            "cser",
-            "CSER",
-            (_blocks(15 / 16, 1 / 64), _blocks(1 / 16, 1 / 64 + 1 / 4)),
-            ("eager",),
-            lambda n, s: 8.0,
-            about="R_C2 = 64, R_C1 = 4, H = 16",
-            local=True,
+        _sparse(
+            "cser", "CSER", 8, "R_C2 = 64, R_C1 = 4, H = 16", _blocks(15 / 16, 1 / 64), _blocks(1 / 16, 1 / 64 + 1 / 4)
         ),
-        Method(
-            "cser_pl",
-            "CSER-PL",
-            (Round(3 / 4, "none", encode=("eager",), layout="unit"), _blocks(1 / 4, 1 / 8)),
-            ("eager",),
-            lambda n, s: 4.0,
-            about="R_C1 = 8, H = 4",
-            local=True,
-        ),
-        Method("csea", "CSEA", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 4.0, about="R_C1 = 32", local=True),
-        Method("ef21_sgdm", "EF21-SGDM", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 12.0, about="R = 32"),
-        Method("ef_sgd", "EF-SGD", (_blocks(1.0, 1 / 32),), ("eager",), lambda n, s: 8.0, about="R = 32"),
-        Method(
-            "qsparse",
-            "QSparse-local-SGD",
-            (Round(7 / 8, "none", encode=("eager",), layout="unit"), _blocks(1 / 8, 1 / 4)),
-            ("eager",),
-            lambda n, s: 12.0,
-            about="R = 4, H = 8",
-            local=True,
-        ),
-        Method(
-            "local_sgd",
-            "local SGD",
-            (Round(7 / 8, "none", encode=("eager",), layout="unit"), _blocks(1 / 8, 1.0)),
-            ("eager",),
-            lambda n, s: 4.0,
-            about="H = 8",
-            local=True,
-        ),
-        Method(
-            "diloco",
-            "DiLoCo",
-            (Round(499 / 500, "none", layout="unit"), _blocks(1 / 500, 1.0)),
-            ("adam",),
-            lambda n, s: 16.0,
-            about="H = 500, AdamW inside, momentum outside",
-            local=True,
-        ),
-        Method(
+        _sparse("cser_pl", "CSER-PL", 4, "R_C1 = 8, H = 4", *_alone(4, _blocks(1, 1 / 8))),
+        _sparse("csea", "CSEA", 4, "R_C1 = 32", _blocks(1, 1 / 32)),
+        _sparse("ef21_sgdm", "EF21-SGDM", 12, "R = 32", _blocks(1, 1 / 32), local=False),
+        _sparse("ef_sgd", "EF-SGD", 8, "R = 32", _blocks(1, 1 / 32), local=False),
+        _sparse("qsparse", "QSparse-local-SGD", 12, "R = 4, H = 8", *_alone(8, _blocks(1, 1 / 4))),
+        _sparse("local_sgd", "local SGD", 4, "H = 8", *_alone(8, _blocks(1, 1))),
+        _diloco("diloco", "DiLoCo", (16, 0, 0), _blocks(1, 1)),
+        _diloco(
             "diloco_int4",
             "DiLoCo 4-bit",
-            (
-                Round(499 / 500, "none", layout="unit"),
-                Round(1 / 500, nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit"),
-            ),
-            ("adam",),
-            lambda n, s: 16.0 + 4.0 / s,
-            about="H = 500, AdamW inside, momentum outside",
-            local=True,
+            (16, 4, 0),
+            Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit"),
         ),
         Method(
             "slamb",
             "SLAMB",
             (_blocks(0.99, 0.1), replace(_blocks(0.01, 1.1), layout="fused")),
             ("lamb",),
-            lambda n, s: 9.0,
+            (9, 0, 0),
             about="k = 0.1, H = 100; tensors that are always sent whole not counted",
             local=True,
         ),
-        Method("none", "no communication", (Round(wire="none"),), ("sgdm",), lambda n, s: 4.0, dense=True),
+        Method("none", "no communication", (Round(wire="none"),), ("sgdm",), (4, 0, 0), dense=True),
     )
 }
 DEFAULT = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "powersgd1",
-    "powersgd4",
-    "birder",
-    "birder_one_phase",
-    "sigma_delta",
-    "onebit_adam",
-    "birder_hierarchical",
-    "birder_one_phase_hierarchical",
-    "onebit_adam_hierarchical",
-    "onebit_lamb",
-    "zero_one_adam",
-    "cser",
-    "slamb",
-    "local_sgd",
-    "none",
-)
+    "fp32", "bf16", "fp16", "powersgd1", "powersgd4", "birder", "birder_one_phase", "sigma_delta", "onebit_adam",
+    "birder_hierarchical", "birder_one_phase_hierarchical", "onebit_adam_hierarchical", "onebit_lamb", "zero_one_adam",
+    "cser", "slamb", "local_sgd", "none",
+)  # fmt: skip
 """Methods of a table when none are named; hierarchical ones where a node has several ranks."""
 
 

@@ -299,15 +299,8 @@ def simulate(timeline: Timeline, cluster: Cluster, method: Method, costs: Costs,
     def mean(name: str) -> float:
         return float(sum(share * getattr(step, name) for share, step in steps))
 
-    return Step(
-        ms=mean("ms"),
-        exposed_ms=mean("exposed_ms"),
-        encode_ms=mean("encode_ms"),
-        wire_ms=mean("wire_ms"),
-        update_ms=mean("update_ms"),
-        nic_bytes=mean("nic_bytes"),
-        waits_for=max(steps, key=lambda s: s[0] * s[1].exposed_ms)[1].waits_for,
-    )
+    means = {name: mean(name) for name in ("ms", "exposed_ms", "encode_ms", "wire_ms", "update_ms", "nic_bytes")}
+    return Step(**means, waits_for=max(steps, key=lambda s: s[0] * s[1].exposed_ms)[1].waits_for)
 
 
 def _step(

@@ -150,13 +150,10 @@ def decide(p: Prediction) -> tuple[str | None, str]:
         if best is None:
             return None, "nothing was predicted."
         return best.name, f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
-    bf16, bound = p["bf16"], p["none"]
-    if bf16.step.ms <= (1 + NEAR) * bound.ms:  # what was not simulated is no reason to compress
-        near = f"bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
-        return "bf16", f"do not compress: {near}."
     best = min((r for r in p.rows if not (r.method.dense or r.method.local)), key=lambda r: r.ms, default=None)
-    if best is None or best.ms > bf16.ms:
-        return "bf16", f"do not compress: bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster."
+    why = no_gain(p, best)
+    if why or best is None:
+        return "bf16", f"do not compress: {why}."
     ratio, low, high = p.speedup(best.name, "bf16")
     wins = f"{best.method.label} is {ratio:.2f}x as fast as bf16 ({low:.2f} to {high:.2f})"
     if p.has("fp32"):
@@ -165,21 +162,22 @@ def decide(p: Prediction) -> tuple[str | None, str]:
         return "bf16", f"do not compress: {wins}, less than {NEAR:.0%} more."
     if low <= 1:
         return None, f"not decided: {wins}, which is within what the prediction can tell."
-    return best.name, f"{wins}: {best.ms:.4g} ms a step, the bound is {bound.ms:.4g}."
+    return best.name, f"{wins}: {best.ms:.4g} ms a step, the bound is {p['none'].ms:.4g}."
+
+
+def no_gain(p: Prediction, best: Row | None) -> str | None:
+    """Why the best of the compressed methods can gain nothing over bf16; None: it may."""
+    bf16, bound = p["bf16"], p["none"]
+    if bf16.step.ms <= (1 + NEAR) * bound.ms:  # what was not simulated is no reason to compress
+        return f"bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
+    if best is None or best.ms > bf16.ms:
+        return f"bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster"
+    return None
 
 
 HEAD = (
-    "method",
-    "ms/step",
-    "interval",
-    "x fp32",
-    "x bf16",
-    "NIC/step",
-    "exposed ms",
-    "update ms",
-    "state/rank",
-    "waits for",
-)
+    "method", "ms/step", "interval", "x fp32", "x bf16", "NIC/step", "exposed ms", "update ms", "state/rank", "waits for",
+)  # fmt: skip
 
 
 def cells(p: Prediction) -> list[list[str]]:
@@ -202,13 +200,7 @@ def cells(p: Prediction) -> list[list[str]]:
 
 def render(p: Prediction) -> str:
     """The table as text, its assumptions, its sentence."""
-    body = [list(HEAD), *cells(p)]
-    widths = [max(len(line[i]) for line in body) for i in range(len(HEAD))]
-    lines = [
-        "  ".join(text.ljust(w) if i in (0, 9) else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths)))
-        for line in body
-    ]
-    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines = aligned([HEAD, *cells(p)], left=(0, 9), rule=True)
     c, t = p.cluster, p.timeline
     link = (
         f"{c.between.gbps:.3g} Gbit/s between nodes" if c.nodes > 1 else f"{c.inside.gbps:.4g} Gbit/s inside the node"
@@ -218,7 +210,15 @@ def render(p: Prediction) -> str:
         f"{c.nodes} x {c.ranks_per_node} ranks, {link}; kernels: {p.costs.source}",
     ]
     notes = [f"{r.method.label}: {r.method.about}" for r in p.rows if r.method.about]
-    return "\n".join([*about, "", *(line.rstrip() for line in lines), "", *notes, *([""] if notes else []), p.sentence])
+    return "\n".join([*about, "", *lines, "", *notes, *([""] if notes else []), p.sentence])
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int], rule: bool = False) -> list[str]:
+    """Lines of a table; columns number `left` begin at the left. rule: a line of dashes behind the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [[t.ljust(w) if i in left else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths))] for row in rows]
+    dashes = [["-" * w for w in widths]] if rule else []
+    return ["  ".join(line).rstrip() for line in [lines[0], *dashes, *lines[1:]]]
 
 
 def size(nbytes: float) -> str:

@@ -276,7 +276,8 @@ def test_configuration_keys_of_the_differences_exist() -> None:
 def arguments_of(cls: type) -> set[str]:
     """Names that a constructor takes: of `__init__`, and of a `__new__` that chooses a variant."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    signatures = (inspect.signature(cls), inspect.signature(cls.__init__))
+    above = [c for c in cls.__mro__ if c.__name__ == "BlockwiseSGD" and cls is not birder.EF21SGDM]  # passed on to it
+    signatures = (inspect.signature(cls), *(inspect.signature(c.__init__) for c in (cls, *above)))
     return {p.name for s in signatures for p in s.parameters.values() if p.kind not in several} - {"self"}
 
 

@@ -102,9 +102,9 @@ FAULTS = [
     ),
     fault(
         "random numbers of workers from the next word",
-        "optim/birder.py",
-        "**self.averages(unit.group, step), **draws, start=start",
-        "**self.averages(unit.group, step), **draws, start=start + 32",
+        "optim/bit_exchange.py",
+        "**options, start=start",
+        "**options, start=start + 32",
         f"{DISTRIBUTED}birder.py",
     ),
     fault(

@@ -39,12 +39,12 @@ def test_this_torch_is_one_that_pyproject_allows_and_there_is_an_upper_bound() -
 
 def test_a_hook_can_tell_that_it_runs_inside_backward() -> None:
     ask = getattr(torch._C, "_current_graph_task_id", None)
-    needs(ask is not None, "torch._C._current_graph_task_id", "birder/optim/base.py")
+    needs(ask is not None, "torch._C._current_graph_task_id", "birder/optim/guards.py")
     seen: list[int] = []
     x = torch.ones(1, requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda _: seen.append(ask()))
     (x * 2).sum().backward()
-    needs(seen[0] >= 0 and ask() == -1, "torch._C._current_graph_task_id", "birder/optim/base.py")
+    needs(seen[0] >= 0 and ask() == -1, "torch._C._current_graph_task_id", "birder/optim/guards.py")
 
 
 def test_callbacks_at_the_end_of_backward_run_in_the_order_in_which_they_are_queued() -> None:
@@ -133,7 +133,7 @@ def test_changes_in_place_are_counted() -> None:
     x = torch.zeros(2)
     before = x._version
     x.mul_(2)
-    needs(x._version > before, "Tensor._version", "birder/optim/exchange.py")
+    needs(x._version > before, "Tensor._version", "birder/optim/watch.py")
 
 
 def test_fsdp_takes_hooks_and_collectives() -> None:
@@ -163,7 +163,7 @@ def test_a_grad_scaler_asks_and_hands_over() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)
-    needs(optimizer.handed, "GradScaler that hands over found_inf", "birder/optim/base.py")
+    needs(optimizer.handed, "GradScaler that hands over found_inf", "birder/optim/guards.py")
 
 
 def test_adamw_is_one_pass() -> None:

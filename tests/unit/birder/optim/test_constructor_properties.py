@@ -53,9 +53,16 @@ VALUES = st.one_of(
 
 
 def options_of(name: str) -> list[str]:
-    """The names that the constructor of a method takes, those of all methods included."""
-    own = inspect.signature(getattr(birder, name).__init__).parameters
-    return [k for k, p in own.items() if k not in ("self", "params") and p.kind is not p.VAR_KEYWORD] + list(COMMON)
+    """The names that the constructor of a method takes, those that it passes on and those of all methods included."""
+    own: dict[str, None] = {}
+    for level in getattr(birder, name).__mro__:
+        if level is birder.BucketOptimizer:
+            break
+        if "__init__" in vars(level):
+            own |= dict.fromkeys(inspect.getfullargspec(vars(level)["__init__"]).args[2:])
+            own |= dict.fromkeys(inspect.getfullargspec(vars(level)["__init__"]).kwonlyargs)
+    fixed = ("nesterov", "variant") if name == "EF21SGDM" else ()
+    return [*(k for k in own if k not in fixed), *COMMON]
 
 
 def parameters(kind: str) -> Any:
