@@ -57,7 +57,8 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     made = []
     for variant in lists:
         # Variants share everything, so a run name given by the user must tell them apart.
-        name = [f"run_name={base.config.run_name}-{_slug(variant)}"] if named else []
+        slug = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(v.rpartition("=")[2] for v in variant)).strip("-") or "variant"
+        name = [f"run_name={base.config.run_name}-{slug}"] if named else []
         one = compose.compose([*exp, *variant, *others, *name])
         if one.config.cluster.get("_target_") == labels.VIRTUAL and not one.config.comm.enabled:
             continue  # no bound without times
@@ -235,11 +236,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.paper:
         return of_paper(options.paper, overrides, methods, options.verbose)
     return compare(overrides, methods, functools.partial(tables.print_group, verbose=True) if options.verbose else None)
-
-
-def _slug(variant: list[str]) -> str:
-    values = [v.rpartition("=")[2] for v in variant]
-    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(values)).strip("-") or "variant"
 
 
 if __name__ == "__main__":

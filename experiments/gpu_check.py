@@ -38,7 +38,7 @@ from typing import Any
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
-from experiments.bench.sizes import LARGEST
+from experiments.bench import LARGEST
 from experiments.records.record import ROOT
 from experiments.report.table import Table
 from experiments.runs import command

@@ -47,8 +47,8 @@ from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import Plan
 from experiments.cells import timelines
 from experiments.config import question
+from experiments.config.question import Question
 from experiments.config.question import ask as ask  # passed on
-from experiments.config.schema_predict import Question
 from experiments.records import record
 from experiments.runs import command
 from launch.errors import UserError

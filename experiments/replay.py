@@ -24,7 +24,7 @@ from experiments.cells import suite as suites
 from experiments.cells.suite import Cell, Suite
 from experiments.config import compose
 from experiments.records import record
-from experiments.report import outputs, replay_page
+from experiments.report import replay_page, tables
 from experiments.runs import command
 from launch.base import Launcher
 from launch.emulated import launcher as emulated
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure(suite, options, line)
         if suite.kernels and not options.no_kernels:
             measure_kernels(suite, options, line)
-    outputs.write(replay_page.render(suite, options.results))
+    tables.save(replay_page.render(suite, options.results))
     replay_page.show(suite, options.results, device="cpu", kernels_only=kernels)
     return 0
 

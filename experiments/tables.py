@@ -20,7 +20,7 @@ if not __package__:  # run as a script
 from experiments.cells import suite as suites
 from experiments.cells.suite import Suite
 from experiments.records.record import LOCAL, PUBLISHED, ROOT, read_all
-from experiments.report import documents, outputs, replay_page, tables
+from experiments.report import documents, replay_page, tables
 from experiments.runs import command
 
 
@@ -44,13 +44,13 @@ def write(results: Path, exp: str | None = None) -> list[Path]:
     """Brings everything made of a results folder up to date, or the tables of one experiment. Returns what it made."""
     written = tables.write(results, exp)
     for files in further(results, exp):
-        written += outputs.write(files)
+        written += tables.save(files)
     return sorted(written)
 
 
 def check(results: Path, exp: str | None = None) -> list[str]:
     """Names of the files on disk that differ from what the records say."""
-    wrong = [path for files in further(results, exp) for path in outputs.differing(files)]
+    wrong = [path for files in further(results, exp) for path in tables.differing(files)]
     names = [str(p.relative_to(results if p.is_relative_to(results) else ROOT)) for p in wrong]
     return tables.check(results, exp) + names
 

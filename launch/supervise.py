@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch import failure, process
 from launch.failure import Cause
-from launch.stopped import StoppedWatch
+from launch.process import descendants, has_own_proc, is_stopped, of_proc
+
+LATER_S = 12.0
+"""Longer than `heartbeat_timeout_s`, so that ranks that have met find it first and say what each of them sees."""
+LOOK_S = 5.0
+"""All processes of the machine are looked through: not more often."""
+
+
+class StoppedWatch:
+    """Kills processes below some torchrun agents that have been stopped (SIGSTOP, for example) for `heartbeat_timeout_s` +
+    LATER_S. A rank is killed on its own account: `errors/rank<r>.json` says why.
+
+    Once ranks have met, each is watched by another one (experiments/training/heartbeat.py), on whatever machine. Before that
+    nobody asks them, and the process that started a node's torchrun looks itself. Linux only; elsewhere the others wait for
+    `cluster.collective_timeout_s`.
+    """
+
+    def __init__(self, run_dir: Path, heartbeat_timeout_s: float) -> None:
+        self.run_dir = run_dir
+        self.limit_s = heartbeat_timeout_s + LATER_S
+        self._stopped: dict[int, float] = {}  # process id -> seconds
+        self._looked = time.monotonic()
+
+    def look(self, agents: Sequence[int]) -> None:
+        """To be called often. agents: process ids."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        # If this process was stopped itself, or the machine slept, nobody can be blamed for that time.
+        passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        if not has_own_proc():
+            return
+        found = [pid for pid in (*agents, *descendants(*agents)) if is_stopped(pid)]
+        self._stopped = {pid: self._stopped.get(pid, 0.0) + passed for pid in found}
+        for pid, seconds in self._stopped.items():
+            if seconds >= self.limit_s:
+                self._end(pid, seconds)
+
+    def _end(self, pid: int, seconds: float) -> None:
+        with contextlib.suppress(OSError):
+            entries = of_proc(pid, "environ").decode(errors="replace").split("\0")
+            environment = {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+            if (rank := environment.get("RANK")) is not None:
+                node = int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0)))
+                message = f"its process has been stopped for {seconds:.0f} s"
+                failure.save_error(self.run_dir, int(rank), node, kind="Stopped", message=message)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -31,7 +82,7 @@ def supervise(
     """Runs agent k with its output in `<run_dir>/logs/node<k>.log`. None when all ended well, else the first cause.
 
     terminal:  file descriptor of the user's terminal, which ranks find as their standard input.
-    heartbeat_timeout_s: how long a rank may be stopped (launch/stopped.py).
+    heartbeat_timeout_s: how long a rank may be stopped (`StoppedWatch`).
     each_poll: called about ten times a second with the agents' processes.
 
     Whatever happens, a signal included, none of them and of their ranks runs when this returns or raises.

@@ -4,7 +4,7 @@ Writes tables/predict.md of a results folder (default: results/published) and pl
 has replayed cells and real training with their predictions, published step times, and what the paper's speedups need.
 Exit status: 0 success; 2 bad input.
 
-Nobody here measured the published times: they are the profile of experiments/cells/published.py and the throughputs of its
+Nobody here measured the published times: they are the profile of experiments/cells/claimed.py and the throughputs of its
 authors' blog, read off charts (5 % either way). Assumptions:
 
     gradients   fp16: 2 bytes for each of BERT-Large's 336 M parameters, sent
@@ -36,9 +36,9 @@ from birder.predict import METHODS, Cluster, Costs, Layout, Link, Prediction, Ti
 from birder.predict.table import NEAR
 from experiments import predict
 from experiments.cells import timelines
-from experiments.cells.published import PROFILES, bert_large
+from experiments.cells.claimed import PROFILES, bert_large
 from experiments.records.record import PUBLISHED, read_all, write_file
-from experiments.report import crossover, figure, prediction, prediction_plots, templates, trained
+from experiments.report import figure, prediction, prediction_plots, sentences
 from experiments.report.formats import number
 from experiments.report.metrics import OPEN
 from experiments.report.prediction_plots import COLOURS, MARK, rate_axis, tints
@@ -77,9 +77,9 @@ def worst(cells: pd.DataFrame, count: int = 10) -> Table:
 
 def real(results: Path) -> list[str]:
     """Tables of real training, in a results folder and in its folder of the validation; none without any."""
-    folders = [folder for folder in (results, results / trained.FOLDER) if folder.is_dir()]
-    found = trained.rows([r for folder in folders for r in read_all(folder)])
-    return [trained.summary(found).grid(), validate.table(found).grid()] if found else []
+    folders = [folder for folder in (results, results / prediction.VALIDATION) if folder.is_dir()]
+    found = prediction.trained_rows([r for folder in folders for r in read_all(folder)])
+    return [prediction.trained_summary(found).grid(), validate.table(found).grid()] if found else []
 
 
 # ---- published step times ---------------------------------------------------------------------------------------------
@@ -244,16 +244,16 @@ def crossovers() -> bytes:
         grid = made.subplots(1, 2, sharey=True)
         for axes, (name, (label, _)) in zip(grid, CLAIMS.items(), strict=True):
             t = timelines.load(name)
-            found = crossover.over_rates(t, NODES)
+            found = prediction.over_rates(t, NODES)
             methods = [row.method for row in found[0].rows if row.name != "fp32"]
             for method, tint in zip(methods, tints([m.name for m in methods]), strict=True):
                 y = [round(p.speedup(method.name)[0], 3) for p in found]
                 look: dict[str, Any] = {"linestyle": ":"} if method.name == "none" else {"marker": "o", "markersize": 3}
                 look |= {"linewidth": 4} if method.name == "onebit_adam" else {}  # Birder lies upon it
-                axes.plot(crossover.GBPS, y, color=tint, label=method.label, **look)
+                axes.plot(prediction.GBPS, y, color=tint, label=method.label, **look)
                 drawn.append([name, method.name, y])
             axes.axhline(1, color=COLOURS["fp32"], linewidth=0.8)
-            rate_axis(axes, crossover.GBPS)
+            rate_axis(axes, prediction.GBPS)
             axes.set_yscale("log")
             figure.plain(axes.yaxis)
             axes.grid(visible=True)
@@ -266,11 +266,11 @@ def crossovers() -> bytes:
             gains.append(f"{won.label} {found[0].speedup(won.name)[0]:.1f}x ({label})")
         grid[0].set_ylabel("times as fast as DDP in fp32")
         figure.key(made, grid[0], 3)
-        slowest = f"{crossover.GBPS[0]:g} Gbit/s"
+        slowest = f"{prediction.GBPS[0]:g} Gbit/s"
         point = f"The slower the link, the more compression wins: at {slowest} {' and '.join(gains)}"
         setting = (
-            f"{NODES} nodes of {crossover.RANKS_PER_NODE} A100, TF32, {crossover.LATENCY_US:g} µs a message. Predicted, not "
-            f"measured on GPUs; accuracy not considered. DDP bf16: no method gains {NEAR:.0%} over it."
+            f"{NODES} nodes of {prediction.RANKS_PER_NODE} A100, TF32, {prediction.LATENCY_US:g} µs a message. Predicted, "
+            f"not measured on GPUs; accuracy not considered. DDP bf16: no method gains {NEAR:.0%} over it."
         )
         figure.head(made, point, setting)
         return figure.png(made, drawn, MARK)
@@ -287,7 +287,7 @@ def page(results: Path) -> str:
     emulated, loopback = (cells[cells.link == link] for link in ("emulated", "loopback"))
     groups = emulated.groupby(["suite", "method"])
     by_method = [prediction.of_cells(f"{suite}, {name}", part) for (suite, name), part in groups]
-    return templates.page(
+    return sentences.page(
         "predict",
         cells=prediction.table(cells).grid(),
         by_method=Table.text(prediction.HEAD, by_method).grid(),

@@ -38,7 +38,7 @@ from birder import BucketOptimizer
 from birder.checkpoint import elastic
 from experiments.config import compose
 from experiments.records.record import LOCAL, PUBLISHED, write_file
-from experiments.report import documents, outputs, paired
+from experiments.report import documents, paired, tables
 from experiments.report.formats import DASH
 from experiments.report.table import Table, terminal
 from experiments.runs import command
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = study(options.seeds)
     write(lines, PUBLISHED if options.publish else Path(LOCAL))
     if options.publish:
-        outputs.write(documents.render())
+        tables.save(documents.render())
     table(lines).show(terminal())
     return 0
 

@@ -26,10 +26,10 @@ from birder.predict import Cluster, Link, Timeline, gpus
 from birder.predict.answers import answer
 from birder.predict.costs import HOST_US
 from birder.predict.layouts import Plan
-from experiments.cells import architectures, published, timelines
+from experiments.cells import architectures, claimed, timelines
 from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED, ROOT, write_file
-from experiments.report import templates
+from experiments.report import sentences
 from experiments.report.formats import number
 from experiments.report.table import Table
 from experiments.runs import command
@@ -239,17 +239,17 @@ def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
     return found
 
 
-def profiled() -> list[tuple[published.Profile, Work]]:
+def profiled() -> list[tuple[claimed.Profile, Work]]:
     """Each profile of BERT-Large on V100, and what is counted for its batch."""
     from transformers import BertConfig
 
     own = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
     own.architectures = ["BertForPreTraining"]
     counted = {}
-    for batch in {p.batch for p in published.PROFILES}:
+    for batch in {p.batch for p in claimed.PROFILES}:
         asked = Asked("hf:bert-large", batch, "fp16", 128, attention=EAGER)
         counted[batch] = architectures.work(asked, own)
-    return [(p, counted[p.batch]) for p in published.PROFILES]
+    return [(p, counted[p.batch]) for p in claimed.PROFILES]
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def profiles() -> Table:
 
 def markdown(there: Sequence[Beside], timelines_: Sequence[Recorded], large: Table) -> str:
     """The page."""
-    return templates.page(
+    return sentences.page(
         "step_times",
         unsure=f"{gpus.UNSURE:.0%}",
         first=FIRST,

@@ -25,7 +25,7 @@ if not __package__:  # run as a script
 from experiments import compare
 from experiments.cells.trained import Trained
 from experiments.records.record import LOCAL, ResultRecord, read_all
-from experiments.report import trained
+from experiments.report import prediction
 from experiments.report.formats import number
 from experiments.report.table import Table
 from experiments.runs import command
@@ -44,7 +44,7 @@ METHODS = {"zero_one_gpt2": ["adamw", "onebit_adam", "birder"]}
 """Optimizers that are compared, where an experiment has others too, without a prediction (experiments/cells/trained.py)."""
 NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
 TURNS = ["timing.rounds=12", "timing.steps=1"]
-RESULTS = Path(LOCAL) / trained.FOLDER
+RESULTS = Path(LOCAL) / prediction.VALIDATION
 KEYS = "nodes", "gbps", "results_dir"
 """What is given beside experiments."""
 
@@ -111,9 +111,9 @@ def run(asked: Sequence[str], made_by: Callable[[list[str], list[str] | None], i
         print(f"[{place}/{len(every)}] {world}", flush=True)
         if code := made_by(world.overrides(results), METHODS.get(world.exp)):
             raise RunFailed(f"{world}: ended with status {code}; type the command again to continue here")
-    found = trained.rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])
+    found = prediction.trained_rows([r for r in _recorded(results) if any(w.made([r]) for w in every)])
     print(table(found).grid())
-    print(trained.summary(found).grid())
+    print(prediction.trained_summary(found).grid())
 
 
 def _recorded(results: Path) -> list[ResultRecord]:

@@ -17,7 +17,7 @@ if not __package__:  # run as a script
 from rich.console import Console
 
 from experiments.records.record import LOCAL, write_file
-from experiments.report import published, templates
+from experiments.report import published, sentences
 from experiments.report.table import Note, Table, terminal
 from experiments.report.volume import (
     LENGTHS,
@@ -140,7 +140,7 @@ def caution(s: Setting) -> Note:
 def markdown(setting: Setting, lengths: Sequence[int]) -> str:
     """The whole page."""
     made = [table.markdown(2) for table in tables(setting, lengths)]
-    return templates.page("zero_one_adam_volume", title=TITLE, caution=caution(setting).text, tables=made)
+    return sentences.page("zero_one_adam_volume", title=TITLE, caution=caution(setting).text, tables=made)
 
 
 def show(setting: Setting, lengths: Sequence[int], console: Console | None = None) -> None:

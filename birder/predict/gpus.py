@@ -123,7 +123,7 @@ GPUS: dict[str, GPU] = {
 """From the makers' data sheets. The first of a family is meant where no variant is named: A100 is the one with 80 GB and SXM.
 RTX: products with sums in fp32, which training uses; PCIe: one way, of 16 lanes. `relative` of A100, H100, H200 and B200:
 rates of matrix products that were measured (github.com/stas00/ml-engineering, compute/accelerator); of V100: the
-profile of BERT-Large (experiments/cells/published.py); of others it is not known."""
+profile of BERT-Large (experiments/cells/claimed.py); of others it is not known."""
 
 
 def find(name: str) -> GPU:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench.sizes import LARGE, LARGEST
+from experiments.bench import LARGE, LARGEST
 from experiments.records.record import ROOT
 
 OF_COPY = 0.85

@@ -1,8 +1,7 @@
 """What a hook costs where nothing is sent: one rank alone, each method's step after another, against DDP without a hook.
 
-On a recorded timeline (`measure`) a step is a backward pass that does nothing but hand out gradients, the hook and the
-update. With a real model (`measure_model`) it is a whole step on random data. The difference to DDP without any hook is
-what the method costs the device: copies, kernels, launches, Python.
+A step is a whole one of a real model on random data. The difference to DDP without any hook is what the method costs the
+device: copies, kernels, launches, Python.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
-from experiments.cells import timeline_tools, timelines
-from experiments.cells.model import ReplayModel
+from experiments.cells import timeline_tools
 
 METHODS: dict[str, dict[str, Any]] = {
     "DDP without a hook, SGDM": {},
@@ -33,15 +31,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "Birder": {"class": "Birder"},
     "Birder one-phase": {"class": "Birder", "reduce": "one_phase"},
     "Sigma-delta Adam, local form": {"class": "SigmaDeltaAdam", "variance": "local"},
-}
-MORE: dict[str, dict[str, Any]] = {
     "DDP without a hook, AdamW": {"plain": "AdamW"},
     "1-bit LAMB": {"class": "OneBitLAMB", "warmup_steps": 1},
     "0/1 Adam": {"class": "ZeroOneAdam", "warmup_steps": 1000},
     "CSER": {"class": "CSER"},
     "SLAMB": {"class": "SLAMB"},
 }
-"""Beside METHODS, for `measure_model`."""
 WARMUP = 4
 """Steps that are not timed: dense ones, the first compressed one, compilation."""
 TOGETHER = 5
@@ -49,9 +44,6 @@ TOGETHER = 5
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """What torch's profiler calls the runtime's functions that queue work, and those for which the host waits."""
-
-Build = Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
-"""Makes a model, and what gives the loss when it is called with the model or with DDP around it."""
 
 
 class Whole(nn.Module):
@@ -65,37 +57,22 @@ class Whole(nn.Module):
         return self._loss()
 
 
-def measure(device: torch.device, timeline: str, steps: int = 20) -> list[dict[str, Any]]:
-    """One row for each method: its step, and what it is more than the first one, in ms; medians."""
-
-    def build() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        model = ReplayModel(timelines.load(timeline), 0.0).to(device)
-        model._values = [v.to(device) for v in model._values]
-        x = torch.zeros(1, device=device)
-        return model, lambda wrapped: wrapped(x).sum()
-
-    with alone(device):
-        return list(_against_the_first(_measure(k, dict(v), device, build, steps) for k, v in METHODS.items()))
-
-
 def measure_model(
     device: torch.device, model: str, batch: int, steps: int = 20, methods: dict[str, dict[str, Any]] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The same with a real model on random data, row by row, and for each step launches and waits of the host (on a GPU)."""
-
-    def build() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-        return Whole(*timeline_tools.build(model, batch, device.type)), lambda wrapped: wrapped()
-
-    rows = _against_the_first(
-        _attempt(k, dict(v), device, build, steps) for k, v in (methods or METHODS | MORE).items()
-    )
+    """A row for each method, as they come: its step and what it is more than the first one, in ms, medians; and for each step
+    launches and waits of the host (on a GPU)."""
+    asked = (methods or METHODS).items()
+    rows = _against_the_first(_attempt(name, dict(options), device, model, batch, steps) for name, options in asked)
     yield from ({"model": model, "batch": batch, **row} for row in rows)
 
 
-def _attempt(label: str, options: dict[str, Any], device: torch.device, build: Build, steps: int) -> dict[str, Any]:
+def _attempt(
+    label: str, options: dict[str, Any], device: torch.device, model: str, batch: int, steps: int
+) -> dict[str, Any]:
     """As `_measure`; what it meets becomes its row, and the next method has its turn."""
     try:
-        return _measure(label, options, device, build, steps)
+        return _measure(label, options, device, model, batch, steps)
     except Exception as error:
         return {"method": label, "error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
 
@@ -127,16 +104,18 @@ def _against_the_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any
         yield {**row, **more}
 
 
-def _measure(label: str, options: dict[str, Any], device: torch.device, build: Build, steps: int) -> dict[str, Any]:
-    model, loss = build()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+def _measure(
+    label: str, options: dict[str, Any], device: torch.device, model: str, batch: int, steps: int
+) -> dict[str, Any]:
+    whole = Whole(*timeline_tools.build(model, batch, device.type))
+    ddp = DistributedDataParallel(whole, gradient_as_bucket_view=True, init_sync=False)
     name, plain = options.pop("class", None), options.pop("plain", "SGDM")
-    optimizer: Any = getattr(birder, name or plain)(model.parameters(), lr=1e-3, **options)
+    optimizer: Any = getattr(birder, name or plain)(whole.parameters(), lr=1e-3, **options)
     attachment = birder.attach(ddp, optimizer, topology=Topology(1, 1)) if name else None
 
     def step() -> None:
         optimizer.zero_grad()
-        loss(ddp).backward()
+        ddp().backward()
         optimizer.step()
 
     for _ in range(WARMUP):

@@ -160,7 +160,9 @@ def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     if q.checkpointing:
         _checkpoint(net, q.checkpointing)
     if task == "ImageClassification":
-        images = torch.randn(q.batch, getattr(config, "num_channels", 3), *_pair(getattr(config, "image_size", PIXELS)))
+        size = getattr(config, "image_size", PIXELS)
+        pixels = (size, size) if isinstance(size, int) else (size[0], size[1])
+        images = torch.randn(q.batch, getattr(config, "num_channels", 3), *pixels)
         labels = torch.zeros(q.batch, dtype=torch.long)
         return net, lambda: net(pixel_values=images, labels=labels).loss
     longest = getattr(config, "max_position_embeddings", None)
@@ -195,10 +197,6 @@ def _checkpoint(net: Any, how: str) -> None:
     if how == "layer":
         for layer in [m for m in net.modules() if isinstance(m, GradientCheckpointingLayer)][1::2]:
             layer.gradient_checkpointing = False
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _torchvision(name: str, batch: int) -> tuple[Any, Callable[[], Any]]:

@@ -3,7 +3,7 @@
 Nothing is fitted and nothing measured: bytes, link rates, and how long a GPU computes, which is stated. Kernels run at 70 %
 of the memory's bandwidth (birder/predict/costs.py), collectives are rings and all-to-alls at the full rate of the link.
 
-    bert_large    forward, backward and step of 1-bit Adam's profile (experiments/cells/published.py): V100, batch 64 in 4
+    bert_large    forward, backward and step of 1-bit Adam's profile (below): V100, batch 64 in 4
                   parts, an fp16 all-reduce or one fused 1-bit message after backward
     wrn_40_8      Wide ResNet, 35.8 M parameters; how long a V100 computes is not published, and is solved for
     bert_xl       34 layers of 2,560 units, 2.76 B parameters; 6 operations a parameter and token, at a share of an A100's
@@ -15,10 +15,95 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from birder.predict import METHODS, Cluster, Costs, Layout, Link, Method, Timeline, simulate
+from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, Method, Timeline, simulate
 from birder.predict.methods import Round
-from experiments.cells import published
+
+# ---- 1-bit Adam's profile of BERT-Large with Adam: its Table 1, read in a summary, so "secondary" in results/paper ----
+
+HIDDEN, LAYERS, FEED, WORDS, PLACES = 1024, 24, 4096, 30522, 512
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A row of the profile, ms: forward, all-reduce, rest of backward, optimizer's step."""
+
+    network: str
+    nodes: int
+    batch: int
+    forward: float
+    all_reduce: float
+    backward: float
+    update: float
+
+
+PROFILES = (
+    Profile("Ethernet", 16, 1, 36.65, 2205.86, 33.63, 74.96),
+    Profile("Ethernet", 16, 16, 35.71, 2275.43, 60.81, 75.59),
+    Profile("Ethernet", 16, 64, 137.80, 2259.36, 243.72, 74.92),
+    Profile("Ethernet", 8, 16, 37.91, 2173.35, 60.71, 75.63),
+    Profile("Ethernet", 4, 16, 36.94, 2133.24, 62.82, 76.85),
+    Profile("Ethernet", 2, 16, 34.95, 1897.21, 61.23, 75.26),
+    Profile("InfiniBand", 8, 1, 25.36, 316.18, 23.25, 58.49),
+    Profile("InfiniBand", 8, 16, 32.81, 336.40, 59.99, 57.79),
+    Profile("InfiniBand", 8, 64, 131.04, 339.52, 237.92, 56.91),
+    Profile("InfiniBand", 4, 16, 33.45, 297.28, 56.81, 57.98),
+    Profile("InfiniBand", 2, 16, 32.86, 183.74, 56.49, 58.60),
+)
+
+
+def evenly(
+    name: str,
+    gpu: str,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    forward: float,
+    backward: float,
+    *,
+    precision: str,
+    batch: int = 1,
+    **about: Any,
+) -> Timeline:
+    """A model whose gradients come evenly over backward, the last parameter's first. Times in ms."""
+    total = len(shapes)
+    gradients = tuple(
+        Gradient(n, shape, forward + backward * (total - place) / total) for place, (n, shape) in enumerate(shapes)
+    )
+    inside = IntraNode(0.0, 0.0, 0.0, "not used")
+    return Timeline(name, name, gpu, precision, batch, 8, forward, forward + backward, gradients, inside, **about)
+
+
+def bert_large(forward: float, backward: float, update: float, batch: int) -> Timeline:
+    """BERT-Large for pre-training. Gradients come evenly over backward; the decoder's weight is the word embedding's."""
+    h, f = HIDDEN, FEED
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("embeddings.word", (WORDS, h)),
+        ("embeddings.position", (PLACES, h)),
+        ("embeddings.type", (2, h)),
+        ("embeddings.norm", (2, h)),
+    ]
+    for i in range(LAYERS):
+        layer = f"layer.{i}"
+        shapes += [(f"{layer}.{name}", (h, h)) for name in ("query", "key", "value", "output")]
+        shapes += [(f"{layer}.attention.vectors", (6, h))]
+        shapes += [
+            (f"{layer}.in", (f, h)),
+            (f"{layer}.in.bias", (f,)),
+            (f"{layer}.out", (h, f)),
+            (f"{layer}.vectors", (3, h)),
+        ]
+    shapes += [
+        ("pooler", (h, h)),
+        ("head", (h, h)),
+        ("head.vectors", (4, h)),
+        ("head.bias", (WORDS,)),
+        ("next", (2, h)),
+    ]
+    about: dict[str, Any] = {"precision": "fp16", "batch": batch, "source": "1-bit Adam, Table 1", "update_ms": update}
+    return evenly("bert_large", "v100", shapes, forward, backward, **about)
+
+
+# ---- what a step takes ------------------------------------------------------------------------------------------------
 
 LATENCY_US = 20.0
 WHOLE = Layout(1e6, 1e6, 1e6)
@@ -58,7 +143,7 @@ def bert_xl() -> SHAPES:
 
 def even(name: str, gpu: str, shapes: SHAPES, compute_ms: float) -> Timeline:
     """A third of the computing forward, the rest backward, in which gradients come evenly, the last parameter's first."""
-    return published.evenly(name, gpu, shapes, compute_ms / 3, 2 * compute_ms / 3, precision="stated", source="stated")
+    return evenly(name, gpu, shapes, compute_ms / 3, 2 * compute_ms / 3, precision="stated", source="stated")
 
 
 def ms(t: Timeline, cluster: Cluster, method: Method, layout: Layout | None = None) -> float:
@@ -66,7 +151,7 @@ def ms(t: Timeline, cluster: Cluster, method: Method, layout: Layout | None = No
     return simulate(t, cluster, method, Costs.of_gpu(t.gpu), layout).ms
 
 
-# ---- CSER: how fast a GPU must be ------------------------------------------------------------------------------------
+# ---- CSER: how fast a GPU must be -------------------------------------------------------------------------------------
 
 
 def cser(gradient_ratio: int, model_ratio: int, reset_every: int, nbytes: float = 4.0) -> Method:
@@ -141,8 +226,8 @@ class Run:
 
 def bert_large_run(cluster: Cluster, steps: int, onebit_warmup: int, zero_one: tuple[int, int, int]) -> Run:
     """zero_one: (variance rounds, 1-bit rounds, steps without any) of the schedule. Nothing overlaps with backward."""
-    profile = next(p for p in published.PROFILES if (p.network, p.nodes, p.batch) == ("Ethernet", 16, 64))
-    t = published.bert_large(profile.forward, profile.backward, profile.update, profile.batch)
+    profile = next(p for p in PROFILES if (p.network, p.nodes, p.batch) == ("Ethernet", 16, 64))
+    t = bert_large(profile.forward, profile.backward, profile.update, profile.batch)
     dense = simulate(t, cluster, METHODS["fp16"], Costs(), WHOLE).ms
     compressed = ms(t, cluster, METHODS["deepspeed"])
     local = ms(t, cluster, replace(METHODS["deepspeed"], rounds=(Round(wire="none", encode=("eager",) * 4),)))

@@ -21,10 +21,12 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import statistics
+
 import torch
 import torch.distributed as dist
 
-from experiments.cells import measured, scaling
+from experiments.cells import scaling
 from experiments.cells.held import Setups
 from experiments.cells.model import ReplayModel
 from experiments.cells.scaling import Scaled
@@ -32,8 +34,7 @@ from experiments.cells.setup import Setup
 from experiments.cells.suite import Cell, Suite
 from experiments.records import record
 from experiments.training import machine, step_profile, worker
-from experiments.training.together import gathered
-from experiments.training.world import joined
+from experiments.training.world import gathered, joined
 from launch import link_file
 from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
@@ -112,14 +113,14 @@ class Node:
                 left = (time.monotonic() - began) * (self.rounds / (number + 1) - 1)
                 say(f"{name}, {self.size} nodes: round {number + 1}/{self.rounds}, {left:.0f} s left")
         busy = machine.busy(before, gathered(machine.read()))
-        everyone = gathered({cell: measured.together(turns) for cell, turns in mine.items()})
+        everyone = gathered({cell: together(turns) for cell, turns in mine.items()})
         about = {"world": f"{self.spec.id}, {name}"}
         for s in cells:
             nodes = [of[s.cell] for of in everyone]
             self._done += 1
             if self._template is None:
                 continue
-            steps = [round(ms, 4) for ms in measured.slowest(nodes, "wall_ms")]
+            steps = [round(ms, 4) for ms in slowest_ms(nodes, "wall_ms")]
             held = "all" if setups.holds(s) else "one"
             turns = {
                 **about,
@@ -186,12 +187,65 @@ class Node:
             wire=method.wire,
             data={"name": f"replay of {s.timeline.name}", "synthetic": True},
             link={**record.LINK, **self.link, "link_gbps": gbit, "dilation": s.dilation},
-            timing=measured.timing(nodes, s.timeline.batch_per_gpu * gpus * self.size),
-            bytes_per_step=measured.sent_bytes(nodes),
+            timing=timing_of(nodes, s.timeline.batch_per_gpu * gpus * self.size),
+            bytes_per_step=sent_bytes(nodes),
             collectives_per_step=round(nodes[0]["collectives"] / len(nodes[0]["steps"]), 2),
             state_bytes_per_rank=nodes[0]["state"],
             turns=turns,
         )
+
+
+# ---- from the turns of a cell to the fields of its record -------------------------------------------------------------
+
+PARTS = ("encode_ms", "wire_ms", "exposed_wire_ms", "update_ms")
+
+
+def together(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One node's turns (`Setup.turn`) as one: steps in their order, the state at the end, sums of the rest."""
+    nics = [t["nic"] for t in turns]
+    return {
+        "steps": [s for t in turns for s in t["steps"]],
+        "sent": sum(t["sent"] for t in turns),
+        "collectives": sum(t["collectives"] for t in turns),
+        "state": turns[-1]["state"],
+        "nic": None if None in nics else (sum(nic[0] for nic in nics), sum(nic[1] for nic in nics)),
+    }
+
+
+def slowest_ms(nodes: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """Of every step what it took on the node where it took longest. nodes: what `together` returned on each."""
+    return [max(n["steps"][i][key] for n in nodes) for i in range(len(nodes[0]["steps"]))]
+
+
+def timing_of(nodes: Sequence[dict[str, Any]], samples: int) -> dict[str, Any]:
+    """The record's `timing`; a step is as long as that of the slowest node. samples: of all nodes.
+
+    With so few steps there are no percentiles: min_ms and max_ms, and every step in steps_ms, in their order.
+    """
+    walls = slowest_ms(nodes, "wall_ms")
+    median = statistics.median(walls)
+    return {
+        "steps": len(walls),
+        "median_ms": round(median, 3),
+        "min_ms": round(min(walls), 3),
+        "max_ms": round(max(walls), 3),
+        "steps_ms": [round(ms, 3) for ms in walls],
+        "samples_per_s": round(1000 * samples / median, 3),
+        "split": {key: round(statistics.median_high(slowest_ms(nodes, key)), 3) for key in PARTS},
+    }
+
+
+def sent_bytes(nodes: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    """The record's `bytes_per_step`: per node and step."""
+    per = len(nodes[0]["steps"]) * len(nodes)
+    nics = [n["nic"] for n in nodes]
+    known = all(nic is not None for nic in nics)
+    return {
+        "payload_intra": 0,
+        "payload_inter": round(sum(n["sent"] for n in nodes) / per),
+        "nic_tx": round(sum(nic[0] for nic in nics) / per) if known else None,
+        "nic_rx": round(sum(nic[1] for nic in nics) / per) if known else None,
+    }
 
 
 if __name__ == "__main__":

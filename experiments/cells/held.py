@@ -3,17 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import math
+import resource
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
-from experiments.cells import memory
-from experiments.cells.memory import Memory
 from experiments.cells.model import ReplayModel
 from experiments.cells.scaling import Scaled
 from experiments.cells.setup import Setup
 from experiments.cells.suite import Suite
-from experiments.training.together import gathered, memory_left
+from experiments.training.world import gathered, memory_left
+
+# ---- memory of this process; Linux, elsewhere nothing is known --------------------------------------------------------
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def tidy() -> None:
+    """Gives what has been freed back to the system."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Memory:
+    """The most memory that this process has held since the object was made, above what it held then."""
+
+    def __init__(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            self.before = float(resident())
+        except OSError:
+            self.before = math.nan
+
+    def peak(self) -> int | None:
+        """Bytes; None where it cannot be measured."""
+        if math.isnan(self.before):
+            return None
+        return round(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before)
+
+    def grown(self) -> int:
+        """Bytes that the process holds now above what it held then; 0 where that is not known."""
+        return 0 if math.isnan(self.before) else round(resident() - self.before)
+
+
+# ---- setups -----------------------------------------------------------------------------------------------------------
+
 
 SHARE = 0.8
 """Share of the memory available that setups may take together."""
@@ -40,11 +83,11 @@ class Setups:
             self._first.setdefault(s.key, s)
 
     def __enter__(self) -> Setups:
-        budget, before = memory_left(SHARE), memory.resident()
+        budget, before = memory_left(SHARE), resident()
         waiting = list(self._first.values())
         spare = NEED * max(s.elements for s in waiting)  # where one that is not held is made
         while waiting:
-            taken = max(gathered(memory.resident() - before))
+            taken = max(gathered(resident() - before))
             if taken + NEED * waiting[0].elements + (spare if waiting[1:] else 0) > budget:
                 break
             first = waiting.pop(0)
@@ -56,7 +99,7 @@ class Setups:
             setup.close()
         self._held.clear()
         self._memory.clear()
-        memory.tidy()
+        tidy()
 
     def holds(self, scaled: Scaled) -> bool:
         """Whether the setup of a cell is kept."""
@@ -78,11 +121,11 @@ class Setups:
         if key not in self._held:
             setup.close()
             del setup
-            memory.tidy()
+            tidy()
 
     def _make(self, scaled: Scaled) -> Setup:
         model = self._model(scaled)
-        memory.tidy()  # else what others have freed would be used again, and not be counted
+        tidy()  # else what others have freed would be used again, and not be counted
         watched = Memory()
         setup = Setup(scaled.method, model, scaled.share, self.size, self.suite.gpus_per_node)
         self._making[scaled.key] = watched.peak(), watched.grown()

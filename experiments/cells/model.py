@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from birder.predict.timeline import Timeline
-from experiments.cells.selection import scaled
+from experiments.cells.timelines import scaled
 
 
 def pause_until(deadline: float) -> None:

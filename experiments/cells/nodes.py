@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch import Tensor
 
-from birder.comm import Hierarchical, Topology, TwoPhase
+from birder.comm import Communicator, Hierarchical, Topology, TwoPhase
 from birder.comm.link import Operation
 from experiments.cells.model import ReplayModel, pause_until
 
@@ -120,6 +120,17 @@ class HierarchicalNode(_Timed, Hierarchical):
         with self.waiting():
             seconds = self.model.dilation * ms_times_elements / self.model.elements / 1000
             pause_until(time.perf_counter() + seconds)
+
+
+def maker(model: ReplayModel, hierarchical: bool, gpus: int, ring: bool = True) -> Callable[..., Communicator]:
+    """What `birder.attach` takes as `communicator` where a rank stands for a node of so many GPUs. ring: as of `FlatNode`."""
+
+    def make(group: dist.ProcessGroup, topology: Topology) -> Communicator:
+        if hierarchical:
+            return HierarchicalNode(group, topology, model)
+        return FlatNode(group, topology, gpus, ring=ring)
+
+    return make
 
 
 def _copies(rows: Tensor, factor: float) -> Tensor:

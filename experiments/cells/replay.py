@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from birder.comm import Communicator, Topology
+from birder.comm import Communicator
 from experiments.cells import timelines
 from experiments.cells.model import ReplayModel
-from experiments.cells.nodes import FlatNode, HierarchicalNode
-from experiments.cells.traffic import bucket_delay_ms
+from experiments.cells.nodes import maker
+from experiments.cells.timelines import bucket_delay_ms
 from experiments.workloads.base import Shard, Workload
 from launch.errors import UserError
 
@@ -89,11 +88,9 @@ class Replay(Workload):
         return self.timeline.batch_per_gpu * self.timeline.gpus_per_node
 
     def communicator(self, hierarchical: bool) -> Callable[..., Any] | None:
-        def make(group: dist.ProcessGroup, topology: Topology) -> Communicator:
+        def make(*arguments: Any) -> Communicator:
             assert self.model is not None
             self.model.delay_ms = 0.0  # called for methods that compress, and theirs is another way
-            if hierarchical:
-                return HierarchicalNode(group, topology, self.model)
-            return FlatNode(group, topology, self.timeline.gpus_per_node, ring=self.ring)
+            return maker(self.model, hierarchical, self.timeline.gpus_per_node, self.ring)(*arguments)
 
         return make

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from birder.predict.timeline import Timeline
-from experiments.cells.selection import flattened, select, shares
 from experiments.cells.suite import Cell, Method, Suite
+from experiments.cells.timelines import flattened, select, shares
 
 
 @dataclass(frozen=True)

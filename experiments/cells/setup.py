@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
-from birder.comm import Communicator, Topology
+from birder.comm import Topology
 from birder.predict.timeline import Timeline
 from experiments.cells.model import ReplayModel
-from experiments.cells.nodes import FlatNode, HierarchicalNode
+from experiments.cells.nodes import FlatNode, HierarchicalNode, maker
 from experiments.cells.suite import Method
-from experiments.cells.traffic import BUCKET_MB, bucket_delay_ms
+from experiments.cells.timelines import BUCKET_MB, bucket_delay_ms
 from experiments.training import step_profile
-from experiments.training.nic import NicMeter
 from experiments.training.torch_hooks import attach_hook
+from experiments.training.traffic import NicMeter
 
 
 class Setup:
@@ -38,14 +38,9 @@ class Setup:
         if self.method.hook:
             return attach_hook(self.ddp, self.optimizer, self.method.hook, rank=self.method.rank, **options)
         if self.gpus > 1:
-            options["communicator"] = self._communicator
+            options["communicator"] = maker(self.model, self.method.hierarchical, self.gpus)
         sends = self.method.wire != "none"
         return birder.attach(self.ddp, self.optimizer, overlap=self.method.overlap, communicate=sends, **options)
-
-    def _communicator(self, group: dist.ProcessGroup, topology: Topology) -> Communicator:
-        if self.method.hierarchical:
-            return HierarchicalNode(group, topology, self.model)
-        return FlatNode(group, topology, self.gpus)
 
     def _warm_up(self) -> None:
         """DDP's final buckets, compiled kernels, open connections: without waiting, and mostly without sending."""

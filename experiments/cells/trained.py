@@ -2,7 +2,7 @@
 
 What is known of a world before any method has its turn (experiments/timing): when the bound comes to each of DDP's buckets,
 the rate that the links were set to, what kernels and exchanges cost the cores that the ranks share, and what messages that
-mean nothing cost beside the bound (experiments/timing/bits.py). No time of a method's own is used, but what the update of
+mean nothing cost beside the bound (experiments/timing/profiled.py). No time of a method's own is used, but what the update of
 dense methods takes: it is the user's optimizer, and has nothing to do with communication.
 """
 

@@ -78,7 +78,9 @@ def plain(overrides: Sequence[str], config_dir: Path) -> dict[str, Any]:
         config = from_hydra(_compose(overrides, config_dir), list(overrides)).config
         return {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
     except CONFIG_ERRORS as error:
-        raise messages.explain(error, config_dir, lambda _: _keys(_raw(_defaults(config_dir)))) from error
+        raise messages.explain(
+            error, config_dir, lambda _: _keys(_raw(from_hydra(_compose([], config_dir), []).config))
+        ) from error
 
 
 def compared(composed: Composed) -> list[list[str]]:
@@ -240,10 +242,6 @@ def _compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:
             return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = state
-
-
-def _defaults(config_dir: Path) -> DictConfig:
-    return from_hydra(_compose([], config_dir), []).config
 
 
 def _keys(section: dict[str, Any], prefix: str = "") -> list[str]:

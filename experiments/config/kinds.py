@@ -44,20 +44,8 @@ def _rule(holds: bool, value: Any) -> Any:
     return value
 
 
-def _name(value: str) -> str:
-    return _rule(bool(_NAME.fullmatch(value)), value)
-
-
 def _path(value: str) -> str:
     return _rule(bool(value.strip()) and value.isprintable() and len(value) <= 4096, value)
-
-
-def _pair(value: list[float]) -> list[float]:
-    return _rule(value[0] <= value[1] and value[1] > 0, value)
-
-
-def _rising(value: list[float]) -> list[float]:
-    return _rule(value == sorted(set(value)), value)
 
 
 Switch = Annotated[bool, Strict()]
@@ -65,7 +53,7 @@ Text = Annotated[str, Strict(), AfterValidator(_path), Words("text on one line, 
 Name = Annotated[
     str,
     Strict(),
-    AfterValidator(_name),
+    AfterValidator(lambda name: _rule(bool(_NAME.fullmatch(name)), name)),
     Words("letters, digits, '.', '_', '-', at most 100 of them, in quotes where they are a number", "names a folder:"),
 ]
 Folder = Annotated[str, Strict(), AfterValidator(_path), Words("the path of a folder")]
@@ -103,10 +91,14 @@ Betas = Annotated[
 Bounds = Annotated[
     list[NotNegative],
     Field(min_length=2, max_length=2),
-    AfterValidator(_pair),
+    AfterValidator(lambda pair: _rule(pair[0] <= pair[1] and pair[1] > 0, pair)),
     Words("two rising numbers of 0 or more, such as [0.0,10.0]"),
 ]
-Epochs = Annotated[list[Positive], AfterValidator(_rising), Words("a rising list of epochs, such as [30,60,90]")]
+Epochs = Annotated[
+    list[Positive],
+    AfterValidator(lambda some: _rule(some == sorted(set(some)), some)),
+    Words("a rising list of epochs, such as [30,60,90]"),
+]
 Hosts = Annotated[Text | list[Text], Words("hosts a,b,c, or a file with one host per line")]
 Options = Annotated[Text | list[Text], Words("a list of arguments, such as [-i,KEYFILE]")]
 Rates = Annotated[list[Positive], Field(min_length=1), Words("a list of learning rates, such as [0.01,0.1]")]

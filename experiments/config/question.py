@@ -1,12 +1,54 @@
-"""What experiments/predict.py is asked: conf/predict with the keys of the command line, checked."""
+"""What experiments/predict.py is asked: the keys of conf/predict, and those of the command line, checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from experiments.config import compose, validate
-from experiments.config.schema_predict import Question
+from experiments.config.kinds import Count, Nodes, NotNegative, Positive, Ranks, Switch, Text, Words, doc
+from experiments.config.schema import Section
+
+Methods = Annotated[Text | list[Text], Words("names of methods, such as birder,bf16")]
+
+
+class Cluster(Section):
+    nodes: Nodes = doc("number of nodes")
+    ranks_per_node: Ranks = doc("ranks (GPUs) of a node, which share its NICs")
+    gbps: Positive = doc("rate of a node's NIC, Gbit/s each way")
+    latency_us: NotNegative = doc("latency of a message between nodes, microseconds")
+    inside_gb_per_s: Positive | None = doc("rate of a GPU's link inside the node, GB/s; null: that of the GPU")
+    nics: Count = doc("NICs of a node, used side by side")
+    oversubscription: Positive = doc("the switches carry so many times less than the NICs of all nodes together")
+
+
+class Question(Section):
+    model: Text | None = doc(
+        "hf:NAME or hf:FOLDER, torchvision:NAME, package.module:function, 'params:1.3B layers=24 width=2048 vocab=50k', or "
+        "the model of a recorded timeline"
+    )
+    timeline: Text | None = doc("instead: a file of results/timelines, or a path")
+    gpu: Text = doc("name of a data sheet, or as torch spells it")
+    batch: Count = doc("samples per GPU, of one micro-batch")
+    seq: Count | None = doc("tokens of a sample; null: 1024, or as many as the model takes")
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "amp"] | None = doc(
+        "null: bf16, or fp16 on a GPU without it; tf32 for a recorded timeline"
+    )
+    compiled: Switch = doc("kernels that do not multiply are fused, as by torch.compile")
+    checkpointing: Switch | Literal["layer", "op"] = doc(
+        "activations are computed again in backward; layer: of every second layer; op: all but fused attention and every "
+        "second matrix product"
+    )
+    accumulation: Count = doc("micro-batches of a step")
+    sharding: Literal["ddp", "hsdp", "fsdp"] = doc("how the model is laid out over ranks")
+    optimizer: Literal["adamw", "sgd"] = doc("the user's own optimizer, which dense methods keep")
+    local_steps: Count | None = doc("steps between two means of local SGD and DiLoCo; null: 8 and 500")
+    gpu_rate: Positive = doc("the GPU computes so many times as fast as is assumed, or as where it was recorded")
+    steps: Count | None = doc("a function's timeline is recorded here, on so many steps, instead of counted")
+    methods: Methods | None = doc("rows of the table; null: the usual ones")
+    cluster: Cluster = doc("the cluster that is asked about: cluster=NAME, a file of conf/predict/cluster")
+
 
 FOLDER = compose.CONF / "predict"
 

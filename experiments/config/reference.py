@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel
 
 from experiments.config import kinds, validate
+from experiments.config.question import Question
 from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS, Cluster
 from experiments.config.schema_optimizer import OPTIMIZERS, Optimizer
-from experiments.config.schema_predict import Question
 from experiments.records import old_keys
 
 FREE = ("workload", "optimizer", "cluster", "scales")

@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any, Union, cast
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -68,9 +68,9 @@ def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, An
     every = {_join(prefix, *path): field for prefix, model, _ in _parts(raw) for path, field in fields(model)}
     for key in keys:
         if (field := every.get(key)) is not None and not _missing(raw, key):
-            value = get(key)
+            value, kind = get(key), cast(Any, typing.Annotated[field.annotation, field])  # type: ignore[valid-type]
             try:
-                _adapter(field).validate_python(value)
+                TypeAdapter(kind).validate_python(value)
             except ValidationError as error:
                 raise _wrong(key, field, error.errors(include_url=False), value) from error
 
@@ -141,11 +141,6 @@ def _parts(config: dict[str, Any]) -> Iterator[tuple[str, type[BaseModel], Any]]
         if name in SECTIONS:
             model = SECTIONS[name][0].get(target) or _open(name)
             yield name, model, {key: value for key, value in section.items() if key != "_target_"}
-
-
-def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    kind: Any = typing.Annotated[field.annotation, field]  # type: ignore[valid-type]
-    return TypeAdapter(kind)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ class Setting(NamedTuple):
         """Of a run. data: of one that does not know its own."""
         train = r.config.get("train", {})
         batch = int(train.get("batch_per_rank") or 0) * int(train.get("accumulate") or 1)
-        words = _length(train), _schedule(train), batch, _precision(train)
+        precision = train.get("precision") or "fp32"
+        words = _length(train), _schedule(train), batch, "" if precision == "fp32" else f"precision {precision}"
         return cls(r.exp, r.scale, r.nodes, r.ranks_per_node, *words, str(r.data.get("name") or data))
 
     @property
@@ -65,12 +66,6 @@ class Setting(NamedTuple):
     def title(self) -> str:
         ranks = f"{self.workers} ranks ({self.nodes} x {self.ranks_per_node}), batch {self.batch} each"
         return ", ".join(filter(None, (self.studied, ranks, self.precision, f"scale {self.scale}")))
-
-
-def _precision(train: dict[str, Any]) -> str:
-    """What it computed in, in words; empty for fp32."""
-    precision = train.get("precision") or "fp32"
-    return "" if precision == "fp32" else f"precision {precision}"
 
 
 def _length(train: dict[str, Any]) -> str:
@@ -389,16 +384,17 @@ def columns(table: AccuracyTable) -> list[Column]:
     """The columns, each with what makes its cells from a `Cell`; to add one see experiments/report/table.py."""
     name, target = table.metric["name"], table.metric.get("target")
     others = sorted({k for c in table.cells for r in c.valid for k in r.metric.get("all", {})} - {name})
+    said = Column("verdict", "left", value=table.verdict)
     return [
         Column("method", "left", value=lambda cell: cell.label),
         Column("lr", value=lambda cell: DASH if cell.lr is None else f"{cell.lr:g}"),
         Column(name, value=lambda cell: _value(table, cell)),
         *map(_other, others),
-        *(_verdicts(table, table.baseline) if table.baseline is not None else []),
+        *([Column(f"vs {base.label}", value=table.difference_text), said] if (base := table.baseline) else []),
         Column("n", value=Cell.count),
         Column("target", value=lambda _: DASH if target is None else f"{target:g}"),
         Column("best lr", value=lambda cell: "best" if table.best(cell.label) is cell else ""),
-        Column("records", terminal=False, value=_links),
+        Column("records", terminal=False, value=lambda cell: links((str(r.seed), r) for r in cell.records)),
     ]
 
 
@@ -412,15 +408,6 @@ def markdown(table: AccuracyTable, plot: bool) -> str:
     """The table as a section of a page in the tables folder. plot: whether its curves were drawn."""
     drawn = f"![{table.metric['name']}](../plots/{table.slug}_curve.png)\n" if plot else ""
     return as_table(table).markdown() + drawn
-
-
-def _other(name: str) -> Column:
-    return Column(name, value=lambda cell: mean_sd(*cell.summary(name)))
-
-
-def _verdicts(table: AccuracyTable, base: Cell) -> list[Column]:
-    against = Column(f"vs {base.label}", value=table.difference_text)
-    return [against, Column("verdict", "left", value=table.verdict)]
 
 
 def _dense(r: ResultRecord) -> bool:
@@ -441,8 +428,13 @@ def _value(table: AccuracyTable, cell: Cell) -> str:
     return f"**{value}**" if table.best(cell.label) is cell else value
 
 
-def _links(cell: Cell) -> str:
-    return " ".join(f"[{r.seed}](../records/{r.id}.json)" for r in cell.records)
+def _other(name: str) -> Column:
+    return Column(name, value=lambda cell: mean_sd(*cell.summary(name)))
+
+
+def links(records: Iterable[tuple[str, ResultRecord]]) -> str:
+    """(name, record) as links of a page in the tables folder."""
+    return " ".join(f"[{name}](../records/{r.id}.json)" for name, r in records)
 
 
 def _cells(records: list[ResultRecord]) -> list[Cell]:

@@ -25,14 +25,13 @@ def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTabl
     PyTorch's hooks, which want real ranks, stand in them where they were run in the same setting.
     """
     found: dict[str, list[AccuracyTable]] = {}
-    for table in accuracy.build([r for r in records if labels.is_virtual(r.config) or _hook(r)]):
+    hooks = [bool((r.config.get("comm") or {}).get("hook")) for r in records]
+    for table in accuracy.build(
+        [r for r, hook in zip(records, hooks, strict=True) if hook or labels.is_virtual(r.config)]
+    ):
         if any(labels.is_virtual(r.config) for c in table.cells for r in c.records):
             found.setdefault(table.first.exp, []).append(table)
     return {exp: _together(tables) for exp, tables in found.items()}
-
-
-def _hook(r: ResultRecord) -> bool:
-    return bool((r.config.get("comm") or {}).get("hook"))
 
 
 def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from birder.predict import METHODS, gpus
 from birder.predict.answers import Answer
 from experiments.records.record import ResultRecord, read_all
-from experiments.report.paired import BETTER, PARITY, WORSE
+from experiments.report.paired import WORSE
+from experiments.report.sentences import lines, say
 
 WIDTH = 80
 VERDICTS = Path("tables") / "accuracy_verdicts.json"
@@ -39,10 +40,7 @@ def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
     """What a method costs in accuracy: in how many `verdicts` it was at parity, better, worse, or open."""
     if not (found := _counted(label, studies)):
         return "no study of its accuracy is published here"
-    counted = found.total()
-    good, worse = found[PARITY] + found[BETTER], found[WORSE]
-    said = f"accuracy at parity or better in {good} of {counted} studies, worse in {worse}"
-    return said + (f", undecided in {counted - good - worse}" if counted > good + worse else "")
+    return say("price", by=found)
 
 
 def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
@@ -69,22 +67,7 @@ def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: 
 
 def assumed(found: Answer) -> list[str]:
     """Where the numbers come from, a line each."""
-    t, c, plan = found.prediction.timeline, found.prediction.cluster, found.plan
-    link = (
-        f"{c.between.gbps:.3g} Gbit/s between nodes, {c.between.latency_us:g} us"
-        if c.nodes > 1
-        else f"{c.inside.gbps / 8:.3g} GB/s inside the node"
-    )
-    computing = f"{t.name}: {t.elements / 1e6:.4g} M parameters, {t.step_ms:.4g} ms of forward and backward on {t.gpu}"
-    if found.ends:
-        computing += f" +-{gpus.UNSURE:.0%}, from the architecture and the data sheet"
-    if plan.accumulation > 1:
-        computing += f"; {plan.accumulation} micro-batches a step"
-    lines = [computing + ".", f"{c.nodes} x {c.ranks_per_node} ranks, {link}; {plan.sharding}."]
-    lines.append(f"Kernels of methods: {found.prediction.costs.source}.")
-    if any(not r.method.dense and r.ms < found.prediction["none"].ms for r in found.rows()):
-        lines.append("Less than no communication: the method's update takes less time than the dense optimizer's.")
-    if not all(found.fits(name) for name in found.memory):
-        assert found.gpu is not None
-        lines.append(f"!: more than the {found.gpu.gb:g} GB of a {found.gpu.label}.")
-    return [*lines, ALL]
+    p = found.prediction
+    cheap = any(not r.method.dense and r.ms < p["none"].ms for r in found.rows())
+    full = None if all(found.fits(name) for name in found.memory) else found.gpu
+    return [*lines("assumed", found=found, p=p, unsure=gpus.UNSURE, cheap=cheap, full=full), ALL]

@@ -78,11 +78,8 @@ def last(t: Timeline, wire_ms: float, *, scale: float = 1.0, bucket_mb: float = 
 
     wire_ms: of all gradients. scale: how much slower than the timeline the computing is.
     """
-    left, longest = t.elements, 0.0
-    for bucket in buckets(t, Layout(bucket_mb=bucket_mb, first_mb=bucket_mb)):
-        longest = max(longest, scale * bucket.ready + wire_ms * left / t.elements)
-        left -= sum(g.numel for g in bucket.gradients)
-    return longest
+    cut = buckets(t, Layout(bucket_mb=bucket_mb, first_mb=bucket_mb))
+    return last_with_work([(sum(g.numel for g in b.gradients), scale * b.ready) for b in cut], 0.0, wire_ms)
 
 
 def last_with_work(ready: Sequence[Sequence[float]], own_ms: float, wire_ms: float) -> float:
@@ -112,14 +109,11 @@ def of_runs(records: Sequence[ResultRecord]) -> list[Check]:
         if r.wire not in WIRES:
             continue
         compute = bound.timing["median_ms"] - _update_ms(bound)
-        if (check := _with_work(r, compute) or _plain(r, compute)) is not None:
+        if (check := _with_work(r, compute)) is not None:
             found.append(check)
+        elif (expected := _expected(r, compute)) is not None:
+            found.append(Check(r.method, r.timing["median_ms"], expected, off_by(r)))
     return found
-
-
-def _plain(r: ResultRecord, compute: float) -> Check | None:
-    expected = _expected(r, compute)
-    return None if expected is None else Check(r.method, r.timing["median_ms"], expected, _off_by(r))
 
 
 def _with_work(r: ResultRecord, compute: float) -> Check | None:
@@ -132,7 +126,7 @@ def _with_work(r: ResultRecord, compute: float) -> Check | None:
     own = max(0.0, statistics.median(opened) - compute - _update_ms(r))
     expected = last_with_work(trained.paced(ready, compute), own, wire_ms) + _update_ms(r)
     measured = r.timing["median_ms"]
-    return Check(r.method, measured, expected, _off_by(r), own / measured, _link(r, wire_ms))
+    return Check(r.method, measured, expected, off_by(r), own / measured, _link(r, wire_ms))
 
 
 def _link(r: ResultRecord, wire_ms: float) -> float | None:
@@ -143,7 +137,8 @@ def _link(r: ResultRecord, wire_ms: float) -> float | None:
     return statistics.median(ms * rate / usual for ms, rate in zip(taken, rates, strict=True)) / wire_ms - 1
 
 
-def _off_by(r: ResultRecord) -> float:
+def off_by(r: ResultRecord) -> float:
+    """By what share the link missed its set rate; 0 where nothing is known."""
     return float(r.link.get("off_by") or 0.0)
 
 

@@ -100,8 +100,7 @@ def compressed(table: SpeedupTable) -> list[Row]:
 
 def beside(own: str, own_ms: float, rival: str, rival_ms: float, found: Speedup | None, about: str) -> str:
     """Whether a method is the fastest compressed one. found: its speedup over `rival`, the fastest of the others."""
-    took, rest = f"{number(own_ms)} ms{', ' if about else ''}{about}", f"{rival}, {number(rival_ms)} ms"
-    return say("beside", own=own, took=took, verdict=_verdict(found), next=rest)
+    return say("beside", own=own, ms=own_ms, verdict=_verdict(found), rival=rival, rival_ms=rival_ms, about=about)
 
 
 def _bound(table: SpeedupTable) -> str | None:

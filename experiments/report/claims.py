@@ -19,6 +19,7 @@ from experiments.report import captions, published
 from experiments.report.claims_evidence import CLOSE as CLOSE
 from experiments.report.claims_evidence import EVIDENCE, STEPS, TABLES
 from experiments.report.formats import times
+from experiments.report.sentences import say
 from experiments.report.table import Column, Table
 
 Kind = Literal["trained", "replayed", "predicted", "computed", "nothing"]
@@ -113,12 +114,4 @@ def met(factor: float, found: Sequence[tuple[float, str]], why: str = "") -> str
     Met is within `captions.NEAR`: a paper that says "up to 2.5" and a prediction of 12.8 disagree.
     """
     close, below, above = captions.by_factor(factor, found)
-    said = [f"confirmed within {100 * captions.NEAR:g} % under {listed(close)}"] * bool(close)
-    said += [f"exceeded under {listed(above)}: these assumptions disagree with the claim"] * bool(above)
-    said += [f"not reached under {listed(below)}{why}"] * bool(below)
-    return "; ".join(said)
-
-
-def listed(found: Sequence[captions.Found]) -> str:
-    """Each name with its factor."""
-    return ", ".join(f"{name} ({times(value)})" for value, name in found)
+    return say("met", near=captions.NEAR, close=close, above=above, below=below, why=why)

@@ -18,11 +18,11 @@ from pathlib import Path
 from jinja2 import Environment, TemplateError
 
 from experiments.records.record import PUBLISHED, ROOT
-from experiments.report import templates
+from experiments.report import sentences
 from experiments.report.facts import Facts
 from launch.errors import UserError
 
-TEMPLATES = templates.FOLDER
+TEMPLATES = sentences.FOLDER
 MADE = "<!-- Made by python experiments/tables.py from experiments/report/pages/{}; do not edit. -->\n"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 PART = re.compile(r"^<!-- (\{\{.*?\}\}) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
@@ -30,7 +30,7 @@ PART = re.compile(r"^<!-- (\{\{.*?\}\}) -->\n.*?^<!-- end -->$", re.DOTALL | re.
 
 def environment(facts: Facts) -> Environment:
     """What documents can say: `Facts.words`."""
-    made = templates.environment()
+    made = sentences.environment()
     made.globals.update(facts.words())
     made.filters["from_docs"] = from_docs
     return made

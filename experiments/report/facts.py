@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -28,16 +28,14 @@ from experiments.report import (
     arithmetic,
     captions,
     claims,
-    crossover,
     methods_table,
     metrics,
     prediction,
     published,
-    replay_check,
     replay_sections,
+    replay_words,
     replayed,
     speedup_table,
-    trained,
     volume,
 )
 from experiments.report import spread as spreads
@@ -177,8 +175,8 @@ class Facts:
 
     def expected(self, timeline: str, nodes: int, ranks: int, gbps: float) -> Prediction:
         """Steps of a real cluster, predicted: nodes x ranks of the timeline's GPU, `gbps` between nodes."""
-        cluster = Cluster(nodes, ranks, Link(gbps, crossover.LATENCY_US))
-        return predict(timelines.load(timeline), cluster, methods=crossover.METHODS)
+        cluster = Cluster(nodes, ranks, Link(gbps, prediction.LATENCY_US))
+        return predict(timelines.load(timeline), cluster, methods=prediction.METHODS)
 
     def example(self, title: str) -> dict[str, str]:
         """A worked example of docs/predict_examples.md by its title: its command, with make, and what is answered first."""
@@ -210,7 +208,7 @@ class Facts:
     def replay(self, suite: str) -> Results:
         return replayed.load(suites.load(suite), self.results)
 
-    def said(self, results: Results, kind: str) -> Iterator[Any]:
+    def said(self, results: Results, kind: str) -> Iterable[Any]:
         """The blocks of a section of a suite's page."""
         return replay_sections.SECTIONS[kind](results, results.suite.report.sections[0])
 
@@ -220,23 +218,23 @@ class Facts:
 
     def checks(self, results: Results) -> list[float]:
         """By how many per cent dense rows miss arithmetic."""
-        return [100 * abs(c.difference) for c in replay_check.rows(results)]
+        return [100 * abs(c.difference) for c in replay_words.checks(results)]
 
     # ---- prediction ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def _worlds(self) -> list[ResultRecord]:
-        return read_all(self.results / trained.FOLDER)
+        return read_all(self.results / prediction.VALIDATION)
 
     def validation(self) -> dict[str, str]:
         """How far predictions are from all comparisons in turns, and how long those of the validation took."""
-        found = trained.rows([*self._records, *self._worlds])
+        found = prediction.trained_rows([*self._records, *self._worlds])
         median, _, worst = (f"{100 * error:.1f} %" for error in prediction.quantiles([t.error for t in found]))
         return {"rows": str(len(found)), "median": median, "worst": worst, "hours": f"{minutes(self._worlds) / 60:.1f}"}
 
     def trained_rows(self) -> str:
         """The summary of these errors."""
-        return trained.summary(trained.rows([*self._records, *self._worlds])).grid()
+        return prediction.trained_summary(prediction.trained_rows([*self._records, *self._worlds])).grid()
 
     def table_of(self, page: str, heading: str) -> str:
         """The first table below a heading of a page in the tables folder."""

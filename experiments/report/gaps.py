@@ -6,6 +6,7 @@ Two kinds of comparison: all studies, a `Panel` each (`panels`, `with_bytes`), a
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report.accuracy import AccuracyTable, Cell, full_precision
 from experiments.report.curves import baseline
-from experiments.report.formats import between, fraction, metric_axis, metric_gap, metric_unit
+from experiments.report.formats import between, metric_axis, metric_unit
 from experiments.report.methods_table import Line, MethodsTable
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Difference, difference
 from experiments.report.sentences import say
@@ -146,11 +147,7 @@ def _payload(r: ResultRecord) -> float:
 
 def point_of_bytes(found: Sequence[tuple[Panel, list[Sent]]]) -> str:
     """How many of those that send less than a byte keep the baseline's accuracy, in one sentence."""
-    small = [s for _, sent in found for s in sent if s.each < 1]
-    kept = sum(s.row.verdict in (PARITY, BETTER) for s in small)
-    lost = sum(s.row.verdict == WORSE for s in small)
-    said = f"accuracy kept {kept} times, lost {lost} times, not decided {len(small) - kept - lost} times"
-    return f"With less than a byte per parameter and step: {said}"
+    return say("kept", by=Counter(s.row.verdict for _, sent in found for s in sent if s.each < 1))
 
 
 # ---- all methods on one task ------------------------------------------------------------------------------------------
@@ -210,8 +207,7 @@ class Against:
             return f"{self.baseline} alone has a {self.metric}"
         sign = 1 if self.higher_is_better else -1
         best = max(small, key=lambda p: sign * (p.difference or 0.0))
-        said = f"{best.label} sends {fraction(best.share)} of the bytes of fp32 and ends"
-        return f"{said} {metric_gap(self.metric, best.difference)} from {self.baseline}"
+        return say("against", best=best, metric=self.metric, baseline=self.baseline)
 
 
 def against_bytes(table: MethodsTable) -> Against | None:

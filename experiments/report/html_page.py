@@ -17,16 +17,7 @@ from jinja2 import Template
 from birder.predict import METHODS
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
-from experiments.report import (
-    accuracy,
-    crossover,
-    curves,
-    gaps,
-    methods_table,
-    prediction,
-    sentences,
-    speedup,
-)
+from experiments.report import accuracy, curves, gaps, methods_table, prediction, sentences, speedup
 from experiments.report.claims_evidence import newest
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import metric_axis, metric_unit, size
@@ -50,7 +41,7 @@ class Grid:
         ("bert_base_b12_amp", "BERT-Base, batch 12, AMP"),
     )
     nodes: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
-    gbps: tuple[float, ...] = crossover.GBPS
+    gbps: tuple[float, ...] = prediction.GBPS
 
 
 def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = Grid()) -> dict[str, Any]:
@@ -179,13 +170,13 @@ def predicted(grid: Grid) -> dict[str, Any]:
     wins: the place of the method that wins, for each model, number of nodes and rate, or null: not decided; answers: in one
     sentence, that of the command line (`Prediction.winner`, `.sentence`).
     """
-    names = crossover.METHODS
+    names = prediction.METHODS
     ms: list[Any] = []
     wins: list[Any] = []
     answers: list[Any] = []
     for name, _ in grid.models:
         t = timelines.load(name)
-        sweeps = [crossover.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes]
+        sweeps = [prediction.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes]
         ms.append([[[round(p[m].ms, 3) for m in names] for p in made] for made in sweeps])
         wins.append([[None if p.winner is None else names.index(p.winner) for p in made] for made in sweeps])
         answers.append([[p.sentence for p in made] for made in sweeps])
@@ -197,8 +188,8 @@ def predicted(grid: Grid) -> dict[str, Any]:
         "fp32": names.index("fp32"),
         "bf16": names.index("bf16"),
         "bound": names.index("none"),
-        "ranks_per_node": crossover.RANKS_PER_NODE,
-        "near": crossover.NEAR,
+        "ranks_per_node": prediction.RANKS_PER_NODE,
+        "near": prediction.NEAR,
         "ms": ms,
         "wins": wins,
         "answers": answers,

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, arithmetic, captions, evidence, metrics, sentences, speedup_table
+from experiments.report import accuracy, arithmetic, captions, metrics, published, speedup_table
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
+from experiments.report.sentences import say
 from experiments.report.speedup import Row
 from experiments.report.table import Column, Note, Table, terminal
 from launch.errors import UserError
@@ -157,7 +158,10 @@ def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
     theirs = {line.label: _score(line) for line in beside.lines} if beside else {}
     published = [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if beside else []
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
-    notes = [Note(sentences.say("methods", t=table, edge=accuracy.EDGE)), Note(clock_note(table), "caution")]
+    notes = [
+        Note(say("methods", t=table, edge=accuracy.EDGE)),
+        Note(say("clock", timed=table.timed), "caution"),
+    ]
     notes += [Note(said, "caution" if cautious else "plain") for said, cautious in captions.notes(table.timed)]
     if checked := arithmetic.of_runs(table.timed):
         notes.append(Note(arithmetic.listed(checked)))
@@ -171,21 +175,12 @@ def markdown(table: MethodsTable) -> str:
     return as_table(table).markdown() + f"![{table.metric} against bytes](../plots/{table.plot_name}.png)\n"
 
 
-def clock_note(table: MethodsTable) -> str:
-    """Where the step times come from, in plain words."""
-    if not table.timed:
-        return "Step times have not been measured."
-    note = f"Step times: short runs, {sentences.honesty(table.timed)}; {sentences.hardware(table.timed[0])}."
-    groups = {r.group for r in table.timed}
-    return note if len(groups) == 1 else f"{note} They were measured at {len(groups)} different times."
-
-
 def show(results_dir: str | Path, console: Console | None = None) -> None:
     """Prints the table. Raises UserError when nothing of it has been run."""
     tables = build(read_all(results_dir))
     if not tables:
         raise UserError(f"no finished run of experiment {EXP!r} in {Path(results_dir) / 'records'}")
-    known = build(evidence.records(results_dir, EXP))
+    known = build(published.records(results_dir, EXP))
     for table in tables:
         beside = [t for t in known if t.scores.title == table.scores.title]
         as_table(table, beside[-1] if beside else None).show(console or terminal())
@@ -209,5 +204,4 @@ def _rates(line: Line) -> str:
 
 def _links(line: Line) -> str:
     runs = [*(line.best.records if line.best else ()), *([line.timed.record] if line.timed else ())]
-    names = [str(x.seed) if x.config.get("evaluate", True) else "time" for x in runs]
-    return " ".join(f"[{name}](../records/{x.id}.json)" for name, x in zip(names, runs, strict=True))
+    return accuracy.links((str(x.seed) if x.config.get("evaluate", True) else "time", x) for x in runs)

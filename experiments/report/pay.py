@@ -12,8 +12,8 @@ from birder.predict.answers import ALIKE, DDP, answer
 from birder.predict.table import NEAR
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
-from experiments.report.crossover import LATENCY_US
-from experiments.report.crossover import METHODS as SHOWN
+from experiments.report.prediction import LATENCY_US
+from experiments.report.prediction import METHODS as SHOWN
 
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""

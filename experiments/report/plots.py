@@ -61,8 +61,7 @@ def step_times(table: SpeedupTable) -> bytes | None:
         axes.set_xlim(0, limit)
         mean = "; the mean where steps differ in what they send" if any(row.uneven for row in rows) else ""
         axes.set_xlabel(f"step time, ms: median, p10 to p90{mean}")
-        setting = f"{sentences.trained(rows[0].record)}. {sentences.honesty(table.records)}."
-        figure.head(picture, captions.fastest(table), setting)
+        figure.head(picture, captions.fastest(table), sentences.say("step_times", rows=rows, records=table.records))
         return figure.png(picture, [[row.label, row.record.timing] for row in rows])
 
 
@@ -106,9 +105,7 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
             axes.set_title(named[what][0], loc="left")
         for axes in grid[-1]:
             axes.set_xlabel("optimizer step")
-        what = table.title.partition(": ")[2]
-        setting = f"{what}. Loss: running mean over {curves.WINDOW:.0%} of the steps, mean and range over seeds."
-        figure.head(picture, outcome(found), setting)
+        figure.head(picture, outcome(found), sentences.say("curves", title=table.title, window=curves.WINDOW))
         return figure.png(picture, drawn)
 
 
@@ -183,11 +180,7 @@ def against_bytes(found: Against) -> bytes | None:
         right.set_xlabel(f"{name}: difference, {unit}")
         for axes in (left, right):
             axes.grid(visible=True, axis="both")
-        setting = (
-            f"{found.title.partition(': ')[2]}. Left, what is sent; behind each name, as a share of fp32's bytes. Right, the "
-            f"mean's difference to {found.baseline}, 95 % interval over seeds. Blue: all-reduce, red: compressed."
-        )
-        figure.head(picture, found.point(), setting)
+        figure.head(picture, found.point(), sentences.say("against_setting", found=found))
         return figure.png(picture, [[*found.axis], [p.drawn() for p in points]])
 
 
@@ -233,12 +226,7 @@ def accuracies(studies: Studies) -> bytes | None:
         grid[0].set_yticks(range(len(labels)), labels)
         grid[0].set_ylim(-0.7, len(labels) - 0.3)
         _verdict_key(made, grid[0])
-        setting = (
-            "Differences to the baseline, paired by seed, 95 % intervals; right is better everywhere, the band is the margin "
-            "that was stated. Virtual workers, small budgets; learning rates by data held out of training. "
-            "Of a method's variants, such as values of eps, the best."
-        )
-        figure.head(made, gaps.point(found), setting)
+        figure.head(made, gaps.point(found), sentences.say("panels_setting"))
         return figure.png(made, [[panel] for panel in found])
 
 
@@ -284,11 +272,7 @@ def accuracies_by_bytes(studies: Studies) -> bytes | None:
             axes.remove()
         names = [_by_bytes(axes, panel, sent) for axes, (panel, sent) in zip(grid.flat, found, strict=False)]
         _verdict_key(made, grid[0, 0])
-        setting = (
-            "Difference to the baseline, paired by seed, 95 % intervals, up is better; the band is the stated margin. "
-            "Across: what a rank sends. Arrows: beyond the panel. Names where there is room; all of them in docs/accuracy.md."
-        )
-        figure.head(made, gaps.point_of_bytes(found), setting)
+        figure.head(made, gaps.point_of_bytes(found), sentences.say("panels_bytes_setting"))
         made.draw_without_rendering()
         for some in names:
             _thin_out(some)

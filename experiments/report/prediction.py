@@ -1,8 +1,8 @@
-"""Replayed cells beside what was predicted for them without any of their times. No torch.
+"""What was measured beside what was predicted for it, and predictions over link rates. No torch.
 
-The predictions are a record, `FILE` of a results folder, made once: a machine was fitted to the cells of one model and
-predicted those of the other (docs/predict.md). It holds what the cells took then: what is measured again later has no
-prediction, and takes none away.
+Predictions of replayed cells know none of their times. They are a record, `FILE` of a results folder, made once: a machine
+was fitted to the cells of one model and predicted those of the other (docs/predict.md). It holds what the cells took then:
+what is measured again later has no prediction, and takes none away.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pandas as pd
 
+from birder.predict import Cluster, Link, Prediction, Timeline, sweep
+from birder.predict.table import NEAR as NEAR
+from experiments.cells import trained
+from experiments.cells.trained import Trained
 from experiments.records.record import ResultRecord
 from experiments.report.formats import percent
+from experiments.report.sentences import say
 from experiments.report.table import Table
 
 FILE = Path("predict") / "replayed.csv"
-COLUMNS = (
+COLUMNS = [
     "time",
     "suite",
     "method",
@@ -30,7 +35,7 @@ COLUMNS = (
     "low_ms",
     "high_ms",
     "why",
-)
+]
 UNSTEADY = 1.1
 """A cell whose slowest step is so many times its fastest is called unsteady."""
 RANGE = 0.03
@@ -85,3 +90,47 @@ def table(cells: pd.DataFrame) -> Table:
         "loopback": loopback,
     }
     return Table.text(HEAD, [of_cells(name, part) for name, part in parts.items() if len(part)])
+
+
+# ---- real training in turns, beside its prediction from bound, links and machine --------------------------------------
+
+VALIDATION = "validation"
+"""Of a results folder: the records of `python studies/validate.py`."""
+TRAINED = ("trained", "rows", "median", "95th percentile", "worst")
+
+
+def trained_rows(records: Sequence[ResultRecord]) -> list[Trained]:
+    """Every row that can be predicted, world by world: by experiment, nodes and rate."""
+    worlds: dict[str, list[ResultRecord]] = {}
+    for r in records:
+        worlds.setdefault(r.turns.get("world", ""), []).append(r)
+    found = [row for name, world in sorted(worlds.items()) if name for row in trained.of_world(world)]
+    return sorted(found, key=lambda t: (t.record.exp, t.record.nodes, t.record.link.get("link_gbps") or 0.0))
+
+
+def trained_summary(found: Sequence[Trained]) -> Table:
+    """Errors of all, and by experiment and method."""
+    parts = {"all": list(found)}
+    for t in found:
+        parts.setdefault(t.record.exp, []).append(t)
+    for t in sorted(found, key=lambda t: t.record.method):
+        parts.setdefault(t.record.method, []).append(t)
+    return Table.text(TRAINED, [line(name, [t.error for t in part]) for name, part in parts.items() if part])
+
+
+def trained_sentence(records: Sequence[ResultRecord]) -> str:
+    """What a comparison's table says of its prediction; empty where there is none."""
+    return say("trained", rows=trained_rows(records))
+
+
+# ---- over link rates: which method wins where, for the page and its picture -------------------------------------------
+
+METHODS = ("fp32", "bf16", "powersgd4", "onebit_adam", "birder", "birder_hierarchical", "none")
+GBPS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
+LATENCY_US = 20.0
+RANKS_PER_NODE = 8
+
+
+def over_rates(timeline: Timeline, nodes: int, gbps: Sequence[float] = GBPS) -> list[Prediction]:
+    """A prediction of `METHODS` for each rate of a node's link, Gbit/s."""
+    return sweep(timeline, Cluster(nodes, RANKS_PER_NODE, Link(gbps[0], LATENCY_US)), "gbps", gbps, METHODS)

@@ -12,10 +12,8 @@ from birder.predict import METHODS, Prediction
 from experiments.records.record import write_file
 from experiments.report import figure
 from experiments.report.formats import number
-from experiments.report.metrics import OPEN
-from experiments.report.sentences import MODELS
+from experiments.report.sentences import MODELS, say
 from experiments.report.table import Table
-from launch.words import count
 
 MARK = "Made by experiments/predict.py"
 COLOURS = {
@@ -81,24 +79,12 @@ def tints(names: Sequence[str]) -> list[str]:
 
 def ends(found: Sequence[Prediction], over: str) -> str:
     """Which method wins at either end of a sweep, and by how much (`Prediction.winner`)."""
-    said = []
-    for p in (found[0], found[-1]):
-        best = None if p.winner is None else p[p.winner]
-        value = _value(p, over)
-        where = count(p.cluster.nodes, "node") if over == "nodes" else f"{value:g} Gbit/s"
-        if p.cluster.nodes == 1:
-            said.append(f"{where}: nothing to win")
-            continue
-        gain = f", {p.speedup(best.name)[0]:.2f}x as fast as fp32 DDP" if best is not None and p.has("fp32") else ""
-        said.append(f"{where}: {OPEN if best is None else best.method.label}{gain}")
-    return "; ".join(said)
+    return say("sweep_ends", ends=(found[0], found[-1]), over=over)
 
 
 def _setting(found: Sequence[Prediction], over: str) -> str:
-    c, t = found[0].cluster, found[0].timeline
-    where = f"{c.between.gbps:g} Gbit/s" if over == "nodes" else f"{c.nodes} nodes"
-    what = f"{MODELS.get(t.model, t.model)}, batch {t.batch_per_gpu}, {t.precision.upper()} on {t.gpu}"
-    return f"{what}, {where}, {c.ranks_per_node} GPUs a node. Predicted, with the prediction's interval."
+    t = found[0].timeline
+    return say("sweep_setting", c=found[0].cluster, t=t, over=over, model=MODELS.get(t.model, t.model))
 
 
 def rate_axis(axes: Axes, gbps: Sequence[float]) -> None:

@@ -1,4 +1,5 @@
-"""Published numbers (results/paper/*.json), each with its source and with how far it could be verified."""
+"""What stands beside a user's own figures: published numbers (results/paper/*.json), each with its source and with how far it
+could be verified, and this project's published records."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.records.record import ROOT
+from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
+from experiments.report import sentences, speedup
 from experiments.report.formats import DASH
+from experiments.report.speedup import SpeedupTable
 from experiments.report.table import Note, Table
 from launch.errors import UserError
 
@@ -48,16 +51,7 @@ def _belongs(entry: dict[str, Any], exp: str, kind: str) -> bool:
 
 def beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
     """Sentences with the published values that belong beside the tables of `exp`. kind: "speedup" or "accuracy"."""
-    sentences = []
-    for e in load(folder):
-        if _belongs(e, exp, kind):
-            value = e["value"] if e["value"] is None or isinstance(e["value"], str) else f"{e['value']:g}"
-            if value is not None:
-                unit = "" if e["unit"] is None else e["unit"] if e["unit"] == "x" else " " + e["unit"]
-                sentences.append(f"Published: {e['quantity']}: {value}{unit} ({e['source']}; {e['status']}).")
-            else:
-                sentences.append(f"Published: {e['quantity']}: not found ({e['source']}).")
-    return sentences
+    return [sentences.say("published", e=e) for e in load(folder) if _belongs(e, exp, kind)]
 
 
 def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
@@ -74,3 +68,32 @@ def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
 def sections(exp: str, kind: str) -> list[str]:
     """All that stands above the tables of `exp`, as Markdown."""
     return [f"{sentence}\n" for sentence in beside(exp, kind)] + tables_beside(exp, kind)
+
+
+# ---- beside a user's own: tables of the records in results/published --------------------------------------------------
+
+
+def records(results_dir: str | Path, exp: str, published: Path = PUBLISHED) -> list[ResultRecord]:
+    """The published records of an experiment; none where `results_dir` is the published folder itself, or there is none."""
+    if Path(results_dir).resolve() == published.resolve() or not published.is_dir():
+        return []
+    return [r for r in read_all(published) if r.exp == exp]
+
+
+def matching(table: SpeedupTable, known: list[ResultRecord]) -> SpeedupTable | None:
+    """Of the published records `known` the latest table with the setting of `table`: shape, batch, scale, cluster."""
+    wanted = speedup.setting(table.records[0])
+    same = [t for t in speedup.build(known) if speedup.setting(t.records[0]) == wanted]
+    return max(same, key=lambda t: t.latest, default=None)
+
+
+def where(exp: str, published: Path = PUBLISHED) -> str:
+    """The published page of an experiment, relative to the working directory where it lies below."""
+    page = published / "tables" / f"{exp}.md"
+    return str(page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page)
+
+
+def note(table: SpeedupTable, theirs: SpeedupTable | None, known: list[ResultRecord]) -> list[Note]:
+    """What the published figures are, or that there are none of this setting."""
+    said = sentences.say("published_beside", theirs=theirs, known=known, where=where(table.records[0].exp))
+    return [Note(said)] if said else []

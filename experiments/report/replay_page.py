@@ -11,9 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cells.page import Section
-from experiments.cells.suite import Suite
-from experiments.report import replay_words, templates
+from experiments.cells.suite import Section, Suite
+from experiments.report import replay_words, sentences
 from experiments.report.replay_plots import plot
 from experiments.report.replay_sections import SECTIONS, Block
 from experiments.report.replayed import Results, load
@@ -44,7 +43,7 @@ def markdown(results: Results) -> str:
     suite, report = results.suite, results.suite.report
     first = next(iter(results.records.values()), None)
     blocks = [block for section in report.sections for block in _blocks(results, section)]
-    return templates.page(
+    return sentences.page(
         "suite",
         mark=mark(suite),
         title=report.title,

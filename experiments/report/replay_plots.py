@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 
 from experiments.cells.suite import Place
 from experiments.report import figure
-from experiments.report.formats import times
-from experiments.report.replay_verdicts import headline
+from experiments.report.replay_words import headline
 from experiments.report.replayed import Results
+from experiments.report.sentences import say
 
 SHADES = ("#99bbdd", "#4477aa", "#113355")
 """Of the numbers of nodes, from the fewest to the most."""
@@ -76,10 +76,7 @@ def _gains(results: Results) -> str:
     """By how much the suite's own method wins, from the setting in which it wins least to that in which it wins most."""
     suite = results.suite
     found = [best[0] for s in results.settings() if (best := results.best(s, suite.report.ours)) is not None]
-    label = suite.methods[suite.report.ours].label
-    if not found:
-        return f"{label}: nothing measured"
-    return f"{label} is {times(min(found))} to {times(max(found))} as fast as fp32 DDP, by model, batch, precision and link"
+    return say("gains", label=suite.methods[suite.report.ours].label, found=found)
 
 
 def _dots(results: Results) -> tuple[Figure, list[Any]]:
@@ -123,7 +120,7 @@ def _winners(results: Results) -> str:
     """On each link, with most nodes: what the fastest compressed method gains over fp32."""
     suite = results.suite
     most = max((p.nodes for p in results.places()), default=0)
-    said = []
+    won: dict[str, tuple[float, float]] = {}
     for link in dict.fromkeys(p.link for p in results.places()):
         gains = [
             gain.value
@@ -133,8 +130,5 @@ def _winners(results: Results) -> str:
             if (gain := results.compared(p, name)) is not None
         ]
         if gains:
-            low, high = times(min(gains)), times(max(gains))
-            said.append(f"{low if low == high else f'{low} to {high}'} on {suite.links[link].title}")
-    if not said:
-        return "Nothing that compresses has been measured"
-    return f"The fastest compressed method against fp32 DDP, {most} nodes: {'; '.join(said)}"
+            won[suite.links[link].title] = min(gains), max(gains)
+    return say("winners", won=won, nodes=most)

@@ -1,20 +1,22 @@
 """The sections that the page of a suite can have: `SECTIONS`, by their kind.
 
-A section is a function that yields blocks: tables, and Markdown text; text that begins with # is a heading.
+A section is a function that gives blocks: tables, and Markdown text; text that begins with # is a heading. Every cell with
+the columns that a suite asks for: `QUANTITIES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from experiments.cells.page import Section
-from experiments.cells.suite import Place, Suite
+from experiments.cells import timelines
+from experiments.cells.suite import Cell, Place, Section, Suite
 from experiments.records.record import ResultRecord
-from experiments.report import prediction, replay_check, replay_details, replay_verdicts
-from experiments.report.formats import DASH, number, size, times
+from experiments.report import prediction, replay_words
+from experiments.report.formats import DASH, number, percent, size, times
 from experiments.report.replayed import Results
-from experiments.report.sentences import hardware
+from experiments.report.sentences import say
 from experiments.report.table import Column, Table
 
 Block = str | Table
@@ -31,7 +33,7 @@ def _summary(results: Results, section: Section) -> Iterator[Block]:
         for base in ("fp32", "bf16"):
             best = results.best(setting, ours, base)
             row += [results.versus(place, ours, base), DASH if best is None else results.versus(best[1], ours, base)]
-        factor = replay_verdicts.headline(results, place.model)[1]
+        factor = replay_words.headline(results, place.model)[1]
         rows.append([*row, results.versus(place, "none"), times(factor)])
     name = suite.methods[ours].label.partition(",")[0]
     head = ("assumption", "fp32, ms", f"{name}, ms", "vs fp32", "best", "vs bf16", "best", "bound", "paper")
@@ -43,22 +45,14 @@ def _setting(suite: Suite, place: Place) -> str:
     return ", ".join(filter(None, [place.model, suite.rates.get(place.rate or ""), link]))
 
 
-def _reproduced(results: Results, section: Section) -> Iterator[Block]:
-    yield from replay_verdicts.reproduced(results)
-
-
 def _fastest(results: Results, section: Section) -> Iterator[Block]:
-    if said := replay_verdicts.fastest(results):
+    if said := replay_words.fastest(results):
         yield "\n".join(f"- {sentence}" for sentence in said)
 
 
 def _picture(results: Results, section: Section) -> Iterator[Block]:
     if results.records:
         yield f"![{results.suite.report.plot.alt}](../plots/{results.suite.report.plot.file}.png)"
-
-
-def _check(results: Results, section: Section) -> Iterator[Block]:
-    yield replay_check.table(results)
 
 
 def _predicted(results: Results, section: Section) -> Iterator[Block]:
@@ -159,11 +153,7 @@ def _kernels(results: Results, section: Section) -> Iterator[Block]:
     for device, r in sorted(results.kernels.items()):
         about: dict[str, Any] = r.config[results.suite.name]
         yield f"## Kernels on a {device.upper().replace('CUDA', 'GPU')}, back end {about['backend']}"
-        on = "on its current stream" if device == "cuda" else "on one thread"
-        yield (
-            f"{hardware(r)}. Each kernel {on}, with the eager torch reference and a copy of as many bytes; medians of "
-            f"ratios within a round. Server kernels take the bits of {about.get('workers', 4)} workers."
-        )
+        yield say("kernels", r=r, device=device, workers=about.get("workers", 4))
         yield Table.of(KERNELS, about["kernels"])
         if "hooks" in about:
             yield "What a hook costs where nothing is sent:"
@@ -172,15 +162,113 @@ def _kernels(results: Results, section: Section) -> Iterator[Block]:
         yield "No GPU was available: `make gpu-check` measures the same on one."
 
 
-SECTIONS: dict[str, Callable[[Results, Section], Iterator[Block]]] = {
+# ---- every cell, with the quantities that the suite asks for ----------------------------------------------------------
+
+GPU_GB_PER_S = 1300.0
+"""What element-wise kernels reach of an A100-80GB's 2 TB/s: an assumption."""
+
+
+def _details(results: Results, section: Section) -> Iterator[Table]:
+    """Every cell with the columns that the suite asks for, in one table or in one for each place."""
+    suite = results.suite
+    orders = (list(suite.models), [None, *suite.rates], list(suite.nodes), [None, *suite.links], list(suite.methods))
+    cells = sorted(results.records, key=lambda c: [o.index(v) for o, v in zip(orders, c.as_dict().values())])  # type: ignore[attr-defined]
+    head = [
+        Column(heading, "right" if i else "left", value=functools.partial(QUANTITIES[quantity], results))
+        for i, (heading, quantity) in enumerate(section.columns.items())
+    ]
+    if not section.by_place:
+        yield Table.of(head, cells)
+        return
+    for p in results.places():
+        title = ", ".join(filter(None, [p.model, suite.rates.get(p.rate or ""), suite.links[p.link].title]))
+        mine = [c for c in cells if c == suite.cell(p, c.method)]
+        yield Table.of(head, mine, title=f"{title}, {p.nodes} nodes")
+
+
+def _named(results: Results, c: Cell) -> str:
+    suite = results.suite
+    where = f"{c.model}, {suite.rates.get(c.rate or '', '')}, {c.nodes} x {suite.gpus_per_node}"
+    return where + (f", {c.link}" if c.link else "") + f": {suite.methods[c.method].label}"
+
+
+def _here(results: Results, c: Cell) -> str:
+    """Median, smallest and largest; records before `min_ms` called these p10 and p90."""
+    t = results.records[c].timing
+    least, most = t.get("min_ms", t.get("p10_ms")), t.get("max_ms", t.get("p90_ms"))
+    return f"{number(t['median_ms'])} ({number(least)}–{number(most)})"
+
+
+def _arithmetic(results: Results, c: Cell) -> float | None:
+    """Bytes that the method sends for this share of the elements, without headers."""
+    if c.nodes == 1:
+        return None
+    suite, elements = results.suite, results.records[c].config[results.suite.name]["elements"]
+    return timelines.nic_bytes(suite.methods[c.method].traffic, elements, c.nodes, suite.gpus_per_node)
+
+
+def _of_arithmetic(results: Results, c: Cell) -> str:
+    nic, expected = results.records[c].bytes_per_step["nic_tx"], _arithmetic(results, c)
+    return number(nic / expected) if nic is not None and expected else DASH
+
+
+def _gpu(results: Results, c: Cell) -> str:
+    """Share of the step that encoding and update would take on a GPU, by their memory traffic alone."""
+    nbytes = results.suite.methods[c.method].gpu_bytes
+    if nbytes is None:
+        return DASH
+    ms = results.suite.timeline(c.model, c.rate).elements * nbytes / (GPU_GB_PER_S * 1e6)
+    return percent(ms / results.clock(c))
+
+
+def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
+    """What is predicted, on a clock that is so many times slower than the cluster's, and how far off it is."""
+    name = results.records[c].id
+    if name not in results.predicted.index:
+        return DASH
+    found: Any = results.predicted.loc[name]
+    return f"{number(clock * found.predicted_ms)} ({100 * found.error:+.1f} %)"
+
+
+def _of_step(results: Results, c: Cell, *keys: str) -> str:
+    return percent(sum(results.clock(c, key) for key in keys) / results.clock(c))
+
+
+QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
+    "cell": _named,
+    "method": lambda rs, c: rs.suite.methods[c.method].label,
+    "dilation": lambda rs, c: number(rs.records[c].link["dilation"]),
+    "share": lambda rs, c: replay_words.share(rs.records[c].config[rs.suite.name]["fraction"]),
+    "here": _here,
+    "predicted_here": lambda rs, c: _foreseen(rs, c, float(rs.records[c].link["dilation"])),
+    "step": lambda rs, c: number(rs.clock(c)),
+    "predicted": _foreseen,
+    "encode": lambda rs, c: number(rs.clock(c, "encode_ms")),
+    "wire": lambda rs, c: number(rs.clock(c, "wire_ms")),
+    "exposed": lambda rs, c: number(rs.clock(c, "exposed_wire_ms")),
+    "update": lambda rs, c: number(rs.clock(c, "update_ms")),
+    "encode_share": lambda rs, c: _of_step(rs, c, "encode_ms"),
+    "cpu": lambda rs, c: _of_step(rs, c, "encode_ms", "update_ms"),
+    "gpu": _gpu,
+    "payload": lambda rs, c: size(rs.records[c].bytes_per_step["payload_inter"]),
+    "nic": lambda rs, c: size(rs.records[c].bytes_per_step["nic_tx"]),
+    "arithmetic": lambda rs, c: size(_arithmetic(rs, c)),
+    "ratio": _of_arithmetic,
+    "collectives": lambda rs, c: number(rs.records[c].collectives_per_step),
+    "record": lambda rs, c: f"[record](../records/{rs.records[c].id}.json)",
+}
+"""What a column of a details table can hold."""
+
+
+SECTIONS: dict[str, Callable[[Results, Section], Iterable[Block]]] = {
     "summary": _summary,
-    "reproduced": _reproduced,
+    "reproduced": lambda results, _: replay_words.reproduced(results),
     "fastest": _fastest,
     "plot": _picture,
-    "check": _check,
+    "check": lambda results, _: [replay_words.check_table(results)],
     "predicted": _predicted,
     "times": _times,
     "memory": _memory,
-    "details": replay_details.details,
+    "details": _details,
     "kernels": _kernels,
 }

@@ -1,14 +1,19 @@
-"""What is said above the page of a suite: what its numbers are not, and how its rounds came about. No torch."""
+"""What is said of a suite's cells: what their numbers are not, how rounds came about, what they decide. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from experiments.report import captions
-from experiments.report.formats import number
-from experiments.report.metrics import LEAST_ROUNDS
+from birder.predict.timeline import Timeline
+from experiments.cells.suite import Place
+from experiments.cells.timelines import BUCKET_MB, bucket_delay_ms, nic_bytes
+from experiments.report import arithmetic, captions, published
+from experiments.report.arithmetic import WIRES, WITHIN, Check
+from experiments.report.formats import between, number, percent
+from experiments.report.metrics import FASTER, LEAST_ROUNDS, OPEN, SLOWER
 from experiments.report.replayed import Results
 from experiments.report.sentences import say
+from experiments.report.table import Note, Table
 from experiments.training import machine
 
 
@@ -46,11 +51,8 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     if not compared:
         return []
     timed = [r for r in compared if r.turns]
-    others = f"{len(compared) - len(timed)} of the {len(compared)} cells" if timed else "The cells"
     steps = _range([r.timing["steps"] for r in compared if not r.turns], str)
-    alone = (
-        f"{others} on more than one node were measured one after the other, {steps} steps each: no interval is known."
-    )
+    alone = say("replay_alone", steps=steps, cells=len(compared), timed=len(timed))
     if not timed:
         return [(alone, False)]
     counts = [len(r.turns["ms"]) for r in timed]
@@ -66,6 +68,116 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     busy = [about for about in worlds if machine.is_busy(about["busy"])]
     if busy:
         worst = max(busy, key=lambda about: about["busy"]["others"] + about["busy"]["steal"])
-        where = f"In {len(busy)} of {len(worlds)} comparisons other programs were at work; at worst: "
-        said.append((where + str(captions.caution(worst)), True))
+        caution = captions.caution(worst)
+        said.append((say("replay_busy", busy=len(busy), worlds=len(worlds), caution=caution), True))
     return said
+
+
+# ---- which assumptions give the published factor, who is fastest, whether to compress at all --------------------------
+
+
+def headline(results: Results, model: str) -> tuple[str, float | None]:
+    """(sentence, factor) of the paper for a model's architecture."""
+    for e in published.load():
+        ours = e.get("kind") == "speedup" and results.suite.models[model].published in e.get("exps", ())
+        if ours and isinstance(e["value"], int | float):
+            return f"{e['quantity']}: {e['value']:g}x ({e['source']}; {e['status']})", float(e["value"])
+    return "", None
+
+
+def reproduced(results: Results) -> list[str]:
+    """For each architecture, which assumptions give the paper's factor and which do not, from the numbers."""
+    suite, said = results.suite, []
+    for architecture, model in {suite.architecture(m): m for m in results.models}.items():
+        quoted, factor = headline(results, model)
+        found: list[captions.Found] = []
+        for setting in results.settings():
+            for base in ("fp32", "bf16"):
+                best = results.best(setting, suite.report.ours, base)
+                if best is not None and suite.architecture(setting[0]) == architecture:
+                    rate, link = suite.rates.get(setting[1] or ""), suite.links[setting[2]].gbit
+                    where = f"{suite.models[setting[0]].short}, {rate}, {link:g} Gbit/s, against {base}"
+                    found.append((best[0], where, results.versus(best[1], suite.report.ours, base)))
+        if factor is not None and found:
+            said.append(_reproduced(quoted, factor, found))
+    return said
+
+
+def _reproduced(quoted: str, factor: float, found: list[captions.Found]) -> str:
+    # How far off in either direction: half of a factor is as far from it as twice.
+    ordered = sorted(found, key=lambda f: (max(f[0] / factor, factor / f[0]), f[1]))
+    close, below, above = captions.by_factor(factor, found)
+    near = [f for f in ordered if f in close]
+    shown = {"near": near, "nearest": ordered[:1], "below": below, "above": above}
+    listed = {name: "; ".join(f"{where} ({text})" for _, where, text in some) for name, some in shown.items()}
+    return say("factor", quoted=quoted, within=percent(captions.NEAR), **listed)
+
+
+def fastest(results: Results) -> list[str]:
+    """For every place, whether the suite's own method is the fastest compressed one; on loopback, whether to compress."""
+    return [said for place in results.places() for said in _fastest(results, place)]
+
+
+def _fastest(results: Results, place: Place) -> Iterator[str]:
+    suite, ours = results.suite, results.suite.report.ours
+    where = f"{place.model}, {suite.links[place.link].title}, {place.nodes} nodes"
+    ranking, own, bound = results.fastest(place), results.ms(place, ours), results.ms(place, "none")
+    if own is not None and len(ranking) > 1:
+        apart = own / bound - 1 if bound else 0.0
+        side = f"{abs(100 * apart):.0f} % {'above' if apart >= 0 else 'below'} the bound without communication"
+        ms, name = next((ms, name) for ms, name in ranking if name != ours)
+        label, rival = suite.methods[ours].label.partition(" (")[0], suite.methods[name].label
+        found = results.compared(place, ours, name)
+        yield f"{where}: {captions.beside(label, own, rival, ms, found, side if bound else '')}"
+    if suite.links[place.link].goodput_mbit is None and ranking:
+        name = ranking[0][1]
+        if (found := results.compared(place, "fp32", name)) is not None:
+            at = found.interval
+            longer = f"takes {found.value:.2f}{between(at.low, at.high) if at else ''} times as long as fp32 DDP"
+            advice = {FASTER: "do not compress: ", OPEN: "not decided whether to compress: ", SLOWER: ""}[found.verdict]
+            yield f"{where}: {advice}{suite.methods[name].label}, the fastest compressed method, {longer}."
+
+
+# ---- whether the replay keeps time: dense steps against arithmetic ----------------------------------------------------
+
+
+def expected(
+    t: Timeline, nodes: int, gbit_per_s: float, wire: str = "fp32", *, overlap: bool = True, delay: bool = True
+) -> float:
+    """A dense step, in ms: the largest of (ready + remaining bytes/rate) over DDP's buckets; without overlap compute +
+    bytes/rate. delay: of the part inside a node of many GPUs."""
+    sent = nic_bytes(wire, t.elements, nodes, t.gpus_per_node) * 8 / (gbit_per_s * 1e6)
+    step = arithmetic.last(t, sent, bucket_mb=BUCKET_MB) if overlap else t.step_ms + sent
+    return step + delay * bucket_delay_ms(t)
+
+
+def checks(results: Results) -> list[Check]:
+    """Every cell of fp32 and bf16 DDP over a link of a set rate; ms of the cluster's clock."""
+    found, suite = [], results.suite
+    for cell, r in sorted(results.records.items(), key=lambda item: suite.id(item[0])):
+        method = suite.methods[cell.method]
+        goodput = suite.links[cell.link].goodput_mbit if cell.link is not None else None
+        if cell.nodes == 1 or goodput is None or method.wire not in WIRES:
+            continue
+        how = {"overlap": not method.one_bucket, "delay": suite.gpus_per_node > 1}
+        ms = expected(suite.timeline(cell.model, cell.rate), cell.nodes, goodput / 1000, method.wire, **how)
+        gbit = suite.links[str(cell.link)].gbit
+        where = f"{cell.nodes} nodes, {cell.link if gbit is None else f'{gbit:g} Gbit/s'}"
+        sends = f"{method.wire}, {'with' if how['overlap'] else 'without'} overlap"
+        name = ", ".join(filter(None, [cell.model, suite.rates.get(cell.rate or ""), where, sends]))
+        found.append(Check(name, results.clock(cell), ms, arithmetic.off_by(r)))
+    return found
+
+
+def check_table(results: Results) -> Table:
+    """The check, one line for each cell, and what it found."""
+    head = ("fp32 and bf16 DDP", "replayed, ms", "arithmetic, ms", "difference")
+    cells = [(c.name, number(c.measured), number(c.expected), f"{c.difference:+.1%}") for c in checks(results)]
+    return Table.text(head, cells, footnotes=(Note(check_sentence(results), "strong"),))
+
+
+def check_sentence(results: Results) -> str:
+    """What the check found."""
+    found = checks(results)
+    worst = max(found, key=lambda c: abs(c.difference), default=None)
+    return say("check", checks=found, worst=worst, within=WITHIN, missed=arithmetic.missed(found))

@@ -1,19 +1,25 @@
-"""What is said of records: `say` fills in a text of sentences.j2. What the numbers decide is in captions.py. No torch."""
+"""The templates of `pages`: documents, pages of a results folder, and sentences, which `say` fills in. All text that is not a
+number. What the numbers decide is in captions.py. No torch."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from experiments.records.record import ResultRecord
-from experiments.report import templates
-from experiments.report.formats import number, percent, times
+from experiments.report import formats
 from launch.words import count
 
+FOLDER = Path(__file__).with_name("pages")
 EMULATED = {"loopback", "emulated", "netns", "veth"}
 """Kinds of link that connect nodes which are all on one machine."""
+FORMATS = ("number", "percent", "times", "fraction", "mean_sd", "metric_axis", "metric_gap")
+"""Of formats.py, what sentences.j2 calls."""
 MODELS = {
     "resnet50": "ResNet-50",
     "bert_squad_base": "BERT-Base",
@@ -23,19 +29,51 @@ MODELS = {
 """What is trained, where an experiment or a timeline is not called by it."""
 
 
+def environment(trim: bool = True) -> Environment:
+    """What a template names and nobody gives is an error. trim: a line that is a block alone leaves no line behind."""
+    return Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=trim,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def page(name: str, **given: Any) -> str:
+    """A page of a results folder, tables/<name>.md, of what its template is given. It ends with one line break."""
+    return _pages().get_template(f"results/tables/{name}.md.j2").render(**given).rstrip() + "\n"
+
+
+@functools.cache
+def _pages() -> Environment:
+    return environment()
+
+
 @functools.cache
 def _texts() -> Any:
     """The macros of sentences.j2, by their names."""
-    made = templates.environment(trim=False)
-    made.filters["count"] = count
-    made.globals |= {"number": number, "percent": percent, "times": times}
+    made = environment(trim=False)
+    made.filters |= {"count": count, "times": formats.times}
+    made.globals |= {name: getattr(formats, name) for name in FORMATS}
+    made.globals |= {"caveats": honesty, "hardware": hardware, "what": trained}
     return made.get_template("sentences.j2").module
 
 
 def say(text: str, **given: Any) -> str:
     """A text of sentences.j2 with its arguments, on one line."""
-    line = " ".join(getattr(_texts(), text)(**given).split())
-    return re.sub(r" ([.,:;])(?= |$)", r"\1", line)
+    return _line(getattr(_texts(), text)(**given))
+
+
+def lines(text: str, **given: Any) -> list[str]:
+    """The same of a text of several paragraphs, one for each that says anything; they end with ¶."""
+    paragraphs = map(_line, getattr(_texts(), text)(**given).split("¶"))
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def _line(text: str) -> str:
+    return re.sub(r" ([.,:;])(?= |$)", r"\1", " ".join(text.split()))
 
 
 def title(r: ResultRecord) -> str:

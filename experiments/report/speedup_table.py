@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from experiments.records.record import ResultRecord
-from experiments.report import arithmetic, captions, sentences, trained
+from experiments.report import arithmetic, captions, prediction, sentences
 from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
 from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import Column, Note, Table
@@ -14,19 +14,14 @@ from experiments.report.table import Column, Note, Table
 OFF = 0.1
 """A link whose measured rate is further than this share from what its setting should give is marked."""
 OFF_MARK = " ‡"
-UNEVEN_NOTE = (
-    "Mean: the method's steps differ in what they send, so that its speedups go by the mean step time. Rounds per step: "
-    "the share of steps in which anything is sent."
-)
-
-PAPERS_NOTE = (
-    "Payload: bytes that a node sends per step. Rounds: share of the steps in which anything is sent; collectives per step. "
-    "State: of the optimizer, on one rank."
-)
 
 
 def columns(table: SpeedupTable) -> list[Column]:
     """The columns, each with what makes its cells from a `Row`; to add one see experiments/report/table.py."""
+
+    def of_bound(row: Row) -> str:
+        return captions.share(table.compared(row, "none"), row is table.baseline("none"))
+
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
     rounds = measured("rounds per step", lambda row: number(row.record.rounds_per_step), short="rounds")
     update = measured("update, ms", lambda row: number(row.record.timing.get("update_ms")), terminal=False)
@@ -37,7 +32,7 @@ def columns(table: SpeedupTable) -> list[Column]:
         measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=False),
         measured("speedup vs fp32", lambda row: captions.versus(table, row, "fp32"), short="vs fp32"),
         measured("speedup vs bf16", lambda row: captions.versus(table, row, "bf16"), short="vs bf16"),
-        measured("% of no-communication bound", lambda row: _of_bound(table, row), short="of bound"),
+        measured("% of no-communication bound", of_bound, short="of bound"),
         *([update] if any("update_ms" in row.record.timing for row in table.rows) else []),
         measured("payload per node and step", payload, short="payload per node, step"),
         measured("payload vs fp32", lambda row: fraction(table.payload_ratio(row)), terminal=False),
@@ -53,10 +48,6 @@ def columns(table: SpeedupTable) -> list[Column]:
 def measured(name: str, value: Callable[[Row], str], *, short: str = "", terminal: bool = True) -> Column:
     """A column of something that a run measured: a dash for one that failed."""
     return Column(name, "right", short, terminal, lambda row: value(row) if row.record.status == "completed" else DASH)
-
-
-def _of_bound(table: SpeedupTable, row: Row) -> str:
-    return captions.share(table.compared(row, "none"), row is table.baseline("none"))
 
 
 def _split(key: str) -> Column:
@@ -79,15 +70,13 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
             notes.append(Note(sentence, "caution"))
         else:
             footnotes.append(Note(sentence))
-    if any((row.record.link.get("off_by") or 0.0) > OFF for row in table.rows):
-        footnotes.append(
-            Note(f"{OFF_MARK.strip()} The link was more than {OFF:.0%} off its set rate when it was measured.")
-        )
+    if any(_label(row) != row.label for row in table.rows):
+        footnotes.append(Note(f"{OFF_MARK.strip()} {sentences.say('off', share=OFF)}"))
     if any(row.uneven for row in table.rows):
-        footnotes.append(Note(UNEVEN_NOTE))
+        footnotes.append(Note(sentences.say("uneven")))
     if checked := arithmetic.of_runs([row.record for row in table.rows]):
         footnotes.append(Note(arithmetic.listed(checked)))
-    if predicted := trained.sentence([row.record for row in table.rows]):
+    if predicted := prediction.trained_sentence([row.record for row in table.rows]):
         footnotes.append(Note(predicted))
     if summary := captions.compression(table):
         footnotes.append(Note(summary, "strong"))
@@ -116,17 +105,13 @@ def as_papers(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
         measured("rounds", lambda row: number(row.record.rounds_per_step)),
         measured("collectives", lambda row: number(row.record.collectives_per_step)),
         measured("state", lambda row: size(row.record.state_bytes_per_rank)),
-        measured("step ms", _milliseconds),
+        measured("step ms", lambda row: "mean " * row.uneven + number(row.seconds and 1000 * row.seconds)),
         measured("speed vs fp32", lambda row: captions.versus(table, row, "fp32")),
         *([published_column(beside)] if beside else []),
         metric_column(table),
     ]
-    footnotes = (Note(PAPERS_NOTE), *shown.footnotes)
+    footnotes = (Note(sentences.say("papers")), *shown.footnotes)
     return Table.of(columns, table.rows, title=shown.title, notes=shown.notes, footnotes=footnotes)
-
-
-def _milliseconds(row: Row) -> str:
-    return ("mean " if row.uneven else "") + number(1000 * row.seconds) if row.seconds is not None else DASH
 
 
 def metric_column(table: SpeedupTable) -> Column:

@@ -9,6 +9,7 @@ from experiments.records.labels import NO_COMMUNICATION
 from experiments.records.record import ResultRecord
 from experiments.report import speedup
 from experiments.report.formats import DASH, number, percent, times
+from experiments.report.sentences import lines
 from experiments.report.speedup import SpeedupTable
 from experiments.report.table import Column, Note, Table
 from experiments.training import machine
@@ -76,19 +77,11 @@ def as_table(found: Sequence[Run]) -> Table:
 
 def sentences(found: Sequence[Run]) -> list[str]:
     """What the study found, against what is asked for."""
-    idle = [run for run in found if not run.busy]
-    said = []
+    idle, told = [run for run in found if not run.busy], []
     for some, limit, what in ((idle, IDLE, "on the idle machine"), (found, BUSY, "with those on the busy one")):
         if (worst := largest(some)) is not None and (some is idle or len(idle) < len(found)):
-            told = f"{len(some)} runs {what}: speedups of methods differ by {_against(worst, limit)}"
-            if (beside := largest(some, bound=True)) is not None:
-                told += f"; those of the bound by {_against(beside, limit)}"
-            said.append(f"{told}.")
-    return said
-
-
-def _against(worst: float, limit: float) -> str:
-    return f"{100 * worst:.1f} % at most, {'within' if worst <= limit else 'NOT within'} {limit:.0%}"
+            told.append((len(some), what, limit, worst, largest(some, bound=True)))
+    return lines("spread", told=told)
 
 
 def _ratio(method: str, wire: str) -> Column:

@@ -9,26 +9,24 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.records.record import LOCAL, ResultRecord, place, read_all
+from experiments.records.record import LOCAL, ResultRecord, place, read_all, write_file
 from experiments.report import (
     accuracy,
     accuracy_page,
     answered,
-    evidence,
     figure,
     gaps,
     methods_table,
-    outputs,
     plots,
     published,
+    sentences,
     speedup,
     speedup_table,
-    templates,
     time_to_loss,
 )
 from experiments.report.formats import DASH
@@ -64,7 +62,7 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
     drawn("accuracy_bytes", plots.accuracies_by_bytes(studies))
     drawn("time_to_loss", None if race is None else plots.time_to_loss(race))
     for exp in sorted({*timed, *scored}):
-        files[f"tables/{exp}.md"] = templates.page(
+        files[f"tables/{exp}.md"] = sentences.page(
             "experiment",
             mark=figure.MARK,
             exp=exp,
@@ -80,7 +78,7 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
 def write(results_dir: str | Path, exp: str | None = None) -> list[Path]:
     """Brings tables and plots up to date with the records, of one experiment or of all. Returns what it made."""
     found = _files(results_dir, exp)
-    written = outputs.write(found)
+    written = save(found)
     for path in _stale(results_dir, found, exp):
         path.unlink()
     return written
@@ -89,7 +87,7 @@ def write(results_dir: str | Path, exp: str | None = None) -> list[Path]:
 def check(results_dir: str | Path, exp: str | None = None) -> list[str]:
     """Names of the tables and plots on disk that differ from what the records say: changed, missing or left over."""
     found = _files(results_dir, exp)
-    wrong = outputs.differing(found) + _stale(results_dir, found, exp)
+    wrong = differing(found) + _stale(results_dir, found, exp)
     return [path.relative_to(results_dir).as_posix() for path in wrong]
 
 
@@ -142,11 +140,11 @@ def print_group(
             printed.append(accuracy.as_table(scored))
             printed[-1].show(console, verbose)
     for table in timed:
-        known = evidence.records(results, table.records[0].exp)
-        theirs = evidence.matching(table, known)
+        known = published.records(results, table.records[0].exp)
+        theirs = published.matching(table, known)
         printed.append(view(table, theirs))
         printed[-1].show(console, verbose)
-        for note in evidence.note(table, theirs, known) if verbose else ():
+        for note in published.note(table, theirs, known) if verbose else ():
             note.show(console)
     for exp in sorted({r.exp for r in records}) if verbose else ():
         for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
@@ -180,3 +178,26 @@ def plots_of(everything: Sequence[ResultRecord], results: Path, group: str) -> l
         if any(r.group == group for cell in t.cells for r in cell.records)
     ]
     return [results / "plots" / name for name in drawn]
+
+
+# ---- files on disk ----------------------------------------------------------------------------------------------------
+
+
+def save(files: Mapping[Path, bytes]) -> list[Path]:
+    """Brings files up to date: path -> content. Returns their paths, in order."""
+    for path in differing(files):
+        write_file(path, files[path], "plot" if path.suffix == ".png" else "page")
+    return sorted(files)
+
+
+def differing(files: Mapping[Path, bytes]) -> list[Path]:
+    """Those that are missing on disk, or show something else there."""
+    return sorted(path for path, content in files.items() if not _same(path, content))
+
+
+def _same(path: Path, content: bytes) -> bool:
+    """The same text, or a plot of the same data: another version of matplotlib draws other bytes."""
+    if not path.is_file():
+        return False
+    found = path.read_bytes()
+    return figure.digest(found) == figure.digest(content) if path.suffix == ".png" else found == content

@@ -15,6 +15,7 @@ from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
 from experiments.report import curves, gaps
 from experiments.report.curves import Curve
+from experiments.report.sentences import say
 
 EXPS = ("language_model", "zero_one_gpt2")
 """Studies of a language model, the one that settles first."""
@@ -70,22 +71,15 @@ class Race:
 
     def point(self) -> str:
         """Who is first on the slow link and on the fast one, in one sentence."""
-        said = []
+        first = {}
         for gbps in GBPS:
             ranked = [(s, m.label) for m in self.methods if (s := m.seconds((GPUS[0], gbps))) is not None]
-            said.append(f"{min(ranked)[1].removesuffix(OURS)} at {gbps:g} Gbit/s")
-        missed = sum(m.steps is None for m in self.methods)
-        rest = f"{missed} of {len(self.methods)} methods do not reach it in {self.total} steps"
-        return f"First to the loss: {' and '.join(said)}; {rest}"
+            first[gbps] = min(ranked)[1]
+        return say("race", race=self, first={gbps: label.removesuffix(OURS) for gbps, label in first.items()})
 
     def setting(self) -> str:
         """Which steps, and for what they are predicted."""
-        return (
-            f"Steps: {self.title.partition(': ')[2]}; loss {self.loss:.2f}, which {self.baseline} has after "
-            f"{100 * SHARE:g} % of its steps. "
-            "Predicted, not measured on GPUs: the step of GPT-2 124M, 8 sequences of 1,024 tokens a GPU, "
-            f"{NODES} nodes of 8, bf16."
-        )
+        return say("race_setting", race=self, study=self.title.partition(": ")[2], share=SHARE, nodes=NODES)
 
 
 def build(studies: gaps.Studies, results_dir: Path) -> Race | None:

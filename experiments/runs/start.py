@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.records import record
-from experiments.report.headline import headline
+from experiments.records import labels, record
+from experiments.report import published, sentences
 from experiments.runs.command import typed
 from experiments.timing import calibrate
 from launch import lock
@@ -68,6 +69,27 @@ def introduce(composed: Composed, workload: Workload) -> None:
     say(headline(resolved, workload, nodes_given=nodes_given, shaped=calibrate.shapes(resolved)))
 
 
+def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool, shaped: bool = False) -> str:
+    """What the numbers to come are and are not; on a second line, the command of the full setting."""
+    exp, scale, virtual = resolved["exp"], resolved["scale"]["name"], labels.is_virtual(resolved)
+    about = {"cluster": resolved["cluster"], "workload": workload, "virtual": virtual, "shaped": shaped, "scale": scale}
+    said = sentences.say("headline", **about)
+    if scale == "paper" or not (compose.CONF / "exp" / f"{exp}.yaml").is_file():
+        return said
+    whose = "The paper's setting" if any(published.beside(exp, k) for k in ("speedup", "accuracy")) else "The full run"
+    command = make_command(exp) + (f" NODES={resolved['cluster']['nodes']}" if nodes_given else "") + " SCALE=paper"
+    if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
+        command += " DATA=/path/to/data"
+    return f"{said}\n{whose}: {command}"
+
+
+def make_command(exp: str) -> str:
+    """How `make` runs an experiment: by a target of that name, or as `make exp EXP=NAME`."""
+    makefile = (record.ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = re.search(r"^EXPERIMENTS := (.*)$", makefile, re.MULTILINE)
+    return f"make {exp}" if listed and exp in listed[1].split() else f"make exp EXP={exp}"
+
+
 def under_torchrun() -> bool:
     """Whether this process is a rank already."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -114,7 +136,8 @@ def take_place(composed: Composed) -> None:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
         raise UserError(f"{world} ranks cannot be divided into nodes of {per_node}: start as many on every node")
-    if world > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and _one_store_for_all_starts():
+    one_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")  # for all starts
+    if world > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and one_store == "True":
         raise UserError(
             "torchrun --max-restarts keeps one key-value store, in which ranks that are started again find the addresses "
             "of those before them: use --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on "
@@ -128,10 +151,6 @@ def under(cluster: DictConfig, command: str) -> str:
     """`command` as torchrun starts it on the nodes of `cluster`."""
     shape = f"--nnodes {cluster.nodes} --nproc-per-node {cluster.ranks_per_node}"
     return f"torchrun {shape} {command.removeprefix('python ')}"
-
-
-def _one_store_for_all_starts() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def share(spec: RunSpec | None) -> RunSpec:

@@ -37,7 +37,7 @@ ELSEWHERE = "another process runs it"
 POLL_S = 5.0
 """How often the runs of other processes are looked after."""
 
-# ---- which runs are the same --------------------------------------------------------------------------------------------
+# ---- which runs are the same ------------------------------------------------------------------------------------------
 
 
 def asked(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -61,7 +61,7 @@ def of_number(text: str) -> str:
         return text
 
 
-# ---- how a run ended ----------------------------------------------------------------------------------------------------
+# ---- how a run ended --------------------------------------------------------------------------------------------------
 
 
 def diverged(reason: str | None) -> bool:
@@ -106,7 +106,7 @@ def close(results_dir: str, exp: str, failed: int, of: str = "", *, written: boo
     return int(failed > 0)
 
 
-# ---- the engine ---------------------------------------------------------------------------------------------------------
+# ---- the engine -------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -24,12 +24,6 @@ BAD_INPUT = 2
 """Exit status of a comparison that was refused before anything had run."""
 BASELINES = {"vs_fp32": "fp32", "vs_bf16": "bf16", "of_bound": "none"}
 """Ratios of the table `rows` and the wire of what they are taken against."""
-COLUMNS = (
-    *("method", "wire", "status", "runs", "step_ms", "step_is", "p10_ms", "p90_ms", "samples_per_s"),
-    *(f"{ratio}{end}" for ratio in BASELINES for end in ("", "_low", "_high")),
-    *("update_ms", "payload_inter_bytes", "payload_intra_bytes", "nic_tx_bytes", "collectives_per_step"),
-    *("rounds_per_step", "state_bytes_per_rank", "metric", "record"),
-)
 ROUND_COLUMNS = ("method", "round", "step_ms", "steps", "dilation", "record")
 
 
@@ -63,10 +57,9 @@ class TrackedComparison:
         rounds = [row for r in records for row in rounds_of(r, names[r.id])]
         self._log_rounds(records, names)
         for number, table in enumerate(printed, start=1):
-            columns, rows = table.printed()
-            self.run.table("comparison" + (f"_{number}" if len(printed) > 1 else ""), columns, rows)
-        if measured:
-            self.run.table("rows", COLUMNS, [numbers(table, row) for table in measured for row in table.rows])
+            self.run.table("comparison" + (f"_{number}" if len(printed) > 1 else ""), *table.printed())
+        if rows := [numbers(table, row) for table in measured for row in table.rows]:
+            self.run.table("rows", list(rows[0]), [list(row.values()) for row in rows])
         if rounds:
             self.run.table("rounds", ROUND_COLUMNS, rounds)
         for path in tables.plots_of(everything, Path(results_dir), self.group):
@@ -94,31 +87,31 @@ class TrackedComparison:
                 self.folder.parent.rmdir()
 
 
-def numbers(table: SpeedupTable, row: Row) -> list[Cell]:
-    """A row of the table `rows`: what was measured, as numbers; None: not measured."""
+def numbers(table: SpeedupTable, row: Row) -> dict[str, Cell]:
+    """A row of the table `rows`, by its columns: what was measured, as numbers; None: not measured."""
     r = row.record
-    t, sent = r.timing, r.bytes_per_step
-    about: dict[str, Cell] = {
+    t, sent, ratios = r.timing, r.bytes_per_step, dict[str, Cell]()
+    for name, wire in BASELINES.items():
+        found = table.compared(row, wire)
+        ratios[name] = None if found is None else found.value
+        ratios |= {f"{name}_{end}": None if found is None else found.ends.get(end) for end in ("low", "high")}
+    return {
         "method": row.label,
         "wire": r.wire,
         "status": r.status,
         "runs": row.runs,
         "step_ms": None if row.seconds is None else 1000 * row.seconds,
         "step_is": "mean" if row.uneven else "median",
-        **{key: t.get(key) for key in ("p10_ms", "p90_ms", "samples_per_s", "update_ms")},
-        "payload_inter_bytes": sent.get("payload_inter"),
-        "payload_intra_bytes": sent.get("payload_intra"),
-        "nic_tx_bytes": sent.get("nic_tx"),
+        **{key: t.get(key) for key in ("p10_ms", "p90_ms", "samples_per_s")},
+        **ratios,
+        "update_ms": t.get("update_ms"),
+        **{f"{key}_bytes": sent.get(key) for key in ("payload_inter", "payload_intra", "nic_tx")},
         "collectives_per_step": r.collectives_per_step,
         "rounds_per_step": r.rounds_per_step,
         "state_bytes_per_rank": r.state_bytes_per_rank,
         "metric": r.metric.get("value"),
         "record": r.id,
     }
-    for name, wire in BASELINES.items():
-        if (found := table.compared(row, wire)) is not None:
-            about |= {name: found.value, **{f"{name}_{end}": value for end, value in found.ends.items()}}
-    return [about.get(column) for column in COLUMNS]
 
 
 def rounds_of(r: ResultRecord, name: str) -> list[list[Cell]]:

@@ -17,18 +17,42 @@ import shutil
 import stat
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
+from birder.predict.timeline import Timeline
 from experiments.cells.timelines import load
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.timing import plan
-from experiments.timing.dilation import LEAST, Calibration
 from launch import lock
 from launch.words import say
+
+LEAST = 1.0
+"""A machine that is faster than the target emulates it without dilation."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured. Times in ms per optimizer step."""
+
+    here_ms: float
+    timeline: Timeline
+
+    @property
+    def dilation(self) -> float:
+        """Three significant digits: what tables print is what was set, and runs of one comparison share it exactly."""
+        return float(f"{max(LEAST, self.here_ms / self.timeline.step_ms):.3g}")
+
+    def __str__(self) -> str:
+        return (
+            f"Time dilation {self.dilation:g}: forward and backward take {self.here_ms:.0f} ms here, "
+            f"{self.timeline.step_ms:.3g} ms on {self.timeline.gpu} (timeline {self.timeline.name})"
+        )
+
 
 SHOWN = 20.0
 """Stands in for the measured value where nothing is started (dry runs)."""

@@ -20,8 +20,7 @@ from experiments.timing.shared_ddp import Ready, SharedDDP
 from experiments.training import method
 from experiments.training.clock import StepClock, Stopwatch
 from experiments.training.method import Length, Method
-from experiments.training.nic import NicMeter, past_the_counters
-from experiments.training.rounds import Rounds
+from experiments.training.traffic import NicMeter, Rounds, past_the_counters
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.cells import timelines
-from experiments.timing.dilation import Calibration
+from experiments.timing.calibrate import Calibration
 from experiments.training import rank_link
 from launch import link_file as told
 from launch.errors import UserError

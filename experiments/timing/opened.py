@@ -25,7 +25,7 @@ from experiments.records import labels
 from experiments.timing.entries import Bound
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training.clock import Stopwatch
-from experiments.training.together import gathered
+from experiments.training.world import gathered
 
 EVERY = 4
 """Beside every so many rounds, the first among them: some 10 % of a comparison's time."""

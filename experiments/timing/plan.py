@@ -77,7 +77,7 @@ def make(chosen: Sequence[Composed], commands: Sequence[str], group: str, attemp
     check_timeline(first)
     variants: list[dict[str, Any]] = []
     for composed, config, command in zip(chosen, resolved, commands, strict=True):
-        name = _name(composed.choices.get("optimizer") or "method", config)
+        name = f"{composed.choices.get('optimizer') or 'method'}-{labels.wire(config)}"
         same = sum(v["name"] == name for v in variants)
         mine = f"{run_id}-{name}" + (f".{same + 1}" if same else "")
         about = {"command": command, "overrides": list(composed.overrides), "config": config}
@@ -148,10 +148,6 @@ def failures(spec: RunSpec) -> list[str]:
         if path.exists() and (made := record.read(path)).status != "completed":
             found.append(f"{made.method}: {made.reason}")
     return found
-
-
-def _name(optimizer: str, config: dict[str, Any]) -> str:
-    return f"{optimizer}-{labels.wire(config)}"
 
 
 def _value(config: dict[str, Any], key: str) -> Any:

@@ -2,7 +2,7 @@
 
 Taken before the rounds, while nobody computes. The ranks of an emulated cluster share a machine's cores: what a kernel takes
 here is what it takes with all of them at it, and an exchange on links that slow nothing down is what sending costs those
-cores. What messages cost beside a model that computes: bits.py. experiments/cells/trained.py makes the prediction. One rank
+cores. What messages cost beside a model that computes: `bits_ms`. experiments/cells/trained.py makes the prediction. One rank
 a node only: what a rank sends is then what its NIC sends.
 """
 
@@ -15,15 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from birder.comm import ByteCounter, Topology
+import birder
+from birder.comm import AllGather, AllToAll, ByteCounter, Requests, Topology
 from birder.comm import Link as Collectives
-from birder.optim.layout import make_units
+from birder.optim import BucketOptimizer
+from birder.optim.contract import Plan
+from birder.optim.layout import Unit, make_units
 from birder.predict import measure_kernels
 from birder.predict.costs import EXCHANGES
+from experiments.timing.entries import Bound
 from experiments.timing.opened import all_reduce
 from experiments.timing.shared_ddp import Ready, SharedDDP
-from experiments.training.together import gathered
+from experiments.training.clock import Stopwatch
+from experiments.training.world import gathered
 
 TURNS = 2
 """Of each exchange; the median counts."""
@@ -103,3 +109,59 @@ def _median(task: Callable[[], Any]) -> float:
         task()
         taken.append(max(gathered(time.perf_counter() - began)))
     return float(statistics.median(taken[1:]))
+
+
+# ---- messages beside a model that computes: bits that mean nothing ----------------------------------------------------
+
+
+class Bits(BucketOptimizer):
+    """An optimizer that sends a bit of each gradient, always the same, and learns nothing.
+
+    Messages are of the size and in the order of a 1-bit method's, taken from gradients during backward and waited for in
+    `step`; nothing is encoded, read or updated. What a step of it takes above the bound's is what remains when kernels are
+    left out: threads that share a core with backward, ranks that wait for each other in every unit, Python.
+    """
+
+    compressed = True
+
+    def plan(self, step: int) -> Plan:
+        return Plan.COMPRESSED
+
+    def init_unit(self, unit: Unit) -> None:
+        size = unit.padded // self.comm.shards // 8
+        unit.buffers = {
+            "bits": unit.bytes(size).zero_(),
+            "rows": unit.bytes(size),
+            "result": unit.bytes(unit.padded // 8),
+        }
+
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        bits, rows, result = unit.buffers["bits"], unit.buffers["rows"], unit.buffers["result"]
+        yield AllToAll(bits, rows)
+        unit.result = yield AllGather(bits[: len(bits) // self.comm.workers], result)
+
+    def update(self, step: int, plan: Plan) -> None:
+        pass
+
+
+def bits_ms(bound: Bound, groups: Sequence[dict[str, Any]], unit_mb: float, turns: int) -> float:
+    """Milliseconds that a step with bits takes longer than the bound's, on the slowest rank. The links are open.
+
+    groups: parameter groups of an optimizer. unit_mb: as in `birder.attach`. turns: of the bound, and of the bound with bits,
+    one step each; the medians count. Called on every rank, same result on all.
+    """
+    ddp = bound.shared.ddp
+    n, watch = dist.get_world_size(ddp.process_group), Stopwatch(bound.shared.shard.device)
+    optimizer = Bits([{"params": g["params"], "lr": 0.0} for g in groups], {"lr": 0.0, "weight_decay": 0.0})
+    attachment = birder.attach(ddp, optimizer, topology=Topology(n, 1), unit_mb=unit_mb)
+    beside = optimizer, ddp.hook
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(turns + 1):
+        for sending in taken:
+            dist.barrier()
+            seconds = bound.turn(1, watch, beside=beside if sending else None)
+            taken[sending].append(max(gathered(seconds)))
+    attachment.close()
+    ddp.use(None)
+    bare, both = (statistics.median(taken[sending][1:]) for sending in (False, True))
+    return 1000 * (both - bare)

@@ -27,17 +27,15 @@ import torch.distributed as dist
 
 from experiments.records import record
 from experiments.timing import plan, results
-from experiments.timing.bits import bits_ms
 from experiments.timing.entries import Bound, Entry, Shared, Variant
 from experiments.timing.links import BOUND_TURNS, Links
 from experiments.timing.opened import Exchange, dense, due, ready
-from experiments.timing.profiled import profile
+from experiments.timing.profiled import bits_ms, profile
 from experiments.timing.shared_ddp import SharedDDP
 from experiments.training import machine, rank_link
 from experiments.training.clock import Stopwatch
 from experiments.training.method import begin
-from experiments.training.together import gathered, memory_left
-from experiments.training.world import world
+from experiments.training.world import gathered, memory_left, world
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -136,17 +134,11 @@ class _World:
             **({"ready": found} if self.links.shapes and (found := ready(self.bound)) else {}),
             **({"profile": profiled} if profiled else {}),
         }
-        timed = results.Timed(
-            self.spec,
-            self.shard,
-            self.workload,
-            self.bound,
-            self.bounds,
-            self.variants,
-            self.exchange,
-            self.links.known,
+        entries = [*((self.bound, described) for described in self.bounds), *((v, v.described) for v in self.variants)]
+        link, exchange = {**self.links.known, **(probed or {})}, self.exchange
+        results.write(
+            self.spec, self.shard, self.workload, entries, about=about, exchange=exchange, link=link, dilation=dilation
         )
-        results.write(timed, about, dilation, probed)
 
     def _prepare(self) -> None:
         """Makes and warms up all methods, or, where memory does not hold them, sees that each can be made."""
@@ -166,9 +158,6 @@ class _World:
         """What is known of machine and links beside the bound, where the ranks set the links' rate; they are open."""
         if not self.links.shapes or self.shard.device.type == "cuda" or self.spec.ranks_per_node > 1:
             return None
-        return self._profiled()
-
-    def _profiled(self) -> dict[str, Any]:
         unit_mb, model = float(self.config["comm"]["bucket_cap_mb"]), self.ddp.module
         decay = max((float(v.config["optimizer"].get("weight_decay", 0.0)) for v in self.variants), default=0.0)
         groups = self.workload.param_groups(model, decay)

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from experiments.tracking import tensorboard_run, wandb_run
 from experiments.tracking.tracked import About, TrackedRun
-from launch.errors import UserError
 from launch.words import say
-
-TRACKERS = ("wandb", "tensorboard", "none")
-
-
-def check(config: dict[str, Any]) -> None:
-    """Raises UserError when `tracker` or `wandb.mode` is unknown."""
-    if (tracker := config.get("tracker", "wandb")) not in TRACKERS:
-        raise UserError(f"tracker={tracker} is unknown: choose {', '.join(TRACKERS)}")
-    wandb_run.check(config)
 
 
 def start(about: About) -> TrackedRun:

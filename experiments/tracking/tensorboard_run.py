@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class TensorBoardRun(TrackedRun):
         self._step = about.start
         self._writer = SummaryWriter(str(folder), purge_step=about.start + 1 if about.start else None)
         config = yaml.safe_dump(privacy.clean(dict(about.config), Path.cwd()), sort_keys=False)
-        self._writer.add_text("config", _verbatim(config), about.start)
+        self._writer.add_text("config", textwrap.indent(config, "    "), about.start)  # verbatim
         self._writer.flush()
         self.active = True
 
@@ -65,8 +66,3 @@ class TensorBoardRun(TrackedRun):
             if isinstance(value, int | float):
                 self._writer.add_scalar(f"summary/{name}", value, self._step)
         self._writer.close()
-
-
-def _verbatim(text: str) -> str:
-    """Markdown that shows `text` as it stands."""
-    return "".join(f"    {line}\n" for line in text.splitlines())

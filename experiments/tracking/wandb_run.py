@@ -18,10 +18,8 @@ from urllib.parse import urlsplit
 
 from experiments.records import privacy
 from experiments.tracking.tracked import About, Cell, TrackedRun, shown, warn
-from launch.errors import UserError
 
 SERVICE = "W&B"
-MODES = ("auto", "online", "offline", "disabled")
 INIT_S = 30.0
 """Seconds to wait for the server at the start."""
 FINISH_S = 60.0
@@ -29,13 +27,6 @@ FINISH_S = 60.0
 LEAST_FREE = 2**16
 """Bytes free at the end below which a run may not have been written whole."""
 NO_KEY = "no key (WANDB_API_KEY or `wandb login`)"
-
-
-def check(config: dict[str, Any]) -> None:
-    """Raises UserError when `wandb.mode` is none of MODES."""
-    mode = config.get("wandb", {}).get("mode", "disabled")
-    if mode not in MODES:
-        raise UserError(f"wandb.mode={mode} is unknown: choose {', '.join(MODES)}")
 
 
 def has_key() -> bool:

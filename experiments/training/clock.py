@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from experiments.training.together import gathered
+from experiments.training.world import gathered
 
 ROUND = 16
 """Steps after which a device is waited for and its events are read."""

@@ -95,7 +95,8 @@ class Heartbeat:
         self.token = secrets.token_hex(8)
         self._stopped = threading.Event()
         address = _own_address()
-        self._server = socket.create_server((address, 0), family=_family(address), backlog=256)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family, backlog=256)
         # A data loader's process must not keep the port of a dead rank open.
         os.register_at_fork(after_in_child=self._server.close)
         self._thread(self._answer)
@@ -205,7 +206,3 @@ def _own_address() -> str:
     with socket.socket(family, kind, protocol) as s:
         s.connect(address)  # sends nothing: only the way is looked up
         return str(s.getsockname()[0])
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

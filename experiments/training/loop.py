@@ -13,13 +13,12 @@ from experiments.records import labels, record
 from experiments.training import rank_link, step_profile, traffic
 from experiments.training.clock import StepClock
 from experiments.training.method import Method, begin
-from experiments.training.nic import NicMeter, past_the_counters
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
-from experiments.training.rounds import Rounds
 from experiments.training.sharded import gathered, wrap
-from experiments.training.together import gathered as everyones
 from experiments.training.track import Tracker
+from experiments.training.traffic import NicMeter, Rounds, past_the_counters
 from experiments.training.virtual import VirtualMethod
+from experiments.training.world import gathered as everyones
 from experiments.training.world import world
 from experiments.workloads.base import Shard, all_sum
 from launch.errors import UserError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from birder.comm.link import backend_for
 from experiments.records import labels
-from experiments.training.together import gathered
+from experiments.training.world import gathered
 from launch.errors import UserError
 from launch.spec import RunSpec
 

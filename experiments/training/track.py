@@ -2,18 +2,73 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.records.curve import Curve
+from experiments.records.record import write_file
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
+from launch.errors import UserError
 from launch.spec import RunSpec
+
+# ---- the file curve.csv -----------------------------------------------------------------------------------------------
+
+COLUMNS = ("step", "seconds", "loss", "metric")
+
+
+class Curve:
+    """Appends rows to `path`, each on disk as soon as it is written.
+
+    start: the step after which the run continues. Rows of later steps, written before the interruption, are dropped, and so
+           is a last row that was torn; 0 begins a new file.
+    seconds: after construction, the time of the last row kept: where the clock of a resumed run starts.
+    """
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self.path = path
+        rows = _kept(path, start) if start > 0 else []
+        self.seconds = float(rows[-1][1]) if rows else 0.0
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+        write_file(path, text.getvalue().encode(), "curve")
+        self._file: TextIO = path.open("a", newline="", encoding="utf-8")
+
+    def add(self, step: int, seconds: float, loss: float | None, metric: float | None) -> None:
+        """Appends one row; None leaves a column empty. Raises UserError when the disk is full."""
+        cells = [str(step), f"{seconds:.3f}", *["" if v is None else f"{v:.6g}" for v in (loss, metric)]]
+        try:
+            self._file.write(",".join(cells) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"could not write the curve {self.path}: {error.strerror}; free space") from error
+
+    def close(self) -> None:
+        """Closes the file. Rows are on disk already."""
+        self._file.close()
+
+
+def _kept(path: Path, start: int) -> list[list[str]]:
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]:
+        cells = line.rstrip("\n").split(",")
+        # A row without its line end was torn by a crash: its last number may lack digits.
+        if len(cells) == len(COLUMNS) and line.endswith("\n") and cells[0].isdigit() and int(cells[0]) <= start:
+            rows.append(cells)
+    return rows
+
+
+# ---- a run's tracker --------------------------------------------------------------------------------------------------
+
 
 CURVE_ROWS = 2000  # at most about as many rows of losses, however long the run; every metric is kept
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
@@ -27,7 +82,7 @@ class Tracker:
     start:  the step after which a resumed run continues, 0 for a new one; make the tracker after loading the checkpoint.
     sample: what a sample is called in rates; metric: what the metric is called.
 
-    Raises UserError when the curve cannot be written, or `tracker` or `wandb.mode` is unknown. A tracker itself never raises.
+    Raises UserError when the curve cannot be written. A tracker itself never raises.
     """
 
     def __init__(
@@ -43,7 +98,6 @@ class Tracker:
         self.total, self.sample, self.metric = total, sample, metric
         self._main = is_main
         self._closed = not is_main
-        tracking.check(spec.config)
         if not is_main:
             return
         self._start = start

@@ -3,11 +3,129 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from experiments.training.nic import NicMeter
+from birder.comm import ByteCounter
 from experiments.workloads.base import Shard, all_sum
+
+# ---- rounds -----------------------------------------------------------------------------------------------------------
+
+NEAR = 0.05
+"""Median and mean of the bytes that are this close to each other tell the same."""
+
+
+class Rounds:
+    """What each step of one rank has sent since the last `reset`. All ranks follow the same plan, so one speaks for all.
+
+    `end_step` is called after every step, outside of evaluation and checkpoints.
+    """
+
+    def __init__(self, counter: ByteCounter) -> None:
+        self.counter = counter
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the steps so far. Call it right after the counter's own reset, or before the first step."""
+        self._steps: list[tuple[int, int]] = []
+        self.follow(self.counter)
+
+    def follow(self, counter: ByteCounter) -> None:
+        """Goes on with another counter, or with the same one after a reset or after steps that are not to count."""
+        self.counter = counter
+        self._before = (counter.collectives, counter.total)
+
+    def end_step(self) -> None:
+        """Notes the collectives and bytes since the end of the step before."""
+        now = (self.counter.collectives, self.counter.total)
+        self._steps.append((now[0] - self._before[0], now[1] - self._before[1]))
+        self._before = now
+
+    @property
+    def per_step(self) -> float | None:
+        """Share of the steps that started at least one collective; None without steps."""
+        if not self._steps:
+            return None
+        return sum(1 for collectives, _ in self._steps if collectives) / len(self._steps)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether, in the second half of the steps, the median step does not send what a step sends on average.
+
+        A dense warm-up that ends before does not count: the steps after it are alike.
+        """
+        late = [sent for _, sent in self._steps[len(self._steps) // 2 :]]
+        mean = statistics.fmean(late) if late else 0.0
+        return mean > 0 and abs(statistics.median(late) - mean) > NEAR * mean
+
+
+# ---- the interface's own counters -------------------------------------------------------------------------------------
+
+VARIABLE = "BIRDER_NIC"
+"""Environment variable in which launchers name the interface that leads to the other nodes."""
+_RDMA = Path("/sys/class/infiniband")
+_COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace, as /sys/class/net need not be
+
+
+def read_counters(interface: str, counters: Path = _COUNTERS) -> tuple[int, int] | None:
+    """(bytes sent, bytes received) by `interface` since it exists; None where that cannot be known."""
+    try:
+        lines = counters.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, colon, numbers = line.partition(":")
+        if colon and name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    return None
+
+
+def past_the_counters(backend: str, devices: Path = _RDMA) -> bool:
+    """Whether messages may pass an interface's counters by: NCCL takes RDMA devices (InfiniBand, RoCE) where it finds any."""
+    if backend != "nccl" or os.environ.get("NCCL_IB_DISABLE") == "1":
+        return False
+    return os.environ.get("NCCL_NET", "").lower() != "socket" and devices.is_dir() and any(devices.iterdir())
+
+
+class NicMeter:
+    """Sums an interface's bytes over the stretches between `resume` and `pause`.
+
+    interface: its name; None where there is none to read, which leaves `total` None. Default: what the launcher named.
+    blind:     messages may go another way (`past_the_counters`): `total` is None too, for 0 bytes would be a false number.
+    """
+
+    def __init__(self, interface: str | None = None, blind: bool = False) -> None:
+        self.interface = None if blind else interface or os.environ.get(VARIABLE) or None
+        self._sum = [0, 0]
+        self._since: tuple[int, int] | None = None
+        self._known = self.interface is not None and read_counters(self.interface) is not None
+
+    @property
+    def total(self) -> tuple[int, int] | None:
+        """(sent, received) so far; None when the interface cannot be read."""
+        return (self._sum[0], self._sum[1]) if self._known else None
+
+    def resume(self) -> None:
+        """From here on bytes count."""
+        if self._known and self.interface is not None:
+            self._since = read_counters(self.interface)
+
+    def pause(self) -> None:
+        """From here on bytes do not count. Without a `resume` before it nothing happens."""
+        if self._since is None or self.interface is None:
+            return
+        now = read_counters(self.interface)
+        if now is None:
+            self._known = False
+        else:
+            self._sum = [total + n - s for total, n, s in zip(self._sum, now, self._since, strict=True)]
+        self._since = None
+
+
+# ---- of a record ------------------------------------------------------------------------------------------------------
 
 
 def per_step(sent: Sequence[int], nic: NicMeter, nodes: int, steps: int, shard: Shard) -> dict[str, Any]:

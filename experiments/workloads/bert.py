@@ -69,8 +69,15 @@ class Bert(Text):
         check_model(self.model, self.init, self.preset, self.attention)
 
     def load_tokenizer(self, texts: Iterable[str]) -> None:
-        """Makes `tokenizer`. Raises UserError where `model` has none."""
-        self.tokenizer = load_tokenizer(self.model, texts, self.vocab_size)
+        """Makes `tokenizer`: a checkpoint's, or one of `word_tokenizer`. Raises UserError where there is no fast one."""
+        if self.model is None:
+            self.tokenizer = word_tokenizer(texts, self.vocab_size)
+            return
+        from transformers import AutoTokenizer
+
+        self.tokenizer = load(AutoTokenizer, self.model, use_fast=True)
+        if not self.tokenizer.is_fast:
+            raise UserError(f"workload.model: {self.model} has no fast tokenizer, which answer offsets need")
 
     def load_model(self, auto: Any, words: int | None = None, outputs: int | None = None) -> nn.Module:
         """`load_model` of this workload. words: rows of the word embedding; None: the vocabulary's."""
@@ -154,18 +161,6 @@ def word_tokenizer(texts: Iterable[str], size: int) -> Any:
         mask_token="[MASK]",
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
-
-
-def load_tokenizer(model: str | None, texts: Iterable[str], size: int) -> Any:
-    """The fast tokenizer of a checkpoint; None: one of `word_tokenizer`. Raises UserError when there is none."""
-    if model is None:
-        return word_tokenizer(texts, size)
-    from transformers import AutoTokenizer
-
-    tokenizer = load(AutoTokenizer, model, use_fast=True)
-    if not tokenizer.is_fast:
-        raise UserError(f"workload.model: {model} has no fast tokenizer, which answer offsets need")
-    return tokenizer
 
 
 def load_model(

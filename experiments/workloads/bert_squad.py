@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from experiments.workloads import bert, weights
 from experiments.workloads.base import Batch, Shard, all_sum, at_least
 from experiments.workloads.ordering import fixed_choice
-from experiments.workloads.squad_data import Question, find_file, read_hub, read_json, synthetic_questions
-from experiments.workloads.squad_metric import best_spans, em_f1_sums
+from experiments.workloads.squad_data import (
+    Question,
+    best_spans,
+    em_f1_sums,
+    find_file,
+    read_hub,
+    read_json,
+    synthetic_questions,
+)
 from launch.errors import UserError
 
 CHUNK = 1000  # questions tokenized at once: bounds the memory that Python lists of tokens take

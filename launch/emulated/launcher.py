@@ -202,10 +202,8 @@ def why_not() -> str | None:
     return reason if command is None else None
 
 
-@functools.cache
-def say_once(line: str) -> None:
-    """Prints a line that a comparison of many runs need not repeat."""
-    say(line)
+say_once = functools.cache(say)
+"""Prints a line that a comparison of many runs need not repeat."""
 
 
 def _is_number(value: object) -> bool:

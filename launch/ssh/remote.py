@@ -25,7 +25,7 @@ from pathlib import Path
 
 from launch import environment, failure, process
 from launch.files import write_whole
-from launch.stopped import StoppedWatch
+from launch.supervise import StoppedWatch
 
 KEPT = ("logs", "ranks", "errors", "agents", "curve.csv")
 _PR_SET_CHILD_SUBREAPER = 36

@@ -20,11 +20,11 @@ from experiments import replay
 from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
 from experiments.bench.peers import FusedOneBitAdam
-from experiments.cells import selection, suite, timelines
+from experiments.cells import suite, timelines
 from experiments.cells.suite import Cell
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import outputs, replay_page, replay_verdicts, replayed, tables
+from experiments.report import replay_page, replay_words, replayed, tables
 from tests.distributed.test_hooks import powersgd_bytes
 from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.records import blank
@@ -65,7 +65,7 @@ def grid(link: str, nodes: int, times: dict[str, float], model: str = "resnet50"
 
 
 def verdicts(records: list[ResultRecord]) -> list[str]:
-    return replay_verdicts.fastest(replayed.collect(BENCH, records))
+    return replay_words.fastest(replayed.collect(BENCH, records))
 
 
 def test_every_cell_has_a_name_of_its_own_and_a_timeline() -> None:
@@ -89,21 +89,21 @@ def test_dilation_is_the_wished_rate_over_the_measured_one_for_the_share_that_is
 def test_a_selection_of_tensors_stands_for_the_model(model: str) -> None:
     fraction = BENCH.fraction(Cell(model, None, 4, "emulated", "powersgd4"))
     whole = BENCH.timeline(model, None)
-    part = selection.select(whole, fraction)
+    part = timelines.select(whole, fraction)
     shapes = {g.name: g.shape for g in whole.gradients}
     cut = [g.name for g in part.gradients if g.shape != shapes[g.name]]
-    assert all(math.prod(shapes[name]) > selection.LARGE * whole.elements for name in cut)
+    assert all(math.prod(shapes[name]) > timelines.LARGE * whole.elements for name in cut)
     assert all(g.shape[1:] == shapes[g.name][1:] for g in part.gradients)
     assert part.elements == pytest.approx(fraction * whole.elements, rel=0.3)
     for rank in (1, 4):
         sent = [powersgd_bytes([g.shape for g in t.gradients], rank, 2) for t in (part, whole)]
-        assert selection.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
+        assert timelines.shares(whole, part, rank) == pytest.approx(sent[0] / sent[1], rel=1e-3)
         assert sent[0] == pytest.approx(fraction * sent[1], rel=0.3)
     # Spread over the whole of backward, to its end.
     times = [g.ready_ms for g in part.gradients]
     assert min(times) < whole.step_ms / 2
     assert max(times) == max(g.ready_ms for g in whole.gradients)
-    assert selection.select(whole, 1.0) is whole
+    assert timelines.select(whole, 1.0) is whole
 
 
 class Two(torch.nn.Module):
@@ -175,7 +175,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     record.write(
         entry(Cell("resnet50", None, 1, "x", "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}), tmp_path
     )
-    for path in outputs.write(replay_page.render(BENCH, tmp_path)):
+    for path in tables.save(replay_page.render(BENCH, tmp_path)):
         assert path.is_file()
     page = replay_page.paths(BENCH, tmp_path)[0].read_text()
     assert "Replayed, not measured on GPUs" in page
@@ -188,7 +188,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     assert "No GPU was available" in page
     assert "bert_base" not in page
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    outputs.write(replay_page.render(BENCH, tmp_path))
+    tables.save(replay_page.render(BENCH, tmp_path))
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     # Other tables leave these records and this page alone.
     assert tables.check(tmp_path) == []
@@ -216,13 +216,14 @@ def tiny(folder: Path) -> str:
     return str(timelines.write(parse({**content, "source": "a test"}, "test"), folder / "tiny.json"))
 
 
-def _hooks(rank: int, world: int, timeline: str) -> list[dict[str, Any]]:
-    return bench_hooks.measure(torch.device("cpu"), timeline, steps=2)
+def _hooks(rank: int, world: int) -> list[dict[str, Any]]:
+    with bench_hooks.alone(torch.device("cpu")):
+        return list(bench_hooks.measure_model(torch.device("cpu"), "tiny", 4, steps=2))
 
 
 @pytest.mark.slow
-def test_hooks_are_timed_against_ddp_without_one(tmp_path: Path) -> None:
-    (rows,) = fresh_world(_hooks, 1, tiny(tmp_path), grouped=False)
+def test_hooks_are_timed_against_ddp_without_one() -> None:
+    (rows,) = fresh_world(_hooks, 1, grouped=False)
     assert [r["method"] for r in rows] == list(bench_hooks.METHODS)
     assert rows[0]["overhead_ms"] == 0
     assert all(r["step_ms"] > 0 for r in rows)

@@ -52,7 +52,7 @@ def test_a_profile_is_the_same_on_all_ranks_and_changes_no_training(tmp_path: Pa
 
 
 def _send(rank: int, size: int) -> tuple[int, list[float]]:
-    from experiments.timing.bits import Bits
+    from experiments.timing.profiled import Bits
 
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 96, bias=False)

@@ -16,7 +16,7 @@ from experiments.cells import timelines
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode
 from experiments.cells.replay import DILATION, Replay
-from experiments.cells.traffic import nic_bytes
+from experiments.cells.timelines import nic_bytes
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from tests.helpers.ranks import run_ranks

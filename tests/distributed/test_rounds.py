@@ -11,7 +11,7 @@ from birder.comm import ByteCounter
 from experiments.config import compose
 from experiments.records import record
 from experiments.training.clock import StepClock
-from experiments.training.rounds import Rounds
+from experiments.training.traffic import Rounds
 from launch.spec import RunSpec
 from tests.helpers.ranks import fresh_world
 

@@ -13,7 +13,7 @@ from experiments.cells.engine import Node, carried
 from experiments.cells.held import Setups
 from experiments.cells.suite import Cell
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import arithmetic, replay_check, replay_page, replay_verdicts, replay_words, replayed, speedup
+from experiments.report import arithmetic, replay_page, replay_words, replayed, speedup
 from tests.distributed import test_bench
 from tests.helpers.ranks import run_ranks
 from tests.helpers.records import run
@@ -130,7 +130,7 @@ def test_speedups_have_intervals_that_the_machines_pace_does_not_widen() -> None
     assert "Methods took turns, 4 rounds of one step in shuffled order." in page
     assert "one after the other" not in page
     assert "busy" not in page
-    (said,) = replay_verdicts.reproduced(results)
+    (said,) = replay_words.reproduced(results)
     assert f"against fp32 ({found.value:.2f}x [{found.low:.2f}, {found.high:.2f}])" in said
     # A picture of rounds is another one than of the same times without.
     assert replay_page.plot(results, "x") != replay_page.plot(
@@ -145,10 +145,10 @@ def test_ties_are_marked_and_verdicts_go_by_intervals() -> None:
     assert found is not None
     assert found.tie
     assert results.versus(AT, "birder_hierarchical", "birder").endswith("] =")
-    (said,) = replay_verdicts.fastest(results)
+    (said,) = replay_words.fastest(results)
     assert "is not decided against Birder, flat, 42.3 ms" in said
     # 2 % apart are told apart where rounds say so; without rounds they are not.
-    (said,) = replay_verdicts.fastest(replayed.collect(PAPER, grid({**MS, "birder": 38.0})))
+    (said,) = replay_words.fastest(replayed.collect(PAPER, grid({**MS, "birder": 38.0})))
     assert "is not the fastest compressed method" in said
 
 
@@ -178,7 +178,7 @@ def test_a_page_says_which_records_have_no_rounds_and_when_the_machine_was_busy(
 def test_every_published_cell_that_misses_arithmetic_is_named_on_its_page(name: str) -> None:
     made = suite.load(name)
     results = replayed.load(made, PUBLISHED)
-    checks = replay_check.rows(results)
+    checks = replay_words.checks(results)
     wires = [m for m in made.methods.values() if m.wire in arithmetic.WIRES]
     assert len(checks) >= 2 * len([n for n in made.nodes if n > 1]) * len(results.models)
     assert {c.name.split(", ")[-2] for c in checks} == {m.wire for m in wires} == {"fp32", "bf16"}

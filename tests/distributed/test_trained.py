@@ -15,8 +15,8 @@ from birder.predict.costs import BYTES, EXCHANGES
 from experiments.cells import trained
 from experiments.config import compose
 from experiments.records.record import PUBLISHED, ResultRecord, read_all, write
+from experiments.report import prediction as report
 from experiments.report import speedup, speedup_table
-from experiments.report import trained as report
 from experiments.report.prediction import quantiles
 from experiments.timing import profiled
 from experiments.timing.shared_ddp import SharedDDP
@@ -179,15 +179,15 @@ def test_compressed_methods_are_predicted_where_bits_were_measured() -> None:
 def test_a_world_without_a_profile_is_not_predicted() -> None:
     assert trained.of_world(world(profile=None)) == []
     assert trained.of_world(world()[1:]) == []
-    assert report.sentence(world(profile=None)) == ""
+    assert report.trained_sentence(world(profile=None)) == ""
 
 
 def test_tables_show_every_row_and_summaries_all_parts() -> None:
-    rows = report.rows([*world("a"), *world("b")])
+    rows = report.trained_rows([*world("a"), *world("b")])
     assert len(rows) == 6
     grid = validate.table(rows).grid()
     assert grid.count("SGDM fp32") == 2
-    assert "| all" in report.summary(rows).grid()
+    assert "| all" in report.trained_summary(rows).grid()
     (table,) = speedup.build(world())
     assert "Predicted from the bound" in speedup_table.markdown(table)
 
@@ -270,7 +270,7 @@ def test_a_validation_makes_what_is_not_recorded_and_stops_where_a_comparison_fa
 
 def test_the_published_worlds_keep_the_targets() -> None:
     """A median of 5 % and 15 % at worst."""
-    found = report.rows([*read_all(PUBLISHED), *read_all(PUBLISHED / report.FOLDER)])
+    found = report.trained_rows([*read_all(PUBLISHED), *read_all(PUBLISHED / report.VALIDATION)])
     median, _, worst = quantiles([t.error for t in found])
     assert median < 0.05
     assert worst < 0.15

@@ -90,13 +90,13 @@ def all_reduce(spec: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from experiments.training import nic
+    from experiments.training import traffic
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     tensor = torch.ones(spec.config["elements"])
     dist.all_reduce(torch.ones(1))  # connections are made by the first one
-    meter = nic.NicMeter()
+    meter = traffic.NicMeter()
     dist.barrier()
     meter.resume()
     dist.all_reduce(tensor)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import failure, process, stopped
-from launch.stopped import StoppedWatch
+from launch import failure, process, supervise
+from launch.supervise import StoppedWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -51,8 +51,8 @@ def look_for(watch: StoppedWatch, agent: subprocess.Popen, seconds: float) -> No
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "LOOK_S", 0.05)
-    monkeypatch.setattr(stopped, "LATER_S", 0.0)
+    monkeypatch.setattr(supervise, "LOOK_S", 0.05)
+    monkeypatch.setattr(supervise, "LATER_S", 0.0)
 
 
 def test_a_stopped_rank_is_killed_and_named(tmp_path: Path, agent: subprocess.Popen, quick: None) -> None:
@@ -92,5 +92,5 @@ def test_ranks_that_have_met_find_it_first_and_the_limit_of_a_minute_is_kept() -
     from experiments.training import heartbeat
 
     first = 2 * (heartbeat.PING_S + heartbeat.PROBE_S) + heartbeat.PROBE_S
-    assert first < stopped.LATER_S
-    assert 30 + stopped.LATER_S + 2 * stopped.LOOK_S < 60
+    assert first < supervise.LATER_S
+    assert 30 + supervise.LATER_S + 2 * supervise.LOOK_S < 60

@@ -14,10 +14,10 @@ from birder.predict.timeline import parse
 from experiments import replay
 from experiments.cells import engine, suite, timelines
 from experiments.cells.suite import Cell, Model, Place, Suite
-from experiments.cells.traffic import nic_bytes
+from experiments.cells.timelines import nic_bytes
 from experiments.records import record
 from experiments.records.record import ResultRecord
-from experiments.report import outputs, replay_check, replay_page, replay_verdicts, replayed, tables
+from experiments.report import replay_page, replay_words, replayed, tables
 from launch.emulated import launcher as emulated
 from launch.emulated import sandbox
 from tests.helpers.records import blank
@@ -114,7 +114,7 @@ def test_times_are_divided_by_their_own_dilation_and_speedups_by_each_other() ->
 
 def test_the_page_says_what_it_is_and_guesses_nothing(tmp_path: Path) -> None:
     save(tmp_path, [*grid(), entry(Cell("resnet50_b32", "tf32", 2, "9.4", "fp32_serial"), 100.0)])
-    for path in outputs.write(replay_page.render(PAPER, tmp_path)):
+    for path in tables.save(replay_page.render(PAPER, tmp_path)):
         assert path.is_file()
     page = replay_page.paths(PAPER, tmp_path)[0].read_text()
     first = page[: page.index("## In short")]
@@ -131,13 +131,13 @@ def test_the_page_says_what_it_is_and_guesses_nothing(tmp_path: Path) -> None:
     for link in re.findall(r"\.\./records/([^)]+)\.json", page):
         assert (tmp_path / "records" / f"{link}.json").is_file()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    outputs.write(replay_page.render(PAPER, tmp_path))
+    tables.save(replay_page.render(PAPER, tmp_path))
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
 def test_other_tables_leave_these_records_and_this_page_alone(tmp_path: Path) -> None:
     save(tmp_path, grid())
-    outputs.write(replay_page.render(PAPER, tmp_path))
+    tables.save(replay_page.render(PAPER, tmp_path))
     assert tables.check(tmp_path) == []
     assert tables.write(tmp_path) == []
     assert replay_page.paths(PAPER, tmp_path)[0].is_file()
@@ -153,7 +153,7 @@ def test_a_newer_record_wins_and_failures_do_not_count() -> None:
 
 
 def test_verdict_names_what_is_nearest_when_nothing_reproduces_it() -> None:
-    (said,) = replay_verdicts.reproduced(collect(grid("bert_base_b12")))
+    (said,) = replay_words.reproduced(collect(grid("bert_base_b12")))
     assert (
         "reproduced within 15 % by no assumption; nearest is batch 12, TF32, 9.4 Gbit/s, against fp32 (2.50x)" in said
     )
@@ -164,23 +164,23 @@ def test_arithmetic_of_the_check_by_hand() -> None:
     t = timelines.load("resnet50_b32_tf32")
     wire = 2 * 7 / 8 * 4 * t.elements * 8 / 9.4e6
     delay = t.intra_node.all_reduce_ms * 25 * 2**20 / (4 * t.elements)
-    assert replay_check.without_overlap(t, 8, 9.4) == pytest.approx(t.step_ms + delay + wire)
+    assert replay_words.expected(t, 8, 9.4, overlap=False) == pytest.approx(t.step_ms + delay + wire)
     # The link decides: it works from the first bucket on, and the last one is late by no more than its own bytes.
-    overlapped = replay_check.with_overlap(t, 8, 9.4)
+    overlapped = replay_words.expected(t, 8, 9.4)
     assert t.forward_ms + wire < overlapped < t.forward_ms + wire + 0.5 * t.step_ms
     # On a fast link computing decides, and the last bucket's bytes.
-    assert t.step_ms + delay < replay_check.with_overlap(t, 8, 1000.0) < t.step_ms + delay + wire * 9.4 / 1000
+    assert t.step_ms + delay < replay_words.expected(t, 8, 1000.0) < t.step_ms + delay + wire * 9.4 / 1000
 
 
 def test_the_check_names_what_is_off() -> None:
     t = timelines.load("resnet50_b32_tf32")
     cells = [Cell("resnet50_b32", "tf32", n, "9.4", "fp32") for n in (2, 8)]
-    good, bad = (replay_check.with_overlap(t, c.nodes, 9.4) for c in cells)
+    good, bad = (replay_words.expected(t, c.nodes, 9.4) for c in cells)
     half = Cell("resnet50_b32", "tf32", 8, "9.4", "bf16")
-    slow = entry(half, replay_check.with_overlap(t, 8, 9.4, "bf16") * 0.92)
+    slow = entry(half, replay_words.expected(t, 8, 9.4, "bf16") * 0.92)
     slow = dataclasses.replace(slow, link={**slow.link, "off_by": 0.07})
     results = collect([entry(cells[0], good * 1.04), entry(cells[1], bad * 1.2), slow])
-    said = replay_check.sentence(results)
+    said = replay_words.check_sentence(results)
     assert "1 of 3 step times of fp32 and bf16 DDP are within 5% of arithmetic" in said
     assert "the largest difference is 20.0% (resnet50_b32, TF32, 8 nodes, 9.4 Gbit/s, fp32, with overlap)" in said
     assert "8 nodes, 9.4 Gbit/s, bf16, with overlap (-8.0%); resnet50_b32, TF32, 8 nodes, 9.4 Gbit/s, fp32" in said

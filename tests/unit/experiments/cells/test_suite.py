@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from experiments import replay
-from experiments.cells import measured, suite
+from experiments.cells import engine, suite
 from experiments.records.record import ROOT
-from experiments.report import figure, replay_details, replay_page, replayed
+from experiments.report import figure, replay_page, replay_sections, replayed
 from launch.errors import UserError
 
 PUBLISHED = ROOT / "results/published"
@@ -38,7 +38,7 @@ def test_published_pages_are_those_of_the_published_records(name: str) -> None:
 def test_what_a_suite_names_exists(name: str) -> None:
     made = suite.load(name)
     assert made.name == name
-    assert {c for s in made.report.sections for c in s.columns.values()} <= set(replay_details.QUANTITIES)
+    assert {c for s in made.report.sections for c in s.columns.values()} <= set(replay_sections.QUANTITIES)
     assert {made.report.ours, *made.report.ratios} <= set(made.rows)
     assert all(m.checks is None or m.checks in made.rows for m in made.methods.values())
 
@@ -95,13 +95,13 @@ def test_a_key_and_a_flag_say_the_same() -> None:
 
 def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percentile() -> None:
     def node(*walls: float) -> dict[str, Any]:
-        return {"steps": [{"wall_ms": w, **dict.fromkeys(measured.PARTS, w / 10)} for w in walls]}
+        return {"steps": [{"wall_ms": w, **dict.fromkeys(engine.PARTS, w / 10)} for w in walls]}
 
-    found = measured.timing([node(10.0, 30.0, 20.0), node(12.0, 11.0, 25.0)], samples=64)
+    found = engine.timing_of([node(10.0, 30.0, 20.0), node(12.0, 11.0, 25.0)], samples=64)
     assert found["steps_ms"] == [12.0, 30.0, 25.0]
     assert (found["steps"], found["median_ms"], found["min_ms"], found["max_ms"]) == (3, 25.0, 12.0, 30.0)
     assert found["samples_per_s"] == pytest.approx(1000 * 64 / 25)
-    assert set(found["split"]) == set(measured.PARTS)
+    assert set(found["split"]) == set(engine.PARTS)
     assert not {"p10_ms", "p90_ms"} & set(found)
 
 

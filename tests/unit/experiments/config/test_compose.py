@@ -10,7 +10,6 @@ import yaml
 
 from experiments import compare
 from experiments.config import compose, rules
-from experiments.report import headline
 from experiments.runs import start
 from launch.errors import UserError
 from launch.local import LocalLauncher
@@ -262,7 +261,7 @@ def test_nodes_as_workers_are_compared_where_nodes_have_several_ranks() -> None:
 
 def test_headline_says_what_it_is() -> None:
     config = resolved("+exp=resnet50", "cluster.nodes=4", "scale=quick")
-    line = headline.headline(config, compose.workload(config), nodes_given=True)
+    line = start.headline(config, compose.workload(config), nodes_given=True)
     assert line.startswith("Emulated: 4 nodes")
     for words in ("synthetic", "quick scale", "not accuracy", "make resnet50 NODES=4 SCALE=paper DATA=/path/to/data"):
         assert words in line
@@ -270,14 +269,14 @@ def test_headline_says_what_it_is() -> None:
 
 def test_headline_of_a_run_that_no_file_describes() -> None:
     config = resolved("workload=digits", "scale=quick")
-    line = headline.headline(config, compose.workload(config), nodes_given=False)
+    line = start.headline(config, compose.workload(config), nodes_given=False)
     assert line.startswith("Local: 1 node of 2 ranks as processes on this machine; ")
     assert "make" not in line
 
 
 def test_headline_names_a_command_that_there_is() -> None:
-    assert headline.make_command("resnet50") == "make resnet50"
-    assert headline.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"
+    assert start.make_command("resnet50") == "make resnet50"
+    assert start.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"
 
 
 def test_a_launch_resolves_its_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

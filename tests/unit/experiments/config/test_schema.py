@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 
 import birder
 from experiments.config import compose, validate
+from experiments.config.question import Question
 from experiments.config.schema import Config
 from experiments.config.schema_cluster import CLUSTERS
 from experiments.config.schema_optimizer import OPTIMIZERS
-from experiments.config.schema_predict import Question
 from experiments.records.record import ROOT
 from launch.errors import UserError
 

@@ -14,7 +14,7 @@ from experiments import publish
 from experiments import tables as cli
 from experiments.records import record
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord
-from experiments.report import evidence, tables
+from experiments.report import published, tables
 from tests.helpers.records import full_group, run, save
 
 CLEAN = {"sha": "1" * 40, "dirty": False}
@@ -94,7 +94,7 @@ def test_bad_input_is_one_line_and_moves_nothing(tmp_path: Path, capsys: pytest.
 
 
 def test_published_figures_stand_beside_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published = save(tmp_path / "published", *full_group(), run("Birder", 7.0, id="w", group="w", nodes=2))
+    theirs = save(tmp_path / "published", *full_group(), run("Birder", 7.0, id="w", group="w", nodes=2))
     mine = [
         dataclasses.replace(r, id=f"my-{r.id}", group="mine", time="2027-01-01T00:00:00Z", timing={**r.timing})
         for r in full_group()
@@ -102,8 +102,8 @@ def test_published_figures_stand_beside_ones_own(tmp_path: Path, monkeypatch: py
     slow = {"steps": 9, "median_ms": 1600.0, "p10_ms": 1590.0, "p90_ms": 1610.0}
     mine = [dataclasses.replace(r, timing=slow) if r.method == "Birder" else r for r in mine]
     results = save(tmp_path / "mine", *mine)
-    known = [r for r in record.read_all(published) if r.exp == "resnet50"]
-    monkeypatch.setattr(evidence, "records", lambda results_dir, exp: known)
+    known = [r for r in record.read_all(theirs) if r.exp == "resnet50"]
+    monkeypatch.setattr(published, "records", lambda results_dir, exp: known)
     out = io.StringIO()
     tables.print_group(results, "mine", Console(file=out, width=118), verbose=True)
     text = out.getvalue()
@@ -121,11 +121,11 @@ def test_published_figures_stand_beside_ones_own(tmp_path: Path, monkeypatch: py
 
 
 def test_the_published_folder_stands_beside_others_but_not_beside_itself(tmp_path: Path) -> None:
-    published = save(tmp_path / "published", *full_group())
-    assert len(evidence.records(tmp_path / "mine", "resnet50", published)) == len(full_group())
-    assert evidence.records(tmp_path / "mine", "digits", published) == []
-    assert evidence.records(published, "resnet50", published) == []
-    assert evidence.records(tmp_path, "resnet50", tmp_path / "absent") == []
+    folder = save(tmp_path / "published", *full_group())
+    assert len(published.records(tmp_path / "mine", "resnet50", folder)) == len(full_group())
+    assert published.records(tmp_path / "mine", "digits", folder) == []
+    assert published.records(folder, "resnet50", folder) == []
+    assert published.records(tmp_path, "resnet50", tmp_path / "absent") == []
 
 
 def test_a_run_leaves_the_checkout_clean() -> None:

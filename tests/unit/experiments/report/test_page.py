@@ -16,7 +16,7 @@ import pytest
 from birder.predict import METHODS, Cluster, Link, Prediction, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, crossover, curves, html_page, methods_table, prediction, speedup
+from experiments.report import accuracy, curves, html_page, methods_table, prediction, speedup
 from experiments.report.html_page import Grid
 from tests.helpers.tiers import slow
 
@@ -154,11 +154,11 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
         for n, nodes in enumerate(SMALL.nodes):
             for g, gbps in enumerate(SMALL.gbps):
                 p = predict(
-                    timelines.load(name), Cluster(nodes, 8, Link(gbps, crossover.LATENCY_US)), crossover.METHODS
+                    timelines.load(name), Cluster(nodes, 8, Link(gbps, prediction.LATENCY_US)), prediction.METHODS
                 )
-                assert grid["ms"][m][n][g] == [round(p[method].ms, 3) for method in crossover.METHODS]
+                assert grid["ms"][m][n][g] == [round(p[method].ms, 3) for method in prediction.METHODS]
                 place = grid["wins"][m][n][g]
-                assert (None if place is None else crossover.METHODS[place]) == winner(p)
+                assert (None if place is None else prediction.METHODS[place]) == winner(p)
                 said = grid["answers"][m][n][g]  # the headline is the command line's, and agrees with the matrix
                 assert said == str(p).splitlines()[-1] == p.sentence
                 assert said.startswith("do not compress") is (winner(p) == "bf16")
@@ -170,7 +170,7 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
 
 def winner(p: Prediction) -> str | None:
     """bf16 where it is within 5 % of the bound or no method that keeps models equal gains 5 % over it; None: not decided."""
-    mine = [name for name in crossover.METHODS if not (METHODS[name].dense or METHODS[name].local or name == "none")]
+    mine = [name for name in prediction.METHODS if not (METHODS[name].dense or METHODS[name].local or name == "none")]
     best = min(mine, key=lambda name: p[name].ms)
     if p["bf16"].ms <= 1.05 * p["none"].ms or p["bf16"].ms < 1.05 * p[best].ms:
         return "bf16"

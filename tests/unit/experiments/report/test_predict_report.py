@@ -14,7 +14,7 @@ import yaml
 from birder.predict import DEFAULT, METHODS
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
-from experiments.cells import published, suite
+from experiments.cells import claimed, suite
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
 from experiments.report import answered, prediction, replay_page, replayed
 from experiments.report.formats import number
@@ -76,7 +76,7 @@ def test_a_folder_without_predictions_has_none(tmp_path: Path, records: list[Res
 
 def test_published_all_reduces_come_out_where_the_assumptions_hold() -> None:
     found = {b.what: b for b in study.profiles()}
-    assert len(found) == len(published.PROFILES)
+    assert len(found) == len(claimed.PROFILES)
     # InfiniBand, 8 nodes: ring and all-reduce by nodes lie on either side of, or within 5 % of, what was measured.
     for batch in (1, 16, 64):
         b = found[f"InfiniBand, 8 x 8, batch {batch}"]
@@ -86,7 +86,7 @@ def test_published_all_reduces_come_out_where_the_assumptions_hold() -> None:
     # Two nodes of eight: half as much as a ring, which is why the ring is 72 % off there.
     two = found["InfiniBand, 2 x 8, batch 16"]
     assert two.by_nodes == pytest.approx(two.published, rel=0.1)
-    assert published.bert_large(1, 1, 1, 1).elements == pytest.approx(336.2e6, rel=1e-3)
+    assert claimed.bert_large(1, 1, 1, 1).elements == pytest.approx(336.2e6, rel=1e-3)
 
 
 def test_the_papers_speedups_need_a_slow_link_or_fast_computing() -> None:

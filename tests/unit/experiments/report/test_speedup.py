@@ -114,7 +114,7 @@ def test_methods_that_skip_steps_go_by_the_mean_and_show_their_rounds() -> None:
     assert "| rounds per step |" in text
     assert cells(text, row.label)[10:12] == ["—", "0.125"]
     assert cells(text, "SGDM fp32")[11] == "1.00"
-    assert speedup_table.UNEVEN_NOTE in text
+    assert sentences.say("uneven") in text
     assert f"not decided: {row.label} 3.00x" in str(captions.compression(table))  # its spread is that of kinds of steps
     assert "rounds per step" not in speedup_table.markdown(speedup.build(records)[0])
 

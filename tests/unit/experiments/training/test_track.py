@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.records.curve import Curve
+from experiments.config import compose
+from experiments.config.schema import Config, Wandb
 from experiments.records.record import ROOT
 from experiments.tracking import wandb_run
-from experiments.tracking.start import TRACKERS
 from experiments.training import track
-from experiments.training.track import Tracker
+from experiments.training.track import Curve, Tracker
 from launch.errors import UserError
 from launch.spec import RunSpec
 from tests.helpers import wandb_file
@@ -151,10 +152,10 @@ def test_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         curve.add(1, 0.0, 1.0, None)
 
 
-def test_unknown_mode_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for is_main in (True, False):
-        with pytest.raises(UserError, match=r"wandb\.mode=loud is unknown: choose auto, online, offline, disabled"):
-            Tracker(make_spec(tmp_path, "loud"), is_main, total=1)
+@pytest.mark.parametrize("wrong", ["wandb.mode=loud", "tracker=loud"])
+def test_an_unknown_tracker_or_mode_is_refused_before_anything_starts(wrong: str) -> None:
+    with pytest.raises(UserError, match=r"must be one of .*, not 'loud'"):
+        compose.resolve(compose.compose(["+exp=digits", wrong]))
 
 
 @pytest.mark.usefixtures("no_wandb_account")
@@ -356,10 +357,12 @@ def test_without_a_tracker_one_line_says_that_nothing_is_recorded(
         (line,) = capsys.readouterr().out.splitlines()
         assert f"nothing is recorded ({why}" in line
         assert [p.name for p in (tmp_path / tracker).iterdir()] == ["curve.csv"]
-    assert set(TRACKERS) == {"none", "tensorboard", "wandb"}
+    assert set(typing.get_args(Config.model_fields["tracker"].annotation)) == {"none", "tensorboard", "wandb"}
 
 
 def test_every_wandb_file_names_its_mode() -> None:
     files = {path.stem: yaml.safe_load(path.read_text())["wandb"] for path in (ROOT / "conf" / "wandb").glob("*.yaml")}
-    assert {name: section["mode"] for name, section in files.items()} == {m: m for m in wandb_run.MODES}
+    assert {name: section["mode"] for name, section in files.items()} == {
+        m: m for m in typing.get_args(Wandb.model_fields["mode"].annotation)
+    }
     assert all(set(section) == {"mode", "project", "entity", "group"} for section in files.values())

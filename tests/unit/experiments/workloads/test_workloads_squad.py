@@ -12,7 +12,7 @@ from experiments.workloads import bert
 from experiments.workloads.base import Shard
 from experiments.workloads.bert_squad import BertSquad
 from experiments.workloads.glue import Glue
-from experiments.workloads.squad_metric import best_spans, em_f1_sums
+from experiments.workloads.squad_data import best_spans, em_f1_sums
 from experiments.workloads.wikipedia import Wikipedia
 from launch.errors import UserError
 from tests.helpers.workload_data import squad_files
