@@ -46,12 +46,25 @@ class BirderCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Before validate, test and predict Lightning gives all ranks rank 0's model: make that the mean of all."""
         method = self._method(trainer)
-        if stage != "fit" and method is not None and method.local_models:
+        if stage == "fit":
+            self._attach_after_setup(trainer.strategy)
+        elif method is not None and method.local_models:
             method.pipeline.wait()
             with torch.no_grad():
                 run(method.comm, method.average_parameters(counted=False))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _attach_after_setup(self, strategy: Any) -> None:
+        """As soon as the module is wrapped: Lightning's finder of learning rates trains before other callbacks begin."""
+        setup = strategy.setup
+
+        def setup_and_attach(trainer: Trainer) -> None:
+            del strategy.setup  # what the class has, again
+            setup(trainer)
+            self._attach(trainer)
+
+        strategy.setup = setup_and_attach
+
+    def _attach(self, trainer: Trainer) -> None:
         method = self._method(trainer)
         if method is None:
             raise TypeError("BirderCallback needs one optimizer of the birder package from configure_optimizers")
@@ -66,6 +79,7 @@ class BirderCallback(Callback):
         limit = trainer.gradient_clip_val
         if limit and method.compressed and self.attachment.overlap:
             raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=limit)}")
+        method.register_load_state_dict_pre_hook(self._own_state)
         every_rank.set_parameters(method, self._loaded)
         self._loaded = {}
         if method.local_models and "save_checkpoint" not in vars(trainer):
@@ -90,7 +104,9 @@ class BirderCallback(Callback):
         everyone: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         dist.gather_object(every_rank.rank_state(method), everyone, dst=0)
         checkpoint["optimizer_states"] = [{KEY: everyone}]
-        if method.local_models:
+        if (
+            method.local_models and method.steps
+        ):  # before the first step models are equal, and their mean may be rounded
             with method.averaged():
                 checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
 
@@ -107,6 +123,11 @@ class BirderCallback(Callback):
             )
         self._loaded = everyone[trainer.global_rank]
         states[0] = self._loaded["optimizer"]
+
+    @staticmethod
+    def _own_state(method: Any, state: dict[str, Any]) -> dict[str, Any] | None:
+        """This rank's of every rank's, which the finder loads without callbacks."""
+        return state[KEY][method.comm.rank]["optimizer"] if KEY in state else None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where ranks' models differ, their mean is what is evaluated."""

@@ -378,6 +378,21 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
             found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
     if resume:
         return found
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    for name in LOCAL | {"Birder"}:
+        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        torch.manual_seed(0)
+        module = lightning.Circle(*METHODS[name])
+        module.lr = 0.0
+        steps = {"max_steps": 4, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        search = [LearningRateFinder(num_training_steps=16, early_stop_threshold=None), lightning.BirderCallback()]
+        trainer = lightning.Trainer(
+            accelerator="cpu", strategy="ddp", devices=world, callbacks=search, default_root_dir=folder, **steps
+        )
+        trainer.fit(module, lightning.DataLoader(lightning.circle(), 16))
+        method = unwrap_optimizer(trainer.optimizers[0])
+        found[f"{name} found"] = (method.steps, module.lr > 0, method.param_groups[0]["lr"] == module.lr)
     found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
     found["other"] = said(lambda: run("other", "other", 1))
     return found
@@ -420,6 +435,12 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
         assert mine["CSER test loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
         assert np.abs(mine["CSER after test"] - mean).max() < ROUNDING
     assert np.array_equal(first["Birder saved"], first["Birder"])
+
+
+def test_lightning_finds_a_learning_rate(lit: Found) -> None:
+    """Its finder trains before other callbacks begin, and loads the state again without them."""
+    for mine in lit:
+        assert [mine["CSER found"], mine["Birder found"]] == [(4, True, True)] * 2
 
 
 def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: Found) -> None:
