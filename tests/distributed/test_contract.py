@@ -16,6 +16,7 @@ from birder import BucketOptimizer, Plan, Topology, attach
 from birder.comm import (
     AllGather,
     AllToAll,
+    Communicator,
     GatherWorkers,
     Hierarchical,
     Mean,
@@ -26,6 +27,7 @@ from birder.comm import (
     TwoPhase,
     Union,
 )
+from birder.comm.requests import asks
 from birder.comm.runtime import performing, run
 from birder.optim.layout import Unit
 from tests.helpers import toy
@@ -41,10 +43,8 @@ def message(rank: int, task: int, call: int) -> Tensor:
     return torch.full((ROW,), float(100 * rank + 10 * task + call))
 
 
-class EarlyAllToAll(AllToAll):
-    """The task goes on at once, beside what is left of the one before it."""
-
-    early: ClassVar[bool] = True
+EarlyAllToAll = asks(Communicator.scatter, early=True)
+"""The task goes on at once, beside what is left of the one before it."""
 
 
 def crossing(rank: int, world: int, call: str, slow: int) -> list[str]:
@@ -102,10 +102,10 @@ def gathered(rank: int, world: int, hierarchical: bool) -> list:
     wanted = [AllGather(message(rank, 1, 0)), GatherWorkers(message(rank, 2, 0)), AllGather(message(rank, 3, 0), into)]
     found: list = []
 
-    def asks(request: Request) -> Requests[None]:
+    def once(request: Request) -> Requests[None]:
         found.append((yield request).view(-1, ROW)[:, 0].tolist())
 
-    begun = [performing(comm, asks(request)) for request in wanted]
+    begun = [performing(comm, once(request)) for request in wanted]
     for steps in begun:
         next(steps)  # it is on its way
     for steps in reversed(begun):
