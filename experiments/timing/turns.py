@@ -158,6 +158,9 @@ class _World:
         """What is known of machine and links beside the bound, where the ranks set the links' rate; they are open."""
         if not self.links.shapes or self.shard.device.type == "cuda" or self.spec.ranks_per_node > 1:
             return None
+        return self._profiled()
+
+    def _profiled(self) -> dict[str, Any]:
         unit_mb, model = float(self.config["comm"]["bucket_cap_mb"]), self.ddp.module
         decay = max((float(v.config["optimizer"].get("weight_decay", 0.0)) for v in self.variants), default=0.0)
         groups = self.workload.param_groups(model, decay)
