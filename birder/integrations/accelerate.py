@@ -83,13 +83,7 @@ def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, m
 
     In the place of an earlier optimizer, too, that `accelerator.free_memory` has thrown away.
     """
-    prepared = [unwrap_optimizer(o) for o in accelerator._optimizers]
-    if method not in prepared:
-        raise ValueError(
-            "the optimizer is not the accelerator's: model, optimizer = accelerator.prepare(model, optimizer)"
-        )
-    number = prepared.index(method)
-    optimizer = accelerator._optimizers[number]
+    number = accelerator._optimizers.index(optimizer)
     kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""))
     optimizer.every_rank = kept
     optimizer.state_dict = kept.note

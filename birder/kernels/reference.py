@@ -63,8 +63,16 @@ UNITS = {1: 127, 2: 63}
 
 
 def ratio(
-    g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool, beta2: float | None = None, scale: float = 1.0,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    m: Tensor,
+    b: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    hold: bool,
+    beta2: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """Birder's moments, updated in place, and their ratio u in [-1, 1]: fp32[d] each; g may be bf16 or fp16 too.
 
     m = beta m + (1-beta) g;  b = beta2 b + (1-beta2)|g|;  u = scale m/(b+eps), clipped to [-1, 1], 0 where b = 0.
@@ -94,9 +102,22 @@ def binarize(
 
 
 def encode(
-    g: Tensor, m: Tensor, b: Tensor, *, beta: float, eps: float, hold: bool, seed: int, step: int, worker: int, start: int,
-    beta2: float | None = None, scale: float = 1.0, shift: int = 0, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    m: Tensor,
+    b: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    hold: bool,
+    seed: int,
+    step: int,
+    worker: int,
+    start: int,
+    beta2: float | None = None,
+    scale: float = 1.0,
+    shift: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
     """Birder's worker side, `ratio` and `binarize` in one: returns the packed bits uint8[numel/8]."""
     u = ratio(g, m, b, beta=beta, eps=eps, hold=hold, beta2=beta2, scale=scale)
     return into(out, binarize(u, seed=seed, step=step, worker=worker, start=start, shift=shift))
@@ -336,9 +357,22 @@ def modulate(
 
 
 def modulate_adam(
-    g: Tensor | None, m: Tensor, v: Tensor, error: Tensor, shared: Tensor | None, *, beta1: float, beta2: float, scale: float,
-    eps: float, hold: bool, weight: float = 1.0, limit: int = 1, dither: float = 0.5, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    g: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    error: Tensor,
+    shared: Tensor | None,
+    *,
+    beta1: float,
+    beta2: float,
+    scale: float,
+    eps: float,
+    hold: bool,
+    weight: float = 1.0,
+    limit: int = 1,
+    dither: float = 0.5,
+    out: Tensor | None = None,
+) -> Tensor:
     """`adam_moments`, u = clip(scale m / (sqrt(V) + eps), -1, 1), 0 where the divisor is 0, and `modulate` of u, in one.
 
     g: fp32[d], bf16 or fp16; None: the moments are those of this step already. What is not finite counts as 0.

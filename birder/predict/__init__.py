@@ -42,11 +42,39 @@ _LATER = {
 }
 
 __all__ = [
-    "DEFAULT", "GPU", "GPUS", "METHODS", "NVLINK", "Advice", "Answer", "Cluster", "Costs", "Gradient", "IntraNode",
-    "Layout", "Link", "Links", "Method", "Plan", "Prediction", "Row", "Step", "Timeline", "Work", "advise",
-    "answer", "count", "crossover", "find_gpu", "measure_kernels", "measure_link", "predict", "record", "simulate",
+    "DEFAULT",
+    "GPU",
+    "GPUS",
+    "METHODS",
+    "NVLINK",
+    "Advice",
+    "Answer",
+    "Cluster",
+    "Costs",
+    "Gradient",
+    "IntraNode",
+    "Layout",
+    "Link",
+    "Links",
+    "Method",
+    "Plan",
+    "Prediction",
+    "Row",
+    "Step",
+    "Timeline",
+    "Work",
+    "advise",
+    "answer",
+    "count",
+    "crossover",
+    "find_gpu",
+    "measure_kernels",
+    "measure_link",
+    "predict",
+    "record",
+    "simulate",
     "sweep",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

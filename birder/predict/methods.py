@@ -132,32 +132,48 @@ _SHARED = f"{_OWN}; the all-reduces of the variance, 111 in 100,000 steps, not c
 _FLAT = (
     Method("birder", "Birder", (_BIRDER,), _APPLY, (0, 8, 0)),
     Method(
-        "birder_one_phase", "Birder one-phase", (_one_phase(_BIRDER, "encode", "owned"),), _APPLY,
-        (0, 8, 0), about="this project's variant of the reduction",
+        "birder_one_phase",
+        "Birder one-phase",
+        (_one_phase(_BIRDER, "encode", "owned"),),
+        _APPLY,
+        (0, 8, 0),
+        about="this project's variant of the reduction",
     ),
     Method("sigma_delta", "Sigma-delta Adam", (_SIGMA,), _APPLY, (0, 16, 4), about=_SHARED),
     Method("sigma_delta_local", "Sigma-delta Adam, local form", (_SIGMA,), _APPLY, (0, 12, 4), about=_OWN),
     Method(
-        "sigma_delta_one_phase", "Sigma-delta Adam, one-phase",
-        (_one_phase(_SIGMA, "modulate_adam", "owned", "settle"),), _APPLY, (0, 16, 0), about=_SHARED,
+        "sigma_delta_one_phase",
+        "Sigma-delta Adam, one-phase",
+        (_one_phase(_SIGMA, "modulate_adam", "owned", "settle"),),
+        _APPLY,
+        (0, 16, 0),
+        about=_SHARED,
     ),
     Method(
-        "lion", "Distributed Lion",
-        (replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs")),), _APPLY,
-        (0, 4, 0), about="majority vote",
+        "lion",
+        "Distributed Lion",
+        (replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs")),),
+        _APPLY,
+        (0, 4, 0),
+        about="majority vote",
     ),
-    Method("onebit_adam", "1-bit Adam", (_FEEDBACK,), ("write_signs", "move_adam"), (8, 4, 4), about="compression stage"),
+    Method(
+        "onebit_adam", "1-bit Adam", (_FEEDBACK,), ("write_signs", "move_adam"), (8, 4, 4), about="compression stage"
+    ),
     Method("onebit_lamb", "1-bit LAMB", (_MESSAGE,), ("write_signs", "lamb"), (12, 4, 4), about="compression stage"),
     Method(
-        "zero_one_adam", "0/1 Adam",
+        "zero_one_adam",
+        "0/1 Adam",
         (
             replace(_MESSAGE, share=SYNCS_OF_ZERO_ONE_ADAM),
             Round(1 - SYNCS_OF_ZERO_ONE_ADAM, "none", encode=("eager", "eager"), layout="unit"),
         ),
-        ("write_signs", "eager", "eager", "eager"), (16, 4, 4), local=True,
+        ("write_signs", "eager", "eager", "eager"),
+        (16, 4, 4),
+        local=True,
         about="mean over the published schedule of 118,000 steps, variance rounds not counted",
     ),
-)  # fmt: skip
+)
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -226,10 +242,25 @@ METHODS: dict[str, Method] = {
     )
 }
 DEFAULT = (
-    "fp32", "bf16", "fp16", "powersgd1", "powersgd4", "birder", "birder_one_phase", "sigma_delta", "onebit_adam",
-    "birder_hierarchical", "birder_one_phase_hierarchical", "onebit_adam_hierarchical", "onebit_lamb", "zero_one_adam",
-    "cser", "slamb", "local_sgd", "none",
-)  # fmt: skip
+    "fp32",
+    "bf16",
+    "fp16",
+    "powersgd1",
+    "powersgd4",
+    "birder",
+    "birder_one_phase",
+    "sigma_delta",
+    "onebit_adam",
+    "birder_hierarchical",
+    "birder_one_phase_hierarchical",
+    "onebit_adam_hierarchical",
+    "onebit_lamb",
+    "zero_one_adam",
+    "cser",
+    "slamb",
+    "local_sgd",
+    "none",
+)
 """Methods of a table when none are named; hierarchical ones where a node has several ranks."""
 
 

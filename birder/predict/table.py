@@ -176,8 +176,17 @@ def no_gain(p: Prediction, best: Row | None) -> str | None:
 
 
 HEAD = (
-    "method", "ms/step", "interval", "x fp32", "x bf16", "NIC/step", "exposed ms", "update ms", "state/rank", "waits for",
-)  # fmt: skip
+    "method",
+    "ms/step",
+    "interval",
+    "x fp32",
+    "x bf16",
+    "NIC/step",
+    "exposed ms",
+    "update ms",
+    "state/rank",
+    "waits for",
+)
 
 
 def cells(p: Prediction) -> list[list[str]]:
