@@ -95,7 +95,7 @@ class BucketOptimizer(Guards):
             self.load_state_dict(pending)
 
     def begin_again(self) -> None:
-        """Before the first step: forgets a backward pass that failed (out of memory), to be attached anew. Else nothing."""
+        """Before the first step: forgets a backward pass that failed (out of memory), to be attached again. Else nothing."""
         if self._bound and self.steps == 0:
             earlier, self.state = self.attachment, self._others()
             self.disconnect()

@@ -55,7 +55,7 @@ BUCKET_MB = 25.0
 
 
 def bucket_delay_ms(timeline: Timeline) -> float:
-    """What the all-reduce inside a node adds to dense methods: the time of one bucket, the rest runs beside backward."""
+    """What the all-reduce inside a node adds to dense methods: the time of one bucket. The rest runs during backward."""
     share = min(1.0, BUCKET_MB * 2**20 / (4 * timeline.elements))
     return timeline.intra_node.all_reduce_ms * share
 
