@@ -50,7 +50,7 @@ LIMITS = {
     "kernels": 240,
     "methods": 300,
     "bandwidth": 120,
-    "hooks": 240,
+    "hooks": 300,
     "nccl": 240,
     "timelines": 180,
     "accuracy": 600,
@@ -191,7 +191,7 @@ def publish(folder: Path, command: str) -> None:
     from experiments import replay
 
     largest = [row for row in rows(folder, "bandwidth")[0] if row.get("elements") == LARGEST]
-    hooks = [row for row in rows(folder, "hooks")[0] if (row.get("model"), row.get("batch")) == ("resnet50", 32)]
+    hooks = [row for row in rows(folder, "hooks")[0] if row.get("model") == "resnet50" and "step_ms" in row]
     if largest:
         plan = {"kernels": largest, "backend": largest[0]["backend"], **({"hooks": hooks} if hooks else {})}
         suite, options = replay.parse(["suite=bench", f"--results={folder / 'results'}", f"--output={folder}"])

@@ -34,6 +34,7 @@ class Late:
         """The numbers. Waits for them, which is no time at all a step after they were asked for."""
         if self._event is not None:
             self._event.synchronize()
+            self._event = None
         return [int(x) for x in self._host.numpy().reshape(-1)]
 
     def __reduce__(self) -> tuple[type[Late], tuple[Tensor]]:

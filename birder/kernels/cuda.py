@@ -28,6 +28,8 @@ from birder.kernels.reference import error_form, partial_sums
 
 WORDS = 256
 """32-bit words of bits, or blocks, that one program works on."""
+SELECTED = 512
+"""Words of `_copied`: four from each Philox block, so that a thread has one block."""
 BLOCK, LEVELS = tl.constexpr(TREE_BLOCK), tl.constexpr(TREE_BLOCK.bit_length() - 1)
 WARPS = 1
 """Warps to a block that is added up. A single one adds within its threads and by shuffles, with no barrier."""
@@ -97,14 +99,17 @@ def _both(a, b):
 
 @triton.jit(do_not_specialize=["n", "k0", "k1", "step", "stream", "first"])
 def _copied(rows, out, count, n, k0, k1, step, stream, first, LEVELS: constexpr, WORDS: constexpr):
-    """32-bit words: each bit from the worker whose number the random bits of its place make up, LEVELS or fewer of them."""
-    i = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    live = i < count
-    number = first.to(tl.int64) + i
+    """32-bit words: each bit from the worker whose number the random bits of its place make up, LEVELS or fewer of them.
+
+    A program takes whole Philox blocks, of four words each; the first of them may begin before the first word.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    block = (first.to(tl.int64) >> 2) + place * (WORDS // 4) + tl.arange(0, WORDS // 4)
     level = tl.arange(0, LEVELS)[:, None]
-    c0, c1, c2, c3 = philox((number >> 2)[None, :] + tl.zeros_like(level), k0, k1, step, stream + level)
-    lane = (number & 3).to(tl.int32)[None, :]
-    chosen = tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3)).to(tl.int32, bitcast=True)
+    c0, c1, c2, c3 = philox(block[None, :] + tl.zeros_like(level), k0, k1, step, stream + level)
+    chosen = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (LEVELS, WORDS)).to(tl.int32, bitcast=True)
+    i = place * WORDS + tl.arange(0, WORDS) - (first & 3)
+    live = (i >= 0) & (i < count)
     result = tl.zeros((WORDS,), tl.int32)
     for r in range(n):
         needed = ((r >> level) & 1) != 0
@@ -198,7 +203,7 @@ def reduce_bits(rows, o):
     else:
         words, levels = count // 4, triton.next_power_of_2(max(n.bit_length() - 1, 1))
         args = rows.view(torch.int32), out.view(torch.int32), words, n, *_counter(o, SELECT_STREAM, 32)
-        launch(_copied, triton.cdiv(words, WORDS), *args, LEVELS=levels, WORDS=WORDS)
+        launch(_copied, triton.cdiv(words + args[-1] % 4, SELECTED), *args, LEVELS=levels, WORDS=SELECTED)
     return out
 
 
@@ -294,26 +299,25 @@ def _add_momentum(error, g, m, mask, sums, numel, beta, rest, MASKED: constexpr)
 
 
 @triton.jit
-def _sign_sum(rows, width, scales, apart, n, byte, lane, live, x):
-    """x + (1/n) sum_i scale_i * (+-1), in the order of the workers. Rows begin `width` bytes apart, scales `apart` floats.
-
-    The division is done here: torch's on a GPU would multiply by 1/n.
+def _sign_sum(rows, width, scales, apart, n, numel):
+    """fp32[BLOCK]: (1/n) sum_i scale_i * (+-1), in the order of the workers. Rows begin `width` bytes apart, scales `apart`
+    floats. The division is done here: torch's on a GPU would multiply by 1/n.
     """
+    byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    x = tl.zeros((BLOCK // 8, 8), tl.float32)
     for r in range(n):
         place = tl.cast(r, tl.int64)
-        bits = tl.load(rows + place * width + byte, mask=live, other=0).to(tl.int32)
+        bits = unpack(tl.load(rows + place * width + byte, mask=byte * 8 < numel, other=0))
         weight = tl.div_rn(tl.load(scales + place * apart), tl.cast(n, tl.float32))
-        x += tl.where(((bits >> lane) & 1) != 0, weight, -weight)
-    return x
+        x += tl.where(bits != 0, weight, -weight)
+    return tl.reshape(x, (BLOCK,))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _add_average(error, rows, scales, mask, sums, numel, words, n, MASKED: constexpr):
     e = _places()  # a message has `words` words of 32 bits, the last is its scale
     live = e < numel
-    lane = (e & 7).to(tl.int32)
-    x = tl.zeros((BLOCK,), tl.float32)
-    x = _sign_sum(rows, tl.cast(words, tl.int64) * 4, scales + words - 1, words, n, e >> 3, lane, live, x)
+    x = _sign_sum(rows, tl.cast(words, tl.int64) * 4, scales + words - 1, words, n, numel)
     x = x + tl.load(error + e, mask=live, other=0.0)
     _finish(error, e, x, live, mask, sums, MASKED)
 
@@ -321,10 +325,7 @@ def _add_average(error, rows, scales, mask, sums, numel, words, n, MASKED: const
 @triton.jit(do_not_specialize=["n"])
 def _average_signs(out, rows, scales, numel, n):
     e = _places()
-    live = e < numel
-    lane = (e & 7).to(tl.int32)
-    x = _sign_sum(rows, numel // 8, scales, 1, n, e >> 3, lane, live, tl.zeros((BLOCK,), tl.float32))
-    tl.store(out + e, x, mask=live)
+    tl.store(out + e, _sign_sum(rows, numel // 8, scales, 1, n, numel), mask=e < numel)
 
 
 @triton.jit

@@ -325,17 +325,19 @@ def move_adam(
 ) -> None:
     """p = keep p - rate m / (sqrt(v) / correction + eps), in place, for each parameter; m and v in its shape, fp32.
 
-    The root is rounded to nearest, which torch's on CPU is not.
+    Computed in fp32, rounded once to the parameter's type. One operation after the other: what torch fuses, it rounds in
+    another way on a GPU, where it also divides by a number of the host by multiplying by its inverse. On a CPU torch's root
+    is not rounded to nearest.
     """
-    if params[0].is_cuda:
-        denominator = list(torch._foreach_sqrt(v))
-    else:
-        denominator = [x.double().sqrt_().float() for x in v]
-    torch._foreach_div_(denominator, correction)
-    torch._foreach_add_(denominator, eps)
-    if keep != 1:
-        torch._foreach_mul_(params, keep)
-    torch._foreach_addcdiv_(params, m, denominator, -rate)
+    for p, mean, square in zip(params, m, v, strict=True):
+        root = square.sqrt() if square.is_cuda else square.double().sqrt_().float()
+        below = root.div_(root.new_full((), correction)).add_(eps)
+        wide = p.float() if p.dtype is not torch.float32 else p
+        if keep != 1:
+            wide.mul_(keep)
+        wide.add_((mean * -rate).div_(below))
+        if wide is not p:
+            p.copy_(wide)
 
 
 # ---- sigma-delta ------------------------------------------------------------------------------------------------------
@@ -442,15 +444,18 @@ def apply_bits(
 ) -> None:
     """p = (1-decay) p - lr * (+-1), in place, for each parameter; nothing moves where `active` (bool[numel]) is False.
 
-    bits: uint8[>= numel/8] and active: of the whole unit.
+    bits: uint8[>= numel/8] and active: of the whole unit. Computed in fp32, rounded once to the parameter's type.
     """
     for p, offset in zip(params, offsets, strict=True):
-        signs = unpack(bits[offset // 8 : (offset + p.numel() + 7) // 8])[: p.numel()].to(p.dtype).mul_(2).sub_(1)
+        signs = unpack(bits[offset // 8 : (offset + p.numel() + 7) // 8])[: p.numel()].float().mul_(2).sub_(1)
         if active is not None:
             signs.mul_(active[offset : offset + p.numel()])
+        wide = p.float() if p.dtype is not torch.float32 else p
         if decay:
-            p.mul_(1.0 - decay)
-        p.add_(signs.view(p.shape), alpha=-lr)
+            wide.mul_(1.0 - decay)
+        wide.add_(signs.view(p.shape), alpha=-lr)
+        if wide is not p:
+            p.copy_(wide)
 
 
 def take(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, factor: Tensor | None, screen: bool) -> None:

@@ -76,6 +76,7 @@ class Unit:
     """Of these, what this rank keeps of their states, as it was before the exchange."""
     moved: set[int] = field(default_factory=set)
     """Parameters, by position, that had a gradient in a SKIP step since the last step that was none."""
+    _seen: dict[str, tuple[Tensor | None, list[Tensor] | None, list[Tensor]]] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +90,14 @@ class Unit:
     def views(self, flat: Tensor) -> list[Tensor]:
         """All parameters' parts of a flat buffer."""
         return [self.view(flat, i) for i in range(len(self.params))]
+
+    def state_views(self, name: str) -> list[Tensor]:
+        """`views` of a state, made once: a step of hundreds of small tensors has little time for each."""
+        flat, (seen, params, made) = self.state[name], self._seen.get(name, (None, None, []))
+        if seen is not flat or params is not self.params:
+            made = self.views(flat)
+            self._seen[name] = flat, self.params, made
+        return made
 
     def numbered(self, part: slice) -> list[tuple[slice, int]]:
         """The runs of consecutive element numbers in a part of the flat buffers: (where in that part, first number)."""
@@ -187,7 +196,7 @@ def with_gradient(unit: Unit, *names: str) -> tuple[list[Tensor], ...]:
     """Parameters that have a gradient, their gradients in fp32, and views of the named states."""
     found = {i: g for i, p in enumerate(unit.wholes) if (g := gradient(p)) is not None}
     params, grads = [unit.params[i] for i in found], [g.to(torch.float32) for g in found.values()]
-    return params, grads, *([unit.view(unit.state[n], i) for i in found] for n in names)
+    return params, grads, *([each[i] for i in found] for each in map(unit.state_views, names))
 
 
 # ---- of whole tensors, also where FSDP has left this rank a shard of each: then ranks put them together ----------------

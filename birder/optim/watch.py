@@ -25,8 +25,8 @@ class GradientWatch:
     """Of one optimizer. `note` when backward is over, `changed` at the beginning of `step`.
 
     On CPU the bits of every gradient are summed in the first steps and in every WHOLE_EVERY-th, in others a sample. On a GPU
-    the norm and the largest element of each are compared; after the first steps the answer comes one step late, without a
-    wait of the host.
+    the norm and the largest element of each are compared in those steps alone, launches being dear; after the first ones the
+    answer comes some steps late, without a wait of the host.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,9 @@ class GradientWatch:
 
     def changed(self) -> bool:
         """Whether a gradient is another one than when `note` was called. Forgets that call. False where there was none."""
-        doubt, self._doubt = self._doubt, None
-        found = doubt is not None and bool(doubt.read()[0])
+        found = False
+        if self._doubt is not None and self._doubt.there:
+            found, self._doubt = bool(self._doubt.read()[0]), None
         if self.noted:
             found = found or _versions(self._versions) != self._versions or self._differs()
         self.forget()
@@ -67,6 +68,10 @@ class GradientWatch:
             return True
         for before, after in zip(self._marks, now, strict=True):
             if before.is_cuda and self._times > WHOLE_FIRST:
+                if self._doubt is not None:  # WHOLE_EVERY steps later
+                    found, self._doubt = bool(self._doubt.read()[0]), None
+                    if found:
+                        return True
                 self._doubt = Late((before != after).any().view(1))
             elif not torch.equal(before, after):
                 return True
@@ -80,7 +85,7 @@ class GradientWatch:
         marks = []
         if host:
             marks.append(torch.cat([bit_sum(_memory(g)).view(1) if self._whole else _sample(g) for g in host]))
-        if device:
+        if device and self._whole:
             marks.append(torch.stack([*torch._foreach_norm(device), *torch._foreach_max(device)]).view(torch.int32))
         return marks
 

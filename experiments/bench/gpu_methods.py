@@ -66,9 +66,10 @@ class Given(nn.Module):
         self.values: list[Tensor] = []
 
     def draw(self, rank: int, step: int) -> None:
-        """The gradients of one step on one rank."""
+        """The gradients of one step on one rank: multiples of 1/256, whose sums are exact in any order. DDP's buckets, and
+        with them the order in which ranks are added up, differ after a resumption."""
         random = torch.Generator().manual_seed(1000 * step + rank)
-        drawn = [torch.randn(shape, generator=random) for shape in SHAPES]
+        drawn = [torch.randn(shape, generator=random).mul_(256).round_().div_(256) for shape in SHAPES]
         drawn[-1][-IDLE:] = 0.0
         self.values = [d.to(p.device) for d, p in zip(drawn, self.tensors, strict=True)]
 

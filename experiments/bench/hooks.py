@@ -1,4 +1,4 @@
-"""What a hook costs where nothing is sent: one rank alone, each method's step after another, against DDP without a hook.
+"""What a hook costs where nothing is sent: one rank alone, the methods' steps in turns, against DDP without a hook.
 
 A step is a whole one of a real model on random data. The difference to DDP without any hook is what the method costs the
 device: copies, kernels, launches, Python.
@@ -7,7 +7,6 @@ device: copies, kernels, launches, Python.
 from __future__ import annotations
 
 import contextlib
-import gc
 import statistics
 import tempfile
 import time
@@ -60,21 +59,70 @@ class Whole(nn.Module):
 def measure_model(
     device: torch.device, model: str, batch: int, steps: int = 20, methods: dict[str, dict[str, Any]] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each method, as they come: its step and what it is more than the first one, in ms, medians; and for each step
-    launches and waits of the host (on a GPU)."""
-    asked = (methods or METHODS).items()
-    rows = _against_the_first(_attempt(name, dict(options), device, model, batch, steps) for name, options in asked)
-    yield from ({"model": model, "batch": batch, **row} for row in rows)
+    """A row for each method: its step in ms and what it is more than the first one's, medians over rounds in which all have
+    their turn. What a method meets becomes its row."""
+    with _trained(device, model, batch, methods or METHODS) as (rows, training):
+        taken: dict[str, list[float]] = {name: [] for name in training}
+        together = TOGETHER if device.type == "cuda" else 1
+        for _ in range(max(1, steps // together)):
+            for name in _good(rows):
+                with _noted(rows[name]):
+                    taken[name].append(_step_ms(training[name].step, device, together))
+        good = _good(rows)
+        for name in good:
+            pairs = list(zip(taken[name], taken[good[0]], strict=True))
+            rows[name] |= {
+                "step_ms": statistics.median(taken[name]),
+                "overhead_ms": statistics.median(mine - first for mine, first in pairs),
+                "overhead": statistics.median(mine / first - 1 for mine, first in pairs),
+            }
+    yield from rows.values()
 
 
-def _attempt(
-    label: str, options: dict[str, Any], device: torch.device, model: str, batch: int, steps: int
-) -> dict[str, Any]:
-    """As `_measure`; what it meets becomes its row, and the next method has its turn."""
+def count_model(
+    device: torch.device, model: str, batch: int, methods: dict[str, dict[str, Any]] | None = None
+) -> Iterator[dict[str, Any]]:
+    """A row for each method, on a GPU: launches and waits of the host in a step, and waits more than the first one's.
+
+    After all that is timed: what torch's profiler has once watched is slower from then on.
+    """
+    with _trained(device, model, batch, methods or METHODS) as (rows, training):
+        without = _counted(lambda: torch.zeros(1, device=device)) if device.type == "cuda" else (0, 0)
+        for name in _good(rows):
+            with _noted(rows[name]):
+                rows[name] |= training[name].queued(device, without)
+        good = [name for name in _good(rows) if "waits" in rows[name]]
+        for name in good:
+            rows[name]["more_waits"] = rows[name]["waits"] - rows[good[0]]["waits"]
+    yield from rows.values()
+
+
+def _good(rows: dict[str, dict[str, Any]]) -> list[str]:
+    return [name for name, row in rows.items() if "error" not in row]
+
+
+@contextlib.contextmanager
+def _trained(
+    device: torch.device, model: str, batch: int, methods: dict[str, dict[str, Any]]
+) -> Iterator[tuple[dict[str, dict[str, Any]], dict[str, Training]]]:
+    """By method its row and what trains with it."""
+    rows = {name: {"model": model, "batch": batch, "method": name} for name in methods}
+    training: dict[str, Training] = {}
+    for name, options in methods.items():
+        with _noted(rows[name]):
+            training[name] = Training(dict(options), device, model, batch)
+    yield rows, training
+    for each in training.values():
+        each.close()
+
+
+@contextlib.contextmanager
+def _noted(row: dict[str, Any]) -> Iterator[None]:
+    """What is met inside is noted in the row, and the next method has its turn."""
     try:
-        return _measure(label, options, device, model, batch, steps)
+        yield
     except Exception as error:
-        return {"method": label, "error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        row["error"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
 @contextlib.contextmanager
@@ -89,67 +137,50 @@ def alone(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _against_the_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """With what each is more than the first; one that has failed is passed on as it is."""
-    first: dict[str, Any] | None = None
-    for row in rows:
-        gc.collect()  # the model of the method before
-        if "error" in row:
-            yield row
-            continue
-        first = first or row
-        more = {"overhead_ms": row["step_ms"] - first["step_ms"], "overhead": row["step_ms"] / first["step_ms"] - 1}
-        if "waits" in row:
-            more["more_waits"] = row["waits"] - first["waits"]
-        yield {**row, **more}
+class Training:
+    """A model, an optimizer and what connects them, after its first steps."""
+
+    def __init__(self, options: dict[str, Any], device: torch.device, model: str, batch: int) -> None:
+        whole = Whole(*timeline_tools.build(model, batch, device.type))
+        self.ddp = DistributedDataParallel(whole, gradient_as_bucket_view=True, init_sync=False)
+        name, plain = options.pop("class", None), options.pop("plain", "SGDM")
+        self.optimizer: Any = getattr(birder, name or plain)(whole.parameters(), lr=1e-3, **options)
+        self.attachment = birder.attach(self.ddp, self.optimizer, topology=Topology(1, 1)) if name else None
+        for _ in range(WARMUP):
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp().backward()
+        self.optimizer.step()
+
+    def queued(self, device: torch.device, without: tuple[int, int], steps: int = 2) -> dict[str, Any]:
+        """launches and waits of the host in a step; nothing on a CPU. without: those of the profiler itself."""
+        if device.type != "cuda":
+            return {}
+
+        def several() -> None:
+            for _ in range(steps):
+                self.step()
+
+        launches, waits = _counted(several)
+        found = {"launches": max(0, launches - without[0]) / steps, "waits": max(0, waits - without[1]) / steps}
+        if self.attachment is not None:  # Birder then waits once in a step: docs/gpu.md
+            found["unseen"] = any("active" in unit.state for unit in self.optimizer.units)
+        return found
+
+    def close(self) -> None:
+        if self.attachment is not None:
+            self.attachment.close()
 
 
-def _measure(
-    label: str, options: dict[str, Any], device: torch.device, model: str, batch: int, steps: int
-) -> dict[str, Any]:
-    whole = Whole(*timeline_tools.build(model, batch, device.type))
-    ddp = DistributedDataParallel(whole, gradient_as_bucket_view=True, init_sync=False)
-    name, plain = options.pop("class", None), options.pop("plain", "SGDM")
-    optimizer: Any = getattr(birder, name or plain)(whole.parameters(), lr=1e-3, **options)
-    attachment = birder.attach(ddp, optimizer, topology=Topology(1, 1)) if name else None
-
-    def step() -> None:
-        optimizer.zero_grad()
-        ddp().backward()
-        optimizer.step()
-
-    for _ in range(WARMUP):
+def _step_ms(step: Callable[[], None], device: torch.device, together: int) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(together):
         step()
-    taken = []
-    together = TOGETHER if device.type == "cuda" else 1
-    for _ in range(max(1, steps // together)):
-        _wait(device)
-        began = time.perf_counter()
-        for _ in range(together):
-            step()
-        _wait(device)
-        taken.append(1000 * (time.perf_counter() - began) / together)
-    row = {"method": label, "step_ms": statistics.median(taken), **_queued(step, device)}
-    if attachment is not None:
-        attachment.close()
-        # Birder then waits once in a step: docs/gpu.md
-        row["unseen"] = any("active" in unit.state for unit in optimizer.units)
-    return row
-
-
-def _queued(step: Callable[[], None], device: torch.device, steps: int = 3) -> dict[str, Any]:
-    """launches and waits of the host in a step; nothing on a CPU."""
-    if device.type != "cuda":
-        return {}
-    # The profiler itself waits for the device: what it counts where next to nothing is done is its own.
-    without = _counted(lambda: torch.zeros(1, device=device))
-
-    def several() -> None:
-        for _ in range(steps):
-            step()
-
-    launches, waits = _counted(several)
-    return {"launches": max(0, launches - without[0]) / steps, "waits": max(0, waits - without[1]) / steps}
+    _wait(device)
+    return 1000 * (time.perf_counter() - began) / together
 
 
 def _counted(work: Callable[[], object]) -> tuple[int, int]:

@@ -142,6 +142,7 @@ KERNELS = (
     Column("of a copy's bandwidth", value=lambda r: f"{100 * r['of_copy']:.0f} %"),
 )
 HOOKS = (
+    Column("model, batch", "left", value=lambda r: f"{r['model']}, {r['batch']}"),
     Column("method", "left", value=lambda r: r["method"]),
     Column("step, ms", value=lambda r: number(r["step_ms"])),
     Column("more than without a hook, ms", value=lambda r: number(r["overhead_ms"])),

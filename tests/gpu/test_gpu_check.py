@@ -133,16 +133,29 @@ def test_when_a_hook_is_light(row: dict[str, Any], light: bool) -> None:
 
 
 def test_a_hook_that_fails_leaves_the_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(label: str, *_: Any) -> dict[str, Any]:
-        if label == "two":
-            raise RuntimeError("CUDA out of memory")
-        return {"method": label, "step_ms": 2.0 if label == "one" else 3.0, "waits": 1}
+    class Training:
+        def __init__(self, options: dict[str, Any], *_: Any) -> None:
+            if not options:
+                raise RuntimeError("CUDA out of memory")
+            self.step = options["ms"]
 
-    monkeypatch.setattr(hooks, "_measure", measured)
-    asked: dict[str, dict[str, Any]] = {"one": {}, "two": {}, "three": {}}
-    rows = list(hooks.measure_model(torch.device("cpu"), "tiny", 4, methods=asked))
-    assert rows[1] == {"model": "tiny", "batch": 4, "method": "two", "error": "RuntimeError: CUDA out of memory"}
-    assert (rows[2]["overhead"], rows[2]["more_waits"]) == (0.5, 0)
+        def queued(self, *_: Any) -> dict[str, Any]:
+            return {"launches": 7, "waits": 1}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(hooks, "Training", Training)
+    monkeypatch.setattr(hooks, "_step_ms", lambda step, *_: step)
+    asked: dict[str, dict[str, Any]] = {"one": {"ms": 2.0}, "two": {}, "three": {"ms": 3.0}}
+    cpu = torch.device("cpu")
+    rows = list(hooks.measure_model(cpu, "tiny", 4, methods=asked))
+    failed = {"model": "tiny", "batch": 4, "method": "two", "error": "RuntimeError: CUDA out of memory"}
+    assert rows[1] == failed
+    assert (rows[2]["step_ms"], rows[2]["overhead_ms"], rows[2]["overhead"]) == (3.0, 1.0, 0.5)
+    counted = list(hooks.count_model(cpu, "tiny", 4, methods=asked))
+    assert counted[1] == failed
+    assert (counted[2]["launches"], counted[2]["more_waits"]) == (7, 0)
 
 
 def test_a_gpu_is_busy_while_what_is_timed_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:

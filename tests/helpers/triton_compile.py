@@ -52,7 +52,7 @@ CASES = [
     Case(cuda._encode, ["*bf16", F, F, U, I32, *LAW, I32, *COUNTER], {"HOLD": False, **TILE}, (2, 2)),
     Case(cuda._encode, ["*fp16", F, F, U, I32, *LAW, I32, *COUNTER], {"HOLD": False, **TILE}, (2, 2)),
     Case(cuda._reduce, [U, U, I32, I32, I32, *COUNTER], TILE),
-    Case(cuda._copied, ["*i32", "*i32", I32, I32, *COUNTER], {"LEVELS": 4, "WORDS": 256}),
+    Case(cuda._copied, ["*i32", "*i32", I32, I32, *COUNTER], {"LEVELS": 4, "WORDS": cuda.SELECTED}),
     Case(cuda._unseen, [F, U, U, I32, I32], {"WIDTH": 1024}, (1, 0)),
     Case(cuda_many._apply, [ROWS, U, U, R, R], {"DECAYS": True, "PARTIAL": True, **LONG}, (1, 1)),
     Case(cuda_many._apply, [ROWS, U, U, R, R], {"DECAYS": True, "PARTIAL": True, **PERMUTED}, (1, 1)),
