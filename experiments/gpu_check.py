@@ -184,16 +184,17 @@ def check(options: argparse.Namespace) -> int:
 
 
 def publish(folder: Path, command: str) -> None:
-    """Writes the record of kernels and hooks on this GPU beside the report, as `make bench` has one of the CPU.
+    """Writes the record of this GPU beside the report, as `make bench` has one of the CPU.
 
-    `make bench ARGS="--tables-only --results FOLDER"` makes its page; to publish it copy it to results/records.
+    `make bench ARGS="--tables-only --results FOLDER"` makes its page; to publish it copy it to results/published/records.
     """
     from experiments import replay
 
     largest = [row for row in rows(folder, "bandwidth")[0] if row.get("elements") == LARGEST]
-    hooks = [row for row in rows(folder, "hooks")[0] if row.get("model") == "resnet50" and "step_ms" in row]
+    more = {name: rows(folder, part)[0] for name, part in (("compared", "kernels"), ("methods", "methods"))}
+    more["hooks"] = [row for row in rows(folder, "hooks")[0] if "step_ms" in row]
     if largest:
-        plan = {"kernels": largest, "backend": largest[0]["backend"], **({"hooks": hooks} if hooks else {})}
+        plan = {"kernels": largest, "backend": largest[0]["backend"], **{k: v for k, v in more.items() if v}}
         suite, options = replay.parse(["suite=bench", f"--results={folder / 'results'}", f"--output={folder}"])
         replay.write_kernels(suite, options, plan, "cuda", command)
 

@@ -49,7 +49,7 @@ from studies import validate
 
 CLAIMS = {"resnet50_b32_tf32": ("ResNet-50", 2.5), "bert_base_b12_tf32": ("BERT-Base", 6.3)}
 """The timeline whose shape is taken, the model's name, the largest speedup over fp32 that the paper's abstract states."""
-NODES, RANKS = 8, 8
+NODES, RANKS, GPU = 8, 8, "A100"
 COMPUTE_MS = (5.0, 300.0)
 RATES_GBPS = (1.0, 40.0)
 GRID = 28
@@ -206,9 +206,9 @@ def draw_paper(path: Path, grid: int = GRID) -> Path:
 
 
 def _marks(axes: Axes, family: str) -> None:
-    """Batches and precisions for which there is a timeline along the top; what TCP gives of 10 GbE along the right."""
+    """Batches and precisions of the timelines of the paper's GPU along the top; what TCP gives of 10 GbE along the right."""
     top, right = axes.get_xaxis_transform(), axes.get_yaxis_transform()
-    for t in (t for t in map(timelines.load, timelines.names()) if t.model == family):
+    for t in (t for t in map(timelines.load, timelines.names()) if t.model == family and t.gpu.startswith(GPU)):
         axes.axvline(t.step_ms, color="#4477aa", linewidth=0.6)
         look: dict[str, Any] = {"fontsize": MARKS, "color": "#4477aa", "rotation": 90, "ha": "center", "va": "bottom"}
         axes.text(t.step_ms, 1.01, f"batch {t.batch_per_gpu}, {t.precision.upper()}", transform=top, **look)

@@ -36,8 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "CSER": {"class": "CSER"},
     "SLAMB": {"class": "SLAMB"},
 }
-WARMUP = 4
-"""Steps that are not timed: dense ones, the first compressed one, compilation."""
+WARMUP = 9
+"""Steps that are not timed: dense ones, the first compressed one, compilation, those in which all gradients are watched."""
 TOGETHER = 5
 """Steps for which a GPU is waited for together: in training nobody waits for each, and the host queues the next meanwhile."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
