@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {  # in the order of their worth
 EXACT = ("Birder", "Birder one-phase", "Birder hierarchical")
 """Kernels of this project from the gradient to the parameter: equal in every bit."""
 NORMS = ("BertAdam", "LAMB", "OneBitLAMB", "SLAMB")
-"""These take norms of tensors, which torch adds up in an order that depends on addresses; after a resumption they are others."""
+"""These take norms of tensors, which torch adds up in an order that depends on addresses: others after a resumption."""
 CLOSE = 1e-2
 """Of other methods: |x_gpu - x_cpu| / |x_cpu - x_0| at most. torch contracts products and sums on one device and not on the
 other; a sign at the edge then falls the other way, once in some thousand times."""
