@@ -234,8 +234,10 @@ def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
         else:
             own = BertConfig()
             own.architectures = ["BertForQuestionAnswering"]
-            attention = {"attention": EAGER} if t.source else {}  # of one that was recorded it is the present default
-            work = architectures.work(Asked("hf:bert", t.batch_per_gpu, precision, 384, **attention), own)
+            asked = Asked("hf:bert", t.batch_per_gpu, precision, 384)
+            if t.source:  # published, with attention as it was then; what was recorded has the present one
+                asked = replace(asked, attention=EAGER)
+            work = architectures.work(asked, own)
         found.append(Recorded(name, t, work))
     return found
 

@@ -9,19 +9,18 @@ memory too; the flat buffers are then gathered, from the cache for the greater p
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language import constexpr
 
 from birder.kernels import reference
 from birder.kernels.cuda_bits import launch, unpack
 from birder.kernels.implements import implements
-from birder.kernels.segments import CHUNK, IN_ORDER, Order, order, table
+from birder.kernels.segments import CHUNK, launches
 
 ROWS = tl.constexpr(CHUNK // 8)
 
@@ -164,33 +163,14 @@ def _take(
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-SINGLE = (torch.float32,)
-Orders = dict[int, Order]
-"""Numbers of tensors, and the order of each one's memory."""
+SINGLE, EVERY = (torch.float32,), tuple(KINDS)
 
 
-def _orders(tensors: Sequence[Tensor], kinds: Container[torch.dtype]) -> tuple[dict[torch.dtype, Orders], list[int]]:
-    """By data type: the tensors that a kernel takes, those with elements; and the numbers of the others. One pass: a step has
-    hundreds of tensors, and the host has less than a GPU's step for all of them."""
-    found: dict[torch.dtype, Orders] = {}
-    rest: list[int] = []
-    for i, t in enumerate(tensors):
-        here = order(t) if t.dtype in kinds else None
-        if here is None:
-            rest.append(i)
-        elif t.numel():
-            found.setdefault(t.dtype, {})[i] = here
-    return found, rest
-
-
-def _launch(kernel, tensors, offsets, orders, more, args, constants):
-    """One launch for the tensors of `orders` whose memory is in logical order, one for the others."""
-    for ordered in (True, False):
-        here = [i for i, found in orders.items() if (found == IN_ORDER) is ordered]
-        if here:
-            forms = [(tensors[i].numel(), offsets[i], *orders[i]) for i in here]
-            rows, aligned = table([tensors[i] for i in here], forms, *([t[i] for i in here] for t in more))
-            launch(kernel, len(rows), rows, *args, ORDERED=ordered, ALIGNED=aligned, **constants)
+def _launch(kernel, made, args, **constants):
+    """Launches `kernel` on the tensors of each table."""
+    for kind, ordered, aligned, rows in made:
+        types = {"KIND": KINDS[kind]} if kernel is _take else {}
+        launch(kernel, len(rows), rows, *args, ORDERED=ordered, ALIGNED=aligned, **types, **constants)
 
 
 def _some(numbers: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
@@ -199,32 +179,29 @@ def _some(numbers: Sequence[int], *lists: Sequence[Any]) -> list[list[Any]]:
 
 @implements(reference.apply_bits)
 def apply_bits(params, offsets, bits, o):
-    orders, rest = _orders(params, SINGLE)
+    made, rest = launches(params, offsets, SINGLE)
     if rest:
         some, at = _some(rest, params, offsets)
         reference.apply_bits(some, at, bits, **vars(o))
     moves = bits if o.active is None else o.active.view(torch.uint8)
-    constants = {"DECAYS": bool(o.decay), "PARTIAL": o.active is not None}
-    for here in orders.values():
-        _launch(_apply, params, offsets, here, (), (bits, moves, o.lr, 1.0 - o.decay), constants)
+    args = bits, moves, o.lr, 1.0 - o.decay
+    _launch(_apply, made, args, DECAYS=bool(o.decay), PARTIAL=o.active is not None)
 
 
 @implements(reference.move_adam)
 def move_adam(params, m, v, o):
-    orders, rest = _orders(params, SINGLE)
+    made, rest = launches(params, [0] * len(params), SINGLE, m, v)
     if rest:
         reference.move_adam(*_some(rest, params, m, v), **vars(o))
-    for here in orders.values():
-        _launch(_move, params, [0] * len(params), here, (m, v), (-o.rate, o.correction, o.eps, o.keep), {})
+    _launch(_move, made, (-o.rate, o.correction, o.eps, o.keep))
 
 
 @implements(reference.take)
 def take(flat, grads, offsets, o):
-    if flat.storage_offset() % 4:  # a flat buffer begins at a multiple of 16 bytes; a part of one need not
+    if flat.storage_offset() % 4 or not grads:  # a flat buffer begins at a multiple of 16 bytes; a part of one need not
         reference.take(flat, grads, offsets, **vars(o))
         return
-    orders, rest = _orders(grads, KINDS)
-    for kind, here in orders.items():
-        constants = {"KIND": KINDS[kind], "SCALED": o.factor is not None, "SCREENED": o.screen}
-        _launch(_take, grads, offsets, here, (), (flat, flat if o.factor is None else o.factor), constants)
-    reference.take(flat, *_some(rest, grads, offsets), **vars(o))
+    made, rest = launches(grads, offsets, EVERY)
+    _launch(_take, made, (flat, flat if o.factor is None else o.factor), SCALED=o.factor is not None, SCREENED=o.screen)
+    if rest:
+        reference.take(flat, *_some(rest, grads, offsets), **vars(o))

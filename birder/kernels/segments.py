@@ -20,14 +20,14 @@ CHUNK = 2048
 COLUMNS = 5
 """Of the table, before the addresses: first element in memory, elements from there on, place in the flat buffer, I, K."""
 KEPT = 256
-"""Tables kept at a time. A step needs a few for each unit."""
+"""Of what `launches` has made, so much is kept at a time. A step needs a few for each unit."""
 
 Order = tuple[int, int]
 """(I, K) of the module's docstring."""
 IN_ORDER: Order = (1, 1)
 """Of memory in logical order."""
 
-_tables: OrderedDict[tuple, tuple[Tensor, bool]] = OrderedDict()
+_made: OrderedDict[tuple, tuple[list[Launch], list[int]]] = OrderedDict()
 
 
 def order(t: Tensor) -> Order | None:
@@ -44,35 +44,61 @@ def order(t: Tensor) -> Order | None:
     return None
 
 
-def table(
-    tensors: Sequence[Tensor], forms: Sequence[tuple[int, int, int, int]], *more: Sequence[Tensor]
-) -> tuple[Tensor, bool]:
-    """int64[chunks, COLUMNS + 1 + len(more)] on the tensors' device, and whether all addresses are multiples of 16 bytes.
+Launch = tuple[torch.dtype, bool, bool, Tensor]
+"""What one launch takes: the tensors' type, whether their memory is in logical order, whether all addresses are multiples
+of 16 bytes, and its table, int64[chunks, COLUMNS + addresses] on their device."""
 
-    tensors: those whose `order` is not None, of one device, and all in logical order or none.
-    forms:   of each: elements, where it begins in the flat buffer, and its `order`.
+
+def launches(
+    tensors: Sequence[Tensor], offsets: Sequence[int], kinds: tuple[torch.dtype, ...], *more: Sequence[Tensor]
+) -> tuple[list[Launch], list[int]]:
+    """What a kernel works on, and the numbers of the tensors that it cannot take, by their type or their order of memory.
+
+    tensors: of one device. offsets: where each begins in the flat buffer. kinds: the types that the kernel takes.
     more:    for each tensor others, whose elements stand in memory as logical.
 
-    Made once for each set of addresses; copied from pinned memory, so that nothing waits for it.
+    Made once for all that it depends on: a step has hundreds of tensors, and the host has less than a GPU's step for them.
     """
-    addresses = [tuple(t.data_ptr() for t in row) for row in zip(tensors, *more, strict=True)]
     device = tensors[0].device
-    # Made and used on one stream: no other may read it before it is there, or write where it stood.
+    # Made and used on one stream: no other may read a table before it is there, or write where it stood.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, *addresses, *forms)
-    if (found := _tables.get(key)) is not None:
-        _tables.move_to_end(key)
+    places = tuple(tuple(map(Tensor.data_ptr, each)) for each in (tensors, *more))
+    forms = tuple(map(Tensor.size, tensors)), tuple(map(Tensor.stride, tensors)), tuple([t.dtype for t in tensors])
+    key = (device, stream, places, forms, tuple(offsets), kinds)
+    if (found := _made.get(key)) is not None:
+        _made.move_to_end(key)
         return found
-    rows = [
-        (first, min(CHUNK, numel - first), offset, inner, middle, *address)
-        for (numel, offset, inner, middle), address in zip(forms, addresses, strict=True)
-        for first in range(0, numel, CHUNK)
-    ]
-    host = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS + 1 + len(more))
-    if device.type == "cuda":
-        host = host.pin_memory().to(device, non_blocking=True)
-    made = host, all(a % 16 == 0 for row in addresses for a in row)
-    _tables[key] = made
-    if len(_tables) > KEPT:
-        _tables.popitem(last=False)
-    return made
+    together, rest = by_order(tensors, kinds)
+    made: list[Launch] = []
+    for (dtype, ordered), members in together.items():
+        addresses = [[each[i] for each in places] for i, _ in members]
+        rows = [
+            (first, min(CHUNK, tensors[i].numel() - first), offsets[i], *form, *address)
+            for (i, form), address in zip(members, addresses, strict=True)
+            for first in range(0, tensors[i].numel(), CHUNK)
+        ]
+        aligned = all(a % 16 == 0 for address in addresses for a in address)
+        host = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        if device.type == "cuda":  # from pinned memory, so that nothing waits for it
+            host = host.pin_memory().to(device, non_blocking=True)
+        made.append((dtype, ordered, aligned, host))
+    _made[key] = made, rest
+    if len(_made) > KEPT:
+        _made.popitem(last=False)
+    return made, rest
+
+
+def by_order(
+    tensors: Sequence[Tensor], kinds: tuple[torch.dtype, ...]
+) -> tuple[dict[tuple[torch.dtype, bool], list[tuple[int, Order]]], list[int]]:
+    """By type, and by whether they are in logical order: numbers of tensors with elements, and the order of each; and those
+    that are of another type or order."""
+    together: dict[tuple[torch.dtype, bool], list[tuple[int, Order]]] = {}
+    rest: list[int] = []
+    for i, t in enumerate(tensors):
+        here = order(t) if t.dtype in kinds else None
+        if here is None:
+            rest.append(i)
+        elif t.numel():
+            together.setdefault((t.dtype, here == IN_ORDER), []).append((i, here))
+    return together, rest

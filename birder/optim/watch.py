@@ -25,8 +25,8 @@ class GradientWatch:
     """Of one optimizer. `note` when backward is over, `changed` at the beginning of `step`.
 
     On CPU the bits of every gradient are summed in the first steps and in every WHOLE_EVERY-th, in others a sample. On a GPU
-    the norm and the largest element of each are compared in those steps alone, launches being dear; after the first ones the
-    answer comes some steps late, without a wait of the host.
+    the norm and the largest element of each are compared in those steps, in others the norm; after the first steps the answer
+    comes a step late, or later where the host is ahead, and the host waits for nothing.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,8 @@ class GradientWatch:
         self._marks: list[Tensor] = []
         self._times = 0
         self._doubt: Late | None = None
+        self._more: Tensor | None = None
+        """What was found while `_doubt` was on its way to the host: bool[1]."""
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remembers the present gradients of `params`. A parameter may have none."""
@@ -68,11 +70,10 @@ class GradientWatch:
             return True
         for before, after in zip(self._marks, now, strict=True):
             if before.is_cuda and self._times > WHOLE_FIRST:
-                if self._doubt is not None:  # WHOLE_EVERY steps later
-                    found, self._doubt = bool(self._doubt.read()[0]), None
-                    if found:
-                        return True
-                self._doubt = Late((before != after).any().view(1))
+                flag = (before != after).any().view(1)
+                self._more = flag if self._more is None else self._more | flag
+                if self._doubt is None:
+                    self._doubt, self._more = Late(self._more), None
             elif not torch.equal(before, after):
                 return True
         return False
@@ -85,8 +86,9 @@ class GradientWatch:
         marks = []
         if host:
             marks.append(torch.cat([bit_sum(_memory(g)).view(1) if self._whole else _sample(g) for g in host]))
-        if device and self._whole:
-            marks.append(torch.stack([*torch._foreach_norm(device), *torch._foreach_max(device)]).view(torch.int32))
+        if device:
+            largest = torch._foreach_max(device) if self._whole else ()
+            marks.append(torch.stack([*torch._foreach_norm(device), *largest]).view(torch.int32))
         return marks
 
 

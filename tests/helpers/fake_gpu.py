@@ -107,11 +107,15 @@ class FakeGpu(TorchDispatchMode):
             if hasattr(module, "launch"):
                 monkeypatch.setattr(module, "launch", self.launch)
         monkeypatch.setattr(kernels, "backend", lambda device: cuda if device.type == "cuda" else reference)
-        monkeypatch.setattr(segments, "table", lambda tensors, *_: (torch.zeros(len(tensors), 8), True))
         AskedFor.gpu = self
         for module in [m for n, m in sys.modules.items() if n.startswith("birder") and hasattr(m, "Late")]:
             monkeypatch.setattr(module, "Late", AskedFor)
-        monkeypatch.setattr(many, "table", lambda tensors, *_: ([0] * len(tensors), True))
+
+        def launches(tensors: Any, _: Any, kinds: Any, *more: Any) -> Any:
+            together, rest = segments.by_order(tensors, kinds)
+            return [(*key, True, [0] * len(members)) for key, members in together.items()], rest
+
+        monkeypatch.setattr(many, "launches", launches)
         make = torch.tensor
 
         def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
