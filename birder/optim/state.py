@@ -28,6 +28,7 @@ BY_UNIT = (
     "another one on every rank: use optimizer.state_dict() and birder.checkpoint on every rank"
 )
 """A key in what `state_dict` returns: who takes keys for parameters, as those functions of torch do, raises it."""
+ANOTHERS = "torch's or another optimizer saved it: load the model of that checkpoint alone, train with a new optimizer"
 EMPTIED = (
     "optimizer.state cannot be replaced or emptied, its tensors are views of this optimizer's buffers: change them in place; "
     "to begin afresh load a state_dict that was saved before the first step, or build a new optimizer and model wrapper"
@@ -255,7 +256,8 @@ class MethodState(Method):
         name = self.kind
         missing = [key for key in ("steps", "signature", "units", "param_groups") if key not in state_dict]
         if missing:
-            raise ValueError(f"this is not the state of {name}: it lacks {', '.join(missing)} ({BY_UNIT})")
+            why = ANOTHERS if any(isinstance(number, int) for number in state_dict.get("state", ())) else BY_UNIT
+            raise ValueError(f"this is not the state of {name}: it lacks {', '.join(missing)} ({why})")
         saved = state_dict.get("method", name)
         if saved != name:
             raise ValueError(

@@ -186,8 +186,13 @@ def test_what_is_no_state_and_what_is_another_methods_is_refused() -> None:
         ours.load_state_dict({})
     with pytest.raises(ValueError, match="holds what EFSGD keeps, this optimizer is CSER"):
         ours.load_state_dict(theirs.state_dict())
-    with pytest.raises(ValueError, match="this is not the state"):
-        ours.load_state_dict(torch.optim.SGD(toy.make().parameters(), 0.1).state_dict())
+    torchs = torch.optim.SGD((model := toy.make()).parameters(), 0.1, momentum=0.9)
+    train(model, torchs, range(1, 2))
+    with pytest.raises(ValueError, match=r"this is not the state.*load the model of that checkpoint alone"):
+        ours.load_state_dict(torchs.state_dict())
+    by_parameter = {key: ours.state_dict()[key] for key in ("state", "param_groups")}
+    with pytest.raises(ValueError, match=r"this is not the state.*this optimizer keeps it by unit"):
+        ours.load_state_dict(by_parameter)
 
 
 def state_of_another(rank: int, world: int, name: str) -> str:
