@@ -108,8 +108,8 @@ class BucketOptimizer(Guards):
         if world > 1:
             raise RuntimeError(
                 f"this is one of {world} ranks, and the optimizer is not attached: call birder.attach(ddp_model, optimizer) "
-                "before its first step and before load_state_dict (Trainer, Accelerate, Lightning: birder.integrations), or "
-                "optimizer.bind() to train without communication"
+                "before its first step and before load_state_dict (FSDP2: with mesh=; Trainer, Accelerate, Lightning: "
+                "birder.integrations), or optimizer.bind() to train without communication"
             )
         self.bind()
 
