@@ -107,4 +107,4 @@ def test_published_throughputs_were_written_down_and_are_on_the_page() -> None:
     found = step_times.beside(row)
     assert step_times.rows([found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
     assert step_times.why(found)
-    assert len(timelines.names()) == 8
+    assert sum(bool(timelines.load(name).source) for name in timelines.names()) == 8

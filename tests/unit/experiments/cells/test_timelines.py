@@ -86,17 +86,22 @@ def test_an_absent_or_broken_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", timelines.names())
 def test_committed_timelines(name: str) -> None:
-    """Names say what is inside; rates give step times; the models are the real ones, parameter for parameter."""
+    """Names say what is inside; published rates give step times, and others were recorded on the GPU that they name; the
+    models are the real ones, parameter for parameter."""
     t = timelines.load(name)
     assert t.name == name
     assert t.elements == {"resnet50": 25_557_032, "bert_base": 108_893_186}[t.model]
-    assert t.forward_ms == pytest.approx(t.step_ms / 3, rel=1e-4)
     assert max(g.ready_ms for g in t.gradients) == pytest.approx(t.step_ms, rel=1e-3)
     assert t.intra_node.all_reduce_ms == pytest.approx(2 * 7 / 8 * 4 * t.elements / 230e9 * 1000, rel=1e-3)
-    assert t.source
-    rates = {("resnet50", "tf32"): 938, ("resnet50", "amp"): 2470, ("bert_base", "tf32"): 43.9 * 3.4}
-    rate = rates.get((t.model, t.precision), 134 * 3.4)
-    assert t.step_ms == pytest.approx(1000 * t.batch_per_gpu / rate, rel=1e-4)
+    assert name.startswith(f"{t.model}_b{t.batch_per_gpu}_{t.precision}")
+    if t.source:
+        rates = {("resnet50", "tf32"): 938, ("resnet50", "amp"): 2470, ("bert_base", "tf32"): 43.9 * 3.4}
+        rate = rates.get((t.model, t.precision), 134 * 3.4)
+        assert t.step_ms == pytest.approx(1000 * t.batch_per_gpu / rate, rel=1e-4)
+        assert t.forward_ms == pytest.approx(t.step_ms / 3, rel=1e-4)
+    else:
+        assert name.rpartition("_")[2].upper() in t.gpu
+        assert 0.2 < t.forward_ms / t.step_ms < 0.5
     order = [t.gradients[i].name for layer in t.layers for i in layer]
     assert order.index("fc.weight" if t.model == "resnet50" else "qa_outputs.weight") < 3
     assert order[-1] == ("conv1.weight" if t.model == "resnet50" else order[-1])
