@@ -38,6 +38,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 WARMUP = 9
 """Steps that are not timed: dense ones, the first compressed one, compilation, those in which all gradients are watched."""
+AT_ONCE = 3
+"""Methods whose models a GPU holds at a time, beside the first one's."""
 TOGETHER = 5
 """Steps for which a GPU is waited for together: in training nobody waits for each, and the host queues the next meanwhile."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -59,9 +61,18 @@ class Whole(nn.Module):
 def measure_model(
     device: torch.device, model: str, batch: int, steps: int = 20, methods: dict[str, dict[str, Any]] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each method: its step in ms and what it is more than the first one's, medians over rounds in which all have
-    their turn. What a method meets becomes its row."""
-    with _trained(device, model, batch, methods or METHODS) as (rows, training):
+    """A row for each method: its step in ms and what it is more than the first one's, medians over rounds in which AT_ONCE of
+    them and the first have their turn. What a method meets becomes its row."""
+    first, *others = (methods or METHODS).items()
+    for k in range(0, max(len(others), 1), AT_ONCE):
+        rows = _in_turns(device, model, batch, steps, dict([first, *others[k : k + AT_ONCE]]))
+        yield from rows[min(k, 1) :]
+
+
+def _in_turns(
+    device: torch.device, model: str, batch: int, steps: int, methods: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    with _trained(device, model, batch, methods) as (rows, training):
         taken: dict[str, list[float]] = {name: [] for name in training}
         together = TOGETHER if device.type == "cuda" else 1
         for _ in range(max(1, steps // together)):
@@ -76,7 +87,7 @@ def measure_model(
                 "overhead_ms": statistics.median(mine - first for mine, first in pairs),
                 "overhead": statistics.median(mine / first - 1 for mine, first in pairs),
             }
-    yield from rows.values()
+    return list(rows.values())
 
 
 def count_model(
@@ -86,15 +97,17 @@ def count_model(
 
     After all that is timed: what torch's profiler has once watched is slower from then on.
     """
-    with _trained(device, model, batch, methods or METHODS) as (rows, training):
-        without = _counted(lambda: torch.zeros(1, device=device)) if device.type == "cuda" else (0, 0)
-        for name in _good(rows):
-            with _noted(rows[name]):
-                rows[name] |= training[name].queued(device, without)
-        good = [name for name in _good(rows) if "waits" in rows[name]]
-        for name in good:
-            rows[name]["more_waits"] = rows[name]["waits"] - rows[good[0]]["waits"]
-    yield from rows.values()
+    without = _counted(lambda: torch.zeros(1, device=device)) if device.type == "cuda" else (0, 0)
+    waits: float | None = None
+    for name, options in (methods or METHODS).items():
+        with _trained(device, model, batch, {name: options}) as (rows, training):
+            for each in training.values():
+                with _noted(rows[name]):
+                    rows[name] |= each.queued(device, without)
+        if "waits" in rows[name]:
+            waits = rows[name]["waits"] if waits is None else waits
+            rows[name]["more_waits"] = rows[name]["waits"] - waits
+        yield rows[name]
 
 
 def _good(rows: dict[str, dict[str, Any]]) -> list[str]:
