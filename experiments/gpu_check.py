@@ -184,7 +184,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def publish(folder: Path, command: str) -> None:
-    """Writes the record of this GPU beside the report, as `make bench` has one of the CPU.
+    """Writes a record of this GPU into the report's folder, like the one that `make bench` writes of the CPU.
 
     `make bench ARGS="--tables-only --results FOLDER"` makes its page; to publish it copy it to results/published/records.
     """

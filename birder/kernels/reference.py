@@ -332,7 +332,7 @@ def move_adam(
     for p, mean, square in zip(params, m, v, strict=True):
         root = square.sqrt() if square.is_cuda else square.double().sqrt_().float()
         below = root.div_(root.new_full((), correction)).add_(eps)
-        wide = p.float() if p.dtype is not torch.float32 else p
+        wide = p.float()  # p itself where it is fp32
         if keep != 1:
             wide.mul_(keep)
         wide.add_((mean * -rate).div_(below))
@@ -450,7 +450,7 @@ def apply_bits(
         signs = unpack(bits[offset // 8 : (offset + p.numel() + 7) // 8])[: p.numel()].float().mul_(2).sub_(1)
         if active is not None:
             signs.mul_(active[offset : offset + p.numel()])
-        wide = p.float() if p.dtype is not torch.float32 else p
+        wide = p.float()  # p itself where it is fp32
         if decay:
             wide.mul_(1.0 - decay)
         wide.add_(signs.view(p.shape), alpha=-lr)

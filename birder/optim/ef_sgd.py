@@ -85,7 +85,7 @@ class EFSGD(BlockwiseSGD):
         group = unit.group
         decay = [p.to(torch.float32) * group["weight_decay"] for p in unit.params]
         if "decay" in unit.state:
-            u = unit.views(unit.state["decay"])
+            u = unit.state_views("decay")
             torch._foreach_mul_(u, group["momentum"])
             torch._foreach_add_(u, decay)
             decay = torch._foreach_add(decay, torch._foreach_mul(u, group["momentum"])) if group["nesterov"] else u  # type: ignore[assignment]

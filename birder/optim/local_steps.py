@@ -58,7 +58,7 @@ class LocalSteps(BucketOptimizer):
                 continue
             gained = yield from self.meet(unit, whole)
             if self.sync_every > 1:
-                torch._foreach_copy_(unit.params, unit.views(unit.state["common"]))
+                torch._foreach_copy_(unit.params, unit.state_views("common"))
                 self.watch.forget(unit)
             else:  # x is z, and may have been changed since it was read
                 torch._foreach_add_(unit.params, unit.views(gained))

@@ -80,7 +80,7 @@ class OneBitAdam(OneBitMethod):
         for unit in self.units:
             if plan is Plan.COMPRESSED:
                 self.write_mean(unit, unit.state["m"], unit.result)
-                params, m, v = unit.params, unit.views(unit.state["m"]), unit.views(unit.state["v"])
+                params, m, v = unit.params, unit.state_views("m"), unit.state_views("v")
             else:
                 params, grads, m, v = with_gradient(unit, "m", "v")
                 beta1, beta2 = unit.group["betas"]

@@ -151,7 +151,7 @@ class OneBitLAMB(OneBitMethod):
         """Equation (4), over all tensors that have momentum; the same on all ranks since m is."""
         sizes = []
         for unit in self.units:
-            lengths = (yield from norms(self.comm, unit.views(unit.state["m"]))).double()
+            lengths = (yield from norms(self.comm, unit.state_views("m"))).double()
             roots = [p.numel() ** 0.5 for p in unit.wholes]
             sizes.append(torch.stack([length / root for length, root in zip(lengths.unbind(), roots, strict=True)]))
         everything = torch.cat([row.to(sizes[0].device) for row in sizes]) if sizes else torch.zeros(1, device="cpu")

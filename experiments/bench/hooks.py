@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
 WARMUP = 9
 """Steps that are not timed: dense ones, the first compressed one, compilation, those in which all gradients are watched."""
 AT_ONCE = 3
-"""Methods whose models a GPU holds at a time, beside the first one's."""
+"""How many models a GPU holds at a time, not counting that of the first method."""
 TOGETHER = 5
 """Steps for which a GPU is waited for together: in training nobody waits for each, and the host queues the next meanwhile."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")

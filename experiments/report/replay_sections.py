@@ -148,24 +148,26 @@ HOOKS = (
     Column("more than without a hook, ms", value=lambda r: number(r["overhead_ms"])),
     Column("of the step", value=lambda r: f"{100 * r['overhead']:+.0f} %"),
 )
-ON_GPU = (
-    Column("method", "left", value=lambda r: r["method"]),
-    Column(
-        "ranks, back end", "left", value=lambda r: f"{r['ranks']}, {'NCCL' if 'nccl' in r['backend'] else r['backend']}"
-    ),
-    Column("as on the CPU", "left", value=lambda r: _as_on_cpu(r)),
-    Column(
-        "a resumed run the same",
-        "left",
-        value=lambda r: {True: "every bit", False: "no", None: DASH}[r.get("resume_equal")],
-    ),
-)
 
 
 def _as_on_cpu(row: dict[str, Any]) -> str:
     if "distance" not in row:
         return "trains, an overflow skipped by all ranks" if row["ok"] else "no"
     return "every bit" if row["equal"] else f"{row['distance']:.1g} of the way apart"
+
+
+ON_GPU = (
+    Column("method", "left", value=lambda r: r["method"]),
+    Column(
+        "ranks, back end", "left", value=lambda r: f"{r['ranks']}, {'NCCL' if 'nccl' in r['backend'] else r['backend']}"
+    ),
+    Column("as on the CPU", "left", value=_as_on_cpu),
+    Column(
+        "a resumed run the same",
+        "left",
+        value=lambda r: {True: "every bit", False: "no", None: DASH}[r.get("resume_equal")],
+    ),
+)
 
 
 def _kernels(results: Results, section: Section) -> Iterator[Block]:
@@ -176,7 +178,7 @@ def _kernels(results: Results, section: Section) -> Iterator[Block]:
         yield say("kernels", r=r, device=device, workers=about.get("workers", 4))
         yield Table.of(KERNELS, about["kernels"])
         if "hooks" in about:
-            yield say("hooks", rows=about["hooks"])
+            yield say("hooks")
             yield Table.of(HOOKS, about["hooks"])
         if "compared" in about:
             yield say("compared", rows=about["compared"])
