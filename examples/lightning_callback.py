@@ -53,7 +53,7 @@ class Circle(LightningModule):
 
 
 def fit(folder: Path, epochs: int, module: Circle, **arguments: Any) -> Trainer:
-    """Trains up to the end of epoch number `epochs`, and goes on from the last checkpoint in `folder` where there is one."""
+    """Trains up to the end of epoch number `epochs`, and continues from the last checkpoint in `folder`, if any."""
     ranks, per_node = (int(os.environ.get(key, 1)) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     trainer = Trainer(
         accelerator="cpu",

@@ -63,7 +63,7 @@ def training(method: str = "fp32") -> tuple[DistributedDataParallel, Callable[[]
 
 
 def measure(steps: int) -> dict[str, float]:
-    """ms per step of every method: medians over steps of the slowest rank, the methods in turns."""
+    """ms per step of every method: medians over steps of the slowest rank, the methods interleaved."""
     built = {name: training(name)[1] for name in MEASURED}
     times: dict[str, list[float]] = {name: [] for name in MEASURED}
     for _ in range(WARMUP + steps):

@@ -54,7 +54,7 @@ def trainer(
         "save_steps": steps // 2,
         "per_device_train_batch_size": 8,
         "average_tokens_across_devices": False,  # the loss is a mean over sentences
-        "max_grad_norm": 0,  # the Trainer's clipping would come too late; the optimizer has one of its own
+        "max_grad_norm": 0,  # the Trainer's clipping would come too late; the optimizer clips by itself
         "logging_steps": max(1, steps // 4),
         "report_to": "none",
         "disable_tqdm": True,

@@ -32,7 +32,7 @@ from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
 from experiments.runs import command
-from experiments.runs.study import Grid, Study, asked, close, told
+from experiments.runs.study import Study, SweepQueue, asked, close, outcome
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
@@ -45,7 +45,7 @@ TIMING = (
     *("+evaluate=false", "train.max_steps=99", "train.timing_warmup=3"),
     *("timing.mode=interleaved", "timing.rounds=10", "timing.steps=10"),
 )
-"""What timed rows have besides: 100 steps, or whole cycles of a method's own, on links of 100 Mbit/s as they are."""
+"""What timed rows have besides: 100 steps, or whole cycles of a method's own, on links of 100 Mbit/s."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Plan:
         every: list[Row] = []
         for v in variants:
             every += sweeps.choosing(v.optimizer, (f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[:1])
-        return [row for row in every if ("seeds" if row.rivals else "tune") in self.parts]
+        return [row for row in every if ("seeds" if row.candidates else "tune") in self.parts]
 
 
 def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
@@ -110,7 +110,7 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
         return
     for c in composed:
         there = None if group_there is None else study.done(asked(c.overrides))
-        words = "to run, interleaved" if there is None else f"recorded, {told(there)}"
+        words = "to run, interleaved" if there is None else f"recorded, {outcome(there)}"
         say(f"{labels.method(compose.resolve(c))}, step time: {words}")
     if group_there is None and not study.dry_run:
         with TrackedComparison(composed, group) as comparison:
@@ -122,7 +122,7 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
 
 def apart(composed: Sequence[Composed]) -> str | None:
     """Why rows are timed in separate runs; None where they take turns. Raises UserError where that is not possible."""
-    return worlds.why_runs([compose.resolve(c) for c in composed], synthetic=False)
+    return worlds.reason_not_interleaved([compose.resolve(c) for c in composed], synthetic=False)
 
 
 def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
@@ -144,7 +144,7 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     apart(timed)
     study = Study(EXP, resolved["results_dir"], dry_run=plan.dry_run)
     study.read()
-    grid = Grid(plan.rows(rows), study, plan.overrides, EXP, patient=False)
+    grid = SweepQueue(plan.rows(rows), study, plan.overrides, EXP, patient=False)
     if plan.dry_run:
         grid.list()
     else:
@@ -157,7 +157,7 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     return close(study.results_dir, EXP, study.failed, written=scored)
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__, "Hydra overrides")

@@ -90,8 +90,8 @@ def compare(
     # All are checked before the first one starts: a mistake shows now, not after an hour.
     workloads = [compose.check(variant) for variant in chosen]
     first = compose.resolve(chosen[0])
-    apart = plan.why_runs([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
-    start.introduce(chosen[0], workloads[0])
+    apart = plan.reason_not_interleaved([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
+    start.print_banner(chosen[0], workloads[0])
     group = compose.new_name(first["exp"])
     dry_run, waits = first["cluster"]["dry_run"], first["cluster"].get("wait", True)
     with contextlib.ExitStack() as until_the_end:
@@ -196,10 +196,10 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     rank = int(os.environ["RANK"])
     chosen = variants(compose.compose(overrides), methods)
     for variant in chosen:
-        start.take_place(variant)
+        start.adopt_torchrun_world(variant)
         workload = compose.check(variant, rank_zero=rank == 0)
     resolved = [compose.resolve(variant) for variant in chosen]
-    if apart := plan.why_runs(resolved, workload.synthetic):
+    if apart := plan.reason_not_interleaved(resolved, workload.synthetic):
         raise UserError(f"under torchrun methods take turns, and these are run apart: {apart}; use run.py for each")
     group = compose.new_name(resolved[0]["exp"])
     commands = [start.under(variant.config.cluster, command.typed("run", variant.overrides)) for variant in chosen]
@@ -216,7 +216,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     return 0
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__, "Hydra overrides, +exp=NAME among them")

@@ -18,7 +18,7 @@ from experiments.runs import command
 from launch.errors import UserError
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

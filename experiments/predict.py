@@ -42,7 +42,7 @@ if not __package__:  # run as a script
 
 import yaml
 
-from birder.predict import NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
+from birder.predict import METHODS, NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
 from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import Plan
 from experiments.cells import timelines
@@ -176,20 +176,14 @@ def answer(q: Question, options: argparse.Namespace) -> None:
         if options.sweep:
             from experiments.report import prediction_plots
 
-            found = sweep(
-                plan.timeline(t, there),
-                there,
-                options.sweep,
-                SWEEPS[options.sweep],
-                q.methods or SHOWN,
-                costs,
-                layout,
-            )
+            names = q.methods or [name for name in SHOWN if plan.takes(METHODS[name])]
+            values = SWEEPS[options.sweep]
+            found = sweep(t, there, options.sweep, values, names, costs, layout, local_steps=q.local_steps, plan=plan)
             print(prediction_plots.sweep_table(found, options.sweep))
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
             print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
         elif options.crossover:
-            found_rates = crossover(plan.timeline(t, there), there, q.methods, costs, layout)
+            found_rates = crossover(t, there, q.methods, costs, layout, local_steps=q.local_steps, plan=plan)
             for name, rate in found_rates.items():
                 print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
         else:
@@ -234,7 +228,7 @@ def examples(path: Path = EXAMPLES) -> Path:
     return path
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

@@ -20,7 +20,7 @@ from launch.errors import UserError
 
 
 def chosen(own: Path, group: str | None, exp: str | None) -> list[ResultRecord]:
-    """The records to publish. Raises UserError when there are none, or one of them is no evidence."""
+    """The records to publish. Raises UserError when there are none, or one of them is not evidence."""
     what = f"group '{group}'" if group else f"experiment '{exp}'"
     found = [r for r in read_all(own) if (r.group == group if group else r.exp == exp)]
     if not found:
@@ -48,7 +48,7 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
     return [place(published, r.id) for r in found]
 
 
-@command.told
+@command.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

@@ -102,7 +102,7 @@ def launch(
 ) -> None:
     """One run: all `cells` in one world."""
     plan = {"suite": suite.model_dump(mode="json"), "mbit": options.mbit, "steps": options.steps}
-    plan |= {"profile": options.profile, "cells": [c.as_dict() for c in cells]}
+    plan |= {"profile": options.profile, "cells": [c._asdict() for c in cells]}
     name = f"{'emulated' if shaped else 'local'}-{nodes}"
     spec = make_spec(suite, options, name, plan, command, emulated=shaped, nodes=nodes)
     make_launcher(shaped, nodes, options.mbit).launch(spec)
@@ -171,15 +171,15 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
 
 
 def _as_flags(arguments: Sequence[str]) -> list[str]:
-    """key=value as --key=value; key=true as --key, key=false as nothing."""
+    """key=value as --key=value; key=true as --key, key=false as nothing. Lists may stand in brackets."""
     given = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if argument.startswith("-") or not equals:
             given.append(argument)
         elif value.lower() != "false":
-            flag = "--" + key.replace("_", "-")
-            given.append(flag if value.lower() == "true" else f"{flag}={value.strip('[]').replace(' ', '')}")
+            flag, value = "--" + key.replace("_", "-"), value.strip("[]").replace(" ", "") if key in LISTS else value
+            given.append(flag if value.lower() == "true" else f"{flag}={value}")
     return given
 
 
@@ -201,7 +201,7 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
     return [name for name in known if name in given]
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     typed = list(sys.argv[1:] if arguments is None else arguments)

@@ -132,7 +132,9 @@ def as_table(jobs: Sequence[Job]) -> Table:
     rows = []
     for number, job in enumerate(jobs, start=1):
         r = job.record()
-        result = f"failed: {job.said}" if r is None else study.told(r) if r.metric or r.status != "completed" else DASH
+        result = (
+            f"failed: {job.said}" if r is None else study.outcome(r) if r.metric or r.status != "completed" else DASH
+        )
         time = DASH if r is None else formats.number(metrics.step_ms(r))
         rows.append([f"{number}", " ".join(o for o in job.overrides if o not in shared), time, result])
     return Table.text(["job", "overrides", "step ms", "result"], rows)

@@ -25,7 +25,7 @@ from experiments.records.record import PUBLISHED
 from experiments.report import accuracy
 from experiments.report.table import terminal
 from experiments.runs import command
-from experiments.runs.study import Grid, Study, close
+from experiments.runs.study import Study, SweepQueue, close
 from launch.errors import UserError
 
 
@@ -39,7 +39,7 @@ def sweep(
 ) -> int:
     """Runs what is missing. Returns the exit status; raises UserError before anything has run.
 
-    others: as in `Study`. wandb_group: as in `Grid`.
+    others: as in `Study`. wandb_group: as in `SweepQueue`.
     """
     if wrong := [o for o in given if o.lstrip("+").partition("=")[0] in ("exp", "optimizer", "optimizer.lr", "seed")]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
@@ -52,7 +52,7 @@ def sweep(
         compose.check(compose.compose([*row.overrides, *given]))
     results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
     study = Study(exp, results_dir, others, dry_run=dry_run)
-    grid = Grid(rows, study, given, wandb_group)
+    grid = SweepQueue(rows, study, given, wandb_group)
     study.read()
     if dry_run:
         grid.list()
@@ -63,7 +63,7 @@ def sweep(
     return close(results_dir, exp, study.failed, f" of {len(rows)}", written=len(grid.tried) > study.failed)
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__, "sweep=NAME, and Hydra overrides")

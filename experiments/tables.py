@@ -11,51 +11,38 @@ Exit status: 0 success; 1 --check found a difference; 2 bad input.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.cells import suite as suites
-from experiments.cells.suite import Suite
-from experiments.records.record import LOCAL, PUBLISHED, ROOT, read_all
+from experiments.records.record import LOCAL, PUBLISHED, read_all
 from experiments.report import documents, replay_page, tables
 from experiments.runs import command
 
 
-def measured_suites(results: Path) -> list[Suite]:
-    """The suites of conf/suite of which the results folder has a finished record."""
-    exps = {r.exp for r in read_all(results) if r.status == "completed"}
-    return [suites.load(name) for name in suites.names() if name in exps]
-
-
-def further(results: Path, exp: str | None = None) -> Iterator[dict[Path, bytes]]:
-    """What follows the tables of experiments: pages of suites, and of the published records the documents, which show
-    parts of the pages before them."""
-    if exp is None:
-        for suite in measured_suites(results):
-            yield replay_page.render(suite, results)
-        if results.resolve() == PUBLISHED.resolve():
-            yield documents.render(results)
+def further(results: Path) -> dict[Path, bytes]:
+    """Besides the tables of experiments: pages of suites that have a finished record, and of the published records the
+    documents."""
+    measured = {r.exp for r in read_all(results) if r.status == "completed"}
+    pages = [replay_page.render(suites.load(name), results) for name in suites.names() if name in measured]
+    pages += [documents.render(results)] if results.resolve() == PUBLISHED.resolve() else []
+    return {path: content for page in pages for path, content in page.items()}
 
 
 def write(results: Path, exp: str | None = None) -> list[Path]:
     """Brings everything made of a results folder up to date, or the tables of one experiment. Returns what it made."""
-    written = tables.write(results, exp)
-    for files in further(results, exp):
-        written += tables.save(files)
-    return sorted(written)
+    return tables.write(results, exp, {} if exp else further(results))
 
 
 def check(results: Path, exp: str | None = None) -> list[str]:
     """Names of the files on disk that differ from what the records say."""
-    wrong = [path for files in further(results, exp) for path in tables.differing(files)]
-    names = [str(p.relative_to(results if p.is_relative_to(results) else ROOT)) for p in wrong]
-    return tables.check(results, exp) + names
+    return tables.check(results, exp, {} if exp else further(results))
 
 
-@command.told
+@command.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

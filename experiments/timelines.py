@@ -23,7 +23,7 @@ from experiments.cells import timelines
 from experiments.runs import command
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = command.parser(__doc__)

@@ -72,7 +72,7 @@ class Request:
 
     @classmethod
     def of(cls, arguments: Sequence[str], dry_run: bool = False) -> Request:
-        """Raises UserError for what is no number, out of range or missing."""
+        """Raises UserError for values that are missing, out of range or not numbers."""
         given = [(argument, *argument.partition("=")[::2]) for argument in arguments]
         if wrong := [a for a, key, _ in given if key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs")]:
             raise UserError(f"{wrong[0]}: rates, seeds and lengths are the tuner's own; give span=, seeds= and rungs=")
@@ -148,7 +148,7 @@ def tune(request: Request, optimizer: str, runs: Study) -> Tuned:
             composed = request.compose(optimizer, f"optimizer.lr={rate!r}", "seed=0", length)
             said = score(runs.run(f"trial {trial.number + 1}: lr {rate:g}, {length.removeprefix('train.')}", composed))
             if said is None:
-                raise optuna.TrialPruned  # its loss became no number, or nothing was run
+                raise optuna.TrialPruned  # its loss diverged, or nothing was run
             value = said
             trial.report(value, 2**k)
             if k + 1 < len(rungs) and trial.should_prune():
@@ -222,7 +222,7 @@ def as_table(tuned: Sequence[Tuned], request: Request) -> Table:
     return Table.of(columns, tuned, title=title, footnotes=warned)
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__, "the keys above, and Hydra overrides")

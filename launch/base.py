@@ -54,7 +54,7 @@ class Launcher(ABC):
     wait: bool = field(init=False, default=True)
     """Whether `run` returns only when nothing of the run is under way any more."""
     on_failure: FailureHandler = field(init=False, default=staticmethod(lambda spec, reason: None))
-    """Told of every run that started and did not end well, before `launch` raises. Must not raise."""
+    """Called for every run that started and did not end well, before `launch` raises. Must not raise."""
     python: str = field(init=False, default=sys.executable)
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Launcher(ABC):
         """Runs `spec` to its end.
 
         Raises UserError (bad input, found here or by a worker; nothing is left behind) and RunFailed (`on_failure` has
-        been told, the failing rank's traceback has been printed).
+        been printed, the failing rank's traceback has been printed).
         """
         self.check(spec)
         if self.dry_run:
@@ -139,7 +139,7 @@ class Launcher(ABC):
         return [*command, str(self.worker), str(spec_path)]
 
     def torchrun_environment(self) -> dict[str, str]:
-        """What every agent's environment must hold beside the command."""
+        """What every agent's environment must hold besides the command."""
         # torchrun keeps one key-value store for all attempts, and gloo's ranks would meet the addresses that the ranks
         # before the restart left there. Without restarts the shared store is better: its port cannot be lost to others.
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.max_restarts > 0 else {}

@@ -1,4 +1,4 @@
-"""The environment of a node's torchrun agent, and so of its ranks: what all launchers set alike. Standard library alone."""
+"""The environment of a node's torchrun agent, and so of its ranks: what all launchers set. Standard library alone."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def save_error(
     peers: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Says why a rank ends. kind: the type of an exception; peers: whom the rank found missing."""
-    told = {"type": kind, "message": message, "traceback": traceback, "user_error": user_error, "peers": list(peers)}
-    _write(run_dir / "errors", {"rank": rank, "node": node, "time": time.time(), **told})
+    report = {"type": kind, "message": message, "traceback": traceback, "user_error": user_error, "peers": list(peers)}
+    _write(run_dir / "errors", {"rank": rank, "node": node, "time": time.time(), **report})
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def attempted(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Holds `run_dir`, which exists, as long as it is open. Raises UserError when another process holds it.
+    """Holds `run_dir`, which exists, while it is open. Raises UserError when another process holds it.
 
     Ranks that a launcher leaves behind by its own death do not live on (launch/process.py); a SLURM job does, and is found
     by its name (launch/slurm/launcher.py).

@@ -18,7 +18,7 @@ from experiments.report.time_to_loss import FOLDER, GPUS
 from experiments.runs import command
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     command.parser(__doc__).parse_args(arguments)

@@ -19,6 +19,7 @@ authors' blog, read off charts (5 % either way). Assumptions:
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ COMPUTE_MS = (5.0, 300.0)
 RATES_GBPS = (1.0, 40.0)
 GRID = 28
 PROFILE = ("", "published, ms", "ring, ms", "difference", "by nodes, ms", "difference")
+THROUGHPUTS = ("", "published, ms", "predicted, ms", "difference")
 MARKS = 7.5
 """Size of what is written at the marks of the paper's plot, points."""
 FORMS = {"birder": "-", "birder_hierarchical": "--"}
@@ -101,7 +103,7 @@ RATES: tuple[tuple[str, str, int, float], ...] = (
 
 
 @dataclass(frozen=True)
-class Beside:
+class Compared:
     """One published number, in ms, and what is predicted for it. by_nodes: with an all-reduce that works by nodes."""
 
     what: str
@@ -117,18 +119,20 @@ def _step(t: Timeline, network: str, nodes: int, gpus: int, method: str, ring: b
     return simulate(t, cluster, METHODS[method], costs, layout).ms
 
 
-def profiles() -> list[Beside]:
+def profiles() -> list[Compared]:
     """The profile's all-reduce, predicted from bytes and the measured rate alone."""
     found = []
     for p in PROFILES:
         t = bert_large(p.forward, p.backward, p.update, p.batch)
         compute = p.forward + p.backward + p.update
         ring, nodes = (_step(t, p.network, p.nodes, GPUS[p.network], "fp16", kind) - compute for kind in (True, False))
-        found.append(Beside(f"{p.network}, {p.nodes} x {GPUS[p.network]}, batch {p.batch}", p.all_reduce, ring, nodes))
+        found.append(
+            Compared(f"{p.network}, {p.nodes} x {GPUS[p.network]}, batch {p.batch}", p.all_reduce, ring, nodes)
+        )
     return found
 
 
-def throughputs() -> list[Beside]:
+def throughputs() -> list[Compared]:
     """Steps of the blog's throughputs. Computing is that of the profile's rows with batch 16."""
     found = []
     for network, method, gpus, per_s in RATES:
@@ -136,25 +140,17 @@ def throughputs() -> list[Beside]:
         t = bert_large(forward, backward, update, 16)
         label = "Adam" if method == "fp16" else "1-bit Adam"
         ms = _step(t, network, gpus // 4, 4, method, True)
-        found.append(Beside(f"{network}, {gpus} GPUs, {label}", 1e3 * 16 * gpus / per_s, ms))
+        found.append(Compared(f"{network}, {gpus} GPUs, {label}", 1e3 * 16 * gpus / per_s, ms))
     return found
 
 
-def profile_table() -> Table:
-    rows = [
-        [b.what, number(b.published), number(b.predicted), f"{b.predicted / b.published - 1:+.0%}", number(b.by_nodes),
-         f"{(b.by_nodes or 0) / b.published - 1:+.0%}"]
-        for b in profiles()
-    ]  # fmt: skip
-    return Table.text(PROFILE, rows)
-
-
-def throughput_table() -> Table:
-    rows = [
-        [b.what, number(b.published), number(b.predicted), f"{b.predicted / b.published - 1:+.0%}"]
-        for b in throughputs()
-    ]
-    return Table.text(["", "published, ms", "predicted, ms", "difference"], rows)
+def compared(head: Sequence[str], found: Sequence[Compared]) -> Table:
+    """One line for each published number: it, and each prediction with how far it is off."""
+    rows = []
+    for b in found:
+        each = [(number(ms), f"{ms / b.published - 1:+.0%}") for ms in (b.predicted, b.by_nodes) if ms is not None]
+        rows.append([b.what, number(b.published), *itertools.chain(*each)])
+    return Table.text(head, rows)
 
 
 # ---- what the paper's speedups need -----------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ def crossovers() -> bytes:
             won = max((m for m in methods if m.name != "none"), key=lambda m: found[0].speedup(m.name)[0])
             gains.append(f"{won.label} {found[0].speedup(won.name)[0]:.1f}x ({label})")
         grid[0].set_ylabel("times as fast as DDP in fp32")
-        figure.key(made, grid[0], 3)
+        figure.key(made, 3)
         slowest = f"{prediction.GBPS[0]:g} Gbit/s"
         point = f"The slower the link, the more compression wins: at {slowest} {' and '.join(gains)}"
         setting = (
@@ -294,12 +290,12 @@ def page(results: Path) -> str:
         worst=worst(emulated).grid(),
         worst_loopback=worst(loopback).grid(),
         trained=real(results),
-        profile=profile_table().grid(),
-        throughputs=throughput_table().grid(),
+        profile=compared(PROFILE, profiles()).grid(),
+        throughputs=compared(THROUGHPUTS, throughputs()).grid(),
     )
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

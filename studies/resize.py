@@ -113,7 +113,7 @@ class World:
         return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.ranks.optimizers]
 
     def take(self, states: list[dict[str, Any]], rule: str) -> None:
-        """Goes on from the states of another number of workers."""
+        """Continues from the states of another number of workers."""
         for optimizer in self.ranks.optimizers:
             state = elastic.resize(optimizer, states)
             optimizer.load_state_dict(forgotten(optimizer, state) if rule == "zeros" else state)
@@ -149,8 +149,8 @@ def measure(method: str, seed: int, lengths: Lengths | None = None) -> list[dict
                     new = World(config, workload, after, lengths.steps, start)
                     new.take(states, rule)
                     losses = new.train(remaining, look=True)
-                told = {"method": method, "before": before, "after": after, "rule": rule, "seed": seed}
-                lines.append({**told, "losses": [round(loss, 6) for loss in losses]})
+                row = {"method": method, "before": before, "after": after, "rule": rule, "seed": seed}
+                lines.append({**row, "losses": [round(loss, 6) for loss in losses]})
     return lines
 
 
@@ -199,7 +199,7 @@ def table(lines: Iterable[dict[str, Any]]) -> Table:
 
 
 def share(values: dict[int, float], base: dict[int, float]) -> str:
-    """By how much the losses differ from the unchanged runs', by seed; or how many are no numbers."""
+    """By how much the losses differ from the unchanged runs', by seed; or how many are NaN or inf."""
     lost = sum(not (math.isfinite(value) and math.isfinite(base[seed])) for seed, value in values.items())
     if lost:
         return f"no number in {lost} of {len(values)}"
@@ -223,7 +223,7 @@ def write(lines: Sequence[dict[str, Any]], folder: Path) -> None:
     write_file(folder / PAGE, page(lines).encode(), "table of losses")
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

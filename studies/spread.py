@@ -41,9 +41,9 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
     resolved = compose.resolve(compose.compose(overrides))
     status = 0
     for number in range(idle + busy):
-        beside = number >= idle
-        print(f"Run {number + 1} of {idle + busy}{', next to a busy core' if beside else ''}", flush=True)
-        with busy_core() if beside else contextlib.nullcontext():
+        busy_core_too = number >= idle
+        print(f"Run {number + 1} of {idle + busy}{', next to a busy core' if busy_core_too else ''}", flush=True)
+        with busy_core() if busy_core_too else contextlib.nullcontext():
             status = max(status, compare.compare(overrides, None))
     found = spread.runs(read_all(resolved["results_dir"]), exp, int(resolved["cluster"]["nodes"]))
     if not found:
@@ -57,7 +57,7 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
     return status
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)

@@ -1,4 +1,4 @@
-"""Timelines from architectures beside what is known, as a page: `python studies/step_times.py`, in some minutes.
+"""Timelines from architectures and published measurements, as a page: `python studies/step_times.py`, in some minutes.
 
 Writes results/published/tables/step_times.md: the recorded timelines, and the throughputs that others published.
 Nothing here is fitted to a row: the shares of birder/predict/gpus.py are the same for all models. Models are as they were
@@ -31,7 +31,7 @@ from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED, ROOT, write_file
 from experiments.report import sentences
 from experiments.report.formats import number
-from experiments.report.table import Table
+from experiments.report.table import Column, Table
 from experiments.runs import command
 
 if TYPE_CHECKING:  # it loads torch
@@ -98,12 +98,12 @@ class Shape(BaseModel):
     gb_per_s: float | None = None
     watts: tuple[float, float] | None = None
     per_s: float
-    unit: str
+    unit: Literal["tokens", "samples"]
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Beside:
+class Compared:
     """A published throughput of one GPU and the predicted one, in the row's unit a second."""
 
     row: Shape
@@ -132,28 +132,24 @@ def sources() -> dict[str, dict[str, str]]:
     return dict(yaml.safe_load(FILE.read_text(encoding="utf-8"))["sources"])
 
 
-def _config(row: Shape) -> Any:
-    from transformers import BertConfig, GPT2Config, LlamaConfig
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"),
+    *("intermediate_size", "num_key_value_heads"),
+)
+"""What the numbers of a shape are called by transformers."""
 
+
+def _config(row: Shape) -> Any:
+    from transformers import AutoConfig
+
+    own: dict[str, Any] = dict(zip(SIZES, row.gpt or row.llama or row.bert or (), strict=False))
     if row.gpt:
-        layers, width, heads, vocab = row.gpt
-        return GPT2Config(
-            n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocab, n_positions=row.seq or 1024, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu" if row.fused else "gelu_new",
-        )  # fmt: skip
-    if row.llama:
-        layers, width, heads, vocab, inner, groups = row.llama
-        return LlamaConfig(
-            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, vocab_size=vocab,
-            intermediate_size=inner, num_key_value_heads=groups,
-        )  # fmt: skip
-    assert row.bert is not None
-    layers, width, heads, vocab = row.bert
-    own = BertConfig(
-        num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, vocab_size=vocab, intermediate_size=4 * width
-    )  # fmt: skip
-    own.architectures = ["BertForQuestionAnswering" if "SQuAD" in row.name else "BertForPreTraining"]
-    return own
+        own |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        own |= {"n_positions": row.seq or 1024, "activation_function": "gelu" if row.fused else "gelu_new"}
+    if row.bert:
+        task = "QuestionAnswering" if "SQuAD" in row.name else "PreTraining"
+        own |= {"intermediate_size": 4 * own["hidden_size"], "architectures": [f"BertFor{task}"]}
+    return AutoConfig.for_model("gpt2" if row.gpt else "llama" if row.llama else "bert", **own)
 
 
 def gpu_of(row: Shape) -> gpus.GPU:
@@ -164,18 +160,11 @@ def gpu_of(row: Shape) -> gpus.GPU:
     return replace(found, tflops=peaks, gb_per_s=row.gb_per_s or found.gb_per_s)
 
 
-def beside(row: Shape) -> Beside:
+def compared(row: Shape) -> Compared:
     """A row and its prediction: computing, communication, the update of AdamW (of SGD for images)."""
-    asked = Asked(
-        f"torchvision:{row.torchvision}" if row.torchvision else f"hf:{row.name}",
-        row.batch,
-        row.precision,
-        row.seq,
-        row.compiled,
-        row.checkpointing,
-        EAGER if row.bert else row.attention,
-        row.fused,
-    )
+    model = f"torchvision:{row.torchvision}" if row.torchvision else f"hf:{row.name}"
+    same = row.model_dump(include={"batch", "precision", "seq", "compiled", "checkpointing"})
+    asked = Asked(model, attention=EAGER if row.bert else row.attention, fused_loss=row.fused, **same)
     work = architectures.work(asked, None if row.torchvision else _config(row))
     there, each = gpu_of(row), min(row.gpus, 8)
     cluster = Cluster(max(1, row.gpus // 8), each, Link(row.nic_gbps, LATENCY_US), there.link, borders=True)
@@ -184,12 +173,12 @@ def beside(row: Shape) -> Beside:
     t = work.timeline(there, gpus_per_node=each, optimizer=optimizer)
     found = answer(t, cluster, Plan(row.layout, row.accumulation, optimizer), [method])
     samples = row.batch * row.accumulation * (row.seq or 1 if row.unit == "tokens" else 1)
-    return Beside(row, work, 1e3 * samples / found.prediction[method].ms)
+    return Compared(row, work, 1e3 * samples / found.prediction[method].ms)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A timeline from the architecture beside one of results/timelines."""
+    """A timeline from the architecture next to one of results/timelines."""
 
     name: str
     recorded: Timeline
@@ -222,7 +211,7 @@ def alone_ms(work: Work, gpu: gpus.GPU) -> float:
 
 
 def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
-    """Timelines of results/timelines beside those from the architecture; None: all."""
+    """Timelines of results/timelines next to those from the architecture; None: all."""
     from transformers import BertConfig
 
     found = []
@@ -232,12 +221,10 @@ def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
         if t.model == "resnet50":
             work = architectures.work(Asked("torchvision:resnet50", t.batch_per_gpu, precision))
         else:
-            own = BertConfig()
-            own.architectures = ["BertForQuestionAnswering"]
             asked = Asked("hf:bert", t.batch_per_gpu, precision, 384)
             if t.source:  # published, with attention as it was then; what was recorded has the present one
                 asked = replace(asked, attention=EAGER)
-            work = architectures.work(asked, own)
+            work = architectures.work(asked, BertConfig(architectures=["BertForQuestionAnswering"]))
         found.append(Recorded(name, t, work))
     return found
 
@@ -258,7 +245,7 @@ def profiled() -> list[tuple[claimed.Profile, Work]]:
 # ---- the page ---------------------------------------------------------------------------------------------------------
 
 
-def why(found: Beside) -> str:
+def why(found: Compared) -> str:
     """Why a row is off; empty where it is not."""
     if abs(found.error) <= TARGET:
         return ""
@@ -267,41 +254,26 @@ def why(found: Beside) -> str:
     return next((said for of, said in WHY if words >= set(of.split())), "?")
 
 
-def _line(found: Beside) -> list[str]:
-    row = found.row
-    unit = "tokens" if row.unit == "tokens" else "samples"
-    return [
-        row.name,
-        gpus.find(row.gpu).label,
-        row.precision,
-        str(row.batch),
-        row.source,
-        f"{number(row.per_s)} {unit}",
-        number(float(f"{found.predicted:.3g}")),
-        f"{found.error:+.0%}",
-        f"{found.utilization:.0%}",
-        why(found),
-    ]
+COLUMNS = (
+    Column("model", "left", value=lambda found: found.row.name),
+    Column("GPU", value=lambda found: gpus.find(found.row.gpu).label),
+    Column("precision", value=lambda found: found.row.precision),
+    Column("batch", value=lambda found: str(found.row.batch)),
+    Column("source", value=lambda found: found.row.source),
+    Column("published, 1/s", value=lambda found: f"{number(found.row.per_s)} {found.row.unit}"),
+    Column("predicted, 1/s", value=lambda found: number(float(f"{found.predicted:.3g}"))),
+    Column("step", value=lambda found: f"{found.error:+.0%}"),
+    Column("of peak", value=lambda found: f"{found.utilization:.0%}"),
+    Column("why", value=why),
+)
 
 
-def rows(found: Sequence[Beside]) -> Table:
+def rows(found: Sequence[Compared]) -> Table:
     """One line for each published throughput."""
-    head = (
-        "model",
-        "GPU",
-        "precision",
-        "batch",
-        "source",
-        "published, 1/s",
-        "predicted, 1/s",
-        "step",
-        "of peak",
-        "why",
-    )
-    return Table.text(head, [_line(b) for b in found])
+    return Table.of(COLUMNS, found)
 
 
-def summary(found: Sequence[Beside]) -> Table:
+def summary(found: Sequence[Compared]) -> Table:
     """Errors of the step: of all, of those of the first comparison and of those after it, and by source."""
     rows = list(found)
     parts = {"all": rows, f"the first {FIRST} rows": rows[:FIRST], "rows after them": rows[FIRST:]}
@@ -321,36 +293,29 @@ def met(r: Recorded) -> bool:
     return abs(r.error) <= TARGET and r.readiness <= READY
 
 
-def _own(r: Recorded) -> list[str]:
+def _waiting(r: Recorded) -> str:
+    if met(r):
+        return ""
     published = "a rate of a large batch, scaled: no host starts the kernels of a small one so fast"
     measured = "autocast's casts are not counted, nor that convolutions were not channels-last; a slow host"
-    waiting = "" if met(r) else published if r.recorded.source else measured
-    return [
-        r.name,
-        number(r.recorded.step_ms),
-        number(r.counted.step_ms),
-        f"{r.error:+.1%}",
-        f"{r.readiness:.1%} of the step",
-        f"{r.waits:.0%}",
-        "yes" if met(r) else "no",
-        waiting,
-    ]
+    return published if r.recorded.source else measured
+
+
+OWN = (
+    Column("timeline", "left", value=lambda r: r.name),
+    Column("there, ms", value=lambda r: number(r.recorded.step_ms)),
+    Column("from the architecture, ms", value=lambda r: number(r.counted.step_ms)),
+    Column("step", value=lambda r: f"{r.error:+.1%}"),
+    Column("gradients ready, at most", value=lambda r: f"{r.readiness:.1%} of the step"),
+    Column("waiting for the host", value=lambda r: f"{r.waits:.0%}"),
+    Column("target met", value=lambda r: "yes" if met(r) else "no"),
+    Column("why not", value=_waiting),
+)
 
 
 def own(found: Sequence[Recorded]) -> Table:
-    """Timelines that there are beside those from the architecture."""
-    ms = "from the architecture, ms"
-    head = (
-        "timeline",
-        "there, ms",
-        ms,
-        "step",
-        "gradients ready, at most",
-        "waiting for the host",
-        "target met",
-        "why not",
-    )
-    return Table.text(head, [_own(r) for r in found])
+    """Timelines that exist next to those from the architecture."""
+    return Table.of(OWN, found)
 
 
 def profiles() -> Table:
@@ -366,19 +331,11 @@ def profiles() -> Table:
         )
         name = f"{p.network}, {p.nodes} nodes"
         lines.append([name, str(p.batch), number(there), number(counted), f"{off:+.0%}", "no" if said else "yes", said])
-    head = (
-        "profile",
-        "batch",
-        "there, ms",
-        "from the architecture, ms",
-        "forward and backward",
-        "target met",
-        "why not",
-    )
+    head = "profile", "batch", "there, ms", "from the architecture, ms", "forward and backward", "target met", "why not"
     return Table.text(head, lines)
 
 
-def markdown(there: Sequence[Beside], timelines_: Sequence[Recorded], large: Table) -> str:
+def markdown(there: Sequence[Compared], timelines_: Sequence[Recorded], large: Table) -> str:
     """The page."""
     return sentences.page(
         "step_times",
@@ -397,12 +354,12 @@ def markdown(there: Sequence[Beside], timelines_: Sequence[Recorded], large: Tab
 
 def write() -> Path:
     """Counts everything and writes the page."""
-    made = markdown([beside(row) for row in shapes()], recorded(), profiles())
+    made = markdown([compared(row) for row in shapes()], recorded(), profiles())
     write_file(PAGE, made.encode(), "the page of step times")
     return PAGE
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     command.parser(__doc__).parse_args(arguments)

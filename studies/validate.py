@@ -46,12 +46,12 @@ NODES, GBPS = (2, 4, 8), (2.5, 5.0, 10.0)
 TURNS = ["timing.rounds=12", "timing.steps=1"]
 RESULTS = Path(LOCAL) / prediction.VALIDATION
 KEYS = "nodes", "gbps", "results_dir"
-"""What is given beside experiments."""
+"""What is given besides experiments."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One comparison in turns."""
+    """One interleaved comparison."""
 
     exp: str
     nodes: int
@@ -138,7 +138,7 @@ def table(found: Sequence[Trained]) -> Table:
     return Table.text(head, lines)
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -7,6 +7,7 @@ Nothing is trained. Exit status: 0 success; 2 bad input.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,9 @@ CLAIMS = (
 
 
 def rounds_rows(setting: Setting, lengths: Sequence[int]) -> list[list[str]]:
-    rows = []
-    for rule, aligned in RULES.items():
-        for steps in lengths:
-            r = setting.rounds(steps, aligned)
-            counts = [f"{n:,}" for n in (steps, r.dense, r.onebit, r.skipped)]
-            rows.append([rule, *counts, _percent(rounds_saved(r))])
-    return rows
+    runs = [(rule, setting.rounds(steps, aligned)) for rule, aligned in RULES.items() for steps in lengths]
+    counts = [[f"{n:,}" for n in (r.steps, r.dense, r.onebit, r.skipped)] for _, r in runs]
+    return [[rule, *each, _percent(rounds_saved(r))] for (rule, r), each in zip(runs, counts, strict=True)]
 
 
 def volume_head(setting: Setting) -> list[str]:
@@ -64,17 +61,15 @@ def volume_head(setting: Setting) -> list[str]:
 
 def volume_rows(setting: Setting, lengths: Sequence[int]) -> list[list[str]]:
     rows = []
-    for rule, aligned in RULES.items():
-        for wire in (16, 32):
-            for steps in lengths:
-                r = setting.rounds(steps, aligned)
-                saved = [_percent(against_onebit_adam(r, warmup, wire)) for _, warmup in setting.onebit_warmups]
-                each = [f"{bits(r, wire) / steps:.3f}", f"{against_adam(r, wire):.1f}x"]
-                rows.append([rule, f"{steps:,}", f"fp{wire}", *each, *saved])
+    for (rule, aligned), wire, steps in itertools.product(RULES.items(), (16, 32), lengths):
+        r = setting.rounds(steps, aligned)
+        saved = [_percent(against_onebit_adam(r, warmup, wire)) for _, warmup in setting.onebit_warmups]
+        each = [f"{bits(r, wire) / steps:.3f}", f"{against_adam(r, wire):.1f}x"]
+        rows.append([rule, f"{steps:,}", f"fp{wire}", *each, *saved])
     return rows
 
 
-# ---- beside the published numbers ------------------------------------------------------------------------------------
+# ---- next to the published numbers ------------------------------------------------------------------------------------
 
 
 def claim(quantity: str) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def claim_rows(setting: Setting, lengths: Sequence[int]) -> tuple[list[str], lis
 
 
 def tables(setting: Setting, lengths: Sequence[int]) -> list[Table]:
-    """Rounds, volume, and both beside the published numbers."""
+    """Rounds, volume, and both next to the published numbers."""
     head, rows, sentences = claim_rows(setting, lengths)
     rounds = Note(
         "By the rule as published a step with a variance round has a 1-bit round too; in the reference implementation it "
@@ -190,7 +185,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Setting, list[int], argparse
     return setting, [int(n) for n in numbers], options
 
 
-@command.told
+@command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     setting, lengths, options = parse(arguments)

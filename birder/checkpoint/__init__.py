@@ -56,9 +56,11 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
     local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
     Checkpoints of later steps are removed too: they are those of a future that this run has left.
 
-    Returns the checkpoint's folder. When one rank fails, all raise the same: OSError for what the system says (a full disk),
-    RuntimeError for the rest. Nothing of the checkpoint is left then.
+    Returns the checkpoint's folder. Raises ValueError for `keep` < 1. When one rank fails, all raise the same: OSError for
+    what the system says (a full disk), RuntimeError for the rest. Nothing of the checkpoint is left then.
     """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
     root, rank = Path(root), _rank()
     final, draft = root / name_of(step), root / f"{name_of(step)}.tmp"
 
@@ -218,7 +220,7 @@ def _together(doing: str, what: Callable[[], T] | None) -> list[T | None]:
         value = what() if what is not None else None
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # torch has errors that are no Exception
+    except BaseException as e:  # torch has errors that do not derive from Exception
         error = e
     own = None if error is None else (isinstance(error, OSError), _line(error))
     said: list[Any] = [(value, own)]

@@ -5,7 +5,7 @@
 
 What differs between replicas (Birder's moments, the worker's error) has a first dimension for them, so that it needs as many
 replicas again. The server's error is kept by element, not by the rank that serves it. torch.distributed.checkpoint pickles
-what is no tensor: load only checkpoints that you trust.
+what is not a tensor: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
 
 
 def _meta(attachment: ShardAttachment) -> str:
-    """What is no tensor, as JSON."""
+    """What is not a tensor, as JSON."""
     optimizer = attachment.optimizer
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     replicas = attachment.mesh.size(0)

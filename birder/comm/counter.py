@@ -35,4 +35,5 @@ class ByteCounter:
         return self.intra + self.inter
 
     def reset(self) -> None:
-        self.intra = self.inter = self.collectives = 0
+        with self._lock:
+            self.intra = self.inter = self.collectives = 0

@@ -31,7 +31,7 @@ class Late:
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
-        """The numbers. Waits for them, which is no time at all a step after they were asked for."""
+        """The numbers. Waits for them, which takes no time one step after they were requested."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -28,7 +28,7 @@ UNKNOWN, WRONG = 0, -1
 class Said(NamedTuple):
     """Of one rank. Numbers alone, so that ranks can send them to each other.
 
-    local:  ranks on its node; UNKNOWN, or WRONG where what should say it is no number.
+    local:  ranks on its node; UNKNOWN, or WRONG where the variable is not a number.
     number: its own among them; -1 where nothing says it.
     other:  what MPI or SLURM says against `local`; UNKNOWN where they agree or say nothing.
     given:  whether the caller gave a topology.
@@ -77,8 +77,8 @@ def _scheduler(env: Mapping[str, str], rank: int | None, world_size: int) -> tup
 
 
 def _are_the_ranks(env: Mapping[str, str], rank: int | None, world_size: int, size: str, own: str) -> bool:
-    alike = rank is None or env.get(own, str(rank)) == str(rank)
-    return alike and env.get(size, str(world_size)) == str(world_size)
+    same = rank is None or env.get(own, str(rank)) == str(rank)
+    return same and env.get(size, str(world_size)) == str(world_size)
 
 
 def _slurm(env: Mapping[str, str], world_size: int) -> int:
@@ -96,7 +96,7 @@ def _slurm(env: Mapping[str, str], world_size: int) -> int:
 
 
 def per_node(text: str) -> list[int]:
-    """SLURM's list of tasks on each node: "2(x3),1" is [2, 2, 2, 1]; [] where it is no such list."""
+    """SLURM's list of tasks on each node: "2(x3),1" is [2, 2, 2, 1]; [] where it is not such a list."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)

@@ -36,7 +36,7 @@ from birder.comm.trace import Trace, note_wire
 
 T = TypeVar("T")
 Task = Callable[[], Requests[None] | None]
-"""What a pipeline runs. One that is no generator function asks for nothing."""
+"""What a pipeline runs. A plain function requests no collectives."""
 Steps = Generator[Request, None, T]
 """A task that is being performed: it yields each time that something is on its way and it would begin to wait."""
 HIGH = -1
@@ -166,7 +166,8 @@ class Pipeline:
     def take_busy(self) -> float:
         """Seconds spent in tasks since the last call, but for waits; two at the same time count twice. On CUDA the time to
         queue them."""
-        busy, self._busy_s = self._busy_s, 0.0
+        with self._state:
+            busy, self._busy_s = self._busy_s, 0.0
         return busy
 
     def submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:

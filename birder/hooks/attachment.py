@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,37 +39,36 @@ class Detached:
     copy must not communicate through the original's optimizer."""
 
 
-class Attachment:
+class NotCopied:
+    """What a copy of the model does not take over."""
+
+    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
+        return Detached, ()
+
+
+@dataclass(eq=False)
+class Attachment(NotCopied):
     """The connection that `attach` makes.
 
     counter: payload bytes and collectives of this rank, over all steps since its last `reset`.
     own:     the process group that the optimizer's messages have for themselves.
     """
 
-    def __init__(
-        self,
-        optimizer: BucketOptimizer,
-        link: Link,
-        overlap: bool,
-        communicate: bool,
-        own: dist.ProcessGroup | None = None,
-    ) -> None:
-        # No reference to the model: DDP holds this object where Python's collector sees no cycle.
-        self.optimizer = optimizer
-        self.link = link
-        self.counter: ByteCounter = link.counter
-        self.overlap = overlap
-        self.communicate = communicate
-        optimizer._in_backward = overlap and communicate and optimizer.compressed
-        self.pipeline = optimizer.pipeline
-        self._own = own
-        self._paused = False
-        self._compared = False
-        """Whether ranks have compared their steps once."""
-        self.closed = False
+    # No reference to the model: DDP holds this object where Python's collector sees no cycle.
+    optimizer: BucketOptimizer
+    link: Link
+    overlap: bool
+    communicate: bool
+    own: dist.ProcessGroup | None = None
+    closed: bool = field(default=False, init=False)
+    _paused: bool = field(default=False, init=False)
+    _compared: bool = field(default=False, init=False)
+    """Whether ranks have compared their steps once."""
 
-    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
-        return Detached, ()
+    def __post_init__(self) -> None:
+        self.counter: ByteCounter = self.link.counter
+        self.pipeline = self.optimizer.pipeline
+        self.optimizer._in_backward = self.overlap and self.communicate and self.optimizer.compressed
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -94,8 +94,12 @@ class Attachment:
         if self.closed:
             return
         self.closed = True
+        optimizer = self.optimizer
+        if optimizer.pipeline is self.pipeline:  # one process may still call step()
+            optimizer.pipeline = Pipeline(optimizer.comm)
+            optimizer.pipeline.trace = self.pipeline.trace
         self.pipeline.close()
-        own, self._own = self._own, None
+        own, self.own = self.own, None
         if own is not None and not self.optimizer._stepping and self.pipeline.sound:
             give_back(own)
 

@@ -30,13 +30,13 @@ from torch.futures import Future
 
 from birder.comm import ByteCounter, Link, Topology, finish
 from birder.comm.link import backend_for, new_group
-from birder.hooks.attachment import Detached, done, on_thread
+from birder.hooks.attachment import NotCopied, done, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
 from birder.optim.block_codes import LARGEST, decode, encode
 from birder.optim.checks import require, require_choice
 
 
-class BlockScaled:
+class BlockScaled(NotCopied):
     """The state of `block_scaled_hook`. Every rank of the group makes one, in the same order as other groups.
 
     code:           "int4" or "fp8" (e4m3).
@@ -72,9 +72,6 @@ class BlockScaled:
         self._errors: dict[Tensor, Tensor] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
-        return Detached, ()
 
     def state_bytes(self) -> int:
         """Bytes that are kept on this rank between steps."""

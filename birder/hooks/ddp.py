@@ -17,7 +17,7 @@ from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Topology,
 from birder.comm.groups import borrow
 from birder.hooks.attachment import (
     Attachment,
-    Detached,
+    NotCopied,
     agree,
     check_reducer,
     done,
@@ -67,7 +67,7 @@ class BucketAttachment(Attachment):
         run(optimizer.comm, mark_overflow(grads, optimizer.device))
 
 
-class BucketHook:
+class BucketHook(NotCopied):
     """What DDP calls for every bucket that is ready, in the same order on every rank: the state of its communication hook.
 
     Each attached optimizer takes its own parameters' gradients; those that belong to none, or to one whose attachment was
@@ -79,9 +79,6 @@ class BucketHook:
         self._model = weakref.ref(model)
         self.attachments: list[BucketAttachment] = []
 
-    def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
-        return Detached, ()
-
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Any]:
         buffer, params = bucket.buffer(), bucket.parameters()
         attached = [a for a in self.attachments if not a.closed]
@@ -90,6 +87,7 @@ class BucketHook:
         if bucket.index() == 0:
             self._begin(attached)
         sent: dict[torch.dtype, list[int]] = {}
+        senders: dict[torch.dtype, BucketAttachment] = {}
         owned: set[int] = set()
         for attachment in attached:
             mine = [i for i, p in enumerate(params) if attachment.optimizer.holds(p)]
@@ -97,13 +95,14 @@ class BucketHook:
             wire = attachment.take(bucket, mine)
             if wire is not None and mine:
                 sent.setdefault(WIRES[wire], []).extend(mine)
+                senders.setdefault(WIRES[wire], attachment)
         others = [i for i in range(len(params)) if i not in owned]
         if others:
             sent.setdefault(buffer.dtype, []).extend(others)
         if bucket.is_last():
             for attachment in attached:
                 attachment.compare_steps()
-        return self._average(bucket, sent)
+        return self._average(bucket, sent, senders)
 
     def _begin(self, attached: list[BucketAttachment]) -> None:
         """A backward pass brings its first gradients."""
@@ -117,15 +116,21 @@ class BucketHook:
                 )
             attachment.begin_pass()
 
-    def _average(self, bucket: dist.GradBucket, sent: dict[torch.dtype, list[int]]) -> Future[Any]:
-        """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks."""
-        buffer, first = bucket.buffer(), self.attachments[0]
+    def _average(
+        self, bucket: dist.GradBucket, sent: dict[torch.dtype, list[int]], senders: dict[torch.dtype, BucketAttachment]
+    ) -> Future[Any]:
+        """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks.
+
+        senders: whose counter counts what is sent in a type: the first attachment that has gradients in the message. What is
+        nobody's is counted by the first attachment.
+        """
+        buffer = bucket.buffer()
         if not sent:
             return done(buffer)
         if len(sent) == 1:
             ((wire, numbers),) = sent.items()
             if len(numbers) == len(bucket.parameters()):
-                return first.all_reduce_mean(buffer, bucket.index(), wire)
+                return senders.get(wire, self.attachments[0]).all_reduce_mean(buffer, bucket.index(), wire)
         views = bucket.gradients()
         futures = []
         for wire, numbers in sent.items():
@@ -134,7 +139,8 @@ class BucketHook:
             def put_back(future: Future[Any], parts: list[Tensor] = parts) -> None:
                 torch._foreach_copy_(parts, list(future.value().split([p.numel() for p in parts])))
 
-            futures.append(first.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
+            sender = senders.get(wire, self.attachments[0])
+            futures.append(sender.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
         every = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
         def whole(future: Future[Any]) -> Tensor:
@@ -212,12 +218,15 @@ def attach(
             "the optimizer holds parameters that the model does not have: build it from model.parameters(), one for each "
             "wrapped model"
         )
-    for other in buckets.attachments if buckets is not None else []:
-        if other.optimizer is not optimizer and not other.closed and any(map(other.optimizer.holds, mine)):
+    open_ = buckets.attachments if buckets is not None else []
+    for other in (a for a in open_ if a.optimizer is not optimizer and not a.closed):
+        if any(map(other.optimizer.holds, mine)):
             raise ValueError(
                 "another attached optimizer holds some of these parameters: give each to one of them, or call close() of "
                 "what attach returned for the other"
             )
+        if other.communicate != communicate:
+            raise ValueError("give all optimizers of one model the same communicate=: False stops all of its averages")
     group = model.process_group
     overlap = overlap and optimizer.max_grad_norm is None
     device = next(model.parameters()).device

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,26 +36,17 @@ from birder.optim.base import BucketOptimizer, Plan
 from birder.optim.layout import gradient, local
 
 
+@dataclass(eq=False, kw_only=True)
 class ShardAttachment(Attachment):
     """The connection to FSDP2: gradients come parameter by parameter, reduced over the shards of this replica.
 
     mesh: replicas x shards.
     """
 
-    def __init__(
-        self,
-        optimizer: BucketOptimizer,
-        link: Link,
-        overlap: bool,
-        communicate: bool,
-        mesh: DeviceMesh,
-        own: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(optimizer, link, overlap, communicate, own)
-        self.mesh = mesh
-        self._handles: list[RemovableHandle] = []
-        self._in_pass = False
-        """Whether a backward pass has brought gradients and is not over."""
+    mesh: DeviceMesh
+    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
+    _in_pass: bool = field(default=False, init=False)
+    """Whether a backward pass has brought gradients and is not over."""
 
     @property
     def _active(self) -> bool:
@@ -165,7 +157,7 @@ def attach_shards(
     link = Link(part(own, peers, 1), topology, comm.counter)
     _equalise([*model.parameters(), *model.buffers()], link)
     optimizer.bind(comm, pipeline_for(device, among if overlaps else None), unit_mb)
-    attachment = ShardAttachment(optimizer, link, overlap, communicate, mesh, own)
+    attachment = ShardAttachment(optimizer, link, overlap, communicate, own, mesh=mesh)
     attachment.replace(names)
     _register(model, attachment, comm.inside)
     watch(attachment)

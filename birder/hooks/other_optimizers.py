@@ -1,6 +1,6 @@
 """Refuses steps of another optimizer over parameters whose gradients an attached one takes instead of averaging them.
 
-A run that goes on with torch's optimizer after some steps with one of this package, or warms up with it, would train every
+A run that continues with torch's optimizer after some steps with one of this package, or warms up with it, would train every
 rank's replica on that rank's own gradients.
 """
 

@@ -218,7 +218,7 @@ class VirtualRanks:
             for rank, grads in enumerate(self._grads[: len(self._bound)]):
                 for i, part in zip(places, parts, strict=True):
                     if grads[i] is not None:
-                        grads[i] = self._rooms[rank][i].copy_(part.view(self._params[i].shape))
+                        grads[i] = self._rooms[rank][i].copy_(_in_bucket(part, self._params[i]))
 
     def _rows(self, places: list[int]) -> Tensor:
         """The gradients of a bucket, in the type that is sent: [ranks, elements]. The next call overwrites them."""
@@ -230,7 +230,7 @@ class VirtualRanks:
         for grads, row in zip(self._grads, rows, strict=True):
             for i, part in zip(places, row.split(sizes), strict=True):
                 grad = grads[i]
-                part.zero_() if grad is None else part.copy_(grad.reshape(-1))
+                part.zero_() if grad is None else _in_bucket(part, self._params[i]).copy_(grad)
         return rows
 
     def _load(self, rank: int) -> None:
@@ -246,6 +246,13 @@ class VirtualRanks:
         torch.set_rng_state(state[0])
         if len(state) > 1:
             torch.cuda.set_rng_state(state[1], self._device)
+
+
+def _in_bucket(flat: Tensor, p: Tensor) -> Tensor:
+    """A gradient's view of its part of a bucket: DDP lays it out in the parameter's own strides, unless these leave gaps."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+    dense = p.numel() == extent
+    return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
 
 
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -141,6 +141,10 @@ class BirderCallback(Callback):
             self._average.close()
             self._average = None
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Validation has failed: a checkpoint that is saved now has this rank's own parameters again."""
+        self.on_validation_end(trainer, pl_module)
+
     @staticmethod
     def _method(trainer: Trainer) -> BucketOptimizer | None:
         """The only optimizer, where it is one of this package."""

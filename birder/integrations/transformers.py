@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: `BirderTrainer` in the place of `Trainer`, or the mixin before a Trainer of one's own.
+"""Hugging Face Trainer: `BirderTrainer` in the place of `Trainer`, or the mixin before your own Trainer.
 
     trainer = BirderTrainer(
         model,

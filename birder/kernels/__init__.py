@@ -51,7 +51,7 @@ def _cuda() -> ModuleType:
     there = torch.cuda.is_available()
     if there:
         torch.zeros(8, device="cuda")
-        torch.cuda.synchronize()  # raises what is wrong with the GPU itself, of which Triton is no cause
+        torch.cuda.synchronize()  # raises errors of the GPU itself, which Triton did not cause
     try:
         from birder.kernels import cuda
 

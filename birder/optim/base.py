@@ -56,10 +56,16 @@ class BucketOptimizer(Guards):
 
         Called again between two steps, on every rank, it lays the state out again: parameters that were there keep theirs.
 
-        Raises RuntimeError within a step, ValueError for `unit_mb` <= 0 and for parameters that are not fp32.
+        Raises RuntimeError within a step; ValueError for `unit_mb` <= 0, and for parameters that are not fp32 or on several
+        devices. What was bound before then stays.
         """
         require_number("unit_mb", unit_mb, "positive", above=True)
-        saved = None
+        trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad and p.numel()]
+        for p in trained:
+            check_parameter(p)  # the model may have been converted since
+        if len(devices := sorted({str(p.device) for p in trained})) > 1:
+            raise ValueError(f"parameters are on {' and '.join(devices)}: use one device for each rank")
+        saved, watched, changed = None, False, False
         if self._bound:
             if self._feeding:
                 raise RuntimeError(
@@ -67,6 +73,7 @@ class BucketOptimizer(Guards):
                     "backward pass that failed load the last checkpoint"
                 )
             self.pipeline.wait()
+            watched, changed = self.watch.look_all(self.units)
             saved = taken(self)
             self._where, self.state, self._shown = {}, self._others(), {}
         self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
@@ -81,12 +88,14 @@ class BucketOptimizer(Guards):
                 lay_out_shards(unit, multiple)
             unit.padded = round_up(unit.numel, multiple)
             for i, p in enumerate(unit.wholes):
-                check_parameter(p)  # the model may have been converted since
                 self._where[p] = (unit, i)
             self.init_unit(unit)
         self._bound, self._unit_mb, self._grouped = True, unit_mb, []
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
+        self.watch.restore(self.units, changed)
+        for unit in self.units if watched else ():
+            self.watch.note(unit)
         if saved is not None:
             put_back(self, saved)
         self._show(self.units)

@@ -197,10 +197,10 @@ class Weyl(Draws):
 
     def __init__(self, seed: int, reduce: str) -> None:
         super().__init__(seed)
-        self.alike = reduce == "one_phase"
+        self.same_bits = reduce == "one_phase"
 
     def worker(self, comm: Communicator, step: int) -> dict[str, int]:
-        apart = {} if self.alike else {"worker": comm.worker, "workers": comm.workers}
+        apart = {} if self.same_bits else {"worker": comm.worker, "workers": comm.workers}
         return {"seed": self.seed, "step": weyl.STEP, "worker": 0, "shift": weyl.turned(step, **apart)}
 
     def server(self, step: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from birder.comm import Mean, Requests
 from birder.optim.base import WIRES, BucketOptimizer, Unit
 from birder.optim.checks import require, require_choice, require_whole
-from birder.optim.sparse import COMPRESSORS, SHARED, Blocks, Largest, Sent, SentAlike, SentOwn
+from birder.optim.sparse import COMPRESSORS, SHARED, Blocks, Largest, Sent, SentOwn, SentShared
 
 
 class BlockwiseSGD(BucketOptimizer):
@@ -100,7 +100,7 @@ class BlockwiseSGD(BucketOptimizer):
         return grad.mul_(group["lr"])
 
     @property
-    def alike(self) -> bool:
+    def same_choice(self) -> bool:
         """Whether all ranks choose the same elements."""
         return self.compressor in SHARED
 
@@ -112,11 +112,11 @@ class BlockwiseSGD(BucketOptimizer):
         v: fp32[padded], not changed. stream: number of the compressor, whose draws are its own.
         """
         wire = wire or WIRES[self.wire]
-        if not self.alike and ratio is not None:
+        if not self.same_choice and ratio is not None:
             own = Largest.choose(v, unit.offsets, [p.numel() for p in unit.params], ratio, wire)
             return (yield from SentOwn.exchange(own, v.numel(), wire))
         block = self.block if self.compressor == "blocks" else 1
         draw = {"seed": self.seed, "step": step, "stream": stream}
         chosen = Blocks.choose(unit.start, unit.numel, ratio, block, **draw, device=unit.device)
         picked = chosen.gather(v)
-        return SentAlike(chosen, (yield Mean(picked, wire)) if picked.numel() else picked)
+        return SentShared(chosen, (yield Mean(picked, wire)) if picked.numel() else picked)

@@ -43,7 +43,7 @@ from birder.optim.blockwise import BlockwiseSGD
 from birder.optim.checks import require, require_choice, require_whole
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit
-from birder.optim.sparse import SentAlike
+from birder.optim.sparse import SentShared
 
 MODEL, GRADIENT = 1, 2
 """Streams of the draws of C1 and C2."""
@@ -69,7 +69,7 @@ class Move:
 
     step: Tensor
     correction: Tensor | None = None
-    sent: SentAlike | None = None
+    sent: SentShared | None = None
     own: Tensor | None = None
 
 
@@ -110,7 +110,7 @@ class CSER(BlockwiseSGD):
         super().__init__(params, lr, momentum, weight_decay, **options)
         # What averages parts of the models themselves (5), (6) needs the same part on all ranks.
         wanted = "blocks or random_k with implementation='II' or variant='released'"
-        require(self.alike or self.keeps_common, "compressor", self.compressor, wanted)
+        require(self.same_choice or self.keeps_common, "compressor", self.compressor, wanted)
 
     @property
     def keeps_common(self) -> bool:
@@ -177,7 +177,7 @@ class CSER(BlockwiseSGD):
         x = self.flat_parameters(unit).sub_(p)
         # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
         sent = yield from self.send(unit, x, ratio, step, stream, torch.float32)
-        assert isinstance(sent, SentAlike)
+        assert isinstance(sent, SentShared)
         return Move(p, sent=sent, own=sent.chosen.gather(x))
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
@@ -205,7 +205,7 @@ class CSER(BlockwiseSGD):
     @property
     def _watches(self) -> bool:
         """Whether loaded weights want more than (3): ranks that choose differently would share them out unevenly."""
-        return self.keeps_common and not self.alike
+        return self.keeps_common and not self.same_choice
 
     def _changed(self, step: int) -> Requests[bool]:
         """Whether all models are averaged whole, after a reset, because any rank's caller has changed parameters."""

@@ -69,7 +69,8 @@ class Guards(MethodState):
                 "step() was called inside backward, from a gradient's hook, before other ranks' gradients are there: call it "
                 "after backward"
             )
-        if self.attachment is not None and self.attachment.closed and self.comm.world_size > 1:
+        alone = self.comm.world_size == 1 and (self.comm.holders == 1 or not self.compressed)
+        if self.attachment is not None and self.attachment.closed and not alone:
             raise RuntimeError(
                 "the attachment of this optimizer was closed: call birder.attach(model, optimizer) again"
             )

@@ -136,8 +136,8 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
     """Cuts every parameter group into units of about `cap_bytes` of fp32 gradient, in the order in which gradients arrive.
 
     That is from the last parameter on, so that the first unit is complete early in backward. A tensor larger than the cap is
-    a unit by itself. Parameters on different devices never share one. Each parameter begins at a multiple of `align`
-    elements. Raises ValueError when `align` is no multiple of 32.
+    a unit by itself. Each parameter begins at a multiple of `align` elements. Raises ValueError when `align` is not a
+    multiple of 32.
     """
     require(align >= ALIGN and align % ALIGN == 0, "alignment", align, f"a multiple of {ALIGN}")
     units: list[Unit] = []
@@ -147,7 +147,7 @@ def make_units(groups: Sequence[dict[str, Any]], cap_bytes: int, align: int = AL
         for p in reversed([p for p in group["params"] if p.requires_grad and p.numel() > 0]):
             # Of FSDP's parameters all elements count, so that all ranks cut in the same places.
             size = round_up(p.numel(), align)
-            if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes or open_unit.device != p.device:
+            if open_unit is None or (open_unit.numel + size) * 4 > cap_bytes:
                 open_unit = Unit(len(units), group, [], [], start, 0)
                 units.append(open_unit)
             open_unit.params.append(p)

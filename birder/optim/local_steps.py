@@ -1,7 +1,7 @@
 """Methods that train on each rank alone for some steps, and then meet at a common point z.
 
 A step t with t mod `sync_every` = 0 is a synchronisation, all others are local. What the caller does to parameters between
-two of them (clips, loads) is no part of a message: where any rank's have been changed in an interval (`ParameterWatch`), all
+two of them (clips, loads) is not part of a message: where any rank's have been changed in an interval (`ParameterWatch`), all
 of the models are averaged instead, so that it is kept.
 """
 

@@ -161,7 +161,7 @@ class Largest:
 
 
 @dataclass(frozen=True)
-class SentAlike:
+class SentShared:
     """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements. mean: fp32[k], compact."""
 
     chosen: Blocks
@@ -223,4 +223,4 @@ class SentOwn:
         return made
 
 
-Sent = SentAlike | SentOwn
+Sent = SentShared | SentOwn

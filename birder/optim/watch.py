@@ -152,6 +152,12 @@ class ParameterWatch:
         differs = (known != self._known[unit.index]).view(1)
         found[unit.index] = found[unit.index] | differs if unit.index in found else differs
 
+    def look_all(self, units: list[Unit]) -> tuple[bool, bool]:
+        """Whether any unit is being watched, and `changed`, before units are laid out again."""
+        for unit in units:
+            self.look(unit)
+        return bool(self._known), self.changed
+
     @property
     def changed(self) -> bool:
         """Whether they have been changed in this interval. On a GPU the host waits for it."""

@@ -31,53 +31,16 @@ if TYPE_CHECKING:
     from birder.predict.recording import record
 
 _LATER = {
-    "Advice": "advice",
-    "advise": "advice",
-    "Work": "architecture",
-    "count": "architecture",
-    "Links": "measuring",
-    "measure_kernels": "measuring",
-    "measure_link": "measuring",
-    "record": "recording",
+    "advice": ("Advice", "advise"),
+    "architecture": ("Work", "count"),
+    "measuring": ("Links", "measure_kernels", "measure_link"),
+    "recording": ("record",),
 }
-
-__all__ = [
-    "DEFAULT",
-    "GPU",
-    "GPUS",
-    "METHODS",
-    "NVLINK",
-    "Advice",
-    "Answer",
-    "Cluster",
-    "Costs",
-    "Gradient",
-    "IntraNode",
-    "Layout",
-    "Link",
-    "Links",
-    "Method",
-    "Plan",
-    "Prediction",
-    "Row",
-    "Step",
-    "Timeline",
-    "Work",
-    "advise",
-    "answer",
-    "count",
-    "crossover",
-    "find_gpu",
-    "measure_kernels",
-    "measure_link",
-    "predict",
-    "record",
-    "simulate",
-    "sweep",
-]
+"""Names by the module that has them."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'birder.predict' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"birder.predict.{_LATER[name]}"), name)
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"birder.predict.{module}"), name)
+    raise AttributeError(f"module 'birder.predict' has no attribute {name!r}")

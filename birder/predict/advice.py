@@ -148,4 +148,4 @@ def _running(ddp_model: DistributedDataParallel) -> str | None:
     hooks = getattr(ddp_model, "_comm_hooks", None)
     if hooks is None or any(p.dtype != torch.float32 for p in ddp_model.parameters()):
         return None
-    return HOOKS.get(hooks[-1][0]) if hooks else "fp32"
+    return next((name for hook, name in HOOKS.items() if hook is hooks[-1][0]), None) if hooks else "fp32"

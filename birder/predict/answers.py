@@ -7,15 +7,14 @@ and slower, of encoding that delays backward, and of the model of communication 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from birder.predict.cluster import Cluster, Link
+from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
-from birder.predict.layouts import HALVES, Plan, fits
+from birder.predict.layouts import DDP, Plan, fits
 from birder.predict.methods import Method, find
-from birder.predict.simulation import Layout
 from birder.predict.table import NEAR, Prediction, Row, aligned, no_gain, predict, size
 from birder.predict.timeline import Timeline
 
@@ -26,14 +25,12 @@ NEEDS = {
     "onebit_lamb": "birder.OneBitLAMB",
 }
 """What a method's name is in a script."""
-ALIKE = 0.02
+TIE = 0.02
 """Steps that differ by less, relative, are as good as equal."""
 FAR = 1.5
 """A method whose ranks' models differ is mentioned where it is so many times as fast as what is advised."""
 LIKE_DILOCO = 1.1
 """DiLoCo is the one that is mentioned where it takes at most so many times the fastest one's step."""
-FREE = Link(1e9)
-DDP = Plan()
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,12 @@ class Answer:
     def best(self) -> Row | None:
         """The fastest compressed method whose ranks have one model and which fits; None: there is none.
 
-        Of those that are `ALIKE` the one that lost the fewest studies of accuracy, then the first in the table.
+        Of those that are `TIE` the one that lost the fewest studies of accuracy, then the first in the table.
         """
         rows = [r for r in self.prediction.rows if not (r.method.dense or r.method.local) and self.fits(r.name)]
         least = min((r.ms for r in rows), default=0.0)
-        alike = [r for r in rows if r.ms <= (1 + ALIKE) * least]
-        return min(alike, key=lambda r: self.lost.get(r.name, 1.0), default=None)
+        ties = [r for r in rows if r.ms <= (1 + TIE) * least]
+        return min(ties, key=lambda r: self.lost.get(r.name, 1.0), default=None)
 
     @property
     def far(self) -> Row | None:
@@ -226,7 +223,10 @@ def answer(
     """
     names = _names(methods, cluster, plan, local_steps)
     costs = costs or Costs.of_gpu(timeline.gpu)
-    made = [_predict(timeline.scaled(f), cluster, plan, names, costs, local_steps) for f in (1, 1 - unsure, 1 + unsure)]
+    made = [
+        predict(timeline.scaled(f), cluster, names, costs, local_steps=local_steps, plan=plan)
+        for f in (1, 1 - unsure, 1 + unsure)
+    ]
     memory = {}
     if gpu is not None and saved_bytes is not None:
         memory = {r.name: plan.memory_gb(timeline, cluster, r.method, saved_bytes) for r in made[0].rows}
@@ -234,38 +234,8 @@ def answer(
 
 
 def _names(methods: Sequence[str] | None, cluster: Cluster, plan: Plan, local_steps: int | None) -> list[str]:
-    found = find(methods, cluster.nodes, cluster.ranks_per_node)
+    found = plan.choose(methods, cluster)
     if methods is None and local_steps:
-        found += find(["diloco"], cluster.nodes, cluster.ranks_per_node)
-    if methods and (refused := [m for m in found if not plan.takes(m)]):
-        why = "needs replicas" if plan.sharding == "fsdp" else "needs the whole model, or nodes as workers"
-        raise ValueError(f"{refused[0].name} {why}: not with sharding={plan.sharding}")
-    kept = [m.name for m in found if plan.takes(m)]
+        found += [m for m in find(["diloco"], cluster.nodes, cluster.ranks_per_node) if plan.takes(m)]
+    kept = [m.name for m in found]
     return [n for n in ("fp32", "bf16") if n not in kept] + [n for n in kept if n != "none"] + ["none"]
-
-
-def _predict(
-    timeline: Timeline, cluster: Cluster, plan: Plan, names: Sequence[str], costs: Costs, local_steps: int | None
-) -> Prediction:
-    """Of the plan: FSDP's own collectives are in its timeline, and what is left is between replicas."""
-    if plan.sharding == "fsdp":
-        rows = []
-        for name in names:
-            alone = Cluster(1, 1, cluster.between, cluster.inside)
-            width = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 0}.get(name)
-            if width is not None:
-                (row,) = predict(plan.timeline(timeline, cluster, width), alone, [name], costs).rows
-                sent = 0.0 if name == "none" else cluster.sharded(1.0).nbytes * timeline.elements
-                wide = 2 if timeline.precision in HALVES else 4
-                rows.append(replace(row, step=replace(row.step, nic_bytes=sent * (2 * wide + width))))
-        return Prediction(timeline, cluster, costs, tuple(rows))
-    between = replace(cluster, ring=False, inside=FREE) if plan.sharding == "hsdp" and cluster.nodes > 1 else cluster
-    made = predict(
-        plan.timeline(timeline, cluster),
-        between,
-        names,
-        costs,
-        Layout(gpu=timeline.gpu != "cpu"),
-        local_steps=local_steps,
-    )
-    return replace(made, cluster=cluster)

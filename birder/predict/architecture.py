@@ -121,9 +121,9 @@ def count(
     precision: bf16 and fp16 mean mixed precision: parameters in fp32, cast once in a step. compiled: neighbouring
     kernels that do not multiply are fused into one, as torch.compile does. Raises ValueError for a parameter that gets none.
     """
-    dtype = HALF.get(precision)
+    dtype, own_dtype = HALF.get(precision), next((p.dtype for p in module.parameters()), None)
     if dtype is not None:
-        module = module.to(dtype)
+        module.to(dtype)
     counter = _Counter(compiled)
     ready: dict[str, int] = {}
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
@@ -144,6 +144,7 @@ def count(
         for hook in hooks:
             hook.remove()
         module.zero_grad(set_to_none=True)
+        module.to(own_dtype)
     if lost := [n for n in shapes if n not in ready]:
         raise ValueError(f"the parameter {lost[0]} gets no gradient")
     kernels = [Kernel(*k) for k in counter.kernels]
@@ -187,7 +188,7 @@ class _Counter(TorchDispatchMode):
         self.attention_kept = False
         self.kept: dict[int, Any] = {}  # storages, so that none has the number of one that is gone
         self.seen: set[int] = set()  # saved ones
-        self.group: set[int] = set()  # storages that the fused kernel at the end has at hand
+        self.group: set[int] = set()  # storages that the fused kernel at the end holds in registers
         self.unwritten: set[int] = set()  # of those, results that nobody else has asked for
 
     @property
@@ -231,7 +232,7 @@ class _Counter(TorchDispatchMode):
         return out
 
     def _late(self, t: Tensor) -> bool:
-        """Whether it was at hand in a fused kernel alone until now, which has to write it."""
+        """Whether it was only inside a fused kernel until now, which has to write it."""
         late = self.key(t) in self.unwritten
         self.unwritten.discard(self.key(t))
         return late

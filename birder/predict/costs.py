@@ -2,11 +2,10 @@
 
 A kernel that moves B bytes for each of n elements takes
 
-    (1) t = call + k tensor + n B s
+    (1) t = call + n B s
 
-with `call` for starting it, `tensor` for each of k tensors where it goes through tensors one by one, and s in ns per
-byte, the inverse of the bandwidth that it reaches. B is that of docs/kernels.md. Where s is not measured
-(`measure_kernels`), it is that of the device's memory: `Costs.of_bandwidth`.
+with `call` for starting it, and s in ns per byte, the inverse of the bandwidth that it reaches. B is that of docs/kernels.md.
+Where s is not measured (`measure_kernels`), it is that of the device's memory: `Costs.of_bandwidth`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BYTES: dict[str, Callable[[int], float]] = {
     "copy": lambda n: 8.0,
     "cast": lambda n: 6.0,  # to 16 bits, divided by the number of ranks
     "widen": lambda n: 6.0,
-    "screen": lambda n: 8.0,  # of a gradient for what is no number, where taking it does not do so by itself
+    "screen": lambda n: 8.0,  # of a gradient for NaN and inf, where taking it does not do so by itself
     "scale": lambda n: 8.0,
     "sgdm": lambda n: 32.0,  # m = beta m;  m = m + g;  x = x - lr m
     "adam": lambda n: 72.0,  # torch's five passes over m, v and x
@@ -64,21 +63,19 @@ much less as on a CPU with a model that is too narrow to be anything but the hos
 
 @dataclass(frozen=True)
 class Costs:
-    """ns_per_byte: by kernel; "" is for kernels that are not named. call_us: to start one. tensor_us: for each tensor, by
-    kernel likewise. sending_ns: per byte that a rank sends, what an exchange itself costs the cores on which its model
+    """ns_per_byte: by kernel; "" is for kernels that are not named. call_us: to start one.
+    sending_ns: per byte that a rank sends, what an exchange itself costs the cores on which its model
     computes (`EXCHANGES`); one that is not there costs them nothing, as on a GPU. source: where it is from."""
 
     ns_per_byte: Mapping[str, float] = field(default_factory=lambda: {"": 0.0})
     call_us: float = 0.0
-    tensor_us: Mapping[str, float] = field(default_factory=dict)
     source: str = "free"
     sending_ns: Mapping[str, float] = field(default_factory=dict)
 
-    def ms(self, kernel: str, elements: float, workers: int = 1, tensors: int = 0) -> float:
+    def ms(self, kernel: str, elements: float, workers: int = 1) -> float:
         """(1), in ms. Raises KeyError for a kernel that is not in `BYTES`."""
         rate = self.ns_per_byte.get(kernel, self.ns_per_byte.get("", 0.0))
-        each = self.tensor_us.get(kernel, self.tensor_us.get("", 0.0))
-        return (self.call_us + tensors * each) / 1e3 + elements * BYTES[kernel](workers) * rate / 1e6
+        return self.call_us / 1e3 + elements * BYTES[kernel](workers) * rate / 1e6
 
     def sending_ms(self, exchange: str, nbytes: float) -> float:
         """What an exchange of `EXCHANGES` in which a rank sends so many bytes costs its cores, in ms."""
@@ -86,9 +83,8 @@ class Costs:
 
     def times(self, factor: float) -> Costs:
         """`factor` times as much."""
-        parts = (self.ns_per_byte, self.tensor_us, self.sending_ns)
-        rates, tensors, sending = ({k: v * factor for k, v in part.items()} for part in parts)
-        return Costs(rates, self.call_us * factor, tensors, self.source, sending)
+        rates, sending = ({k: v * factor for k, v in part.items()} for part in (self.ns_per_byte, self.sending_ns))
+        return Costs(rates, self.call_us * factor, self.source, sending)
 
     @staticmethod
     def of_bandwidth(gb_per_s: float, call_us: float = LAUNCH_US, source: str | None = None) -> Costs:

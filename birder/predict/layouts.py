@@ -21,18 +21,22 @@ over the links inside the node, or for fsdp over the NIC. What a rank keeps in m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from birder.predict.cluster import Cluster
+from birder.predict.cluster import Cluster, Link
 from birder.predict.gpus import GPU
-from birder.predict.methods import Method
+from birder.predict.methods import Method, find
 from birder.predict.timeline import Timeline
 
 CONTEXT_GB = 1.5
 """CUDA, NCCL and what the allocator cannot use: assumed."""
 HALVES = ("bf16", "fp16", "amp")
+FREE = Link(1e9)
 LAYERS_AT_ONCE = 2
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 0}
+"""Bytes of an element of the gradient that FSDP scatters."""
 STATE = {"adamw": 8.0, "sgd": 4.0}
 """Bytes per parameter that the user's own optimizer keeps."""
 
@@ -85,12 +89,25 @@ class Plan:
             return cluster.sharded(wide * t.elements).ms, cluster.sharded(width * t.elements).ms
         return 0.0, 0.0
 
+    def between(self, cluster: Cluster) -> Cluster:
+        """What the replicas' messages have of the cluster: under HSDP what goes over links inside a node is FSDP's."""
+        hsdp = self.sharding == "hsdp" and cluster.nodes > 1
+        return replace(cluster, ring=False, inside=FREE) if hsdp else cluster
+
+    def choose(self, names: Sequence[str] | None, cluster: Cluster) -> list[Method]:
+        """Methods by name; None: `DEFAULT` without those that cannot run so. Raises ValueError for one that cannot."""
+        found = find(names, cluster.nodes, cluster.ranks_per_node)
+        if names and (refused := [m for m in found if not self.takes(m)]):
+            why = "needs replicas" if self.sharding == "fsdp" else "needs the whole model, or nodes as workers"
+            raise ValueError(f"{refused[0].name} {why}: not with sharding={self.sharding}")
+        return [m for m in found if self.takes(m)]
+
     def takes(self, method: Method) -> bool:
         """Whether a method can run so: FSDP needs replicas to compress between, and one model for all ranks."""
         if self.sharding == "ddp":
             return True
         if self.sharding == "fsdp":
-            return method.dense
+            return method.name in WIDTHS
         return method.dense or (method.hierarchical and not method.local)
 
     def memory_gb(self, t: Timeline, cluster: Cluster, method: Method, saved_bytes: float) -> float:
@@ -108,6 +125,9 @@ class Plan:
         if self.sharding == "hsdp":
             return method.state(cluster.nodes, 1) / cluster.ranks_per_node
         return method.state(*cluster.workers(method.hierarchical))
+
+
+DDP = Plan()
 
 
 def fits(gb: float, gpu: GPU) -> bool:

@@ -44,12 +44,14 @@ def measure_link(
 
     Every rank of `group` (the whole world where it is None) calls it, and gets the same. All ranks of a node send at once, so
     the rate between nodes is that of the NIC. The rate is that of the largest all-reduce, its spread that of the rounds;
-    latency is that of the smallest size.
+    latency is that of the smallest size. Raises ValueError for a topology of another number of ranks.
     """
     world = group or dist.group.WORLD
     assert world is not None
     ranks = dist.get_process_group_ranks(world)
     topology = topology or Topology.from_env(len(ranks))
+    if topology.world_size != len(ranks):
+        raise ValueError(f"the topology has {topology.world_size} ranks, the process group {len(ranks)}")
     local, mine = topology.ranks_per_node, dist.get_rank(world)
     device = _device(world)
     found: dict[str, Link | None] = {"between": None, "inside": None}

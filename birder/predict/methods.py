@@ -76,23 +76,32 @@ class Method:
         return replace(self, name=f"{self.name}_hierarchical", label=f"{self.label}, hierarchical", hierarchical=True)
 
 
-def _dense(
-    name: str, label: str, nbytes: float, encode: tuple[str, ...], decode: tuple[str, ...], **more: str
+def _row(
+    name: str, label: str, kept: tuple[float, float, float], update: str, *rounds: Round, about: str = "", **more: bool
 ) -> Method:
-    round_ = Round(nbytes=nbytes, encode=encode, decode=decode)
-    return Method(name, label, (round_,), ("sgdm",), (4, 0, 0), dense=True, **more)  # type: ignore[arg-type]
+    """update: kernels, separated by spaces."""
+    return Method(name, label, rounds, tuple(update.split()), kept, about=about, **more)
+
+
+def _dense(name: str, label: str, nbytes: float, encode: str, decode: str = "", about: str = "") -> Method:
+    sent = Round(nbytes=nbytes, encode=tuple(encode.split()), decode=tuple(decode.split()))
+    return _row(name, label, (4, 0, 0), "sgdm", sent, about=about, dense=True)
 
 
 _BIRDER = Round(wire="onebit", encode=("encode",), serve=("reduce_bits",), layout="unit")
 _SIGMA = replace(_BIRDER, encode=("modulate_adam",), serve=("serve_sigma",))
-_FEEDBACK = Round(
-    wire="onebit",
-    encode=("add_momentum", "split_signs"),
-    serve=("add_average", "split_signs"),
-    layout="unit",
-    screens=True,
-)
+_LION = replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs"))
+_FEEDBACK = replace(_LION, encode=("add_momentum", "split_signs"), screens=True)
 _MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"))
+_DEEPSPEED = replace(
+    _FEEDBACK,
+    encode=("eager",) * 12,
+    serve=("unpack_rows", *("eager",) * 7),
+    decode=("eager",) * 6,
+    small=2,
+    layout="fused",
+    split=False,
+)
 SYNCS_OF_ZERO_ONE_ADAM = 0.598
 """Share of steps with a 1-bit round under the coded schedule of a run of 118,000 steps (see tests)."""
 
@@ -113,104 +122,74 @@ def _alone(every: int, talks: Round, encode: tuple[str, ...] = ("eager",)) -> tu
 
 def _sparse(name: str, label: str, kept: float, about: str, *rounds: Round, local: bool = True) -> Method:
     """Of the CSER paper's family."""
-    return Method(name, label, rounds, ("eager",), (kept, 0, 0), about=about, local=local)
-
-
-def _diloco(name: str, label: str, kept: tuple[float, float, float], talks: Round) -> Method:
-    about = "H = 500, AdamW inside, momentum outside"
-    return Method(name, label, _alone(500, talks, ()), ("adam",), kept, about=about, local=True)
+    return _row(name, label, (kept, 0, 0), "eager", *rounds, about=about, local=local)
 
 
 def _low_rank(rank: int) -> Method:
-    round_ = Round(wire="lowrank", rank=rank, encode=("low_rank",))
+    sent = Round(wire="lowrank", rank=rank, encode=("low_rank",))
     about = "P, Q and the error are in the state; compressing steps only"
-    return Method(f"powersgd{rank}", f"PowerSGD rank {rank}", (round_,), ("sgdm",), (8, 0, 0), about=about)
+    return _row(f"powersgd{rank}", f"PowerSGD rank {rank}", (8, 0, 0), "sgdm", sent, about=about)
 
 
-_APPLY, _OWN = ("apply_bits",), "this project's"
+_APPLY, _ADAM, _OWN, _LATER = "apply_bits", "write_signs move_adam", "this project's", "compression stage"
 _SHARED = f"{_OWN}; the all-reduces of the variance, 111 in 100,000 steps, not counted"
+_DILOCO = "H = 500, AdamW inside, momentum outside"
+_INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit")
+_ZERO_ONE = (
+    replace(_MESSAGE, share=SYNCS_OF_ZERO_ONE_ADAM),
+    Round(1 - SYNCS_OF_ZERO_ONE_ADAM, "none", encode=("eager", "eager"), layout="unit"),
+)
+_ZERO_ONE_ABOUT = "mean over the published schedule of 118,000 steps, variance rounds not counted"
+_SIGMA_ONE = _one_phase(_SIGMA, "modulate_adam", "owned", "settle")
+_BIRDER_ONE = _one_phase(_BIRDER, "encode", "owned")
 _FLAT = (
-    Method("birder", "Birder", (_BIRDER,), _APPLY, (0, 8, 0)),
-    Method(
-        "birder_one_phase",
-        "Birder one-phase",
-        (_one_phase(_BIRDER, "encode", "owned"),),
-        _APPLY,
-        (0, 8, 0),
-        about="this project's variant of the reduction",
+    _row("birder", "Birder", (0, 8, 0), _APPLY, _BIRDER),
+    _row(
+        "birder_one_phase", "Birder one-phase", (0, 8, 0), _APPLY, _BIRDER_ONE, about=f"{_OWN} variant of the reduction"
     ),
-    Method("sigma_delta", "Sigma-delta Adam", (_SIGMA,), _APPLY, (0, 16, 4), about=_SHARED),
-    Method("sigma_delta_local", "Sigma-delta Adam, local form", (_SIGMA,), _APPLY, (0, 12, 4), about=_OWN),
-    Method(
-        "sigma_delta_one_phase",
-        "Sigma-delta Adam, one-phase",
-        (_one_phase(_SIGMA, "modulate_adam", "owned", "settle"),),
-        _APPLY,
-        (0, 16, 0),
-        about=_SHARED,
-    ),
-    Method(
-        "lion",
-        "Distributed Lion",
-        (replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs")),),
-        _APPLY,
-        (0, 4, 0),
-        about="majority vote",
-    ),
-    Method(
-        "onebit_adam", "1-bit Adam", (_FEEDBACK,), ("write_signs", "move_adam"), (8, 4, 4), about="compression stage"
-    ),
-    Method("onebit_lamb", "1-bit LAMB", (_MESSAGE,), ("write_signs", "lamb"), (12, 4, 4), about="compression stage"),
-    Method(
+    _row("sigma_delta", "Sigma-delta Adam", (0, 16, 4), _APPLY, _SIGMA, about=_SHARED),
+    _row("sigma_delta_local", "Sigma-delta Adam, local form", (0, 12, 4), _APPLY, _SIGMA, about=_OWN),
+    _row("sigma_delta_one_phase", "Sigma-delta Adam, one-phase", (0, 16, 0), _APPLY, _SIGMA_ONE, about=_SHARED),
+    _row("lion", "Distributed Lion", (0, 4, 0), _APPLY, _LION, about="majority vote"),
+    _row("onebit_adam", "1-bit Adam", (8, 4, 4), _ADAM, _FEEDBACK, about=_LATER),
+    _row("onebit_lamb", "1-bit LAMB", (12, 4, 4), "write_signs lamb", _MESSAGE, about=_LATER),
+    _row(
         "zero_one_adam",
         "0/1 Adam",
-        (
-            replace(_MESSAGE, share=SYNCS_OF_ZERO_ONE_ADAM),
-            Round(1 - SYNCS_OF_ZERO_ONE_ADAM, "none", encode=("eager", "eager"), layout="unit"),
-        ),
-        ("write_signs", "eager", "eager", "eager"),
         (16, 4, 4),
+        "write_signs eager eager eager",
+        *_ZERO_ONE,
+        about=_ZERO_ONE_ABOUT,
         local=True,
-        about="mean over the published schedule of 118,000 steps, variance rounds not counted",
     ),
 )
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
-        _dense("fp32", "DDP fp32", 4.0, ("scale",), ()),
-        _dense("bf16", "DDP bf16", 2.0, ("cast",), ("widen",)),
-        _dense("fp16", "DDP fp16", 2.0, ("cast",), ("widen",)),
+        _dense("fp32", "DDP fp32", 4.0, "scale"),
+        _dense("bf16", "DDP bf16", 2.0, "cast", "widen"),
+        _dense("fp16", "DDP fp16", 2.0, "cast", "widen"),
         # A scale of two bytes for every 256 elements; a server reads the messages of all workers, 1/n of the elements each.
-        _dense("fp8", "fp8 all-reduce", 1.0 + 2 / 256, ("eager",) * 4, ("eager",) * 4, about="eager passes"),
-        _dense("int4", "4-bit all-reduce", 0.5 + 2 / 256, ("eager",) * 6, ("eager",) * 8, about="eager passes"),
+        _dense("fp8", "fp8 all-reduce", 1.0 + 2 / 256, "eager " * 4, "eager " * 4, "eager passes"),
+        _dense("int4", "4-bit all-reduce", 0.5 + 2 / 256, "eager " * 6, "eager " * 8, "eager passes"),
         _low_rank(1),
         _low_rank(4),
         *_FLAT,
-        Method(
+        _row(
             "onebit_adam_fused",
             "1-bit Adam, fused after backward",
-            (replace(_FEEDBACK, layout="fused"),),
-            ("write_signs", "move_adam"),
             (8, 4, 4),
-            about="compression stage, as its reference implementation orders it",
+            _ADAM,
+            replace(_FEEDBACK, layout="fused"),
+            about=f"{_LATER}, as its reference implementation orders it",
         ),
-        Method(
+        _row(
             "deepspeed",
             "1-bit Adam as DeepSpeed's (re-created)",
-            (
-                replace(
-                    _FEEDBACK,
-                    encode=("eager",) * 12,
-                    serve=("unpack_rows", *("eager",) * 7),
-                    decode=("eager",) * 6,
-                    small=2,
-                    layout="fused",
-                    split=False,
-                ),
-            ),
-            ("eager",) * 4,
             (12, 0, 4),
-            about="compression stage, eager passes over one fused buffer",
+            "eager " * 4,
+            _DEEPSPEED,
+            about=f"{_LATER}, eager passes over one fused buffer",
         ),
         *(m.by_nodes() for m in _FLAT),
         _sparse(
@@ -222,23 +201,19 @@ METHODS: dict[str, Method] = {
         _sparse("ef_sgd", "EF-SGD", 8, "R = 32", _blocks(1, 1 / 32), local=False),
         _sparse("qsparse", "QSparse-local-SGD", 12, "R = 4, H = 8", *_alone(8, _blocks(1, 1 / 4))),
         _sparse("local_sgd", "local SGD", 4, "H = 8", *_alone(8, _blocks(1, 1))),
-        _diloco("diloco", "DiLoCo", (16, 0, 0), _blocks(1, 1)),
-        _diloco(
-            "diloco_int4",
-            "DiLoCo 4-bit",
-            (16, 4, 0),
-            Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit"),
-        ),
-        Method(
+        _row("diloco", "DiLoCo", (16, 0, 0), "adam", *_alone(500, _blocks(1, 1), ()), about=_DILOCO, local=True),
+        _row("diloco_int4", "DiLoCo 4-bit", (16, 4, 0), "adam", *_alone(500, _INT4, ()), about=_DILOCO, local=True),
+        _row(
             "slamb",
             "SLAMB",
-            (_blocks(0.99, 0.1), replace(_blocks(0.01, 1.1), layout="fused")),
-            ("lamb",),
             (9, 0, 0),
+            "lamb",
+            _blocks(0.99, 0.1),
+            replace(_blocks(0.01, 1.1), layout="fused"),
             about="k = 0.1, H = 100; tensors that are always sent whole not counted",
             local=True,
         ),
-        Method("none", "no communication", (Round(wire="none"),), ("sgdm",), (4, 0, 0), dense=True),
+        _row("none", "no communication", (4, 0, 0), "sgdm", Round(wire="none"), dense=True),
     )
 }
 DEFAULT = (

@@ -165,7 +165,7 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
         made = sum(costs.ms(k, d) for k in round_.encode)
         read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
         item.stages = [
-            ("hook", costs.ms("copy", d, 1, len(item.gradients))),
+            ("hook", costs.ms("copy", d)),
             (lane, made),
             (SEND, _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
             *over(sent),
@@ -192,7 +192,7 @@ def _onebit(
         before = after = 0.0
     scales = over(tiny) * (round_.small // 2)
     lane = "encode" if round_.split else "comm"
-    taken = costs.ms("copy", d, 1, len(item.gradients))
+    taken = costs.ms("copy", d)
     if round_.screens and "screen" in costs.ns_per_byte:
         taken += costs.ms("screen", d)
     two = round_.phases == 2
@@ -215,8 +215,8 @@ def _sending(sent: Transfer, cluster: Cluster, costs: Costs, layout: Layout, num
 
 def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Costs, layout: Layout) -> None:
     numbers = [low_rank_numbers(g.shape, round_.rank) for g in item.gradients]
-    item.stages = [("hook", costs.ms("copy", d, 1, len(item.gradients)))]
-    work = sum(costs.ms(k, d, 1, len(item.gradients)) for k in round_.encode)
+    item.stages = [("hook", costs.ms("copy", d))]
+    work = sum(costs.ms(k, d) for k in round_.encode)
     for position in range(3):  # uncompressed, P, Q: one after the other
         sent = cluster.all_reduce(4.0 * sum(n[position] for n in numbers))
         item.stages += [("comm", work / 3), (SEND, _sending(sent, cluster, costs, layout, 4)), *over(sent)]
@@ -291,7 +291,7 @@ def simulate(timeline: Timeline, cluster: Cluster, method: Method, costs: Costs,
     """One step, the mean over the kinds of step that the method has."""
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
     workers, _ = cluster.workers(method.hierarchical)
-    update = sum(costs.ms(k, timeline.elements, workers, len(timeline.gradients)) for k in method.update)
+    update = sum(costs.ms(k, timeline.elements, workers) for k in method.update)
     if method.dense and timeline.update_ms is not None:
         update = timeline.update_ms  # the user's own optimizer
     steps = [(r.share, _step(timeline, cluster, method, r, costs, layout, update)) for r in method.rounds]

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
-from birder.predict.methods import METHODS, Method, every, find
+from birder.predict.layouts import DDP, HALVES, WIDTHS, Plan
+from birder.predict.methods import METHODS, Method, every
 from birder.predict.simulation import Layout, Step, simulate
 from birder.predict.timeline import Timeline
 
@@ -97,6 +98,7 @@ def predict(
     beyond_ms: float = 0.0,
     *,
     local_steps: int | None = None,
+    plan: Plan = DDP,
 ) -> Prediction:
     """Every method's step. methods: names in `METHODS`; None: `DEFAULT`. costs: of the timeline's GPU where it is known.
 
@@ -104,15 +106,20 @@ def predict(
     method that communicates, and their intervals begin where they would without it. Where it took less, intervals reach as
     much lower, to the bound at most.
 
-    local_steps: between two means of local SGD and DiLoCo; None: their own.
+    local_steps: between two means of local SGD and DiLoCo; None: their own. plan: how ranks share the model.
 
-    Raises ValueError for an unknown method, and for a device whose costs are not known.
+    Raises ValueError for an unknown method or one that the plan cannot run, and for a device whose costs are not known.
     """
     costs = costs or Costs.of_gpu(timeline.gpu)
+    chosen = plan.choose(methods, cluster)
+    if plan.sharding == "fsdp":
+        return Prediction(timeline, cluster, costs, tuple(_sharded(timeline, cluster, m, costs, plan) for m in chosen))
+    whole, timeline = cluster, plan.timeline(timeline, cluster)
+    cluster = plan.between(whole)
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
     bound = simulate(timeline, cluster, METHODS["none"], costs, layout).ms
     rows = []
-    for method in find(methods, cluster.nodes, cluster.ranks_per_node):
+    for method in chosen:
         method = method if local_steps is None else every(method, local_steps)
         step = simulate(timeline, cluster, method, costs, layout)
         low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
@@ -120,7 +127,17 @@ def predict(
         low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
         state = method.state(*cluster.workers(method.hierarchical)) * timeline.elements
         rows.append(Row(method, step, low, high, state, max(more, 0.0)))
-    return Prediction(timeline, cluster, costs, tuple(rows))
+    return Prediction(timeline, whole, costs, tuple(rows))
+
+
+def _sharded(t: Timeline, cluster: Cluster, method: Method, costs: Costs, plan: Plan) -> Row:
+    """A dense method where FSDP shards over all ranks: its collectives are in the timeline, and nothing else is sent."""
+    width = WIDTHS[method.name]
+    alone = Cluster(1, 1, cluster.between, cluster.inside)
+    (row,) = predict(plan.timeline(t, cluster, width), alone, [method.name], costs).rows
+    wide = 2 if t.precision in HALVES else 4
+    sent = cluster.sharded(1.0).nbytes * t.elements * (2 * wide + width) if width else 0.0
+    return replace(row, step=replace(row.step, nic_bytes=sent))
 
 
 def _interval(
@@ -168,7 +185,7 @@ def decide(p: Prediction) -> tuple[str | None, str]:
 def no_gain(p: Prediction, best: Row | None) -> str | None:
     """Why the best of the compressed methods can gain nothing over bf16; None: it may."""
     bf16, bound = p["bf16"], p["none"]
-    if bf16.step.ms <= (1 + NEAR) * bound.ms:  # what was not simulated is no reason to compress
+    if bf16.step.ms <= (1 + NEAR) * bound.ms:  # costs that were not simulated do not justify compressing
         return f"bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
     if best is None or best.ms > bf16.ms:
         return f"bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster"
@@ -251,19 +268,26 @@ def crossover(
     lowest: float = 0.1,
     highest: float = 1000.0,
     beyond_ms: float = 0.0,
+    local_steps: int | None = None,
+    plan: Plan = DDP,
 ) -> dict[str, float | None]:
     """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % by default.
 
-    None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. beyond_ms: as in `predict`.
-    Raises ValueError as `predict`, and for one node, which has no link to others.
+    None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. beyond_ms, local_steps, plan:
+    as in `predict`. Raises ValueError as `predict`, for one node, which has no link to others, and for sharding=fsdp.
     """
     if cluster.nodes == 1:
         raise ValueError("with one node there is no link between nodes whose rate could matter")
+    if plan.sharding == "fsdp":
+        raise ValueError("with sharding=fsdp there are no replicas to compress between: try sharding=hsdp")
     costs = costs or Costs.of_gpu(timeline.gpu)
-    chosen = [m for m in find(methods, cluster.nodes, cluster.ranks_per_node) if m.name != "none"]
+    chosen = [m for m in plan.choose(methods, cluster) if m.name != "none"]
+    timeline, cluster = plan.timeline(timeline, cluster), plan.between(cluster)
     more = max(beyond_ms, 0.0)
 
     def pays(method: Method) -> Callable[[float], bool]:
+        method = method if local_steps is None else every(method, local_steps)
+
         def at(gbps: float) -> bool:
             there = cluster.at(gbps)
             base, own = (simulate(timeline, there, m, costs, layout).ms + more for m in (METHODS[baseline], method))
@@ -294,12 +318,15 @@ def sweep(
     methods: Sequence[str] | None = None,
     costs: Costs | None = None,
     layout: Layout | None = None,
+    *,
+    local_steps: int | None = None,
+    plan: Plan = DDP,
 ) -> list[Prediction]:
-    """A prediction for each value of `gbps` or `nodes`. Raises ValueError for another name."""
+    """A prediction for each value of `gbps` or `nodes`, as `predict` makes it. Raises ValueError for another name."""
     if over not in ("gbps", "nodes"):
         raise ValueError(f"a sweep goes over gbps or nodes, not {over!r}")
 
     def there(value: float) -> Cluster:
         return cluster.at(value) if over == "gbps" else replace(cluster, nodes=int(value))
 
-    return [predict(timeline, there(v), methods, costs, layout) for v in values]
+    return [predict(timeline, there(v), methods, costs, layout, local_steps=local_steps, plan=plan) for v in values]

@@ -1,7 +1,7 @@
 """Every Triton kernel against its definition on the CPU, bit for bit: each group of kernels in a separate process.
 
 A kernel that reads or writes where it must not spoils its process for all later ones, and Triton compiles each variant at its
-first use, about a second each: so groups run beside each other, and each one's result is there when it ends.
+first use, about a second each: so groups run at the same time, and each one's result is there when it ends.
 `python -m experiments.bench.gpu_kernels GROUP [--rehearse]` is one of these processes.
 """
 

@@ -205,7 +205,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Rows as they come, from `world` ranks on that back end, on "cuda" or "cpu".
 
-    After a failure of any rank all are ended, and new ones go on with the next task: a kernel that reads where it must not
+    After a failure of any rank all are ended, and new ones continue with the next task: a kernel that reads where it must not
     spoils its process, and ranks that have lost one wait for it. only: numbers of tasks. wrong: a task that fails on the
     last rank.
     """

@@ -78,7 +78,7 @@ def nccl(rehearse: bool) -> Iterator[Row]:
 
 
 def hooks(rehearse: bool) -> Iterator[Row]:
-    """What each method costs beside DDP alone, one rank: ms a step, launches, waits of the host."""
+    """What each method costs on top of DDP alone, one rank: ms a step, launches, waits of the host."""
     from experiments.bench import hooks as bench
 
     where = device(rehearse)
@@ -101,11 +101,11 @@ def hook_is_light(row: Row, judged: bool) -> bool:
     if "error" in row:
         return False
     allowed = 1 if row.get("unseen") else 0
-    return row.get("more_waits", 0) <= allowed and (not judged or row["overhead"] < OVERHEAD)
+    return row.get("more_waits", 0) <= allowed and (not judged or row.get("overhead", 1) < OVERHEAD)
 
 
 def recorded(rehearse: bool, folder: Path) -> Iterator[Row]:
-    """Timelines of this GPU, each a file beside the report; results/timelines is where a good one belongs."""
+    """Timelines of this GPU, each a file next to the report; results/timelines is where a good one belongs."""
     models = (("tiny", 4, "fp32"),) if rehearse else tuple(
         (model, batch, precision)
         for model, batch in (("resnet50", 32), ("resnet50", 128), ("bert_base", 32))
@@ -165,7 +165,7 @@ PARTS: dict[str, Callable[..., Iterator[Row]]] = {
     "accuracy": accuracy,
 }
 IN_FOLDER = ("timelines", "accuracy")
-"""Parts that also leave files beside the report."""
+"""Parts that also leave files next to the report."""
 
 
 def main(arguments: list[str]) -> int:

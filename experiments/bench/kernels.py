@@ -1,6 +1,6 @@
 """The kernel part of the benchmark: every 1-bit kernel against its definition in eager torch, and against a plain copy.
 
-For each kernel, in turns: the kernel, a copy that moves as many bytes (reads one half, writes the other) and the reference.
+For each kernel, interleaved: the kernel, a copy that moves as many bytes (reads half, writes half) and the reference.
 Ratios are taken within a round and their median is reported, so that what slows down the whole machine slows all three.
 Everything runs on one thread on a CPU, as in a rank, and on the current stream of a GPU. Bytes are those that have to be
 moved (docs/kernels.md).

@@ -67,7 +67,7 @@ def work(q: Asked, configuration: Any = None) -> Any:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module, loss = _transformers(configuration, q) if configuration else _made(kind, name, q)
+            module, loss = of_transformers(configuration, q) if configuration else _made(kind, name, q)
         return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
     except UserError:
         raise
@@ -101,11 +101,11 @@ def slug(q: Asked) -> str:
 
 def _made(kind: str, name: str, q: Asked) -> tuple[Any, Callable[[], Any]]:
     if kind == "hf":
-        return _transformers(config(name), q)
+        return of_transformers(config(name), q)
     if kind == "params":
-        return _transformers(gpt(name, q.seq or SEQ), q)
+        return of_transformers(gpt(name, q.seq or SEQ), q)
     if kind == "torchvision":
-        return _torchvision(name, q.batch)
+        return of_torchvision(name, q.batch)
     return function(q.model, q.batch)
 
 
@@ -138,7 +138,8 @@ def config(name: str) -> Any:
     raise UserError(f"no model hf:{name}; nothing is downloaded, but a folder with a config.json serves too{near}")
 
 
-def _transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
+def of_transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
+    """The model of a configuration of transformers, for its task, and its loss on made-up data. Raises UserError."""
     import torch
     import transformers
 
@@ -199,7 +200,8 @@ def _checkpoint(net: Any, how: str) -> None:
             layer.gradient_checkpointing = False
 
 
-def _torchvision(name: str, batch: int) -> tuple[Any, Callable[[], Any]]:
+def of_torchvision(name: str, batch: int) -> tuple[Any, Callable[[], Any]]:
+    """A model of torchvision and its loss on random images. Raises UserError, with the nearest names."""
     import torch
     from torch.nn.functional import cross_entropy
     from torchvision import models
@@ -255,7 +257,7 @@ def gpt(said: str, positions: int) -> Any:
     values = {k: quantity(v, k) for k, v in keys.items()}
     total, vocab = quantity(first, "params:"), values.get("vocab", 50257)
     width, layers = values.get("width"), values.get("layers")
-    if width is None:  # of usual GPTs: 12 l w^2 parameters beside the embedding, and a width of 128 l at most
+    if width is None:  # of usual GPTs: 12 l w^2 parameters besides the embedding, and a width of 128 l at most
         shapes = ((w, layers or max(2, round(w / 96))) for w in range(HEAD, 32768, HEAD))
         width, layers = min(shapes, key=lambda s: abs(12 * s[1] * s[0] ** 2 + vocab * s[0] - total))
     layers = layers or max(1, round((total - vocab * width) / (12 * width**2)))

@@ -59,8 +59,8 @@ def carried(link: dict[str, Any], mbit: float) -> float:
     first burst or by a moment in which the machine was busy. Where it is further off this machine cannot carry so much,
     and what was measured counts.
     """
-    told, measured = GOODPUT * mbit, float(link.get("mbit_per_s") or 0.0)
-    return measured if measured and abs(measured / told - 1) > TOLERANCE else told
+    nominal, measured = GOODPUT * mbit, float(link.get("mbit_per_s") or 0.0)
+    return measured if measured and abs(measured / nominal - 1) > TOLERANCE else nominal
 
 
 class Node:
@@ -87,7 +87,7 @@ class Node:
                     self._measure(compared, setups)
 
     def _begin(self) -> None:
-        """What happens once in a process, and is no cell's: code is loaded, connections are opened."""
+        """What happens once in a process and belongs to no cell: loading code, opening connections."""
         timeline = self.suite.timeline(self.cells[0].model, self.cells[0].rate)
         names = dict.fromkeys(c.method for c in self.cells if not self.suite.methods[c.method].hook)
         for method in {m.optimizer["_target_"]: m for m in map(self.suite.methods.__getitem__, names)}.values():
@@ -171,7 +171,7 @@ class Node:
         facts = {"fraction": s.sent, "share": s.share, "elements": s.elements, "peak": peak, "gpus": gpus}
         config = {
             **self._template.config,
-            self.suite.name: {**cell.as_dict(), **facts},
+            self.suite.name: {**cell._asdict(), **facts},
             "optimizer": method.optimizer,
             "workload": {**self.spec.config["workload"], "timeline": s.timeline.name, "dilation": s.dilation},
             "comm": {**sends, "topology": "hierarchical" if method.hierarchical else "flat", "hook": method.hook},

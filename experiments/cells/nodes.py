@@ -1,8 +1,8 @@
 """Nodes of many GPUs that are one process. One rank stands for a node of `gpus_per_node` GPUs:
 
 dense         the all-reduce over nodes, 2(N-1)/N of the gradient through each NIC; the part inside a node delays
-              every gradient by the time of one bucket (`traffic.bucket_delay_ms`)
-hierarchical  as it is; the reduce-scatter and all-gather inside the node are waits
+              every gradient by the time of one bucket (`timelines.bucket_delay_ms`)
+hierarchical  unchanged; the reduce-scatter and all-gather inside the node are waits
 flat          each of the node's GPUs would ship its own bits through the one NIC, so the rank sends them as often
               (`FlatNode`)
 """
@@ -51,7 +51,7 @@ class FlatNode(_Timed, TwoPhase):
     so every chunk for another node is sent `gpus` times. All-gather, as NCCL does it, in a ring through all workers that
     crosses each node's border once: (n-1)/n D/8, a little more than the (N-1)/N D/8 of N ranks; with ring=False pairwise,
     as often as in the all-to-all. The bits themselves are those of one worker per node: what is replayed is time.
-    A scale, 4 bytes behind the bits of a chunk, is sent as often as they are. There would be `gpus` times as many chunks,
+    A scale, 4 bytes behind the bits of a chunk, is sent as often as the bits. There would be `gpus` times as many chunks,
     each with its own: a few hundred bytes per unit that are not replayed.
     """
 

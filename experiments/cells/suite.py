@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -43,7 +42,7 @@ class Plot(Data):
 
 
 class Report(Data):
-    """honesty: what the numbers are not; a clause falls away where nothing is known of what it names in {}.
+    """caveats: what the numbers are not; a clause falls away where nothing is known of what it names in {}.
 
     ratios:       method -> heading of the speedups over it; one that begins with "of" is a percentage.
     node_columns: numbers of nodes that have a column even when nothing was measured there.
@@ -54,7 +53,7 @@ class Report(Data):
     made_by: str
     plot: Plot
     summary: str
-    honesty: tuple[str, ...]
+    caveats: tuple[str, ...]
     about: str
     ratios: dict[str, str]
     ours: str
@@ -83,8 +82,7 @@ class Place(NamedTuple):
     link: str
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One measurement. link: None where nothing crosses it and the suite measures that once for all links."""
 
     model: str
@@ -92,9 +90,6 @@ class Cell:
     nodes: int
     link: str | None
     method: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Model(Data):
@@ -120,7 +115,7 @@ class Model(Data):
 class Link(Data):
     """gbit: what the real link is called.
 
-    goodput_mbit: Mbit/s of TCP of the real link, which an emulated one stands for; None: this machine's loopback as it is.
+    goodput_mbit: Mbit/s of TCP of the real link, which an emulated one stands for; None: this machine's loopback, not shaped.
     fractions:    model -> nodes -> share of the elements, in the place of the methods' fractions.
     """
 
@@ -139,9 +134,9 @@ class Method(Data):
                so that a step lasts about as long as others: seconds. What a message costs here does not shrink with it.
     hook, rank: one of PyTorch's own hooks (experiments/training/torch_hooks.py).
     whole:     keeps a selection of whole tensors in the place of a part of each: what a matrix costs depends on its shape.
-    every:     one step of so many sends anything, and one in two of the optimizer as it is here: a turn is a step of either
-               kind, weighted by their numbers.
-    checks:    no row, but measured beside that method for the check, with one link and rate.
+    every:     one step of so many sends anything, and one in two of the optimizer as configured here: a turn is a step of
+               either kind, weighted by their numbers.
+    checks:    no row, but measured with that method for the check, with one link and rate.
     gpu_bytes: memory traffic per element of encoding and update on a GPU; None: unknown, or in the timeline already.
     """
 
@@ -172,7 +167,7 @@ class Method(Data):
 
     @property
     def traffic(self) -> str:
-        """What the NIC carries, as `traffic.nic_bytes` names it."""
+        """What the NIC carries, as `timelines.nic_bytes` names it."""
         return ("hierarchical" if self.hierarchical else "flat") if self.wire == "1bit" else self.wire
 
 
@@ -218,7 +213,7 @@ class Suite(Data):
 
     def id(self, cell: Cell) -> str:
         """Name of a cell's record. Records have no group, so no other table takes them up."""
-        return self.record.format(**{**cell.as_dict(), "link": cell.link or "any"})
+        return self.record.format(**{**cell._asdict(), "link": cell.link or "any"})
 
     def timeline(self, model: str, rate: str | None) -> Timeline:
         """What a model's computation replays. Raises UserError."""

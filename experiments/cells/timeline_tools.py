@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from birder.predict import recording
 from birder.predict.timeline import Gradient, IntraNode, Timeline
 from experiments.cells import architectures
+from experiments.cells.architectures import Asked
 from launch.errors import UserError
 
 SEQUENCE = 384
@@ -31,20 +32,13 @@ def build(model: str, batch: int, device: str) -> tuple[nn.Module, Loss]:
     torch.manual_seed(0)
     with torch.device(device):
         if model == "resnet50":
-            from torchvision.models import resnet50
-
-            net: nn.Module = resnet50()
-            images, labels = torch.randn(batch, 3, 224, 224), torch.zeros(batch, dtype=torch.long)
-            return net, lambda: nn.functional.cross_entropy(net(images), labels)
+            return architectures.of_torchvision(model, batch)
         if model == "bert_base":
-            from transformers import BertConfig, BertForQuestionAnswering
+            from transformers import BertConfig
 
             # "eager" spells attention out in products that the counter of operations knows.
-            options: dict[str, Any] = {"attn_implementation": "eager" if device == "meta" else "sdpa"}
-            net = BertForQuestionAnswering(BertConfig(**options))
-            tokens = torch.ones(batch, SEQUENCE, dtype=torch.long)
-            at = torch.zeros(batch, dtype=torch.long)
-            return net, lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
+            asked = Asked(model, batch, "fp32", SEQUENCE, attention="eager" if device == "meta" else "sdpa")
+            return architectures.of_transformers(BertConfig(architectures=["BertForQuestionAnswering"]), asked)
         if model == "tiny":
             net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
             rows = torch.randn(batch, 64)

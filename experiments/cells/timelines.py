@@ -51,7 +51,7 @@ def write(timeline: Timeline, path: Path) -> Path:
 # ---- what a node of many GPUs sends, and what happens inside it, by arithmetic alone ----------------------------------
 
 BUCKET_MB = 25.0
-"""Size of DDP's buckets and of the methods' units; a replay of a `fraction` of the elements scales it alike."""
+"""Size of DDP's buckets and of the methods' units; a replay of a `fraction` of the elements scales it by the same factor."""
 
 
 def bucket_delay_ms(timeline: Timeline) -> float:
@@ -86,7 +86,7 @@ def scaled(numel: int, fraction: float) -> int:
 
 
 def flattened(timeline: Timeline, fraction: float) -> Timeline:
-    """The timeline whose tensors are flat and hold `fraction` of their elements; 1: as it is."""
+    """The timeline whose tensors are flat and hold `fraction` of their elements; 1: unchanged."""
     if fraction >= 1:
         return timeline
     kept = (dataclasses.replace(g, shape=(scaled(g.numel, fraction),)) for g in timeline.gradients)

@@ -2,8 +2,8 @@
 
 What is known of a world before any method has its turn (experiments/timing): when the bound comes to each of DDP's buckets,
 the rate that the links were set to, what kernels and exchanges cost the cores that the ranks share, and what messages that
-mean nothing cost beside the bound (experiments/timing/profiled.py). No time of a method's own is used, but what the update of
-dense methods takes: it is the user's optimizer, and has nothing to do with communication.
+mean nothing cost on top of the bound (experiments/timing/profiled.py). No time of a method's own is used, but what the update
+of dense methods takes: it is the user's optimizer, and has nothing to do with communication.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
     buffers = profile["buffer_bytes"]
     hops = math.ceil(math.log2(bound.nodes))  # of a broadcast, in a tree
     by_wire = {"dense": timeline(bound), "onebit": timeline(bound, profile.get("units"))}
-    beside = beside_ms(bound, by_wire["onebit"], costs)
+    besides = besides_ms(bound, by_wire["onebit"], costs)
     found = []
     for r in records:
         name = NAMES.get((r.method.removesuffix(f" {r.wire}"), r.wire))
         rate = r.link.get("set_mbit_per_s")
         if name is None or r.status != "completed" or not rate:
             continue
-        more = 0.0 if METHODS[name].dense else beside
+        more = 0.0 if METHODS[name].dense else besides
         if more is None:
             continue
         link = link_at(rate, r.nodes, profile["small_ms"])
@@ -92,8 +92,8 @@ def of_world(records: Sequence[ResultRecord]) -> list[Trained]:
     return found
 
 
-def beside_ms(bound: ResultRecord, step: Timeline, costs: Costs) -> float | None:
-    """What a step of a compressed method takes beside its kernels and its wire; None where the world did not measure it.
+def besides_ms(bound: ResultRecord, step: Timeline, costs: Costs) -> float | None:
+    """What a step of a compressed method takes besides its kernels and its wire; None where the world did not measure it.
 
     As measured with bits that mean nothing, less what the simulation knows of it.
     """

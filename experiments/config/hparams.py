@@ -25,7 +25,7 @@ from launch.errors import UserError
 
 GROUP = "hparams"
 SECTIONS = ("train",)
-"""Keys of an entry that are no arguments of the optimizer but sections of the configuration."""
+"""Keys of an entry that are not arguments of the optimizer but sections of the configuration."""
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The kinds of values that configuration keys take, and the words for them in messages and in docs/configuration.md.
 
 Upper limits of `LIMIT` and more are technical (a number that would overflow or never end); words leave them out, and a value
-beyond one is told the limit.
+beyond one gets the limit as a message.
 """
 
 from __future__ import annotations

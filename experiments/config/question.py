@@ -54,7 +54,7 @@ FOLDER = compose.CONF / "predict"
 
 
 def ask(overrides: Sequence[str]) -> Question:
-    """What key=value pairs ask, with `methods` as a list. Raises UserError for whatever is no key or out of its range."""
+    """What key=value pairs ask, with `methods` as a list. Raises UserError for unknown keys and values out of range."""
     # Hydra would take methods=a,b for two runs, layers=24 of a model for a key, and gpu=4090 for a number.
     typed = [re.sub(r"""^((?:methods|model|gpu)=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
     asked = compose.plain(typed, FOLDER)

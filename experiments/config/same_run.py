@@ -28,7 +28,7 @@ BOOKKEEPING = (
     "compare",
     "method",
 )
-"""Keys that say how a run is kept and told of, not what is run."""
+"""Keys that say how a run is kept and reported, not what is run."""
 SAME_NUMBERS = ("train.bf16_matmul",)
 """Keys that change how long a step takes and the order of sums, as another CPU does: they make no other method of it."""
 BEFORE = {"train.bf16_matmul": "native", "comm.error_feedback": False}

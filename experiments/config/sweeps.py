@@ -79,13 +79,13 @@ names, load = FILES.names, FILES.load
 class Row:
     """One run. overrides: of the composition, without the user's own.
 
-    rivals: overrides of the runs that choose, some for each rate, of which those at `place` have this row's rate: the row is
-            run if their mean is best. Empty: it is run in any case.
+    candidates: overrides of the runs that choose, some for each rate, of which those at `place` have this row's rate: the row
+            is run if their mean is best. Empty: it is run in any case.
     """
 
     optimizer: str
     overrides: tuple[str, ...]
-    rivals: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    candidates: tuple[tuple[tuple[str, ...], ...], ...] = ()
     place: int = 0
 
     @property
@@ -134,12 +134,12 @@ def choosing(
 
     common: the overrides of the setting. choose_at: as in `Sweep`.
     """
-    rivals = tuple(tuple((*_row(common, rate, seed), *choose_at) for seed in by) for rate in rates)
-    found = [Row(optimizer, one) for rate in rivals for seed, one in zip(by, rate, strict=True) if seed in seeds]
-    choose = {one for rate in rivals for one in rate}
+    candidates = tuple(tuple((*_row(common, rate, seed), *choose_at) for seed in by) for rate in rates)
+    found = [Row(optimizer, one) for rate in candidates for seed, one in zip(by, rate, strict=True) if seed in seeds]
+    choose = {one for rate in candidates for one in rate}
     for place, rate in enumerate(rates):
         made = [_row(common, rate, seed) for seed in seeds]
-        found += [Row(optimizer, one, rivals, place) for one in made if one not in choose]
+        found += [Row(optimizer, one, candidates, place) for one in made if one not in choose]
     return found
 
 

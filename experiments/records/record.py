@@ -39,7 +39,7 @@ class ResultRecord:
     command, overrides, config: how to run it again, without the user's absolute paths, hosts and keys.
     method, wire:         labels of tables (`experiments.records.labels`).
     data:                 {name, synthetic}.
-    link:                 the network between nodes: {kind, shaped, measured, mbit_per_s} as it is for the ranks, {link_gbps,
+    link:                 the network between nodes: {kind, shaped, measured, mbit_per_s} as the ranks have it, {link_gbps,
                           dilation} what it stands for, {set_mbit_per_s, off_by, note} how it was made.
     timing:               {steps, median_ms, mean_ms, p10_ms, p90_ms, typical, samples_per_s, split: {..._ms}}; samples
                           over all ranks. typical: "mean" where steps differ in what they send, else "median": which of the
@@ -169,7 +169,7 @@ def place(results_dir: str | Path, run_id: str) -> Path:
 def write_failed(spec: RunSpec, reason: str) -> None:
     """Records that `spec` failed, unless it has recorded its result since it was started: that is whole.
 
-    A record that cannot be written is told in one line and hides nothing.
+    A record that cannot be written is reported in one line and hides no other error.
     """
     try:
         if not _ended_well(spec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -100,16 +100,13 @@ class Cell:
     def mean(self) -> float | None:
         return self.summary(None)[0]
 
-    def held_out(self, seed: int) -> float | None:
-        """The metric on the held-out part, of the run with this seed."""
-        found = [r.metric.get("all", {}).get(HELD_OUT) for r in self.valid if r.seed == seed]
-        return float(found[0]) if found and _finite(found[0]) else None
-
-    def summary(self, name: str | None) -> tuple[float | None, float | None]:
-        """Mean and sample standard deviation over seeds of the metric (None) or of another one by its name."""
-        found = [r.metric["value"] if name is None else r.metric.get("all", {}).get(name) for r in self.valid]
+    def summary(self, name: str | None, seeds: Collection[int] | None = None) -> tuple[float | None, float | None]:
+        """Mean and sample standard deviation of the metric (None) or of another one by its name, over the valid runs or those
+        with `seeds`; None where one of them is not there or has no value."""
+        runs = [r for r in self.valid if seeds is None or r.seed in seeds]
+        found = [r.metric["value"] if name is None else r.metric.get("all", {}).get(name) for r in runs]
         values = [float(v) for v in found if _finite(v)]
-        if not values or len(values) < len(self.valid):
+        if not values or len(values) < len(self.valid if seeds is None else seeds):
             return None, None
         return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
@@ -205,10 +202,16 @@ class AccuracyTable:
         """1 where more is better, else -1."""
         return 1 if self.higher_is_better else -1
 
+    def value(self, cell: Cell, name: str | None = None, seeds: Collection[int] | None = None) -> float:
+        """What cells are compared by, the larger the better: the mean that `Cell.summary` finds; -inf where there is none."""
+        mean = cell.summary(name, seeds)[0]
+        return -math.inf if mean is None else self.sign * mean
+
     @cached_property
-    def tuned(self) -> bool:
-        """Whether every run has the metric on a held-out part: learning rates are then chosen by it."""
-        return all(_finite(r.metric.get("all", {}).get(HELD_OUT)) for cell in self.cells for r in cell.valid)
+    def criterion(self) -> str | None:
+        """The metric by which learning rates are chosen: `HELD_OUT` where every run has that; None: the metric itself."""
+        known = (r.metric.get("all", {}).get(HELD_OUT) for cell in self.cells for r in cell.valid)
+        return HELD_OUT if all(map(_finite, known)) else None
 
     @cached_property
     def parity(self) -> Parity | None:
@@ -236,14 +239,14 @@ class AccuracyTable:
 
     def _score(self, cell: Cell) -> tuple[int, float]:
         """What variants of a method are chosen by, the larger the better: seeds, then as learning rates are."""
-        value = cell.held_out(min(cell.by_seed, default=0)) if self.tuned else cell.mean
-        return len(cell.valid), -math.inf if value is None else self.sign * value
+        seeds = [min(cell.by_seed, default=0)] if self.criterion else None
+        return len(cell.valid), self.value(cell, self.criterion, seeds)
 
     @cached_property
     def strongest(self) -> Cell | None:
         """Of the methods whose gradients are all-reduced in fp32 (`full_precision`) the one with the best mean metric."""
         dense = [c for c in self.chosen if c.valid and full_precision(c.valid[0])]
-        return max(dense, key=lambda c: self.sign * (c.mean or 0.0), default=None)
+        return max(dense, key=self.value, default=None)
 
     def compared(self, cell: Cell) -> Difference | None:
         """The paired difference of a method's best learning rate to `held_against`; None for all other rows."""
@@ -278,17 +281,12 @@ class AccuracyTable:
         chosen one. A method is not better than a baseline whose own tuning has failed."""
         base = self.baseline
         mine = [c for c in self.cells if base and c.label == base.label and (c is base or len(c.by_seed) > 1)]
-        return max(mine, key=self.by_mean, default=None)
+        return max(mine, key=lambda c: self.value(c, self.criterion), default=None)
 
     @property
     def choosing(self) -> int:
         """How many seeds of a method, the first ones, choose its learning rate by held-out data."""
         return 1 if self.parity is None else self.parity.choose_seeds
-
-    def by_mean(self, cell: Cell) -> float:
-        """What rates with several seeds are compared by, the larger the better: on held-out data where there are."""
-        value = cell.summary(HELD_OUT if self.tuned else None)[0]
-        return -math.inf if value is None else self.sign * value
 
     def rate(self, cell: Cell) -> str:
         """A method's learning rate, marked where nothing was tried beyond it."""
@@ -315,7 +313,7 @@ class AccuracyTable:
         return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
 
     def best(self, label: str) -> Cell | None:
-        """The learning rate with the best mean metric; one with a failed seed is no candidate.
+        """The learning rate with the best mean metric; one with a failed seed is not a candidate.
 
         With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
         choice even if other seeds fail.
@@ -324,13 +322,10 @@ class AccuracyTable:
 
     def _best(self, label: str) -> Cell | None:
         mine = [c for c in self.cells if c.label == label]
-        if self.tuned:
-            seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing]
-            found = [(-i, c, [c.held_out(seed) for seed in seeds]) for i, c in enumerate(mine)]
-            scored = [(self.sign * statistics.fmean(some), i, c) for i, c, some in found if None not in some]  # type: ignore[arg-type]
-            return max(scored, default=(0.0, 0, None))[2]
-        sound = [c for c in mine if c.valid and len(c.valid) == len(c.records)]
-        return max(sound, key=lambda c: self.sign * (c.mean or 0.0), default=None)
+        seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing] if self.criterion else None
+        sound = [c for c in mine if self.criterion or len(c.valid) == len(c.records)]
+        scored = [(value, c) for c in sound if (value := self.value(c, self.criterion, seeds)) > -math.inf]
+        return max(scored, key=lambda found: found[0], default=(0.0, None))[1]
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
@@ -341,11 +336,11 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
     settings: dict[Setting, list[ResultRecord]] = {}
     failures: list[ResultRecord] = []
     for r in records:
-        if r.data.get("synthetic"):
+        if r.data.get("synthetic") or r.wire == "none":
             continue
         if r.status != "completed":
             failures.append(r)
-        elif r.metric.get("name") and r.wire != "none":
+        elif r.metric.get("name"):
             settings.setdefault(Setting.of(r), []).append(r)
     for r in failures:  # a run that failed early does not know its data
         for setting, members in settings.items():

@@ -1,6 +1,6 @@
 """The tables of docs/accuracy.md: what was found about accuracy. No torch.
 
-Of every setting that was run on virtual workers: the best learning rate of each method beside the baseline's, seed by
+Of every setting that was run on virtual workers: the best learning rate of each method next to the baseline's, seed by
 seed. Where the same experiment was run with several numbers of workers, these are columns.
 """
 
@@ -40,8 +40,8 @@ def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
     for batch in ("batch", "batch_in_all"):
         found: dict[tuple[object, ...], list[AccuracyTable]] = {}
         for table in tables:
-            alike = table.setting._replace(nodes=0, batch=0)
-            key = alike, table.parity, getattr(table.setting, batch)
+            same = table.setting._replace(nodes=0, batch=0)
+            key = same, table.parity, getattr(table.setting, batch)
             found.setdefault(key, []).append(table)
         several = [sorted(group, key=lambda t: t.workers) for group in found.values() if len(group) > 1]
         groups += [group for group in several if group not in groups]

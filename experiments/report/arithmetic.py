@@ -5,7 +5,7 @@ A step without overlap takes compute + bytes/rate. With DDP's buckets it cannot 
 named where it is published.
 
 Where nodes are emulated the exchange also works on the cores on which they compute: copies to and from sockets,
-sums, casts. Methods in turns measure it (experiments/timing/opened.py): E = a step with open links - the bound - the update.
+sums, casts. Interleaved comparisons measure it (experiments/timing/opened.py): E = step with open links - bound - update.
 A bucket then is work of the cores, which backward waits for, and after that bytes on the wire, which hide behind the backward
 and the work of later buckets. Buckets k = 1..n with shares s of the elements, ready in the bound at r_k, W = bytes/rate:
 
@@ -97,7 +97,7 @@ def last_with_work(ready: Sequence[Sequence[float]], own_ms: float, wire_ms: flo
 
 
 def of_runs(records: Sequence[ResultRecord]) -> list[Check]:
-    """fp32 and bf16 DDP of one table, over links of a set rate, beside the run without communication: its compute.
+    """fp32 and bf16 DDP of one table, over links of a set rate, next to the run without communication: its compute.
 
     Rows for which nothing tells when gradients are ready, and that do not fit into one bucket, are left out.
     """

@@ -26,22 +26,22 @@ NEAR = 0.15
 
 def faster(found: Speedup | None, same: bool = False) -> str:
     """A speedup: 3.75x, and its interval where there is one: 3.75x [3.61, 3.82]; a tie is marked. same: with itself."""
-    if found is None or found.interval is None or same:
-        return times(None if found is None else found.value)
-    at = found.interval
-    return f"{times(found.value)}{between(at.low, at.high)}{TIE if at.tie else ''}"
+    if found is None or same:
+        return _times(found)
+    return f"{times(found.value)}{between(found.low, found.high)}{TIE if found.tie else ''}"
 
 
 def share(found: Speedup | None, same: bool = False) -> str:
     """A share of the bound's rate: 97 %, or 97 % [95, 99]."""
-    if found is None or found.interval is None or same:
+    if found is None or same:
         return percent(None if found is None else found.value)
-    return percent(found.value) + between(found.interval.low, found.interval.high, 0, 100)
+    return percent(found.value) + between(found.low, found.high, 0, 100)
 
 
 def versus(table: SpeedupTable, row: Row, wire: str) -> str:
     """A speedup of a table over its baseline of `wire`, as `faster` writes it."""
-    return faster(table.compared(row, wire), row is table.baseline(wire))
+    base = table.baseline(wire)
+    return faster(table.compared(row, wire), base is not None and row.record is base.record)
 
 
 # ---- a published factor -----------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def compression(table: SpeedupTable) -> str | None:
         open=said[OPEN],
         best=best.label,
         value=_times(won[best.label]),
-        intervals=(at := won[best.label]) is not None and at.interval is not None,
+        intervals=(at := won[best.label]) is not None and at.low is not None,
         bound=_bound(table),
         half=table.compared(best, "bf16"),
         rivals=[row.label for row in rows if row is not best and _verdict(_between(row, best)) == OPEN],
@@ -98,9 +98,9 @@ def compressed(table: SpeedupTable) -> list[Row]:
     return [row for row in table.rows if is_compressed(row.record.wire) and row.seconds]
 
 
-def beside(own: str, own_ms: float, rival: str, rival_ms: float, found: Speedup | None, about: str) -> str:
+def against(own: str, own_ms: float, rival: str, rival_ms: float, found: Speedup | None, about: str) -> str:
     """Whether a method is the fastest compressed one. found: its speedup over `rival`, the fastest of the others."""
-    return say("beside", own=own, ms=own_ms, verdict=_verdict(found), rival=rival, rival_ms=rival_ms, about=about)
+    return say("rival", own=own, ms=own_ms, verdict=_verdict(found), rival=rival, rival_ms=rival_ms, about=about)
 
 
 def _bound(table: SpeedupTable) -> str | None:

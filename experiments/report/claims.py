@@ -1,4 +1,4 @@
-"""The papers' headline claims beside what this project has run, computed or predicted of them. No torch.
+"""The papers' headline claims next to what this project has run, computed or predicted of them. No torch.
 
 claims.yaml has the rows of docs/claims.md as data; the numbers come from published records, from results/paper, or from the
 predictor (claims_evidence.py), and a verdict is decided by them, not written down.
@@ -55,7 +55,8 @@ class Entry(Data):
             value, source = 0.0, self.source
             if self.paper is not None:
                 quantity, who = (text.format(**given) for text in self.paper)
-                value, source = paper(quantity, who)
+                found_there = paper(quantity, who)
+                value, source = float(found_there["value"]), f"{found_there['source']}; {found_there['status']}"
             found = EVIDENCE[self.evidence](records, value, **given) if self.evidence else {}
             if found is None:
                 continue
@@ -100,11 +101,11 @@ def grid(claims: Sequence[Claim]) -> str:
     return Table(tuple(Column(name, "left") for name in COLUMNS), tuple(c.cells for c in claims)).grid()
 
 
-def paper(quantity: str, source: str) -> tuple[float, str]:
-    """(value, source) of a published number whose quantity and source begin like this. Raises KeyError."""
+def paper(quantity: str, source: str) -> dict[str, Any]:
+    """The entry of a published number whose quantity and source begin like this. Raises KeyError."""
     for entry in published.load():
         if entry["quantity"].startswith(quantity) and entry["source"].startswith(source):
-            return float(entry["value"]), f"{entry['source']}; {entry['status']}"
+            return entry
     raise KeyError(f"results/paper has no {quantity!r} of {source!r}")
 
 

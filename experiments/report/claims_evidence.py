@@ -1,4 +1,4 @@
-"""What stands beside a claim: replayed cells, emulated links, accuracies, predictions, arithmetic. No torch.
+"""The evidence next to a claim: replayed cells, emulated links, accuracies, predictions, arithmetic. No torch.
 
 Each function of `EVIDENCE` gets the records, the claim's number and what claims.yaml gives it, and returns the words for the
 row's text: `factors`, [(factor, under which assumption)], are what "up to" is held against (`claims.met`). None: nothing of
@@ -53,7 +53,7 @@ def replayed(records: Records, value: float, name: str, architecture: str) -> Wo
 
 
 def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
-    """The latest table for each shape of a cluster, emulated links unless told, the fewest nodes first."""
+    """The latest table for each shape of a cluster, emulated links by default, the fewest nodes first."""
     found: dict[tuple[int, int], SpeedupTable] = {}
     mine = [r for r in records if r.exp == exp and r.cluster == cluster]
     for table in sorted(speedup.build(mine), key=lambda t: t.latest):
@@ -96,8 +96,11 @@ def accuracy(records: Records, value: float, methods: Sequence[str], bases: Sequ
 
 
 def endings(records: Records, value: float, optimizer: str) -> Words | None:
-    """How many runs of an optimizer's variants, each at its chosen rate, have ended with a finite metric."""
-    every = [c for t in accuracies.build(list(records)) for c in t.chosen if c.records[0].optimizer == optimizer]
+    """How many runs of an optimizer's variants have ended with a finite metric: at the chosen rate, or at all rates of a
+    variant that lost a seed at each of them."""
+    tables = accuracies.build(list(records))
+    mine = [(t, c) for t in tables for c in t.cells if c.records[0].optimizer == optimizer]
+    every = [c for t, c in mine if t.best(c.label) in (c, None)]
     runs, ended = sum(len(c.records) for c in every), sum(len(c.valid) for c in every)
     where = ", ".join(dict.fromkeys(_where(c) for c in every))
     whether = "confirmed" if ended == runs else "not reached everywhere"
@@ -106,7 +109,7 @@ def endings(records: Records, value: float, optimizer: str) -> Words | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method beside the best of the dense ones that a claim names, on one task. verdict: one of paired.py's."""
+    """A method against the best of the dense ones that a claim names, on one task. verdict: one of paired.py's."""
 
     task: str
     where: str
@@ -119,13 +122,13 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
     found: list[tuple[AccuracyTable, Outcome]] = []
     for table in accuracies.build(list(records)):
         theirs = [c for c in table.cells if len(c.by_seed) > 1 and c.records[0].method in bases]
-        base = max(theirs, key=lambda c: table.sign * (c.mean or 0.0), default=None)
+        base = max(theirs, key=table.value, default=None)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
         found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
         if base and not mine and tried:  # no rate of it has kept all of its seeds
-            told = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
-            found.append((table, Outcome("", _where(tried[0]), WORSE, told)))
+            reason = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
+            found.append((table, Outcome("", _where(tried[0]), WORSE, reason)))
     names = _names([table for table, _ in found])
     said = [replace(o, task=name + o.task) for name, (_, o) in zip(names, found, strict=True)]
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
@@ -134,7 +137,7 @@ def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Seq
 def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     """None for a single seed that both have: it decides nothing."""
     others = [c for c in table.one_of_each if c.records[0].method != base.records[0].method]
-    found = table.versus(base, others, parity=Parity(base.label, CLOSE, relative=True))
+    found = table.versus(base, others, parity=Parity(baseline=base.label, margin=CLOSE, relative=True))
     gap, relative, p = found.gap(cell), found.parity.relative, found.p
     if gap is None or gap.n < 2:
         return None
@@ -145,7 +148,7 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     text += f", {lost} of {len(cell.records)} seeds failed" if lost else ""
     variants = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
     if variants:
-        worst = found.gap(min(variants, key=lambda c: table.sign * (c.mean or 0.0)))
+        worst = found.gap(min(variants, key=table.value))
         least = worst.text(relative) if worst else DASH
         text += f"; the best of {len(variants) + 1} variants, the worst has {least}{unit}"
     method = cell.records[0].method
@@ -162,12 +165,12 @@ ORDER = (WORSE, OPEN, PARITY, BETTER)
 
 
 def _names(tables: Sequence[AccuracyTable]) -> list[str]:
-    """What tasks are called: data, length and workers; only where several are alike their batch, then the schedule."""
+    """What tasks are called: data, length and workers; where several have one name also their batch, then the schedule."""
     by_slug = {table.slug: table for table in tables}
     names = {slug: table.name for slug, table in by_slug.items()}
     for more in (lambda s: f"batch {s.batch}", lambda s: s.schedule):
-        alike = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
-        names |= {slug: f"{names[slug]}, {more(by_slug[slug].setting)}" for slug in alike}
+        same = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
+        names |= {slug: f"{names[slug]}, {more(by_slug[slug].setting)}" for slug in same}
     return [names[table.slug] for table in tables]
 
 
@@ -186,14 +189,14 @@ def predicted(records: Records, value: float, name: str, model: str, batch: int)
 
 
 def onebit_run(records: Records, value: float) -> Words:
-    """1-bit Adam's run of BERT-Large beside Adam's."""
+    """1-bit Adam's run of BERT-Large against Adam's."""
     run = _bert_large(16, 4, 4.1)
     about = {"adam": number(run.adam), "onebit": number(run.onebit)}
     return {"factors": [(run.adam / run.onebit, "64 GPUs on 40 GbE")], **about}
 
 
 def zero_one_run(records: Records, value: float) -> Words:
-    """0/1 Adam's run of BERT-Large beside 1-bit Adam's."""
+    """0/1 Adam's run of BERT-Large against 1-bit Adam's."""
     runs = {
         "40 GbE at 2.7 Gbit/s, 16 nodes of 4": _bert_large(16, 4, 2.7),
         "40 GbE at 2.7 Gbit/s, 32 nodes of 4": _bert_large(32, 4, 2.7),

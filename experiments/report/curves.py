@@ -1,4 +1,4 @@
-"""Loss curves behind an accuracy table: each method at its best learning rate, beside a baseline. No torch.
+"""Loss curves behind an accuracy table: each method at its best learning rate, next to a baseline. No torch.
 
 A run's curve has the training loss of each step, which is that of one batch: what is shown is its mean over the last
 `WINDOW` of the run's length, at `POINTS` steps, averaged over seeds.

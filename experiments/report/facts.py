@@ -31,7 +31,6 @@ from experiments.report import (
     methods_table,
     metrics,
     prediction,
-    published,
     replay_sections,
     replay_words,
     replayed,
@@ -132,11 +131,21 @@ class Study:
         return accuracy_page.section([self.table])
 
 
-OTHERS = {
+def _misses(checks: Iterable[arithmetic.Check]) -> list[float]:
+    return [100 * abs(c.difference) for c in checks]
+
+
+OTHERS: dict[str, Any] = {
     **{f.__name__: f for f in (number, times, percent, size, minutes)},
     "shown": speedup_table.as_table,
     "versus": captions.versus,
     "compression": captions.compression,
+    # By what percentage a dense row of these tables misses arithmetic at most; the same of each dense cell of a suite.
+    "off_arithmetic": lambda tables: number(max(_misses(c for t in tables for c in arithmetic.of_runs(t.records)))),
+    "checks": lambda results: _misses(replay_words.checks(results)),
+    # The blocks of a section of a suite's page; the step times of a model over nodes.
+    "said": lambda results, kind: replay_sections.SECTIONS[kind](results, results.suite.report.sections[0]),
+    "cells": lambda results, model, link: replay_sections.grid(results, results.suite.across((model, None, link)), ""),
     "timeline": timelines.load,
     "keys": reference.tables,
     "volume": lambda kind: [value for value, _ in volume.measured(volume.Setting(), kind)],
@@ -168,11 +177,6 @@ class Facts:
         found: SpeedupTable = only(newest(of, exp, cluster), f"{exp} on {nodes} nodes, cluster {cluster}")
         return found
 
-    def off_arithmetic(self, tables: Sequence[SpeedupTable]) -> str:
-        """By what percentage a dense row of these tables misses arithmetic at most."""
-        checks = [c for table in tables for c in arithmetic.of_runs(table.records)]
-        return number(100 * max(abs(c.difference) for c in checks))
-
     def expected(self, timeline: str, nodes: int, ranks: int, gbps: float) -> Prediction:
         """Steps of a real cluster, predicted: nodes x ranks of the timeline's GPU, `gbps` between nodes."""
         cluster = Cluster(nodes, ranks, Link(gbps, prediction.LATENCY_US))
@@ -195,7 +199,7 @@ class Facts:
         return spreads.runs(read_all(self.results / folder), "resnet50", nodes)
 
     def repeated(self, folder: str, nodes: int, method: str, wire: str) -> dict[str, Any]:
-        """Of all comparisons of a study: how many, how many of them beside another program, the least and the most gained."""
+        """Of all comparisons of a study: how many, how many next to another program, the least and the most gained."""
         found = self._runs(folder, nodes)
         gains = [run.ratios()[method, wire] for run in found]
         busy = sum(run.busy for run in found)
@@ -208,18 +212,6 @@ class Facts:
     def replay(self, suite: str) -> Results:
         return replayed.load(suites.load(suite), self.results)
 
-    def said(self, results: Results, kind: str) -> Iterable[Any]:
-        """The blocks of a section of a suite's page."""
-        return replay_sections.SECTIONS[kind](results, results.suite.report.sections[0])
-
-    def cells(self, results: Results, model: str, link: str) -> Table:
-        """Step times of a model over nodes."""
-        return replay_sections.grid(results, results.suite.across((model, None, link)), "")
-
-    def checks(self, results: Results) -> list[float]:
-        """By how many per cent dense rows miss arithmetic."""
-        return [100 * abs(c.difference) for c in replay_words.checks(results)]
-
     # ---- prediction ---------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -227,7 +219,7 @@ class Facts:
         return read_all(self.results / prediction.VALIDATION)
 
     def validation(self) -> dict[str, str]:
-        """How far predictions are from all comparisons in turns, and how long those of the validation took."""
+        """How far predictions are from all interleaved comparisons, and how long those of the validation took."""
         found = prediction.trained_rows([*self._records, *self._worlds])
         median, _, worst = (f"{100 * error:.1f} %" for error in prediction.quantiles([t.error for t in found]))
         return {"rows": str(len(found)), "median": median, "worst": worst, "hours": f"{minutes(self._worlds) / 60:.1f}"}
@@ -279,6 +271,5 @@ class Facts:
 
     def paper(self, quantity: str, source: str) -> str:
         """A published value, with its unit."""
-        value, _ = claims.paper(quantity, source)
-        unit = next(e["unit"] for e in published.load() if e["quantity"].startswith(quantity) and e["value"] == value)
-        return f"{value:g}" + (unit if unit == "x" else f" {unit}")
+        found = claims.paper(quantity, source)
+        return f"{found['value']:g}" + ("" if found["unit"] == "x" else " ") + found["unit"]

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 from matplotlib import style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -98,10 +99,13 @@ def head(figure: Figure, point: str, setting: str = "") -> None:
         figure.text(left, at, "\n".join(below), ha="left", va="top", fontsize=SETTING, color="#555555", linespacing=1.2)
 
 
-def key(figure: Figure, axes: Axes, columns: int) -> None:
-    """One legend for all panels below them, of what `axes` shows."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+def key(figure: Figure, columns: int) -> None:
+    """One legend for all panels below them, of what any of them shows."""
+    shown: dict[str, Artist] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    figure.legend(handles=list(shown.values()), loc="outside lower center", ncols=columns)
 
 
 class Ends(Protocol):
@@ -114,12 +118,10 @@ class Ends(Protocol):
     def high(self) -> float | None: ...
 
 
-def interval(
-    axes: Axes, x: float, y: float, of: Ends | None, tint: str, *, dot: float = 0.0, upright: bool = False
-) -> None:
+def interval(axes: Axes, x: float, y: float, of: Ends, tint: str, *, dot: float = 0.0, upright: bool = False) -> None:
     """The interval of a value, across or upright, where it has one. dot: size of the value's mark; 0: it is drawn already."""
     value = y if upright else x
-    low, high = (value, value) if of is None or of.low is None or of.high is None else (of.low, of.high)
+    low, high = (value, value) if of.low is None or of.high is None else (of.low, of.high)
     reach: dict[str, Any] = {"yerr" if upright else "xerr": [[max(0.0, value - low)], [max(0.0, high - value)]]}
     mark: dict[str, Any] = {"fmt": "o" if dot else "none", "markersize": dot}
     if dot or low < high:
@@ -141,7 +143,7 @@ def groups(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def distinct(methods: Sequence[str]) -> list[str]:
-    """A colour for each of at most `SERIES` methods of one panel, no two alike."""
+    """A colour for each of at most `SERIES` methods of one panel, all different."""
     taken: list[str] = []
     for method in methods:
         mine = [c for c in (COLOURS.get(method), *OTHERS) if c and c not in taken]

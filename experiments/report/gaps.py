@@ -9,12 +9,13 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report.accuracy import AccuracyTable, Cell, full_precision
 from experiments.report.curves import baseline
-from experiments.report.formats import between, metric_axis, metric_unit
+from experiments.report.formats import metric_axis, metric_unit
 from experiments.report.methods_table import Line, MethodsTable
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Difference, difference
 from experiments.report.sentences import say
@@ -34,11 +35,15 @@ SMALL = 1 / 16
 
 @dataclass(frozen=True)
 class Row:
-    """A method, in its best variant, against the baseline. `gap` in the unit of the axis."""
+    """A method, in its best variant, against the baseline.
+
+    gap: in the unit of the axis. each: bytes per parameter and step that a rank sends; 0 where that is not known.
+    """
 
     label: str
     gap: Difference
     verdict: str
+    each: float
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,6 @@ class Panel:
     margin: float
     rows: tuple[Row, ...]
     limit: float
-
-    def verdict(self, label: str) -> str | None:
-        return next((row.verdict for row in self.rows if row.label == label), None)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A method of a panel. each: bytes per parameter and step that a rank sends."""
-
-    row: Row
-    each: float
 
 
 def chosen(studies: Studies) -> list[AccuracyTable]:
@@ -92,7 +86,7 @@ def panel(table: AccuracyTable) -> Panel | None:
     for cell in table.one_of_each:
         gap = table.compared(cell)
         if gap is not None and gap.low is not None and gap.high is not None:
-            rows.append(Row(cell.records[0].method, gap.times(scale), table.verdict(cell)))
+            rows.append(Row(cell.records[0].method, gap.times(scale), table.verdict(cell), bytes_each(table, cell)))
     if not rows:
         return None
     metric = str(table.metric["name"])
@@ -113,30 +107,23 @@ def point(found: Sequence[Panel]) -> str:
     """How the paper's Birder ended, in one sentence."""
     by: dict[str, list[str]] = {}
     for panel in found:
-        verdict = panel.verdict("Birder")
-        if verdict is not None:
-            by.setdefault(verdict, []).append(panel.task)
+        for row in panel.rows:
+            if row.label == "Birder":
+                by.setdefault(row.verdict, []).append(panel.task)
     return say("panels", by={verdict: by[verdict] for verdict in (BETTER, PARITY, OPEN, WORSE) if verdict in by})
 
 
-def with_bytes(studies: Studies) -> list[tuple[Panel, list[Sent]]]:
-    """The `panels`, their methods with bytes; those without any are left out."""
-    found = []
-    for table in chosen(studies):
-        made = panel(table)
-        rows = {} if made is None else {row.label: row for row in made.rows}
-        each = {c.records[0].method: bytes_each(table, c) for c in table.one_of_each if c.records[0].method in rows}
-        sent = [Sent(rows[label], value) for label, value in each.items() if value]
-        if made is not None and sent:
-            found.append((made, sorted(sent, key=lambda s: s.each)))
-    return found
+def with_bytes(studies: Studies) -> list[Panel]:
+    """The `panels`, with the methods whose bytes are known, the fewest first; a panel without any is left out."""
+    sent = [(p, sorted((row for row in p.rows if row.each), key=lambda row: row.each)) for p in panels(studies)]
+    return [replace(p, rows=tuple(rows)) for p, rows in sent if rows]
 
 
-def bytes_each(table: AccuracyTable, cell: Cell) -> float | None:
-    """Bytes per parameter and step of each rank, by a run of the table that all-reduces fp32, whose 8 (n-1)/n are known."""
+def bytes_each(table: AccuracyTable, cell: Cell) -> float:
+    """`Row.each` of a cell, by a run of the table that all-reduces fp32, whose 8 (n-1)/n are known."""
     dense = next((r for c in table.cells for r in c.valid if full_precision(r) and _payload(r)), None)
-    if dense is None or not _payload(cell.valid[0]):
-        return None
+    if dense is None:
+        return 0.0
     n = dense.nodes * dense.ranks_per_node
     return 8 * (n - 1) / n * _payload(cell.valid[0]) / _payload(dense)
 
@@ -145,9 +132,9 @@ def _payload(r: ResultRecord) -> float:
     return float(sum(r.bytes_per_step.get(f"payload_{side}") or 0 for side in ("inter", "intra")))
 
 
-def point_of_bytes(found: Sequence[tuple[Panel, list[Sent]]]) -> str:
+def point_of_bytes(found: Sequence[Panel]) -> str:
     """How many of those that send less than a byte keep the baseline's accuracy, in one sentence."""
-    return say("kept", by=Counter(s.row.verdict for _, sent in found for s in sent if s.each < 1))
+    return say("kept", by=Counter(row.verdict for panel in found for row in panel.rows if row.each < 1))
 
 
 # ---- all methods on one task ------------------------------------------------------------------------------------------
@@ -158,7 +145,8 @@ class Point:
     """One method at its chosen learning rate.
 
     payload: bytes per node and step; share: of what fp32 sends.
-    difference: of the means to the baseline's; low, high: its 95 % interval, paired by seed, None where there is none.
+    mean, sd: of the metric over seeds.
+    gap:     of the means to the baseline's, with an interval where both have the same seeds; None: no run ended well.
     failed:  how many of its runs failed.
     beyond:  too far off to be drawn.
     """
@@ -167,24 +155,11 @@ class Point:
     compressed: bool
     payload: float
     share: float | None
-    mean: float | None = None
-    sd: float | None = None
-    seeds: int = 0
-    difference: float | None = None
-    low: float | None = None
-    high: float | None = None
-    failed: int = 0
+    mean: float | None
+    sd: float | None
+    gap: Difference | None
+    failed: int
     beyond: bool = False
-
-    def text(self) -> str:
-        """-51.9 [-94.2, -9.5]; the difference alone where it has no interval."""
-        if self.difference is None:
-            return "failed"
-        return f"{self.difference:+.1f}{between(self.low, self.high, 1)}"
-
-    def drawn(self) -> list[object]:
-        """What a picture shows of it."""
-        return [self.label, self.payload, self.share, self.difference, self.low, self.high, self.failed, self.beyond]
 
 
 @dataclass(frozen=True)
@@ -201,28 +176,28 @@ class Against:
 
     def point(self) -> str:
         """What the picture shows, in one sentence: the best of those that send little."""
-        scored = [p for p in self.points if p.difference is not None and p.label != self.baseline]
-        small = [p for p in scored if p.share is not None and p.share <= SMALL] or scored
+        scored = [(p, p.gap.value) for p in self.points if p.gap and p.label != self.baseline]
+        small = [(p, gap) for p, gap in scored if p.share is not None and p.share <= SMALL] or scored
         if not small:
             return f"{self.baseline} alone has a {self.metric}"
         sign = 1 if self.higher_is_better else -1
-        best = max(small, key=lambda p: sign * (p.difference or 0.0))
-        return say("against", best=best, metric=self.metric, baseline=self.baseline)
+        best, gap = max(small, key=lambda found: sign * found[1])
+        return say("against", best=best, gap=gap, metric=self.metric, baseline=self.baseline)
 
 
 def against_bytes(table: MethodsTable) -> Against | None:
     """None for a table in which nothing has ended well."""
-    scored = [line for line in table.lines if line.record is not None and line.best is not None]
+    scored = [line.best for line in table.lines if line.record is not None and line.best is not None]
     if not scored:
         return None
     held_against = baseline(table.scores)
-    base = next((line for line in scored if line.best is held_against), scored[0])
+    base = next((cell for cell in scored if cell is held_against), scored[0])
     found = [_point(table, line, base) for line in table.lines if line.tried]
     found.sort(key=lambda p: (-p.payload, p.label))
-    apart = [abs(p.difference) for p in found if p.difference and p.label != base.label]
+    apart = [abs(p.gap.value) for p in found if p.gap and p.gap.value and p.label != base.label]
     limit = (FAR_ON_ONE_TASK * statistics.median(apart) or max(apart)) if apart else 1.0
-    kept = [replace(p, beyond=p.difference is not None and abs(p.difference) > limit) for p in found]
-    ends = [v for p in kept if not p.beyond for v in (p.low, p.high, p.difference) if v is not None]
+    kept = [replace(p, beyond=p.gap is not None and abs(p.gap.value) > limit) for p in found]
+    ends = [v for p in kept if p.gap and not p.beyond for v in (p.gap.low, p.gap.high, p.gap.value) if v is not None]
     low, high = max(min(ends, default=0.0), -2 * limit), min(max(ends, default=0.0), 2 * limit)
     room = 0.08 * (high - low) or 1.0
     return Against(
@@ -236,16 +211,14 @@ def against_bytes(table: MethodsTable) -> Against | None:
     )
 
 
-def _point(table: MethodsTable, line: Line, base: Line) -> Point:
+def _point(table: MethodsTable, line: Line, base: Cell) -> Point:
     compressed = is_compressed(line.tried[0].records[0].wire)
-    made = Point(line.label, compressed, line.payload or 0.0, table.payload_ratio(line), failed=len(line.failures))
-    if line.best is None or line.record is None or base.best is None:
-        return made
-    (mean, sd), theirs = line.best.summary(None), base.best.summary(None)[0]
-    apart = None if mean is None or theirs is None else mean - theirs
-    made = replace(made, mean=mean, sd=sd, seeds=len(line.best.valid), difference=apart)
+    about = line.label, compressed, line.payload or 0.0, table.payload_ratio(line)
+    if line.best is None or not line.best.valid:
+        return Point(*about, None, None, None, len(line.failures))
+    own, theirs = line.best.by_seed, base.by_seed
+    gap: Difference | None = Difference(fmean(own.values()) - fmean(theirs.values()), None, None, len(own))
     # An interval of the seeds that both have is that of the means only where all seeds are the same.
-    paired = difference(line.best.by_seed, base.best.by_seed)
-    if paired is None or line is base or line.best.by_seed.keys() != base.best.by_seed.keys():
-        return made
-    return replace(made, low=paired.low, high=paired.high)
+    if line.best is not base and own.keys() == theirs.keys():
+        gap = difference(own, theirs)
+    return Point(*about, *line.best.summary(None), gap, len(line.failures))

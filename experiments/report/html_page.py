@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +71,27 @@ def speedups(records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
             if row.seconds
         ]
         title = f"{count(r.nodes, 'node')} of {count(r.ranks_per_node, 'rank')}"
-        found.append({"slug": table.slug, "title": title, "honesty": sentences.honesty(table.records), "rows": rows})
+        found.append({"slug": table.slug, "title": title, "caveats": sentences.caveats(table.records), "rows": rows})
     return found
 
 
 def _versus(table: speedup.SpeedupTable, row: speedup.Row, base: str) -> dict[str, float | None]:
     found = table.compared(row, base)
-    ends = {} if found is None or row is table.baseline(base) else found.ends
-    return {"value": None if found is None else found.value, "low": None, "high": None, **ends}
+    if found is not None and row is table.baseline(base):
+        found = replace(found, low=None, high=None)
+    return {end: getattr(found, end, None) for end in ("value", "low", "high")}
 
 
 def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
     """Of all methods on one task: what is sent, as a share of fp32, and the metric's difference to the baseline's.
 
-    axis: the differences that a chart has room for; a row `beyond` it is named beside it.
+    axis: the differences that a chart has room for; a row `beyond` it is named next to it.
     """
     tables = methods_table.build(records)
     found = gaps.against_bytes(tables[0]) if tables else None
     if found is None:
         return {"title": "", "rows": [], "failures": [], "axis": [0, 0]}
-    rows = [{"method": p.label, **{k: v for k, v in vars(p).items() if k != "label"}} for p in found.points]
+    rows = [{**vars(p), "gap": _interval(p.gap)} for p in found.points]
     return {
         "title": found.title,
         "point": found.point(),
@@ -149,14 +150,11 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
 
 
 def _interval(found: Difference | None, scale: float = 1.0) -> dict[str, float | None] | None:
-    if found is None:
-        return None
-    shown = found.times(scale)
-    return {"value": shown.value, "low": shown.low, "high": shown.high}
+    return None if found is None else vars(found.times(scale))
 
 
 def replays(results_dir: str | Path) -> list[dict[str, Any]]:
-    """Every replayed cell on links of a set rate beside its prediction, which knows none of its times."""
+    """Every replayed cell on links of a set rate next to its prediction, which knows none of its times."""
     cells = prediction.load(results_dir)
     shown = cells[(cells.link == "emulated") & (cells.sends == 1)].reset_index()
     shown = shown.rename(columns={"measured_ms": "replayed", "predicted_ms": "predicted"})

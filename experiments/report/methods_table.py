@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, arithmetic, captions, metrics, published, speedup_table
-from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report import accuracy, arithmetic, captions, published, speedup_table
+from experiments.report.accuracy import HELD_OUT, AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.sentences import say
-from experiments.report.speedup import Row
+from experiments.report.speedup import Row, SpeedupTable
 from experiments.report.table import Column, Note, Table, terminal
 from launch.errors import UserError
 
@@ -82,11 +82,7 @@ class MethodsTable:
 
     def versus(self, line: Line) -> str:
         """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
-        dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.seconds]
-        base, mine = min(dense, key=lambda t: t.seconds or 0.0, default=None), line.timed
-        if base is None or mine is None:
-            return DASH
-        return captions.faster(metrics.speedup(base.record, mine.record), mine is base)
+        return captions.versus(SpeedupTable("", "", tuple(self.timed)), line.timed, "fp32") if line.timed else DASH
 
 
 def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
@@ -99,7 +95,7 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
         timed = [r for r in reversed(clocks) if _shape(r) == shape]  # the latest first
         for label in dict.fromkeys(cell.label for cell in scores.cells):
             mine = tuple(cell for cell in scores.cells if cell.label == label)
-            clock = next((r for r in timed if alike(r, mine[0].records[0])), None)
+            clock = next((r for r in timed if same_setting(r, mine[0].records[0])), None)
             lines.append(Line(label, mine, scores.best(label), Row(label, clock) if clock else None))
         bound = [r for r in timed if r.wire == "none"]
         lines += [Line(r.method, (), None, Row(r.method, r)) for r in bound[:1]]
@@ -107,11 +103,11 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
     return tables
 
 
-def alike(a: ResultRecord, b: ResultRecord) -> bool:
+def same_setting(a: ResultRecord, b: ResultRecord) -> bool:
     """Whether two runs are of one method: the same label, and no key that both know differs but those of single runs.
 
-    A key that only one of them has is younger than the other, which ran with what is the default now; a variant has a label
-    of its own.
+    A key that only one of them has is younger than the other, which ran with today's default; a variant has its own
+    label.
     """
     mine, theirs = distinguishing(a.config, OF_A_RUN), distinguishing(b.config, OF_A_RUN)
     return (a.method, a.wire) == (b.method, b.wire) and all(mine[k] == theirs[k] for k in mine.keys() & theirs.keys())
@@ -132,7 +128,7 @@ def columns(table: MethodsTable) -> list[Column]:
         Column("method", "left", value=lambda line: line.label),
         Column(table.metric, value=_score),
         _trained("n", lambda line: line.best.count()),
-        _trained(accuracy.HELD_OUT, lambda line: mean_sd(line.best.held_out(line.first_seed), None), terminal=False),
+        _trained(HELD_OUT, lambda line: mean_sd(*line.best.summary(HELD_OUT, [line.first_seed])), terminal=False),
         _trained("lr", lambda line: table.scores.rate(line.best)),
         Column("tried", terminal=False, value=_rates),
         _trained("payload per node and step", lambda line: size(line.payload), short="payload"),
@@ -150,13 +146,15 @@ def columns(table: MethodsTable) -> list[Column]:
     ]
 
 
-def as_table(table: MethodsTable, beside: MethodsTable | None = None) -> Table:
+def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Table:
     """The table, how it was made and where its step times come from above it, failed runs below it.
 
-    beside: the published table of the same setting: its metric is a further column.
+    reference: the published table of the same setting: its metric is a further column.
     """
-    theirs = {line.label: _score(line) for line in beside.lines} if beside else {}
-    published = [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if beside else []
+    theirs = {line.label: _score(line) for line in reference.lines} if reference else {}
+    published = (
+        [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if reference else []
+    )
     failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
     notes = [
         Note(say("methods", t=table, edge=accuracy.EDGE)),
@@ -182,8 +180,8 @@ def show(results_dir: str | Path, console: Console | None = None) -> None:
         raise UserError(f"no finished run of experiment {EXP!r} in {Path(results_dir) / 'records'}")
     known = build(published.records(results_dir, EXP))
     for table in tables:
-        beside = [t for t in known if t.scores.title == table.scores.title]
-        as_table(table, beside[-1] if beside else None).show(console or terminal())
+        reference = [t for t in known if t.scores.title == table.scores.title]
+        as_table(table, reference[-1] if reference else None).show(console or terminal())
 
 
 def _trained(name: str, value: Callable[[Any], str], *, short: str = "", terminal: bool = True) -> Column:

@@ -2,8 +2,8 @@
 
 A speedup is t_baseline / t_method: medians of the step time, or means where a method's steps differ in what they send.
 
-Methods in turns have an interval. In every round each method has run a few steps, so that whatever slows the machine down for
-a while slows all of them: times of one round belong together. With s the standard error of the logarithm of a ratio r of
+Interleaved methods have an interval. In every round each method has run a few steps, so that whatever slows the machine down
+for a while slows all of them: times of one round belong together. With s the standard error of the logarithm of a ratio r of
 n rounds,
 
     (1) interval = r exp(+-t s sqrt(n / (n - 1))),    t: Student's, n - 1 degrees of freedom
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,40 +53,28 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A ratio and the interval that holds the true one with a probability of at least `LEVEL`."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def tie(self) -> bool:
-        """Whether the interval holds 1: neither is the faster one."""
-        return self.low <= 1 <= self.high
-
-
-@dataclass(frozen=True)
 class Speedup:
     """How many times as fast a run is as another one.
 
-    interval: None where the two did not take turns. apart: whether the spreads of their steps do not overlap.
+    low, high: of the interval that holds the true value with a probability of at least `LEVEL`; None where the two did not
+    take turns. apart: whether the spreads of their steps do not overlap.
     """
 
     value: float
-    interval: Interval | None = None
+    low: float | None = None
+    high: float | None = None
     apart: bool = False
+
+    @property
+    def tie(self) -> bool:
+        """Whether there is an interval and it holds 1: neither is the faster one."""
+        return self.low is not None and self.high is not None and self.low <= 1 <= self.high
 
     @property
     def verdict(self) -> str:
         """`FASTER`, `SLOWER`, or `OPEN`: the interval holds 1, or without one spreads overlap or are not known."""
-        decided = self.apart if self.interval is None else not self.interval.tie
+        decided = self.apart if self.low is None else not self.tie
         return OPEN if not decided else FASTER if self.value > 1 else SLOWER
-
-    @property
-    def ends(self) -> dict[str, float]:
-        """low and high of the interval; empty where there is none."""
-        return {} if self.interval is None else {"low": self.interval.low, "high": self.interval.high}
 
 
 def uneven(r: ResultRecord) -> bool:
@@ -107,7 +95,7 @@ def rounds(r: ResultRecord, clock: float = 1.0) -> Rounds | None:
     return Rounds(tuple(ms / clock for ms in r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))
 
 
-def interval(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float] = (1.0, 1.0)) -> Interval | None:
+def interval(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float] = (1.0, 1.0)) -> Speedup | None:
     """Of the speedup of `own` over `base`; None unless both took turns in the same world. clocks: as `speedup`."""
     theirs, mine = rounds(base, clocks[0]), rounds(own, clocks[1])
     if theirs is None or mine is None or base.turns["world"] != own.turns["world"]:
@@ -124,7 +112,7 @@ def speedup(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float] =
     if not theirs or not mine:
         return None
     value = theirs / clocks[0] / (mine / clocks[1])
-    return Speedup(value, interval(base, own, clocks), _apart(base, own, clocks))
+    return replace(interval(base, own, clocks) or Speedup(value), value=value, apart=_apart(base, own, clocks))
 
 
 def _apart(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float]) -> bool:
@@ -144,7 +132,7 @@ def _spread(r: ResultRecord, clock: float) -> tuple[float | None, float | None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Interval | None:
+def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Speedup | None:
     """Step time of `base` over that of `other`, paired by rounds. None for too few rounds, or not as many of both."""
     if len(base.ms) != len(other.ms) or len(base.ms) < LEAST_ROUNDS:
         return None
@@ -157,11 +145,11 @@ def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Interval | None:
 
     value, n = float(statistic(*data)), len(base.ms)
     if base.ms == other.ms and base.steps == other.steps:
-        return Interval(value, value, value)
+        return Speedup(value, value, value)
     drawn = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
     error = float(np.log(statistic(*(part[drawn] for part in data))).std()) * math.sqrt(n / (n - 1))
     reach = math.exp(float(stdtrit(n - 1, (1 + LEVEL) / 2)) * error)  # (1)
-    return Interval(value, value / reach, value * reach)
+    return Speedup(value, value / reach, value * reach)
 
 
 def _typical(ms: np.ndarray, steps: np.ndarray, mean: bool) -> np.ndarray:

@@ -23,7 +23,7 @@ function interval(found) {
 }
 
 function difference(found, digits, unit) {
-  if (found === null || found.value === null) return DASH;
+  if (found === null) return DASH;
   const between = found.low === null ? "" : " [" + signed(found.low, digits) + ",\u00a0" + signed(found.high, digits) + "]";
   return signed(found.value, digits) + between + (unit || "");
 }
@@ -116,7 +116,7 @@ function showMeasured() {
   data.speedups.forEach((found) => {
     const note = document.createElement("p"), box = document.createElement("div"), table = document.createElement("table");
     note.className = "note";
-    note.textContent = found.honesty + ".";
+    note.textContent = found.caveats + ".";
     box.className = "scroll";
     box.tabIndex = 0;
     box.setAttribute("role", "region");
@@ -132,7 +132,7 @@ function showMeasured() {
 
 function bytesLabel(row) {
   const failed = row.failed ? ", " + row.failed + " failed" : "";
-  return narrow.matches ? wrapped(row.method, 17) + "<br>" + share(row.share) + failed : row.method + "   " + share(row.share) + " of the bytes" + failed;
+  return narrow.matches ? wrapped(row.label, 17) + "<br>" + share(row.share) + failed : row.label + "   " + share(row.share) + " of the bytes" + failed;
 }
 
 function showAccuracy() {
@@ -141,17 +141,17 @@ function showAccuracy() {
   $("bytesnote").textContent = a.title + ". Mean " + a.metric + " less that of " + a.baseline + "; bars are 95 % intervals, paired by seed. " +
     "What is too far off for the axis, or failed, is named beside it, each method with its share of fp32's bytes.";
   const style = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
-  const drawn = a.rows.map((r, i) => ({...r, place: i})).filter((r) => r.difference !== null && !r.beyond);
+  const drawn = a.rows.map((r, i) => ({...r, place: i})).filter((r) => r.gap !== null && !r.beyond);
   const traces = [["all-reduce", false], ["compressed", true]].map(([name, compressed], k) => {
     const mine = drawn.filter((r) => r.compressed === compressed);
-    return {name, x: mine.map((r) => r.difference), y: mine.map((r) => r.place), text: mine.map((r) => r.method), mode: "markers",
+    return {name, x: mine.map((r) => r.gap.value), y: mine.map((r) => r.place), text: mine.map((r) => r.label), mode: "markers",
       hovertemplate: "%{text}: %{x:+.2f}<extra></extra>", marker: {size: 9, color: colour(k), symbol: symbols[k]},
       error_x: {type: "data", symmetric: false, thickness: 1.5, width: 3, color: colour(k),
-        array: mine.map((r) => r.high === null ? 0 : r.high - r.difference), arrayminus: mine.map((r) => r.low === null ? 0 : r.difference - r.low)}};
+        array: mine.map(({gap}) => gap.high === null ? 0 : gap.high - gap.value), arrayminus: mine.map(({gap}) => gap.low === null ? 0 : gap.value - gap.low)}};
   });
-  const beside = a.rows.map((r, i) => ({r, i})).filter(({r}) => r.difference === null || r.beyond).map(({r, i}) => {
-    const right = r.difference > 0, text = r.difference === null ? "failed" : difference({value: r.difference, low: r.low, high: r.high}, 1);
-    return {x: a.axis[right ? 1 : 0], y: i, text: right ? text + " \u25b8" : r.difference === null ? text : "\u25c2 " + text, showarrow: false,
+  const beside = a.rows.map((r, i) => ({r, i})).filter(({r}) => r.gap === null || r.beyond).map(({r, i}) => {
+    const right = r.gap !== null && r.gap.value > 0, text = r.gap === null ? "failed" : difference(r.gap, 1);
+    return {x: a.axis[right ? 1 : 0], y: i, text: right ? text + " \u25b8" : r.gap === null ? text : "\u25c2 " + text, showarrow: false,
       xanchor: right ? "right" : "left", font: {size: 11, color: style}};
   });
   $("bytes").style.height = a.rows.length * (narrow.matches ? 50 : 26) + 110 + "px";
@@ -160,8 +160,8 @@ function showAccuracy() {
     yaxis: {tickvals: a.rows.map((_, i) => i), ticktext: a.rows.map((r) => bytesLabel(r)), range: [a.rows.length - 0.5, -0.5],
       tickfont: {size: narrow.matches ? 10.5 : 12}}});
   fill($("accuracies"), "", ["method", a.metric, "\u00b1", "difference, 95 %", "share of fp32's bytes", "seeds"],
-    a.rows.map((r) => [r.method, r.mean === null ? "failed" : r.mean.toFixed(2), r.sd === null ? DASH : r.sd.toFixed(2),
-      difference({value: r.difference, low: r.low, high: r.high}, 2), share(r.share), String(r.seeds)]), -1);
+    a.rows.map((r) => [r.label, r.mean === null ? "failed" : r.mean.toFixed(2), r.sd === null ? DASH : r.sd.toFixed(2),
+      difference(r.gap, 2), share(r.share), String(r.gap === null ? 0 : r.gap.n)]), -1);
   if (a.failures.length) {
     const head = document.createElement("p"), list = document.createElement("ul");
     head.textContent = "Runs that failed, and are in no mean:";

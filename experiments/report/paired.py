@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ConfigDict
+
+from experiments.config import schema
 from experiments.report.formats import between
 
 LEVEL = 0.95
@@ -23,29 +26,19 @@ LEVEL = 0.95
 PARITY, BETTER, WORSE, OPEN = "parity", "better", "worse", "not decided"
 
 
-@dataclass(frozen=True)
-class Parity:
-    """What a comparison was stated to be, before it was made.
+class Parity(schema.Parity):
+    """What a comparison was stated to be, before it was made. baseline: in any case of letters."""
 
-    baseline: class name of the optimizer that others are compared with, in any case of letters.
-    margin:   differences up to this count as none: in the metric's own unit, or as a share of the baseline's value.
-    relative: whether differences are shares of the baseline's value.
-    choose_seeds: how many seeds choose a learning rate by held-out data.
-    """
+    model_config = ConfigDict(frozen=True)
 
     baseline: str
     margin: float
-    relative: bool = False
-    choose_seeds: int = 1
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Parity | None:
         """As a configuration says; None where it says nothing."""
         said = config.get("parity") or {}
-        if said.get("baseline") is None or said.get("margin") is None:
-            return None
-        seeds = int(said.get("choose_seeds") or 1)
-        return cls(str(said["baseline"]), float(said["margin"]), bool(said.get("relative", False)), seeds)
+        return cls(**said) if said.get("baseline") and said.get("margin") else None
 
     def text(self) -> str:
         """The margin as tables show it."""

@@ -26,7 +26,7 @@ function chosenPay() {
 
 function payLine(c) {  // the rule of the command line
   const ms = payAt(c, c.gbps), bf16 = ms[pay.bf16], bound = ms[pay.bound];
-  const least = Math.min(...pay.compressed.map((i) => ms[i])), best = pay.compressed.find((i) => ms[i] <= (1 + pay.alike) * least);
+  const least = Math.min(...pay.compressed.map((i) => ms[i])), best = pay.compressed.find((i) => ms[i] <= (1 + pay.tie) * least);
   const low = ms[pay.methods.length], high = ms[pay.methods.length + 1], gain = bf16 / ms[best];
   const near = Math.round(100 * pay.near) + " %";
   if (bf16 <= (1 + pay.near) * bound) return [false, "Do not compress: bf16 is within " + near + " of the bound.", best, ms];

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from birder.predict import METHODS, Cluster, Link, gpus
-from birder.predict.answers import ALIKE, DDP, answer
+from birder.predict.answers import DDP, TIE, answer
 from birder.predict.table import NEAR
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
@@ -57,7 +57,7 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
     """JSON's types. lost: as of birder.predict.answers.Answer.
 
     cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and high of the one
-    that is advised. compressed: places of compressed methods, in the order in which those alike in time are advised.
+    that is advised. compressed: places of compressed methods, in the order in which those of equal time are advised.
     gb[model][batch]: of a rank, with bf16 DDP.
     """
     choice, lost = choice or Choice(), lost or {}
@@ -89,7 +89,7 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
         "bf16": SHOWN.index("bf16"),
         "bound": SHOWN.index("none"),
         "near": NEAR,
-        "alike": ALIKE,
+        "tie": TIE,
         "unsure": gpus.UNSURE,
         "gb": gb,
         "cells": cells,

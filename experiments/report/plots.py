@@ -16,7 +16,7 @@ from experiments.report import captions, curves, figure, gaps, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number
-from experiments.report.gaps import Against, Panel, Point, Row, Sent, Studies
+from experiments.report.gaps import Against, Panel, Point, Row, Studies
 from experiments.report.paired import BETTER, OPEN, PARITY, WORSE
 from experiments.report.speedup import SpeedupTable
 from experiments.report.time_to_loss import GBPS, GPUS, OURS, Race
@@ -87,7 +87,7 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
     with figure.styled():
         shown = [([base] if base is not None else []) + list(part) for part in parts]
         lines = max(sum(legend(found, c).count("\n") + 1 for c in of) for of in shown)
-        height = max(2.4, LINE * lines + 0.6)  # the legend stands beside the panels
+        height = max(2.4, LINE * lines + 0.6)  # the legend stands next to the panels
         picture = figure.blank(3.4 * len(columns) + 3.2, 0.2 + height * len(parts))
         grid = picture.subplots(len(parts), len(columns), squeeze=False, sharex="col")
         for panels, of in zip(grid, shown, strict=True):
@@ -140,7 +140,7 @@ def outcome(found: Curves) -> str:
     table, base = found.table, found.baseline
     name = str(table.metric["name"])
     candidates = [c for c in found.others if c.compressed] or found.curves
-    best = max(candidates, key=lambda c: table.sign * (c.cell.mean or float("-inf")))
+    best = max(candidates, key=lambda c: table.value(c.cell))
     value = f"{_short(best.label)} ends at {metric_axis(name).partition(', ')[0]} {mean_sd(*best.cell.summary(None))}"
     apart = found.metric_difference(best)
     if base is None or apart is None:
@@ -181,7 +181,7 @@ def against_bytes(found: Against) -> bytes | None:
         for axes in (left, right):
             axes.grid(visible=True, axis="both")
         figure.head(picture, found.point(), sentences.say("against_setting", found=found))
-        return figure.png(picture, [[*found.axis], [p.drawn() for p in points]])
+        return figure.png(picture, [found.axis, points])
 
 
 def _row(p: Point) -> str:
@@ -191,15 +191,16 @@ def _row(p: Point) -> str:
 
 
 def _difference(axes: Axes, place: int, p: Point, found: Against, tint: str) -> None:
-    if p.difference is None or p.beyond:
+    if p.gap is None or p.beyond:
         low, high = found.axis
-        at, side = (high, "right") if (p.difference or 0) > 0 else (low, "left")
-        arrow = "failed" if p.difference is None else f"◂ {p.text()}" if side == "left" else f"{p.text()} ▸"
+        at, side = (high, "right") if p.gap and p.gap.value > 0 else (low, "left")
+        text = p.gap.text(False, 1) if p.gap else ""
+        arrow = f"{text} ▸" if side == "right" else f"◂ {text}" if p.gap else "failed"
         axes.annotate(
             arrow, (at, place), (4 if side == "left" else -4, 0), textcoords="offset points", ha=side, va="center"
         )
         return
-    figure.interval(axes, p.difference, place, p, tint, dot=5)
+    figure.interval(axes, p.gap.value, place, p.gap, tint, dot=5)
 
 
 # ---- all studies ------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def _upwards(panel: Panel, room: float) -> tuple[float, float]:
 def _verdict_key(made: Figure, axes: Axes) -> None:
     for verdict, tint in VERDICTS.items():
         axes.plot([], [], "o", color=tint, label=verdict, markersize=5)
-    figure.key(made, axes, len(VERDICTS))
+    figure.key(made, len(VERDICTS))
 
 
 def accuracies_by_bytes(studies: Studies) -> bytes | None:
@@ -270,28 +271,28 @@ def accuracies_by_bytes(studies: Studies) -> bytes | None:
         grid = made.subplots(rows, columns, sharex=True, squeeze=False)
         for axes in grid.flat[len(found) :]:
             axes.remove()
-        names = [_by_bytes(axes, panel, sent) for axes, (panel, sent) in zip(grid.flat, found, strict=False)]
+        names = [_by_bytes(axes, panel) for axes, panel in zip(grid.flat, found, strict=False)]
         _verdict_key(made, grid[0, 0])
         figure.head(made, gaps.point_of_bytes(found), sentences.say("panels_bytes_setting"))
         made.draw_without_rendering()
         for some in names:
             _thin_out(some)
-        return figure.png(made, [[panel, sent] for panel, sent in found])
+        return figure.png(made, found)
 
 
-def _by_bytes(axes: Axes, panel: Panel, sent: Sequence[Sent]) -> list[Text]:
+def _by_bytes(axes: Axes, panel: Panel) -> list[Text]:
     axes.axhspan(-panel.margin, panel.margin, color=VERDICTS[PARITY], alpha=0.12, linewidth=0)
     axes.axhline(0, color=GREY, linewidth=0.8)
     names = []
-    for s in sent:
-        gap, tint = s.row.gap, VERDICTS[s.row.verdict]
+    for row in panel.rows:
+        gap, tint = row.gap, VERDICTS[row.verdict]
         y = max(-panel.limit, min(panel.limit, gap.value))
         if abs(gap.value) > panel.limit:
-            axes.plot(s.each, y, "v" if (y < 0) == panel.higher_is_better else "^", color=tint, markersize=5)
+            axes.plot(row.each, y, "v" if (y < 0) == panel.higher_is_better else "^", color=tint, markersize=5)
         else:
-            figure.interval(axes, s.each, y, gap, tint, dot=4.5, upright=True)
+            figure.interval(axes, row.each, y, gap, tint, dot=4.5, upright=True)
         place: dict[str, Any] = {"textcoords": "offset points", "xytext": (4, 3), "fontsize": 6.5, "color": "#333333"}
-        names.append(axes.annotate(s.row.label.replace(OURS, ""), (s.each, y), annotation_clip=True, **place))
+        names.append(axes.annotate(row.label.replace(OURS, ""), (row.each, y), annotation_clip=True, **place))
     axes.set_ylim(*_upwards(panel, 1.15))
     axes.set_xscale("log")
     axes.set_xlabel("bytes per parameter and step")

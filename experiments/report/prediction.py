@@ -1,4 +1,4 @@
-"""What was measured beside what was predicted for it, and predictions over link rates. No torch.
+"""What was measured next to what was predicted for it, and predictions over link rates. No torch.
 
 Predictions of replayed cells know none of their times. They are a record, `FILE` of a results folder, made once: a machine
 was fitted to the cells of one model and predicted those of the other (docs/predict.md). It holds what the cells took then:
@@ -19,22 +19,12 @@ from experiments.cells import trained
 from experiments.cells.trained import Trained
 from experiments.records.record import ResultRecord
 from experiments.report.formats import percent
-from experiments.report.sentences import say
 from experiments.report.table import Table
 
 FILE = Path("predict") / "replayed.csv"
 COLUMNS = [
-    "time",
-    "suite",
-    "method",
-    "link",
-    "kind",
-    "sends",
-    "predicted_ms",
-    "measured_ms",
-    "low_ms",
-    "high_ms",
-    "why",
+    *("time", "suite", "method", "link", "kind", "sends"),
+    *("predicted_ms", "measured_ms", "low_ms", "high_ms", "why"),
 ]
 UNSTEADY = 1.1
 """A cell whose slowest step is so many times its fastest is called unsteady."""
@@ -92,7 +82,7 @@ def table(cells: pd.DataFrame) -> Table:
     return Table.text(HEAD, [of_cells(name, part) for name, part in parts.items() if len(part)])
 
 
-# ---- real training in turns, beside its prediction from bound, links and machine --------------------------------------
+# ---- real training interleaved, next to its prediction from bound, links and machine --------------------------------------
 
 VALIDATION = "validation"
 """Of a results folder: the records of `python studies/validate.py`."""
@@ -116,11 +106,6 @@ def trained_summary(found: Sequence[Trained]) -> Table:
     for t in sorted(found, key=lambda t: t.record.method):
         parts.setdefault(t.record.method, []).append(t)
     return Table.text(TRAINED, [line(name, [t.error for t in part]) for name, part in parts.items() if part])
-
-
-def trained_sentence(records: Sequence[ResultRecord]) -> str:
-    """What a comparison's table says of its prediction; empty where there is none."""
-    return say("trained", rows=trained_rows(records))
 
 
 # ---- over link rates: which method wins where, for the page and its picture -------------------------------------------

@@ -65,7 +65,9 @@ def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
             axes.grid(visible=True)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         grid[0].set_ylabel("predicted step, ms")
-        figure.head(picture, ends(found, over), _setting(found, over))
+        t, c = found[0].timeline, found[0].cluster
+        setting = say("sweep_setting", c=c, t=t, over=over, model=MODELS.get(t.model, t.model))
+        figure.head(picture, say("sweep_ends", ends=(found[0], found[-1]), over=over), setting)
         drawn = [[x, [[row.name, row.ms] for row in p.rows]] for p in found]
         write_file(path, figure.png(picture, drawn, MARK), "the plot")
         return path
@@ -75,16 +77,6 @@ def tints(names: Sequence[str]) -> list[str]:
     """A method's own colour, whichever panel it is in; colours of others that no method of the panel has."""
     free = [c for c in figure.OTHERS if c not in COLOURS.values()]
     return [COLOURS.get(name) or free[i % len(free)] for i, name in enumerate(names)]
-
-
-def ends(found: Sequence[Prediction], over: str) -> str:
-    """Which method wins at either end of a sweep, and by how much (`Prediction.winner`)."""
-    return say("sweep_ends", ends=(found[0], found[-1]), over=over)
-
-
-def _setting(found: Sequence[Prediction], over: str) -> str:
-    t = found[0].timeline
-    return say("sweep_setting", c=found[0].cluster, t=t, over=over, model=MODELS.get(t.model, t.model))
 
 
 def rate_axis(axes: Axes, gbps: Sequence[float]) -> None:

@@ -1,5 +1,5 @@
-"""What stands beside a user's own figures: published numbers (results/paper/*.json), each with its source and with how far it
-could be verified, and this project's published records."""
+"""Published numbers (results/paper/*.json), each with its source and with how far it could be verified, and this project's
+published records: what stands next to a user's own figures."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _belongs(entry: dict[str, Any], exp: str, kind: str) -> bool:
     return entry.get("kind") == kind and any(exp == e or exp.startswith(e + "_") for e in entry.get("exps", ()))
 
 
-def beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
-    """Sentences with the published values that belong beside the tables of `exp`. kind: "speedup" or "accuracy"."""
+def quoted(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
+    """Sentences with the published values that belong next to the tables of `exp`. kind: "speedup" or "accuracy"."""
     return [sentences.say("published", e=e) for e in load(folder) if _belongs(e, exp, kind)]
 
 
 def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
-    """The published tables that belong beside those of `exp`, as Markdown."""
+    """The published tables that belong next to those of `exp`, as Markdown."""
     found = []
     for e in load_tables(folder):
         if _belongs(e, exp, kind):
@@ -67,10 +67,10 @@ def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
 
 def sections(exp: str, kind: str) -> list[str]:
     """All that stands above the tables of `exp`, as Markdown."""
-    return [f"{sentence}\n" for sentence in beside(exp, kind)] + tables_beside(exp, kind)
+    return [f"{sentence}\n" for sentence in quoted(exp, kind)] + tables_beside(exp, kind)
 
 
-# ---- beside a user's own: tables of the records in results/published --------------------------------------------------
+# ---- next to a user's own: tables of the records in results/published --------------------------------------------------
 
 
 def records(results_dir: str | Path, exp: str, published: Path = PUBLISHED) -> list[ResultRecord]:

@@ -47,7 +47,7 @@ def markdown(results: Results) -> str:
         "suite",
         mark=mark(suite),
         title=report.title,
-        honesty=first and replay_words.honesty(results),
+        caveats=first and replay_words.caveats(results),
         about=first and report.about.format(hardware=hardware(first)),
         rounds=replay_words.rounds(results),
         blocks=[block.markdown() if isinstance(block, Table) else f"{block}\n" for block in blocks],
@@ -62,12 +62,12 @@ def show(
     kernels_only: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Prints what the page says, honesty first: its sections for a terminal, the kernels of `device`, where the files are."""
+    """Prints what the page says, caveats first: its sections for a terminal, the kernels of `device`, where the files are."""
     results = load(suite, results_dir)
     results = replace(results, kernels={d: r for d, r in results.kernels.items() if d == device})
     console = console or terminal()
     if results.records and not kernels_only:
-        Note(replay_words.honesty(results), "caution").show(console)
+        Note(replay_words.caveats(results), "caution").show(console)
         for said, cautious in replay_words.rounds(results):
             Note(said, "caution" if cautious else "plain").show(console)
     for section in suite.report.sections:

@@ -47,9 +47,9 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
                 axes.plot(*zip(*known, strict=True), **look)
                 drawn.append([model, rate, link, name, known])
                 for n, at in found:
-                    if at is not None and at.interval is not None:
-                        figure.interval(axes, n, at.value, at.interval, method.colour, upright=True)
-                        drawn.append([n, *at.ends.values()])
+                    if at is not None and at.low is not None:
+                        figure.interval(axes, n, at.value, at, method.colour, upright=True)
+                        drawn.append([n, at.low, at.high])
             axes.axhline(1, color="#4477aa", linewidth=0.8)
             if factor:
                 axes.axhline(factor, linestyle=":", color="black", linewidth=1, label="the paper's best")
@@ -63,7 +63,7 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
         axes.set_title(", ".join(filter(None, [suite.rates.get(rate or ""), f"{suite.links[link].gbit:g} Gbit/s"])))
     for axes in grid[-1]:
         axes.set_xlabel(f"GPUs, {suite.gpus_per_node} per node")
-    figure.key(picture, grid[0][0], 3)
+    figure.key(picture, 3)
     return picture, drawn
 
 
@@ -102,8 +102,8 @@ def _dots(results: Results) -> tuple[Figure, list[Any]]:
                     look = {"color": shades[count], "markersize": 5, "label": f"{count} nodes"}
                     axes.plot([at.value for _, at in found], [i for i, _ in found], "o", **look)
                 for i, at in found:
-                    figure.interval(axes, at.value, i, at.interval, shades[count])
-                    drawn.append([model, link, count, names[i], at.value, *at.ends.values()])
+                    figure.interval(axes, at.value, i, at, shades[count])
+                    drawn.append([model, link, count, names[i], at.value, at.low, at.high])
             axes.axvline(1, color="#888888", linewidth=0.8)
             axes.set_xscale("log")
             figure.plain(axes.xaxis)
@@ -112,7 +112,7 @@ def _dots(results: Results) -> tuple[Figure, list[Any]]:
             axes.set_title(f"{_name(results, model)}, {suite.links[link].title}", loc="left")
     for axes in grid[-1]:
         axes.set_xlabel("times as fast as PyTorch DDP in fp32")
-    figure.key(picture, grid[0][0], len(nodes))
+    figure.key(picture, len(nodes))
     return picture, drawn
 
 

@@ -25,7 +25,7 @@ ADAM_BYTES = 8
 
 
 def _summary(results: Results, section: Section) -> Iterator[Block]:
-    """One row for each assumption: the suite's method against fp32 and bf16 on all nodes, beside the paper."""
+    """One row for each assumption: the suite's method against fp32 and bf16 on all nodes, next to the paper."""
     suite, ours, rows = results.suite, results.suite.report.ours, []
     for setting in results.settings():
         place = Place(*setting[:2], suite.nodes[-1], setting[2])
@@ -145,14 +145,15 @@ HOOKS = (
     Column("model, batch", "left", value=lambda r: f"{r['model']}, {r['batch']}"),
     Column("method", "left", value=lambda r: r["method"]),
     Column("step, ms", value=lambda r: number(r["step_ms"])),
-    Column("more than without a hook, ms", value=lambda r: number(r["overhead_ms"])),
-    Column("of the step", value=lambda r: f"{100 * r['overhead']:+.0f} %"),
+    Column("more than without a hook, ms", value=lambda r: number(r.get("overhead_ms"))),
+    Column("of the step", value=lambda r: f"{100 * r['overhead']:+.0f} %" if "overhead" in r else DASH),
 )
 
 
 def _as_on_cpu(row: dict[str, Any]) -> str:
     if "distance" not in row:
-        return "trains, an overflow skipped by all ranks" if row["ok"] else "no"
+        scaled = ", an overflow skipped by all ranks" * ("float16" in row["method"].split())
+        return f"trains{scaled}" if row["ok"] else "no"
     return "every bit" if row["equal"] else f"{row['distance']:.1g} of the way apart"
 
 
@@ -198,8 +199,9 @@ GPU_GB_PER_S = 1300.0
 def _details(results: Results, section: Section) -> Iterator[Table]:
     """Every cell with the columns that the suite asks for, in one table or in one for each place."""
     suite = results.suite
-    orders = (list(suite.models), [None, *suite.rates], list(suite.nodes), [None, *suite.links], list(suite.methods))
-    cells = sorted(results.records, key=lambda c: [o.index(v) for o, v in zip(orders, c.as_dict().values())])  # type: ignore[attr-defined]
+    rates, links = [None, *suite.rates], [None, *suite.links]
+    orders: list[list[Any]] = [list(suite.models), rates, list(suite.nodes), links, list(suite.methods)]
+    cells = sorted(results.records, key=lambda c: [order.index(value) for order, value in zip(orders, c, strict=True)])
     head = [
         Column(heading, "right" if i else "left", value=functools.partial(QUANTITIES[quantity], results))
         for i, (heading, quantity) in enumerate(section.columns.items())

@@ -17,7 +17,7 @@ from experiments.report.table import Note, Table
 from experiments.training import machine
 
 
-def honesty(results: Results) -> str:
+def caveats(results: Results) -> str:
     """What these numbers are not. A clause that names what is not known falls away."""
     suite, records = results.suite, results.records.items()
     loopback = [name for name, link in suite.links.items() if link.goodput_mbit is None]
@@ -31,7 +31,7 @@ def honesty(results: Results) -> str:
         "loopback": "loopback" if any(c.link in loopback for c, _ in records) else "",
     }
     lacking = [f"{{{key}}}" for key, value in known.items() if not value]
-    clauses = [clause for clause in suite.report.honesty if not any(key in clause for key in lacking)]
+    clauses = [clause for clause in suite.report.caveats if not any(key in clause for key in lacking)]
     return f"{suite.report.summary}: " + "; ".join(clauses).format(**known)
 
 
@@ -56,14 +56,14 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
     if not timed:
         return [(alone, False)]
     counts = [len(r.turns["ms"]) for r in timed]
-    told = say(
+    summary = say(
         "replay_rounds",
         counts=_range(counts, str),
         fewest=LEAST_ROUNDS if max(counts) < LEAST_ROUNDS else None,
-        anew=sum(r.turns["held"] == "one" for r in timed),
+        rebuilt=sum(r.turns["held"] == "one" for r in timed),
         cells=len(timed),
     )
-    said = [(told, False)] + [(alone, False)] * (len(timed) < len(compared))
+    said = [(summary, False)] + [(alone, False)] * (len(timed) < len(compared))
     worlds = {r.turns["world"]: r.turns for r in timed}.values()
     busy = [about for about in worlds if machine.is_busy(about["busy"])]
     if busy:
@@ -128,12 +128,11 @@ def _fastest(results: Results, place: Place) -> Iterator[str]:
         ms, name = next((ms, name) for ms, name in ranking if name != ours)
         label, rival = suite.methods[ours].label.partition(" (")[0], suite.methods[name].label
         found = results.compared(place, ours, name)
-        yield f"{where}: {captions.beside(label, own, rival, ms, found, side if bound else '')}"
+        yield f"{where}: {captions.against(label, own, rival, ms, found, side if bound else '')}"
     if suite.links[place.link].goodput_mbit is None and ranking:
         name = ranking[0][1]
         if (found := results.compared(place, "fp32", name)) is not None:
-            at = found.interval
-            longer = f"takes {found.value:.2f}{between(at.low, at.high) if at else ''} times as long as fp32 DDP"
+            longer = f"takes {found.value:.2f}{between(found.low, found.high)} times as long as fp32 DDP"
             advice = {FASTER: "do not compress: ", OPEN: "not decided whether to compress: ", SLOWER: ""}[found.verdict]
             yield f"{where}: {advice}{suite.methods[name].label}, the fastest compressed method, {longer}."
 

@@ -82,8 +82,7 @@ def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
         if "kernels" in about:
             kernels[r.hardware["device"]] = r
         elif about.get("method") in suite.methods and about["model"] in suite.models:
-            keys = ("model", "rate", "nodes", "link", "method")
-            cells[Cell(**{key: about.get(key) for key in keys})] = r
+            cells[Cell(**{key: about.get(key) for key in Cell._fields})] = r
     return Results(suite, cells, kernels)
 
 

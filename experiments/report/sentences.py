@@ -57,7 +57,7 @@ def _texts() -> Any:
     made = environment(trim=False)
     made.filters |= {"count": count, "times": formats.times}
     made.globals |= {name: getattr(formats, name) for name in FORMATS}
-    made.globals |= {"caveats": honesty, "hardware": hardware, "what": trained}
+    made.globals |= {"caveats": caveats, "hardware": hardware, "what": trained}
     return made.get_template("sentences.j2").module
 
 
@@ -95,10 +95,10 @@ def hardware(r: ResultRecord) -> str:
     return ", ".join([*kinds, f"{h.get('cores')} cores ({h.get('cpu') or 'unknown CPU'})", f"{h.get('memory_gb')} GiB"])
 
 
-def honesty(records: Sequence[ResultRecord]) -> str:
+def caveats(records: Sequence[ResultRecord]) -> str:
     """What these runs are not: emulated nodes, unshaped links, synthetic data, a quick scale."""
     done = [r for r in records if r.status == "completed"] or list(records)
     rates = [r.link["mbit_per_s"] for r in done if r.link["mbit_per_s"]]
     synthetic = any(r.data["synthetic"] for r in done)
-    said = say("honesty", r=done[0], rates=rates, synthetic=synthetic, emulated=done[0].link["kind"] in EMULATED)
+    said = say("caveats_of", r=done[0], rates=rates, synthetic=synthetic, emulated=done[0].link["kind"] in EMULATED)
     return said.removesuffix(";")

@@ -96,7 +96,7 @@ class SpeedupTable:
         base = self.baseline(wire)
         found = None if base is None else metrics.speedup(base.record, row.record)
         alone = base is not None and base.runs == row.runs == 1
-        return found if found is None or alone else replace(found, interval=None)
+        return found if found is None or alone else replace(found, low=None, high=None)
 
     def speedup(self, row: Row, wire: str) -> float | None:
         """The value of `compared`."""

@@ -55,13 +55,13 @@ def _split(key: str) -> Column:
     return measured(name, lambda row: number(row.record.timing.get("split", {}).get(key)), terminal=False)
 
 
-def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
     """The table, its machine and link above it, what it shows below it.
 
-    beside: the published table of the same setting: its speedups are a further column.
+    reference: the published table of the same setting: its speedups are a further column.
     """
     r = table.records[0]
-    said = sentences.honesty(table.records)
+    said = sentences.caveats(table.records)
     notes = [Note(f"{said}.", "caution")] if said else []
     notes.append(Note(f"{sentences.hardware(r)}. Group `{table.group}`."))
     footnotes = failures(table)
@@ -76,25 +76,25 @@ def as_table(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
         footnotes.append(Note(sentences.say("uneven")))
     if checked := arithmetic.of_runs([row.record for row in table.rows]):
         footnotes.append(Note(arithmetic.listed(checked)))
-    if predicted := prediction.trained_sentence([row.record for row in table.rows]):
+    if predicted := sentences.say("trained", rows=prediction.trained_rows([row.record for row in table.rows])):
         footnotes.append(Note(predicted))
     if summary := captions.compression(table):
         footnotes.append(Note(summary, "strong"))
-    shown = [*columns(table), *([published_column(beside)] if beside else [])]
+    shown = [*columns(table), *([published_column(reference)] if reference else [])]
     return Table.of(shown, table.rows, title=sentences.title(r), notes=tuple(notes), footnotes=tuple(footnotes))
 
 
-def closing(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
+def closing(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
     """How a comparison ends: `as_table` with the metric of what was trained on real data, without what nobody measured."""
-    made, metric = as_table(table, beside), Table.of([metric_column(table)], table.rows)
+    made, metric = as_table(table, reference), Table.of([metric_column(table)], table.rows)
     columns = (made.columns[0], *metric.columns, *made.columns[1:])
     rows = tuple((own[0], *value, *own[1:]) for own, value in zip(made.rows, metric.rows, strict=True))
     known = [c.terminal and {*cells} != {DASH} for c, cells in zip(columns, zip(*rows, strict=True), strict=True)]
     return replace(made, columns=tuple(replace(c, terminal=k) for c, k in zip(columns, known, strict=True)), rows=rows)
 
 
-def as_papers(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
-    """As papers compare methods: bytes, rounds, state, time and metric of each; beside: as in `as_table`."""
+def as_papers(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
+    """As papers compare methods: bytes, rounds, state, time and metric of each; reference: as in `as_table`."""
     shown = as_table(table)
     columns = [
         Column("method", "left", value=lambda row: row.label),
@@ -107,7 +107,7 @@ def as_papers(table: SpeedupTable, beside: SpeedupTable | None = None) -> Table:
         measured("state", lambda row: size(row.record.state_bytes_per_rank)),
         measured("step ms", lambda row: "mean " * row.uneven + number(row.seconds and 1000 * row.seconds)),
         measured("speed vs fp32", lambda row: captions.versus(table, row, "fp32")),
-        *([published_column(beside)] if beside else []),
+        *([published_column(reference)] if reference else []),
         metric_column(table),
     ]
     footnotes = (Note(sentences.say("papers")), *shown.footnotes)

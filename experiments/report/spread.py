@@ -37,7 +37,7 @@ class Run:
 
 
 def runs(records: Sequence[ResultRecord], exp: str, nodes: int) -> list[Run]:
-    """All comparisons in turns of an experiment on so many nodes, the oldest first; only those in which nothing failed."""
+    """All interleaved comparisons of an experiment on so many nodes, the oldest first; only those in which nothing failed."""
     wanted = [r for r in records if r.exp == exp and r.nodes == nodes and r.group is not None]
     failed = {r.group for r in wanted if r.status != "completed"}
     wanted = [r for r in wanted if r.turns and r.group not in failed]
@@ -52,7 +52,7 @@ def largest(some: Sequence[Run], bound: bool = False) -> float | None:
     """By what share the speedups of any two runs differ at most, of any method and baseline; None for fewer than two.
 
     With `bound` those of the bound alone, else those of all methods: what a method gains is the product's claim, what
-    the bound would gain is the scale beside it.
+    the bound would gain is the scale next to it.
     """
     if len(some) < 2:
         return None
@@ -77,11 +77,11 @@ def as_table(found: Sequence[Run]) -> Table:
 
 def sentences(found: Sequence[Run]) -> list[str]:
     """What the study found, against what is asked for."""
-    idle, told = [run for run in found if not run.busy], []
+    idle, rows = [run for run in found if not run.busy], []
     for some, limit, what in ((idle, IDLE, "on the idle machine"), (found, BUSY, "with those on the busy one")):
         if (worst := largest(some)) is not None and (some is idle or len(idle) < len(found)):
-            told.append((len(some), what, limit, worst, largest(some, bound=True)))
-    return lines("spread", told=told)
+            rows.append((len(some), what, limit, worst, largest(some, bound=True)))
+    return lines("spread", rows=rows)
 
 
 def _ratio(method: str, wire: str) -> Column:

@@ -142,7 +142,7 @@ class Table:
     def laid_out(self, width: int) -> tuple[list[list[str]], list[int]]:
         """Headings and rows as they fit into `width` characters, and the widths of the columns that do."""
         headings, rows = self.printed()
-        for interval in (r" \1\2", r"\2\n\1", r"\2"):  # as it is, below the value, left out
+        for interval in (r" \1\2", r"\2\n\1", r"\2"):  # inline, below the value, left out
             lines = [[line[0], *(INTERVAL.sub(interval, cell) for cell in line[1:])] for line in (headings, *rows)]
             columns = list(zip(*lines, strict=True))
             needed = [max([_longest(c[0].split()), *map(_needed, c[1:])]) for c in columns]

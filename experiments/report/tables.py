@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from experiments.records.record import LOCAL, ResultRecord, place, read_all, write_file
+from experiments.records.record import LOCAL, ROOT, ResultRecord, place, read_all, write_file
 from experiments.report import (
     accuracy,
     accuracy_page,
@@ -75,20 +76,23 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
     return files
 
 
-def write(results_dir: str | Path, exp: str | None = None) -> list[Path]:
-    """Brings tables and plots up to date with the records, of one experiment or of all. Returns what it made."""
-    found = _files(results_dir, exp)
+def write(results_dir: str | Path, exp: str | None = None, more: Mapping[Path, bytes] | None = None) -> list[Path]:
+    """Brings tables and plots up to date with the records, of one experiment or of all. Returns what it made.
+
+    more: further files that belong to them.
+    """
+    found = _files(results_dir, exp) | dict(more or {})
     written = save(found)
     for path in _stale(results_dir, found, exp):
         path.unlink()
     return written
 
 
-def check(results_dir: str | Path, exp: str | None = None) -> list[str]:
+def check(results_dir: str | Path, exp: str | None = None, more: Mapping[Path, bytes] | None = None) -> list[str]:
     """Names of the tables and plots on disk that differ from what the records say: changed, missing or left over."""
-    found = _files(results_dir, exp)
+    found = _files(results_dir, exp) | dict(more or {})
     wrong = differing(found) + _stale(results_dir, found, exp)
-    return [path.relative_to(results_dir).as_posix() for path in wrong]
+    return [p.relative_to(results_dir if p.is_relative_to(results_dir) else ROOT).as_posix() for p in wrong]
 
 
 def _files(results_dir: str | Path, exp: str | None) -> dict[Path, bytes]:
@@ -125,7 +129,7 @@ def print_group(
     Returns the tables that it has printed.
 
     view:    what is shown of the measured table and of the published one of the same setting (None: there is none).
-    kinds:   of the papers' numbers beside it, "speedup" and "accuracy".
+    kinds:   of the papers' numbers next to it, "speedup" and "accuracy".
     verbose: also how it was measured, how to read it, and what was published.
     """
     results = Path(results_dir)
@@ -147,11 +151,11 @@ def print_group(
         for note in published.note(table, theirs, known) if verbose else ():
             note.show(console)
     for exp in sorted({r.exp for r in records}) if verbose else ():
-        for sentence in (said for kind in kinds for said in published.beside(exp, kind)):
+        for sentence in (said for kind in kinds for said in published.quoted(exp, kind)):
             console.print(sentence, style="dim", markup=False, highlight=False)
     print_places(console, results, group)
     if not verbose:
-        folder = "" if str(results) == LOCAL else f" --results {results}"
+        folder = "" if str(results) == LOCAL else f" --results {shlex.quote(str(results))}"
         again = f"python experiments/tables.py{folder} --group {group} --verbose"
         console.print("more:   " + again, style="dim", soft_wrap=True, markup=False, highlight=False)
     return printed

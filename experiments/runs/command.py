@@ -36,7 +36,7 @@ def start(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def told(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+def report_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """A command whose errors are one line each and end it with their exit status."""
 
     @functools.wraps(main)

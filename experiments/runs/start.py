@@ -39,7 +39,7 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
     """
     workload = compose.check(composed)
     if alone:
-        introduce(composed, workload)
+        print_banner(composed, workload)
     calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
     try:
@@ -62,7 +62,7 @@ def how_to_resume(spec: RunSpec) -> str:
     return f"a checkpoint of step {steps[-1]} is saved; to resume:\n  {again}"
 
 
-def introduce(composed: Composed, workload: Workload) -> None:
+def print_banner(composed: Composed, workload: Workload) -> None:
     """Prints what the numbers of a run are and are not."""
     resolved = compose.resolve(composed)
     nodes_given = any(o.startswith("cluster.nodes=") for o in composed.overrides)
@@ -76,7 +76,7 @@ def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool,
     said = sentences.say("headline", **about)
     if scale == "paper" or not (compose.CONF / "exp" / f"{exp}.yaml").is_file():
         return said
-    whose = "The paper's setting" if any(published.beside(exp, k) for k in ("speedup", "accuracy")) else "The full run"
+    whose = "The paper's setting" if any(published.quoted(exp, k) for k in ("speedup", "accuracy")) else "The full run"
     command = make_command(exp) + (f" NODES={resolved['cluster']['nodes']}" if nodes_given else "") + " SCALE=paper"
     if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
         command += " DATA=/path/to/data"
@@ -98,10 +98,10 @@ def under_torchrun() -> bool:
 def join(composed: Composed, *, command: str) -> RunSpec:
     """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
     rank = int(os.environ["RANK"])
-    take_place(composed)
+    adopt_torchrun_world(composed)
     workload = compose.check(composed, rank_zero=rank == 0)
     if rank == 0:
-        introduce(composed, workload)
+        print_banner(composed, workload)
     command = under(composed.config.cluster, command)
     spec = compose.make_spec(composed, command=command) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
@@ -130,7 +130,7 @@ def as_rank(
     worker.run_rank(spec, train, on_failure)
 
 
-def take_place(composed: Composed) -> None:
+def adopt_torchrun_world(composed: Composed) -> None:
     """Makes the cluster of a configuration the world that torchrun has made. Raises UserError."""
     world = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -54,7 +54,7 @@ def asked(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def of_number(text: str) -> str:
-    """A number in one way of writing it; any other text as it is."""
+    """A number in one way of writing it; any other text unchanged."""
     try:
         return repr(float(text))
     except ValueError:
@@ -65,12 +65,12 @@ def of_number(text: str) -> str:
 
 
 def diverged(reason: str | None) -> bool:
-    """Whether a failure is the method's own doing: its loss became no number."""
+    """Whether a failure is the method's own doing: its loss diverged."""
     return DIVERGED in (reason or "")
 
 
 def counts(r: ResultRecord) -> bool:
-    """Whether the run need not be tried again: it ended well, or its loss became no number."""
+    """Whether the run need not be tried again: it ended well, or its loss diverged."""
     return r.status == "completed" or diverged(r.reason)
 
 
@@ -82,7 +82,7 @@ def score(r: ResultRecord | None) -> float | None:
     return None if value is None else float(value) * (1 if r.metric.get("higher_is_better", True) else -1)
 
 
-def told(r: ResultRecord) -> str:
+def outcome(r: ResultRecord) -> str:
     """What a run came to, in a few words."""
     if r.status != "completed":
         return f"failed: {r.reason}"
@@ -177,7 +177,7 @@ class Study:
         """The record of `composed`, which is run if it is not there and it is asked for. None: there is none."""
         name, title = asked(composed.overrides), f"{labels.method(compose.resolve(composed))}, {what}"
         if (there := self.done(name)) is not None:
-            say(f"{title}: recorded, {told(there)}")
+            say(f"{title}: recorded, {outcome(there)}")
         elif asked_for:
             self.todo += 1
             say(f"{title}: {'to run' if self.dry_run else 'runs now'}")
@@ -188,11 +188,11 @@ class Study:
 
 
 @dataclass
-class Grid:
+class SweepQueue:
     """Rows of a study on their way.
 
     given:   the user's own overrides, of every row. wandb_group: of the runs in W&B, unless the user gives one.
-    patient: a rate is chosen among all of a row's rivals; else among those that are recorded when all were tried.
+    patient: a rate is chosen among all of a row's candidates; else among those that are recorded when all were tried.
     tried:   places of rows that this process has run. said: the last word on each row.
     """
 
@@ -218,11 +218,11 @@ class Grid:
 
     def is_chosen(self, row: Row) -> bool | None:
         """Whether the row's learning rate did best with the seeds that choose; None where that cannot be said yet."""
-        every = [overrides for rate in row.rivals for overrides in rate]
+        every = [overrides for rate in row.candidates for overrides in rate]
         waits = self.patient or self.study.dry_run or any(self.name(o) in self.elsewhere for o in every)
         if waits and any(self.of(o) is None for o in every):
             return None
-        found = [[score(self.of(o)) for o in rate] for rate in row.rivals]
+        found = [[score(self.of(o)) for o in rate] for rate in row.candidates]
         scores = [statistics.fmean(-math.inf if s is None else s for s in rate) for rate in found]
         return not scores or (max(scores) > -math.inf and scores.index(max(scores)) == row.place)
 
@@ -242,7 +242,7 @@ class Grid:
                 done += 1
                 self.say(place, "recorded")
             elif chosen is None:
-                waiting.add((row.rivals, row.overrides[-1]))
+                waiting.add((row.candidates, row.overrides[-1]))
                 self.say(place, "to run if its learning rate does best")
             else:
                 todo += chosen

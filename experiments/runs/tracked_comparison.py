@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,8 +94,8 @@ def numbers(table: SpeedupTable, row: Row) -> dict[str, Cell]:
     t, sent, ratios = r.timing, r.bytes_per_step, dict[str, Cell]()
     for name, wire in BASELINES.items():
         found = table.compared(row, wire)
-        ratios[name] = None if found is None else found.value
-        ratios |= {f"{name}_{end}": None if found is None else found.ends.get(end) for end in ("low", "high")}
+        ends = {"": "value", "_low": "low", "_high": "high"}
+        ratios |= {name + suffix: getattr(found, end, None) for suffix, end in ends.items()}
     return {
         "method": row.label,
         "wire": r.wire,
@@ -116,19 +117,12 @@ def numbers(table: SpeedupTable, row: Row) -> dict[str, Cell]:
 
 def rounds_of(r: ResultRecord, name: str) -> list[list[Cell]]:
     """Rows of the table `rounds`: one for each round of an interleaved method, which the tables call `name`."""
-    ms, steps, dilations = (list(r.turns.get(key) or ()) for key in ("ms", "steps", "dilations"))
-    return [
-        [name, number + 1, ms[number], steps[number], dilations[number] if number < len(dilations) else None, r.id]
-        for number in range(len(ms))
-    ]
+    known = itertools.zip_longest(*(r.turns.get(key) or () for key in ("ms", "steps", "dilations")))
+    return [[name, number, *values, r.id] for number, values in enumerate(known, start=1)]
 
 
 def summary(measured: Sequence[SpeedupTable]) -> dict[str, Any]:
     """The ratios by row, for tables of many comparisons: {"vs_fp32/Birder": 2.1, ...}."""
-    found = {}
-    for table in measured:
-        for row in table.rows:
-            for name, wire in BASELINES.items():
-                if (value := table.speedup(row, wire)) is not None:
-                    found[f"{name}/{row.label}"] = value
-    return found
+    rows = [(table, row) for table in measured for row in table.rows]
+    every = {f"{name}/{row.label}": t.speedup(row, wire) for t, row in rows for name, wire in BASELINES.items()}
+    return {name: value for name, value in every.items() if value is not None}

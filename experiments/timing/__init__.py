@@ -1,1 +1,1 @@
-"""How fast this machine is beside the cluster that it stands for."""
+"""How fast this machine is compared with the cluster that it stands for."""

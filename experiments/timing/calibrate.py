@@ -3,7 +3,7 @@ cluster is emulated.
 
 With `cluster.dilation=auto`, D = (forward and backward here, nothing sent, nothing updated) / (a step on the target GPU, from
 `timeline`). The emulated link is then D times slower than the real one, so that communication keeps its share of the step.
-Measured on the same emulated nodes that the runs will use, by experiments/timing/turns.py, which methods in turns ask
+Measured on the same emulated nodes that the runs will use, by experiments/timing/turns.py, which interleaved comparisons ask
 themselves.
 """
 

@@ -1,4 +1,4 @@
-"""Which steps of a method are alike: its warm-up, and the cycle after which its steps repeat in kind."""
+"""Which steps of a method are of one kind: its warm-up, and the cycle after which its steps repeat in kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def warm_up(optimizer: BucketOptimizer, least: int) -> int:
 
 
 def cycle(optimizer: BucketOptimizer, start: int) -> int:
-    """Steps after which the kinds of steps repeat, from step number `start` on; 1 where all are alike or none repeats."""
+    """Steps after which the kinds of steps repeat, from step `start` on; 1 where all are of one kind or none repeats."""
     kinds = [kind(optimizer, start + k) for k in range(2 * LONGEST)]
     for period in range(1, LONGEST + 1):
         if all(kinds[k] == kinds[k + period] for k in range(2 * LONGEST - period)):

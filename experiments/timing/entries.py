@@ -146,22 +146,22 @@ class Bound(Entry):
         steps: int,
         watch: Stopwatch,
         timed: bool = False,
-        beside: tuple[torch.optim.Optimizer, Any] | None = None,
+        optimizer_and_hook: tuple[torch.optim.Optimizer, Any] | None = None,
     ) -> float:
-        """beside: an optimizer that takes its steps, and its hook; without one nothing is sent."""
+        """optimizer_and_hook: an optimizer that takes its steps, and its hook; without one nothing is sent."""
         ddp, shard = self.shared.ddp, self.shared.shard
         self.own.enter()
         ready, begins = ddp.send_nothing(), [(0, 0.0)] * steps
-        if beside is not None:
-            ddp.use(beside[1])
+        if optimizer_and_hook is not None:
+            ddp.use(optimizer_and_hook[1])
             ddp.broadcast_buffers = False
         watch.start()
         for number in range(steps):
             begins[number] = (len(ready), time.perf_counter())
             ddp.zero_grad(set_to_none=True)
             method.forward_backward(self.shared.workload, ddp, self.stream, self.settings, shard.device)
-            if beside is not None:
-                beside[0].step()
+            if optimizer_and_hook is not None:
+                optimizer_and_hook[0].step()
         seconds = watch.stop()
         self.passed = ready[begins[-1][0] :] or self.passed if steps else []
         if timed and watch.device.type != "cuda":  # there the host only queues work
@@ -192,7 +192,7 @@ class Variant(Entry):
         self.clock = StepClock(0, self.shared.shard.device, every=10**9)
         self.updates: list[float] = []
         self.sent = [0, 0, 0]  # bytes within the node, between nodes, collectives
-        self.told: Rounds | None = None
+        self.traffic: Rounds | None = None
 
     def make(self) -> None:
         """Begins the training. Sets `failed` where that cannot be."""
@@ -246,9 +246,9 @@ class Variant(Entry):
         if timed and self.method is not None:
             counter = self.method.attachment.counter
             counter.reset()
-            if self.told is None:
-                self.told = Rounds(counter)
-            self.told.follow(counter)
+            if self.traffic is None:
+                self.traffic = Rounds(counter)
+            self.traffic.follow(counter)
         super().begin(timed)
 
     def end(self, timed: bool) -> None:
@@ -272,8 +272,8 @@ class Variant(Entry):
             losses.append(self.method.step(self.stream, *([self.clock.part] if timed else [])))
             if timed:
                 self.clock.stop()
-                assert self.told is not None
-                self.told.end_step()
+                assert self.traffic is not None
+                self.traffic.end_step()
                 sampled += [] if watch.device.type == "cuda" else self.method.update_seconds()
         self.method.optimizer.pipeline.wait()  # what the last step still sends is this method's
         seconds = watch.stop()

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.cells import timelines
 from experiments.timing.calibrate import Calibration
 from experiments.training import rank_link
-from launch import link_file as told
+from launch import link_file
 from launch.errors import UserError
 from launch.spec import RunSpec
 
@@ -32,9 +32,10 @@ class Links:
 
     def __init__(self, spec: RunSpec, agree: Callable[[Callable[[], Any]], Any], say: Callable[[str], None]) -> None:
         self.folder, self.config, self.agree, self.say = spec.path, spec.config, agree, say
-        self.known = agree(lambda: told.read(spec.path))
+        self.known = agree(lambda: link_file.read(spec.path))
         self.shapes = bool(self.known.get("shaped")) and self.known.get("set_mbit_per_s") is None
         self.mbit: float | None = None
+        self.dilation = 1.0
         self.pace: deque[float] = deque(maxlen=BOUND_TURNS)
         self.set_to: list[tuple[float, float, float]] = []
 
@@ -58,7 +59,7 @@ class Links:
         else:
             dilation = float(asked)
 
-        self.mbit = self.agree(lambda: rank_link.capacity(self.config, dilation))
+        self.mbit, self.dilation = self.agree(lambda: rank_link.capacity(self.config, dilation)), dilation
         self.check(self.mbit, dilation)
         if self.known.get("note"):
             self.say(self.known["note"])
@@ -69,7 +70,7 @@ class Links:
 
         def check() -> dict[str, Any]:
             rank_link.ask(self.folder, f"check {mbit:.6g}")
-            return told.read(self.folder)
+            return link_file.read(self.folder)
 
         self.known = {**self.agree(check), "dilation": dilation}
 
@@ -79,9 +80,10 @@ class Links:
             return
         pace = statistics.median(self.pace)
         dilation = self._calibration(pace).dilation
-        with contextlib.suppress(UserError):  # more than this machine can carry: as it was
-            self.mbit = rank_link.capacity(self.config, dilation)
-            self.set_to.append((pace, dilation, self.mbit))
+        with contextlib.suppress(UserError):  # more than this machine can carry: unchanged
+            self.mbit, self.dilation = rank_link.capacity(self.config, dilation), dilation
+        assert self.mbit is not None
+        self.set_to.append((pace, self.dilation, self.mbit))
         self.set()
 
     def free(self) -> None:

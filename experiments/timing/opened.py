@@ -1,10 +1,10 @@
 """What the exchange of fp32 and bf16 DDP costs on this machine itself, and whether emulated links carry what they should.
 
 All nodes share this machine's cores, so that what sends, receives, adds up and casts takes them from backward. On a cluster
-of GPUs it would not. To tell it from the link, beside some of the rounds
+of GPUs it would not. To tell it from the link, next to some of the rounds
 
     open links   dense methods take a turn on links that slow nothing down: what a step takes with the exchange's own work
-    alone        the same buckets, all-reduced as in a step, on the links as they are, while nobody computes
+    alone        the same buckets, all-reduced as in a step, on the links as set, while nobody computes
 
 and the bound's timed turns say when each of DDP's buckets is ready. experiments/report/arithmetic.py makes the check of them.
 Only where the ranks set the links' rate.
@@ -28,7 +28,7 @@ from experiments.training.clock import Stopwatch
 from experiments.training.world import gathered
 
 EVERY = 4
-"""Beside every so many rounds, the first among them: some 10 % of a comparison's time."""
+"""After every so many rounds, the first among them: some 10 % of a comparison's time."""
 PAUSE_S = 0.1
 """Before an exchange alone: links' token buckets fill up, as between the exchanges of two steps."""
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,7 +40,7 @@ def due(number: int, held: bool = True) -> bool:
 
 
 def dense(config: dict[str, Any]) -> bool:
-    """Whether a method of this resolved configuration all-reduces DDP's buckets, as they are or cast."""
+    """Whether a method of this resolved configuration all-reduces DDP's buckets, in fp32 or cast."""
     plain = labels.class_name(config["optimizer"]) in labels.DENSE
     return plain and bool(config["comm"]["enabled"]) and labels.wire(config) in WIRES
 
@@ -48,7 +48,7 @@ def dense(config: dict[str, Any]) -> bool:
 def ready(bound: Bound) -> list[list[float]]:
     """[elements, ms after the step's begin] of each bucket, when it is ready on the slowest rank: the median step's.
 
-    Empty where nothing has told. Called on every rank, same result on all.
+    Empty where nothing was reported. Called on every rank, same result on all.
     """
     everyone: list[list[list[tuple[int, float]]]] = gathered(bound.ready)
     steps = list(zip(*everyone, strict=True))
@@ -95,7 +95,7 @@ class Exchange:
             all_reduce(buffers, self.group)
             self.ms[wire].append(1000 * max(gathered(watch.stop())))
 
-    def told(self, wire: str) -> dict[str, Any]:
+    def of_wire(self, wire: str) -> dict[str, Any]:
         """What records say: {exchange_ms, exchange_mbit_per_s}, of each turn its time and what the links were set to."""
         if not self.ms.get(wire):
             return {}

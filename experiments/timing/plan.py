@@ -1,4 +1,4 @@
-"""The launcher's half of methods in turns: which comparisons share one world, and how it is started."""
+"""The launcher's half of an interleaved comparison: which comparisons share one world, and how it is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHARED_KEYS = (
 """... and single keys."""
 
 
-def why_runs(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
+def reason_not_interleaved(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
     """Why these variants are run one after the other, each in another world; None where they take turns.
 
     With timing.mode=auto those take turns that are only timed: synthetic data at quick scale. Raises UserError where

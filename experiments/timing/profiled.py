@@ -1,8 +1,8 @@
-"""What a world's prediction is made from beside its bound: kernels and exchanges, on all ranks at once and on open links.
+"""What a world's prediction is made from besides its bound: kernels and exchanges, on all ranks at once and on open links.
 
 Taken before the rounds, while nobody computes. The ranks of an emulated cluster share a machine's cores: what a kernel takes
 here is what it takes with all of them at it, and an exchange on links that slow nothing down is what sending costs those
-cores. What messages cost beside a model that computes: `bits_ms`. experiments/cells/trained.py makes the prediction. One rank
+cores. What messages cost while a model computes: `bits_ms`. experiments/cells/trained.py makes the prediction. One rank
 a node only: what a rank sends is then what its NIC sends.
 """
 
@@ -111,7 +111,7 @@ def _median(task: Callable[[], Any]) -> float:
     return float(statistics.median(taken[1:]))
 
 
-# ---- messages beside a model that computes: bits that mean nothing ----------------------------------------------------
+# ---- messages next to a model that computes: bits that mean nothing ----------------------------------------------------
 
 
 class Bits(BucketOptimizer):
@@ -154,12 +154,12 @@ def bits_ms(bound: Bound, groups: Sequence[dict[str, Any]], unit_mb: float, turn
     n, watch = dist.get_world_size(ddp.process_group), Stopwatch(bound.shared.shard.device)
     optimizer = Bits([{"params": g["params"], "lr": 0.0} for g in groups], {"lr": 0.0, "weight_decay": 0.0})
     attachment = birder.attach(ddp, optimizer, topology=Topology(n, 1), unit_mb=unit_mb)
-    beside = optimizer, ddp.hook
+    optimizer_and_hook = optimizer, ddp.hook
     taken: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(turns + 1):
         for sending in taken:
             dist.barrier()
-            seconds = bound.turn(1, watch, beside=beside if sending else None)
+            seconds = bound.turn(1, watch, optimizer_and_hook=optimizer_and_hook if sending else None)
             taken[sending].append(max(gathered(seconds)))
     attachment.close()
     ddp.use(None)

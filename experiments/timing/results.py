@@ -51,24 +51,24 @@ def write(
             turns = {**about, "ms": [round(1000 * s, 4) for s in entry.per_step()], "steps": entry.steps}
             if entry.open:
                 turns["open_ms"] = [round(1000 * s, 4) for s in entry.open]
-                turns |= exchange.told(labels.wire(described["config"]))
+                turns |= exchange.of_wire(labels.wire(described["config"]))
             made_record = record.from_spec(own, turns=turns, **fields, **known)
         record.write(made_record, described["config"]["results_dir"])
         timing = fields.get("timing")
-        told = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing else f"failed: {entry.failed}"
-        say(f"{labels.method(described['config'])}: {told}")
+        outcome = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing else f"failed: {entry.failed}"
+        say(f"{labels.method(described['config'])}: {outcome}")
 
 
 def _measured(spec: RunSpec, shard: Shard, workload: Workload, entry: Entry) -> dict[str, Any]:
     """Fields of a record. Called on every rank."""
     settings = spec.config["train"]
     variant = entry if isinstance(entry, Variant) else None
-    told = variant.told if variant else None
+    seen = variant.traffic if variant else None
     sent = variant.sent if variant else [0, 0, 0]
     state = all_sum([float(variant.state_bytes if variant else 0)], shard)[0] / shard.world_size
     steps = sum(entry.steps)
     samples = workload.samples(int(settings["batch_per_rank"])) * int(settings["accumulate"]) * shard.world_size
-    uneven = told is not None and told.uneven
+    uneven = seen is not None and seen.uneven
     timing = clock.summary(
         1000 * np.array(entry.per_step()), samples, uneven, variant.clock.split() if variant else {}, steps
     )
@@ -82,6 +82,6 @@ def _measured(spec: RunSpec, shard: Shard, workload: Workload, entry: Entry) -> 
         "timing": timing,
         "bytes_per_step": traffic.per_step(sent, entry.nic, spec.nodes, steps, shard),
         "collectives_per_step": round(sent[2] / steps, 2),
-        "rounds_per_step": round((told.per_step if told else None) or 0.0, 4),
+        "rounds_per_step": round((seen.per_step if seen else None) or 0.0, 4),
         "state_bytes_per_rank": round(state),
     }

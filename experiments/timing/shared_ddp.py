@@ -32,7 +32,7 @@ def _hook(switch: _Switch, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def _nothing(ready: list[Ready], bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sends nothing: the bucket stays as it is, and is noted."""
+    """Sends nothing: the bucket is unchanged, and noted."""
     ready.append(Ready(bucket.buffer().numel(), time.perf_counter(), bucket.parameters()))
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())

@@ -1,6 +1,6 @@
-"""Methods timed in turns: one world of ranks, one model, one set of data; in every round each method runs a few steps.
+"""Interleaved timing of methods: one world of ranks, one model, one set of data; in every round each method runs a few steps.
 
-Every rank runs `train`. The order of the turns is shuffled in every round, alike on all ranks. Each method trains for itself:
+Every rank runs `train`. The order of turns is shuffled in every round, the same on all ranks. Each method trains for itself:
 parameters, buffers, random state and batches are its own, and its steps those of a single run. A method whose turn has
 ended leaves the ranks no sooner than the slowest of them: a turn is as long as on the slowest rank.
 
@@ -48,7 +48,7 @@ MEMORY = 0.8
 
 
 def train(spec: RunSpec) -> None:
-    """Times the variants of `spec.config["variants"]` in turns; rank 0 writes a record for each.
+    """Times the variants of `spec.config["variants"]`, interleaved; rank 0 writes a record for each.
 
     Raises UserError for what the user can mend. A method that fails on all ranks is recorded as failed and left out.
     """
@@ -155,7 +155,7 @@ class _World:
                 entry.free()
 
     def _profile(self) -> dict[str, Any] | None:
-        """What is known of machine and links beside the bound, where the ranks set the links' rate; they are open."""
+        """What is known of machine and links besides the bound, where the ranks set the links' rate; they are open."""
         if not self.links.shapes or self.shard.device.type == "cuda" or self.spec.ranks_per_node > 1:
             return None
         return self._profiled()
@@ -165,7 +165,7 @@ class _World:
         decay = max((float(v.config["optimizer"].get("weight_decay", 0.0)) for v in self.variants), default=0.0)
         groups = self.workload.param_groups(model, decay)
         found = profile(self.bound.passed, self.ddp, groups, unit_mb)
-        # As many turns as rounds: what is predicted from them is not to be less sure than what it is set beside.
+        # As many turns as rounds: what is predicted from them is not to be less sure than what it is compared with.
         return {**found, "bits_ms": round(bits_ms(self.bound, groups, unit_mb, self.rounds), 3)}
 
     def _hold_one(self, needed: int) -> None:
@@ -281,20 +281,20 @@ class _World:
 
     def _same(self, entry: Entry, seconds: float = 0.0) -> list[float]:
         """Every rank's seconds. A failure of any rank is one of the method, on all of them."""
-        told = gathered((seconds, entry.failed))
-        entry.failed = next((failed for _, failed in told if failed is not None), None)
-        return [took for took, _ in told]
+        answers = gathered((seconds, entry.failed))
+        entry.failed = next((failed for _, failed in answers if failed is not None), None)
+        return [took for took, _ in answers]
 
     def _agree(self, act: Callable[[], Any]) -> Any:
         """What `act` returns on rank 0, on every rank; what it raises is raised on every rank."""
-        told: list[Any] = [None]
+        answers: list[Any] = [None]
         if self.main:
             try:
-                told = [("value", act())]
+                answers = [("value", act())]
             except (UserError, RuntimeError, OSError) as error:
-                told = [("wrong" if isinstance(error, UserError) else "failed", str(error))]
-        dist.broadcast_object_list(told, src=0)
-        kind, value = told[0]
+                answers = [("wrong" if isinstance(error, UserError) else "failed", str(error))]
+        dist.broadcast_object_list(answers, src=0)
+        kind, value = answers[0]
         if kind != "value":
             raise UserError(value) if kind == "wrong" else RuntimeError(value)
         return value

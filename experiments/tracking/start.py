@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from experiments.tracking import tensorboard_run, wandb_run
-from experiments.tracking.tracked import About, TrackedRun
+from experiments.tracking.tracked import About, TrackedRun, warn
 from launch.words import say
 
 
 def start(about: About) -> TrackedRun:
     """The run, begun. Prints what is recorded where, or that nothing is. Does not raise."""
-    tracker = about.config.get("tracker", "wandb")
-    if tracker == "tensorboard":
-        run: TrackedRun = tensorboard_run.begin(about)
-    elif tracker == "wandb":
-        run = wandb_run.begin(about)
-    else:
-        run = TrackedRun("tracker: nothing is recorded (tracker=none)")
+    trackers = {"tensorboard": tensorboard_run, "wandb": wandb_run}
+    run = TrackedRun("tracker: nothing is recorded (tracker=none)")
+    if tracker := trackers.get(about.config.get("tracker", "wandb")):
+        try:
+            run = tracker.begin(about)
+        except Exception as error:
+            warn(tracker.SERVICE, f"{error}; nothing is recorded there")
+            run = TrackedRun()
     if run.line:
         say(run.line)
     return run

@@ -11,20 +11,16 @@ from typing import Any
 import yaml
 
 from experiments.records import privacy
-from experiments.tracking.tracked import About, Cell, TrackedRun, shown, warn
+from experiments.tracking.tracked import About, Cell, TrackedRun, shown
 
 SERVICE = "TensorBoard"
 
 
 def begin(about: About) -> TrackedRun:
-    """The run, or one that records nothing where TensorBoard is not installed or cannot write."""
+    """The run, or one that records nothing where TensorBoard is not installed. Raises what TensorBoard raises."""
     if importlib.util.find_spec("tensorboard") is None:
         return TrackedRun(f"{SERVICE}: nothing is recorded (not installed: pip install tensorboard)")
-    try:
-        return TensorBoardRun(about)
-    except Exception as error:
-        warn(SERVICE, f"{error}; nothing is recorded there")
-        return TrackedRun()
+    return TensorBoardRun(about)
 
 
 class TensorBoardRun(TrackedRun):

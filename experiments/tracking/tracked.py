@@ -16,7 +16,7 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker is told of a run when it begins.
+    """What a tracker gets of a run when it begins.
 
     id:     of the run or the comparison; no two are the same.
     group:  runs that belong together, such as those of one comparison; None: none.

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from experiments.records import privacy
-from experiments.tracking.tracked import About, Cell, TrackedRun, shown, warn
+from experiments.tracking.tracked import About, Cell, TrackedRun, shown
 
 SERVICE = "W&B"
 INIT_S = 30.0
@@ -68,7 +68,8 @@ def choose_mode(wanted: str) -> tuple[str, str]:
 
 
 def begin(about: About) -> TrackedRun:
-    """The run, or one that records nothing. Where the server does not answer, the run is recorded offline."""
+    """The run, or one that records nothing. Where the server does not answer, the run is recorded offline; raises what W&B
+    raises of that."""
     mode, why = choose_mode(about.config.get("wandb", {}).get("mode", "disabled"))
     if mode == "disabled":
         return TrackedRun(f"{SERVICE}: nothing is recorded ({why})")
@@ -77,11 +78,7 @@ def begin(about: About) -> TrackedRun:
             return WandbRun(about, "online")
         except Exception as error:
             why = " ".join(str(error).split())[:160]
-    try:
-        return WandbRun(about, "offline", why)
-    except Exception as error:
-        warn(SERVICE, f"{error}; nothing is recorded there")
-        return TrackedRun()
+    return WandbRun(about, "offline", why)
 
 
 class WandbRun(TrackedRun):

@@ -29,7 +29,7 @@ from launch.words import say
 def train(spec: RunSpec) -> None:
     """Trains as the rank that torchrun's environment names, and writes the record on rank 0.
 
-    Raises UserError for what the user can mend, RuntimeError when the loss is no number any more.
+    Raises UserError for what the user can mend, RuntimeError when the loss has diverged (NaN or inf).
     """
     with world(spec) as shard:
         _Run(spec, shard).run()
@@ -125,7 +125,7 @@ class _Run:
         self._finish(tracker, samples)
 
     def _check_losses(self) -> None:
-        """Raises RuntimeError for the first loss that is no number. With a GradScaler steps that overflow are skipped."""
+        """Raises RuntimeError for the first loss that is NaN or inf. With a GradScaler steps that overflow are skipped."""
         for step, loss in self.losses:
             if self.method.scaler is None and not math.isfinite(value := float(loss)):
                 raise RuntimeError(f"the loss is {value} at step {step}: lower optimizer.lr")
@@ -170,6 +170,7 @@ class _Run:
         self.nic.pause()
         # One process that computes for all ranks says nothing about their time.
         timing: dict[str, Any] = {"steps": 0}
+        self.clock.settle()
         if not self.virtual:
             timing = self.clock.summary(samples, uneven=self.rounds.uneven)
         spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)

@@ -25,7 +25,7 @@ from launch.spec import RunSpec
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Part = Callable[..., None]
-"""Told of the parts of a step as they end: `part(name)`, or `part(name, seconds)` (`StepClock.part`)."""
+"""Called with the parts of a step as they end: `part(name)`, or `part(name, seconds)` (`StepClock.part`)."""
 
 
 RELEASED: dict[tuple[type, Any], Any] = {
@@ -165,7 +165,7 @@ class Method:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first group, as it is now."""
+        """The learning rate of the first group, now."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def state_bytes(self) -> int:
@@ -197,7 +197,7 @@ class Method:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         part("optimizer_step")
-        # Encoding and collectives run beside backward, too: of these only exposed_wire is a share of the step's time.
+        # Encoding and collectives run during backward, too: of these only exposed_wire is a share of the step's time.
         for name, seconds in step_profile.split(trace.last).items():
             part(name, seconds)
         return loss

@@ -67,7 +67,7 @@ class _Timed:
 
 
 class _Collectives:
-    """Stands for torch.distributed in the modules of torch's hooks, so that what they do can be told apart in time."""
+    """Stands for torch.distributed in the modules of torch's hooks, so that their parts can be timed separately."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)

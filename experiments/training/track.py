@@ -25,7 +25,7 @@ COLUMNS = ("step", "seconds", "loss", "metric")
 
 
 class Curve:
-    """Appends rows to `path`, each on disk as soon as it is written.
+    """Appends rows to `path`, each on disk at once.
 
     start: the step after which the run continues. Rows of later steps, written before the interruption, are dropped, and so
            is a last row that was torn; 0 begins a new file.

@@ -33,7 +33,7 @@ class Rounds:
         self.follow(self.counter)
 
     def follow(self, counter: ByteCounter) -> None:
-        """Goes on with another counter, or with the same one after a reset or after steps that are not to count."""
+        """Continues with another counter, or with the same one after a reset or after steps that are not to count."""
         self.counter = counter
         self._before = (counter.collectives, counter.total)
 
@@ -54,7 +54,7 @@ class Rounds:
     def uneven(self) -> bool:
         """Whether, in the second half of the steps, the median step does not send what a step sends on average.
 
-        A dense warm-up that ends before does not count: the steps after it are alike.
+        A dense warm-up that ends before does not count: the steps after it are of one kind.
         """
         late = [sent for _, sent in self._steps[len(self._steps) // 2 :]]
         mean = statistics.fmean(late) if late else 0.0

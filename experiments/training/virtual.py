@@ -75,7 +75,7 @@ class VirtualMethod(Method):
         trace.add("compute", None, began, time.perf_counter())
         self.ranks.step()
         part("optimizer_step")
-        # A loss that is no number on any rank is told; otherwise it is rank 0's, as with real ranks.
+        # A loss of NaN or inf on any rank is reported; otherwise it is rank 0's, as with real ranks.
         every = torch.stack(losses)
         return torch.where(every.isfinite().all(), every[0], every.sum())
 

@@ -69,7 +69,7 @@ class Workload(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model on CPU, in fp32, initialised from torch's global generator (seeded alike on all ranks)."""
+        """The model on CPU, in fp32, initialised from torch's global generator (same seed on all ranks)."""
 
     @abstractmethod
     def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
@@ -123,7 +123,7 @@ class Workload(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Rank-local training state beside the model (e.g. the hidden state of a recurrent net). Tensors and scalars."""
+        """Rank-local training state besides the model (e.g. the hidden state of a recurrent net). Tensors and scalars."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 most workloads keep no state

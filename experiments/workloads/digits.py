@@ -16,7 +16,7 @@ TEST_IMAGES = 360
 
 
 class Digits(SmallImages):
-    """1,437 + 360 images of 8x8, 10 classes, split at random, always alike. Takes no `data_path`."""
+    """1,437 + 360 images of 8x8, 10 classes, split at random, always the same. Takes no `data_path`."""
 
     name = "digits"
     title = "scikit-learn digits"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +84,7 @@ class Glue(bert.Bert):
             return {}
         labels = self._dev["labels"]
         mine = torch.arange(shard.rank, len(labels), shard.world_size)
-        # Correlations are no sums over ranks: every rank gets all answers, each from the rank that has it.
+        # Correlations are not sums over ranks: every rank gets all answers, each from the rank that has it.
         answers = torch.zeros(len(labels), dtype=torch.float64)
         for some in mine.split(self.eval_batch):
             inputs = self._batch(self._dev, some, shard.device)
@@ -117,32 +119,20 @@ class Glue(bert.Bert):
         }
 
 
-def _accuracy(answers: Tensor, labels: Tensor) -> float:
-    return float((answers == labels).double().mean())
+def _score(name: str, answers: Tensor, labels: Tensor) -> float:
+    """By the function of torchmetrics with that name; 0 where it is not a number, as where all answers are the same."""
+    from torchmetrics import functional
+    from torchmetrics.functional import classification
+
+    if name.startswith("binary_"):
+        return float(getattr(classification, name)(answers.long(), labels.long()))
+    return float(getattr(functional, name)(answers, labels).nan_to_num())
 
 
-def _f1(answers: Tensor, labels: Tensor) -> float:
-    from torchmetrics.functional.classification import binary_f1_score
-
-    return float(binary_f1_score(answers.long(), labels.long()))
-
-
-def _matthews(answers: Tensor, labels: Tensor) -> float:
-    from torchmetrics.functional.classification import binary_matthews_corrcoef
-
-    return float(binary_matthews_corrcoef(answers.long(), labels.long()))
-
-
-def _pearson(answers: Tensor, labels: Tensor) -> float:
-    from torchmetrics.functional import pearson_corrcoef
-
-    return float(pearson_corrcoef(answers, labels).nan_to_num())  # 0 where all answers are the same
-
-
-def _spearman(answers: Tensor, labels: Tensor) -> float:
-    from torchmetrics.functional import spearman_corrcoef
-
-    return float(spearman_corrcoef(answers, labels).nan_to_num())
-
-
-METRICS = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews, "pearson": _pearson, "spearman": _spearman}
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "accuracy": lambda answers, labels: float((answers == labels).double().mean()),
+    "f1": functools.partial(_score, "binary_f1_score"),
+    "matthews": functools.partial(_score, "binary_matthews_corrcoef"),
+    "pearson": functools.partial(_score, "pearson_corrcoef"),
+    "spearman": functools.partial(_score, "spearman_corrcoef"),
+}

@@ -100,7 +100,7 @@ class EmulatedLauncher(LocalLauncher):
         if self.shapes:
             env |= environment.of_node(node_rank, network.NIC)
             # NCCL knows GPUs of one machine when it sees them and would send around the link. With more than one rank
-            # per node that costs speed within the node as well; within and between cannot be told apart here.
+            # per node that costs speed within the node as well; within and between cannot be distinguished here.
             env |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_HOSTID": f"node{node_rank}"}
             if env.get("WANDB_MODE") != "disabled":
                 env["WANDB_MODE"] = "offline"  # no way leads out of the emulated network

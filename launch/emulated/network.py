@@ -23,7 +23,7 @@ PREFIX = 16
 NIC = "eth0"
 MAX_NODES = 250
 GOODPUT = 0.945
-"""Share of the set rate that TCP carries: 1448 bytes of each frame of 1514, and acknowledgements beside it."""
+"""Share of the set rate that TCP carries: 1448 bytes of each frame of 1514, and acknowledgements."""
 
 _FIRST_FD = 100  # the sandbox's first process holds the namespace of node k open as file 100 + k
 _CLONE_NEWNET = 0x40000000

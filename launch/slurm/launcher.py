@@ -241,7 +241,7 @@ class SlurmLauncher(Launcher):
 
     def _follow(self, job: str, output: Tail) -> str:
         """Shows what rank 0 prints until the job has ended; the name of its last state."""
-        told, when = "", 0.0
+        printed, when = "", 0.0
         while True:
             try:
                 now = slurm_job.state(job)
@@ -250,9 +250,9 @@ class SlurmLauncher(Launcher):
             waits = now.name in ("PENDING", "UNKNOWN")
             news = now.name.lower() + f" ({now.reason})" * waits + f", restart {now.restarts}" * (now.restarts > 0)
             known = now.ended or (waits and now.reason == "None")
-            if not known and (news != told or (waits and time.monotonic() - when > _REMIND_S)):
+            if not known and (news != printed or (waits and time.monotonic() - when > _REMIND_S)):
                 say(f"SLURM job {job}: {news}")
-                told, when = news, time.monotonic()
+                printed, when = news, time.monotonic()
             until = time.monotonic() + (0 if now.ended else self.poll_s)
             while True:
                 sys.stdout.write(output.rest())

@@ -1,7 +1,7 @@
 """A cluster that is reached over ssh: one torchrun agent per host, looked after by launch/ssh/remote.py.
 
 Every host is tied to one ssh connection, which is started here and ends with this process; launch/ssh/remote.py ends the
-host's ranks when the connection ends. Nothing needs to be installed beside the repository and its environment.
+host's ranks when the connection ends. Nothing needs to be installed besides the repository and its environment.
 """
 
 from __future__ import annotations

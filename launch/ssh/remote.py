@@ -73,7 +73,7 @@ def gather(run_dir: Path, results_dir: Path, run_id: str) -> None:
         for name in KEPT:
             if (run_dir / name).exists():
                 tar.add(run_dir / name, f"run/{name}")
-        # Of methods in turns each has a record, whose name begins with the run's.
+        # In an interleaved comparison each method has a record, whose name begins with the run's.
         for folder, kind in (("curves", "csv"), ("records", "json")):
             for path in sorted((results_dir / folder).glob(f"{run_id}*.{kind}")):
                 tar.add(path, f"results/{folder}/{path.name}")

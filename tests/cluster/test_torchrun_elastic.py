@@ -176,7 +176,7 @@ def test_restarts_in_one_store_are_refused(
     composed = compose.compose(ASKED)
     if (restarts, shared) == ("1", "True"):
         with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node"):
-            start.take_place(composed)
+            start.adopt_torchrun_world(composed)
     else:
-        start.take_place(composed)
+        start.adopt_torchrun_world(composed)
         assert composed.config.cluster.nodes == 2

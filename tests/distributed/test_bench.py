@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from pathlib import Path
@@ -39,7 +38,7 @@ def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
     method = METHODS[cell.method]
     dilation, fraction = 4.0, BENCH.fraction(cell) if cell.link in BENCH.links else 1.0
     about = {
-        **dataclasses.asdict(cell),
+        **cell._asdict(),
         "fraction": fraction,
         "elements": 1000,
         "peak": int(1e6 * ms),

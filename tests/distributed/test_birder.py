@@ -135,9 +135,9 @@ def test_options_equal_the_reference(options):
 
 
 def test_communicating_inside_step_changes_nothing():
-    beside = plain_run()[0]["x"]
+    outside = plain_run()[0]["x"]
     inside = run_ranks(hook_run, 2, {}, {"overlap": False})[0]["x"]
-    assert (beside == inside).all()
+    assert (outside == inside).all()
 
 
 def test_u_on_every_rank_is_an_option_of_hierarchical_communication():

@@ -1,4 +1,4 @@
-"""Bits that mean nothing beside the bound: what a world measures for its prediction changes nothing in the world."""
+"""Bits that mean nothing on top of the bound: what a world measures for its prediction changes nothing in the world."""
 
 from __future__ import annotations
 

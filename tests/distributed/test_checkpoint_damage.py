@@ -113,6 +113,8 @@ def test_later_checkpoints_are_those_of_a_future_that_was_left(tmp_path: Path) -
     flip(tmp_path / "step-00000003" / checkpoint.SHARED, -1)
     flip(tmp_path / "step-00000004" / checkpoint.SHARED, -1)
     assert checkpoint.restore(tmp_path).step == 2  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        write(0, 1, str(tmp_path), [3], keep=0)
     write(0, 1, str(tmp_path), [3], keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 

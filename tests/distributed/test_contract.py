@@ -44,7 +44,7 @@ def message(rank: int, task: int, call: int) -> Tensor:
 
 
 EarlyAllToAll = asks(Communicator.scatter, early=True)
-"""The task goes on at once, beside what is left of the one before it."""
+"""The task continues at once, next to what is left of the one before it."""
 
 
 def crossing(rank: int, world: int, call: str, slow: int) -> list[str]:

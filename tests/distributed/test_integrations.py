@@ -366,6 +366,8 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         trainer.test(trainer.lightning_module, lightning.DataLoader(lightning.circle(1), 64), verbose=False)
         found[f"{name} test loss"] = float(trainer.callback_metrics["test loss"])
         found[f"{name} after test"] = toy.flat(trainer.lightning_module).numpy()
+        if name == "CSER":
+            found["failed validation"] = after_a_failed_validation(trainer)
         torch.distributed.barrier()
         saved = torch.load(folder / f"{name} a/last.ckpt", weights_only=True)
         mean = lightning.Circle(*METHODS[name])
@@ -396,6 +398,16 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
     found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
     found["other"] = said(lambda: run("other", "other", 1))
     return found
+
+
+def after_a_failed_validation(trainer: Any) -> tuple[bool, bool]:
+    """Whether the parameters are the mean's during validation, and the rank's own again after an error in it."""
+    module, own = trainer.lightning_module, toy.flat(trainer.lightning_module)
+    callback = next(c for c in trainer.callbacks if type(c).__name__ == "BirderCallback")
+    callback.on_validation_start(trainer, module)
+    during = toy.flat(module)
+    callback.on_exception(trainer, module, RuntimeError("of the script"))
+    return torch.equal(own, during), torch.equal(own, toy.flat(module))
 
 
 def Tested(lightning: ModuleType) -> Any:
@@ -435,6 +447,7 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
         assert mine["CSER test loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
         assert np.abs(mine["CSER after test"] - mean).max() < ROUNDING
     assert np.array_equal(first["Birder saved"], first["Birder"])
+    assert first["failed validation"] == second["failed validation"] == (False, True)
 
 
 def test_lightning_finds_a_learning_rate(lit: Found) -> None:

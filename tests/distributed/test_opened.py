@@ -158,7 +158,7 @@ def test_open_turns_are_in_the_records_of_dense_methods_and_in_no_other_figure(t
         assert len(r.turns["ms"]) == len(r.turns["steps"]) == 5
         elements = sum(size for size, _ in r.turns["ready"])
         if name in ("sgdm-fp32", "sgdm-bf16"):
-            # Beside rounds 0 and 4; where each method is rebuilt in its turn, beside the first alone.
+            # After rounds 0 and 4; where each method is rebuilt in its turn, after the first alone.
             assert len(r.turns["open_ms"]) == len(r.turns["exchange_ms"]) == (2 if memory else 1)
             assert min([*r.turns["open_ms"], *r.turns["exchange_ms"]]) > 0
             assert set(r.turns["exchange_mbit_per_s"]) == {100.0}

@@ -75,7 +75,7 @@ def test_the_step_that_is_shown_is_the_one_nearest_to_the_median() -> None:
 
 
 class Layers(torch.nn.Module):
-    """`small` vectors of 8 elements beside two matrices of 64 x 64."""
+    """`small` vectors of 8 elements next to two matrices of 64 x 64."""
 
     def __init__(self, small: int) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def test_records(tmp_path: Path) -> None:
     assert bound.wire == "none"
     assert (bound.timing["update_ms"], bound.timing["split"], bound.state_bytes_per_rank) == (0.0, {}, 0)
     assert bound.bytes_per_step["payload_inter"] == 0
-    assert metrics.interval(bound, bound) == metrics.Interval(1.0, 1.0, 1.0)
+    assert metrics.interval(bound, bound) == metrics.Speedup(1.0, 1.0, 1.0)
     for name, r in records.items():
         if r is not bound:
             assert r.timing["update_ms"] > 0

@@ -28,13 +28,16 @@ def resolved(*overrides: str) -> list[dict[str, Any]]:
 
 def test_what_is_only_timed_takes_turns() -> None:
     quick = resolved("+exp=resnet50", "scale=quick", "cluster=local")
-    assert plan.why_runs(quick, synthetic=True) is None
-    assert plan.why_runs(quick, synthetic=False) == "their accuracy counts"
-    assert plan.why_runs(resolved("+exp=resnet50", "scale=paper", "cluster=local"), synthetic=True) is not None
-    digits = resolved("+exp=digits", "timing.mode=interleaved")
-    assert plan.why_runs(digits, synthetic=False) is None
+    assert plan.reason_not_interleaved(quick, synthetic=True) is None
+    assert plan.reason_not_interleaved(quick, synthetic=False) == "their accuracy counts"
     assert (
-        plan.why_runs(resolved("+exp=resnet50", "timing.mode=sequential", "cluster=local"), True)
+        plan.reason_not_interleaved(resolved("+exp=resnet50", "scale=paper", "cluster=local"), synthetic=True)
+        is not None
+    )
+    digits = resolved("+exp=digits", "timing.mode=interleaved")
+    assert plan.reason_not_interleaved(digits, synthetic=False) is None
+    assert (
+        plan.reason_not_interleaved(resolved("+exp=resnet50", "timing.mode=sequential", "cluster=local"), True)
         == "timing.mode=sequential"
     )
 
@@ -49,14 +52,14 @@ def test_what_is_only_timed_takes_turns() -> None:
 )
 def test_what_cannot_take_turns_is_run_apart(override: str, words: str) -> None:
     asked = ["+exp=resnet50", "scale=quick", "cluster=local", override]
-    assert words in str(plan.why_runs(resolved(*asked), synthetic=True))
+    assert words in str(plan.reason_not_interleaved(resolved(*asked), synthetic=True))
     with pytest.raises(UserError, match=rf"timing\.mode=interleaved is not possible: .*{words}"):
-        plan.why_runs(resolved(*asked, "timing.mode=interleaved"), synthetic=True)
+        plan.reason_not_interleaved(resolved(*asked, "timing.mode=interleaved"), synthetic=True)
 
 
 def test_replays_differ_in_their_model() -> None:
     assert (
-        plan.why_runs(resolved("+exp=replay_bert", "scale=quick", "cluster=local"), True)
+        plan.reason_not_interleaved(resolved("+exp=replay_bert", "scale=quick", "cluster=local"), True)
         == "methods differ in workload"
     )
 

@@ -59,10 +59,12 @@ FEW = ("Birder", "Sigma-delta Adam hierarchical", "1-bit Adam hierarchical", "SG
 
 
 class Net(toy.Net):
-    """With batch statistics, which are rank 0's, and dropout, which differs between ranks."""
+    """With batch statistics, which are rank 0's, dropout, which differs between ranks, and a weight whose memory has another
+    order, as channels-last ones have."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.first.weight.data = self.first.weight.data.t().contiguous().t()
         self.norm = torch.nn.BatchNorm1d(37)
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """Are pages and messages plain English? `python -m tests.docs.plain_english [PAGE ...]`, a part of `make check`.
 
-A page's sentence has at most 30 words. Neither pages nor the texts that programs print have the words that read like a
-translation. Code, equations, generated tables and docs/appendix/ are left out. Prints one line for each finding. Exit
+A page's sentence has at most 30 words. Neither pages nor programs (messages, docstrings, comments) have the words that read
+like a translation. Code, equations, generated tables and docs/appendix/ are left out. Prints one line for each finding. Exit
 status: 0 none, 1 some.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -90,19 +92,33 @@ def findings(text: str, tables: bool = True) -> Iterator[tuple[int, str]]:
 
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
-    """(line number, what is wrong) of a program's texts of several words. Docstrings are left out."""
+    """(line number, what is wrong) of a program's texts of several words, its docstrings and its comments."""
+    texts: list[tuple[int, str]] = []
+    inside: set[int] = set()
     tree = ast.parse(source)
-    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            left_out |= {id(part) for part in node.values}
+            inside |= {id(part) for part in node.values}
     for node in ast.walk(tree):
-        if id(node) in left_out or not isinstance(node, ast.Constant | ast.JoinedStr):
+        if id(node) in inside or not isinstance(node, ast.Constant | ast.JoinedStr):
             continue
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-        said = "".join(str(part.value) if isinstance(part, ast.Constant) else "code" for part in parts)
+        texts.append((node.lineno, "".join(str(p.value) if isinstance(p, ast.Constant) else "code" for p in parts)))
+    lines = io.StringIO(source).readline
+    texts += [
+        (token.start[0], token.string) for token in tokenize.generate_tokens(lines) if token.type == tokenize.COMMENT
+    ]
+    for number, said in texts:
         if " " in said:
-            yield from ((node.lineno, f"{match[0]!r}: {said}") for match in FOUND.finditer(said))
+            prose = re.sub(r"`[^`]*`", "code", said)
+            yield from ((number, f"{match[0]!r}: {said}") for match in FOUND.finditer(prose))
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """(line number, what is wrong) of the comments of a YAML file."""
+    for number, line in enumerate(source.splitlines(), start=1):
+        _, hash_, said = line.partition("#")
+        yield from ((number, f"{match[0]!r}: {said}") for match in FOUND.finditer(said) if hash_)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -110,6 +126,10 @@ def main(argv: Sequence[str]) -> int:
     for program in sorted(p for folder in PROGRAMS for p in (ROOT / folder).rglob("*.py") if not argv):
         for number, said in messages(program.read_text(encoding="utf-8")):
             print(f"{program.relative_to(ROOT)}:{number}: {said}")
+            wrong += 1
+    for config in sorted(p for p in (ROOT / "conf").rglob("*.yaml") if not argv):
+        for number, said in comments(config.read_text(encoding="utf-8")):
+            print(f"{config.relative_to(ROOT)}:{number}: {said}")
             wrong += 1
     for page in [Path(name).resolve() for name in argv] or pages():
         name = page.relative_to(ROOT).as_posix()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.plain_english import findings, messages, pages
+from tests.docs.plain_english import comments, findings, messages, pages
 
 LONG = "word " * 31 + "end."
 
@@ -34,11 +34,13 @@ def test_a_finding_names_its_line() -> None:
     assert [number for number, _ in findings(f"# Title\n\nShort.\n\n{LONG}\n")] == [5]
 
 
-def test_texts_that_programs_print_are_checked() -> None:
+def test_texts_docstrings_and_comments_of_programs_are_checked() -> None:
     program = (
-        '"""It stands beside."""\nkey = "beside"\nprint(f"{key} is made\\nanew")\nraise ValueError("it is no number")\n'
+        '"""It stands beside `beside`."""\nkey = "beside"\nprint(f"{key} is made\\nanew")\n'
+        'raise ValueError("it is no number")\nkey = 1  # is no number\n'
     )
-    assert [number for number, _ in messages(program)] == [3, 4]
+    assert sorted(number for number, _ in messages(program)) == [1, 3, 4, 5]
+    assert [number for number, _ in comments("# goes on\nkey: beside  # `x` is told\n")] == [1, 2]
 
 
 def test_appendices_are_left_out(tmp_path: Path) -> None:

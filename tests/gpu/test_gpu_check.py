@@ -156,6 +156,10 @@ def test_a_hook_that_fails_leaves_the_others_their_turn(monkeypatch: pytest.Monk
     counted = list(hooks.count_model(cpu, "tiny", 4, methods=asked))
     assert counted[1] == failed
     assert (counted[2]["launches"], counted[2]["more_waits"]) == (7, 0)
+    # Without what all are compared with, nobody else takes its place.
+    rows = list(hooks.measure_model(cpu, "tiny", 4, methods={"one": {}, "two": {"ms": 2.0}}))
+    assert rows[1]["step_ms"] == 2.0
+    assert "overhead" not in rows[1]
 
 
 def test_a_gpu_is_busy_while_what_is_timed_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.helpers import kernel_checks as checks
 SIZES = (0, 8, 1016, 2048, 2048 + 1032)
 """Elements. A program takes 2048 or 1024 of them."""
 MORE = (2**20 + 8, 10**7)
-"""Beside SIZES, on a GPU."""
+"""Besides SIZES, on a GPU."""
 HALVES = (torch.float32, torch.bfloat16)
 EITHER = (False, True)
 

@@ -1,4 +1,4 @@
-"""Runs a command beside emulated nodes: `python tests/helpers/sandboxed.py --nodes 4 --mbit 500 -- COMMAND ...`.
+"""Runs a command next to emulated nodes: `python tests/helpers/sandboxed.py --nodes 4 --mbit 500 -- COMMAND ...`.
 
 `launch.emulated.network.enter(k)` starts a program on one of them. Everything ends with COMMAND, or with the process that
 started the sandbox.

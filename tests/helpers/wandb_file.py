@@ -1,4 +1,4 @@
-"""Reads an offline W&B run back, the record file (LevelDB's log format) and the tables beside it; and a printed table."""
+"""Reads an offline W&B run back, the record file (LevelDB's log format) and the tables next to it; and a printed table."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class DeepcopyOptimizer(Script):
 
 @habit
 class Teacher(Script):
-    """a frozen deep copy of the model as a teacher, whose forward pass runs beside"""
+    """a frozen deep copy of the model as a teacher, whose forward pass runs in every step"""
 
     twin = Plain
 

@@ -93,9 +93,9 @@ def test_a_mean_leaves_the_gradient_of_the_node_alone():
         before = part.clone()
         run(comm, Mean(gradient(rank, 2)[:2000]))
         other = []
-        beside = threading.Thread(target=lambda: other.append(comm.intra._buffer(part)))
-        beside.start()
-        beside.join()
+        thread = threading.Thread(target=lambda: other.append(comm.intra._buffer(part)))
+        thread.start()
+        thread.join()
         # What the other half of a pipeline receives in `shard_mean` does not lie there either.
         apart = other[0].untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
         results[rank] = torch.equal(part, before), apart

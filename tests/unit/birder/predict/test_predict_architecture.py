@@ -28,6 +28,13 @@ def test_products_are_counted_as_torch_does_by_hand() -> None:
     assert work(64).tflop * 1e12 == 2 * 64 * 256**2 * (3 + 3 + 2)
 
 
+def test_counting_leaves_the_model_as_it_was() -> None:
+    net, loss = mlp(64)
+    halves = [count(net, loss, precision).saved_bytes for precision in ("bf16", "fp32", "bf16")]  # type: ignore[arg-type]
+    assert halves[0] == halves[2] < halves[1]
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
 def test_a_kernel_takes_its_operations_and_its_bytes() -> None:
     gpu = find("a100")
     assert gpu.ms(1e12, 0, "bf16") == pytest.approx(1e3 / (312 * REACHED["bf16"]))

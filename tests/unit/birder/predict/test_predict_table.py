@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from birder.predict import (
-    Cluster,
-    Costs,
-    Timeline,
-    crossover,
-    predict,
-    sweep,
-)
+from birder.predict import Cluster, Costs, Plan, Timeline, answer, crossover, predict, sweep
 from birder.predict.timeline import read
 from tests.helpers import ROOT
 from tests.unit.birder.predict.test_predict import link
@@ -87,9 +81,37 @@ def test_a_sweep_goes_to_a_thousand_nodes() -> None:
     assert found[2]["fp32"].ms > found[1]["fp32"].ms > found[0]["fp32"].ms
 
 
+@pytest.mark.parametrize("sharding", ["hsdp", "fsdp"])
+def test_each_point_of_a_sweep_is_the_prediction_for_that_cluster(sharding: str) -> None:
+    """FSDP's own collectives depend on the link's rate and on the number of nodes."""
+    plan, there = Plan(sharding), Cluster(2, 8, link(10.0))  # type: ignore[arg-type]
+    names = ["bf16", "none"] if sharding == "fsdp" else ["bf16", "birder_hierarchical", "none"]
+    for over, values in (("gbps", [1.0, 10.0, 400.0]), ("nodes", [2, 4, 64])):
+        for value, found in zip(values, sweep(bert(), there, over, values, names, plan=plan), strict=True):
+            at = there.at(value) if over == "gbps" else replace(there, nodes=int(value))
+            alone = answer(bert(), at, plan, names).prediction
+            assert [found[n].ms for n in names] == [alone[n].ms for n in names]
+
+
+def test_the_crossover_of_a_layout_is_that_of_its_replicas() -> None:
+    plan, there = Plan("hsdp"), Cluster(8, 8, link(10.0))
+    rate = crossover(bert(), there, ["birder_hierarchical"], plan=plan)["birder_hierarchical"]
+    assert rate is not None
+    for factor, pays in ((0.98, True), (1.02, False)):
+        p = predict(bert(), there.at(rate * factor), ["bf16", "birder_hierarchical"], plan=plan)
+        assert (p["birder_hierarchical"].ms * 1.05 < p["bf16"].ms) is pays
+    rarely, often = (crossover(bert(), there, ["local_sgd"], local_steps=n)["local_sgd"] for n in (100, 2))
+    assert (rarely or 0.0) > (often or 0.0)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: crossover(bert(), Cluster(2, 8, link(1.0)), plan=Plan("fsdp")), "no replicas to compress between"),
+        (
+            lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "gbps", [1.0], ["birder"], plan=Plan("hsdp")),
+            "not with sharding",
+        ),
         (lambda: link(0.0), "rate must be positive"),
         (lambda: link(1.0, latency_us=-1), "must not be negative"),
         (lambda: Cluster(0, 1, link(1.0)), "at least 1 node"),

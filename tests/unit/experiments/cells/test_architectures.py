@@ -1,4 +1,4 @@
-"""Models by name, counted beside what is known of them, and the examples' page. Nothing is downloaded."""
+"""Models by name, counted and compared with published counts, and the examples' page. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_published_throughputs_were_written_down_and_are_on_the_page() -> None:
     assert len(rows) >= 10
     assert {r.source for r in rows} <= set(step_times.sources())
     (row,) = (r for r in rows if r.torchvision == "resnet18")
-    found = step_times.beside(row)
+    found = step_times.compared(row)
     assert step_times.rows([found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
     assert step_times.why(found)
     assert sum(bool(timelines.load(name).source) for name in timelines.names()) == 8

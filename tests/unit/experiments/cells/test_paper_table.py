@@ -32,7 +32,7 @@ def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
     method, elements = PAPER.methods[cell.method], 798_657
     dilation = PAPER.dilation(cell, method.fraction, 28.0)
     link = {"kind": "emulated", "shaped": True, "measured": True, "mbit_per_s": 28.0, "set_mbit_per_s": 30.0}
-    plan = {**dataclasses.asdict(cell), "fraction": method.fraction, "elements": elements, "gpus": 8}
+    plan = {**cell._asdict(), "fraction": method.fraction, "elements": elements, "gpus": 8}
     wall = ms * dilation
     known: dict[str, Any] = {
         "config": {"paper": plan, "optimizer": method.optimizer},
@@ -275,7 +275,7 @@ def test_two_emulated_nodes_send_what_sixteen_gpus_would(tmp_path: Path, monkeyp
         sent = r.bytes_per_step["payload_inter"]
         assert sent == pytest.approx(expected, rel=0.1)
         if expected:
-            # Headers and the exchange between cells beside the payload, which is small here.
+            # Headers and the exchange between cells besides the payload, which is small here.
             assert expected <= 1.02 * r.bytes_per_step["nic_tx"] < 1.3 * expected + 20_000
     slowest = found["fp32_serial"]
     wire = slowest.bytes_per_step["payload_inter"] * 8 / (slowest.link["mbit_per_s"] * 1e3)

@@ -91,6 +91,7 @@ def test_a_key_and_a_flag_say_the_same() -> None:
     assert options.profile
     assert not options.no_kernels
     assert options.links == ["emulated", "loopback"]
+    assert replay.parse(["suite=bench", "results=/my results [1]"])[1].results == "/my results [1]"
 
 
 def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percentile() -> None:

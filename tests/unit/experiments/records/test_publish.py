@@ -1,4 +1,4 @@
-"""Evidence and runs apart: what is published, what is refused, and what stands beside a user's own figures."""
+"""Evidence and runs apart: what is published, what is refused, and what stands next to a user's own figures."""
 
 from __future__ import annotations
 

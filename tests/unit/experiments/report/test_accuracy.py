@@ -310,13 +310,13 @@ def test_accuracy_against_bytes_has_what_a_rank_sends_for_each_parameter() -> No
         dataclasses.replace(r, bytes_per_step={**r.bytes_per_step, "payload_inter": sent[r.method], "payload_intra": 0})
         for r in made
     ]
-    ((panel, found),) = gaps.with_bytes(accuracy_page.studies(made))
+    (panel,) = gaps.with_bytes(accuracy_page.studies(made))
     ranks = made[0].ranks_per_node * made[0].nodes
-    assert [(s.row.label, round(s.each, 6)) for s in found] == [
+    assert [(row.label, round(row.each, 6)) for row in panel.rows] == [
         (m, round(8 * (ranks - 1) / ranks * sent[m] / 7000, 6)) for m in ("Birder", "1-bit Adam")
     ]
     assert panel.baseline == "SGDM fp32"
-    assert gaps.point_of_bytes([(panel, found)]).endswith("accuracy kept 2 times, lost 0 times, not decided 0 times")
+    assert gaps.point_of_bytes([panel]).endswith("accuracy kept 2 times, lost 0 times, not decided 0 times")
     assert (plots.accuracies_by_bytes(accuracy_page.studies(made)) or b"").startswith(b"\x89PNG")
     assert gaps.with_bytes(accuracy_page.studies([r for r in made if r.method != "SGDM fp32"])) == []
 

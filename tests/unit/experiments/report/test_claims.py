@@ -63,7 +63,7 @@ def test_a_verdict_of_another_kind_is_refused() -> None:
         Claim("x", "y", "trained", "z", "1", "probably")
 
 
-def beside(method: str, values: list[float | None], base: list[float], **changes: Any) -> list[ResultRecord]:
+def compared(method: str, values: list[float | None], base: list[float], **changes: Any) -> list[ResultRecord]:
     """A method and SGDM on one task, a run for each seed; None: it failed."""
     changes = {"exp": "digits", "config_lr": 0.1, **changes}
     exp, _ = changes.pop("exp"), changes.pop("config_lr")
@@ -91,13 +91,13 @@ def test_accuracy_is_decided_by_the_seeds_intervals_not_by_means() -> None:
         ([89.0, 91.5, 88.0], "not decided on digits"),  # -0.6 % in the mean, which says nothing
         ([90.0, 90.4, None], "not reached on digits"),  # as good where it does not diverge
     ):
-        assert verdict(beside("Birder", values, base)).startswith(begin), values
-    assert evidence.accuracy(beside("Birder", [90.0], [90.0]), 0.0, ("Birder",), ("SGDM fp32",)) is None
+        assert verdict(compared("Birder", values, base)).startswith(begin), values
+    assert evidence.accuracy(compared("Birder", [90.0], [90.0]), 0.0, ("Birder",), ("SGDM fp32",)) is None
 
 
 def test_a_claim_is_judged_over_all_tasks_what_was_lost_first() -> None:
-    good = beside("Birder", [90.0, 90.4, 89.6], [90.0, 90.4, 89.6], nodes=2)
-    bad = beside("Birder", [60.0, 60.4, 59.6], [90.0, 90.4, 89.6], nodes=8)
+    good = compared("Birder", [90.0, 90.4, 89.6], [90.0, 90.4, 89.6], nodes=2)
+    bad = compared("Birder", [60.0, 60.4, 59.6], [90.0, 90.4, 89.6], nodes=8)
     for records in ([*good, *bad], [*bad, *good]):
         found = evidence.accuracy(records, 0.0, ("Birder",), ("SGDM fp32",))
         assert found is not None

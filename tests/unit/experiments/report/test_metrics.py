@@ -103,7 +103,7 @@ def test_without_an_interval_spreads_decide_and_where_they_overlap_nothing_does(
 ) -> None:
     found = metrics.speedup(run("SGDM fp32", 100.0), run("Birder", timing={"steps": 9, **timing}))
     assert found is not None
-    assert found.interval is None
+    assert found.low is None
     assert found.verdict == verdict
 
 

@@ -121,9 +121,9 @@ def test_experiments_state_their_margins() -> None:
         exp: Parity.of(compose.resolve(compose.compose([f"+exp={exp}"]))) for exp in ("bert_squad", "ptb", "digits")
     }
     assert stated == {
-        "bert_squad": Parity("BertAdam", 1.0),
-        "ptb": Parity("BertAdam", 0.03, relative=True),
-        "digits": Parity("SGDM", 1.0),
+        "bert_squad": Parity(baseline="BertAdam", margin=1.0),
+        "ptb": Parity(baseline="BertAdam", margin=0.03, relative=True),
+        "digits": Parity(baseline="SGDM", margin=1.0),
     }
     assert Parity.of(compose.resolve(compose.compose([]))) is None
     with pytest.raises(UserError, match=r"parity\.margin"):

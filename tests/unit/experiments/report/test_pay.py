@@ -57,7 +57,7 @@ def test_the_page_advises_by_the_accuracy_that_the_command_line_goes_by(content:
     best = answer(work.timeline(gpu), there, methods=pay.SHOWN, unsure=gpus.UNSURE, lost=lost).best
     ms = found["cells"][0][1][1][0][1][1]
     least = min(ms[i] for i in found["compressed"])
-    chosen = next(i for i in found["compressed"] if ms[i] <= (1 + found["alike"]) * least)
+    chosen = next(i for i in found["compressed"] if ms[i] <= (1 + found["tie"]) * least)
     assert best is not None
     assert pay.SHOWN[chosen] == best.name
 

@@ -1,4 +1,4 @@
-"""What is said of predictions: those that are recorded, beside the records; published times; the command line."""
+"""What is said of predictions: those that are recorded, next to the records; published times; the command line."""
 
 from __future__ import annotations
 

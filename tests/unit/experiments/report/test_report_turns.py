@@ -1,4 +1,4 @@
-"""Tables of methods that took turns: intervals, ties, the cost of updates, a busy machine; beside them old records."""
+"""Tables of methods that took turns: intervals, ties, the cost of updates, a busy machine; old records too."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def group(**about: Any) -> list[ResultRecord]:
 def test_speedups_have_intervals_and_ties_are_marked() -> None:
     (table,) = speedup.build(group())
     rows = {row.label: row for row in table.rows}
-    found = table.compared(rows["Birder"], "fp32").interval
+    found = metrics.interval(rows["SGDM fp32"].record, rows["Birder"].record)
     assert found is not None
     assert found.value == pytest.approx(table.speedup(rows["Birder"], "fp32"), rel=1e-3)
     assert found.low < found.value < found.high

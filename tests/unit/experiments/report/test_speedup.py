@@ -179,4 +179,4 @@ def test_real_runs_on_a_real_network_carry_no_disclaimer() -> None:
     link = {**record.LINK, "kind": "Ethernet", "mbit_per_s": 10000}
     real = run("SGDM fp32", 1.0, scale="paper", data={"name": "ImageNet", "synthetic": False}, link=link)
     for word in ("synthetic", "emulated", "quick", "loopback"):
-        assert word not in sentences.honesty([real])
+        assert word not in sentences.caveats([real])

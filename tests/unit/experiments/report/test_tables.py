@@ -1,4 +1,4 @@
-"""The files of tables and plots: the same bytes every time, checked against the records, published numbers beside ours."""
+"""The files of tables and plots: the same bytes every time, checked against the records, published numbers next to ours."""
 
 from __future__ import annotations
 
@@ -178,15 +178,15 @@ def test_published_numbers_have_source_and_status(tmp_path: Path) -> None:
     for e in entries:
         assert e["source"]
         assert (e["value"] is None) == (e["status"] == "not found"), e
-    (said,) = published.beside("bert_squad_quick", "speedup")
+    (said,) = published.quoted("bert_squad_quick", "speedup")
     assert "6.3x" in said
     assert "10 Gbit/s" in said
-    assert published.beside("digits", "speedup") == []
-    assert "not found" in published.beside("ptb", "accuracy")[0]
-    assert any("nearly: 10x" in s and "verified" in s for s in published.beside("cser_cifar100", "speedup"))
-    assert any("87 %" in s for s in published.beside("zero_one_bert_base", "speedup"))
-    assert any("93.21" in s for s in published.beside("slamb_cifar10", "accuracy"))
-    assert "unverified" in published.beside("cser_cifar100", "accuracy")[0]
+    assert published.quoted("digits", "speedup") == []
+    assert "not found" in published.quoted("ptb", "accuracy")[0]
+    assert any("nearly: 10x" in s and "verified" in s for s in published.quoted("cser_cifar100", "speedup"))
+    assert any("87 %" in s for s in published.quoted("zero_one_bert_base", "speedup"))
+    assert any("93.21" in s for s in published.quoted("slamb_cifar10", "accuracy"))
+    assert "unverified" in published.quoted("cser_cifar100", "accuracy")[0]
     (tmp_path / "x.json").write_text(
         json.dumps({"values": [{"quantity": "q", "value": 1, "unit": None, "source": "s"}]})
     )

@@ -183,7 +183,7 @@ def test_times_that_later_code_has_measured_stand_beside_older_accuracies(runs: 
     assert [r.method for r in timed("optimizer", "younger_key", None)] == ["local SGD"]
     assert timed("optimizer", "reset_every", 7) == []
     trained = next(r for r in record.read_all(runs.results) if not methods_table.is_timing(r))
-    assert not methods_table.alike(trained, dataclasses.replace(trained, method="local SGD top-k"))
+    assert not methods_table.same_setting(trained, dataclasses.replace(trained, method="local SGD top-k"))
 
 
 def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

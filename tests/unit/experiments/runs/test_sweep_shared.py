@@ -99,7 +99,7 @@ def test_a_run_of_another_process_is_waited_for(
     rows = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])
     given = [f"results_dir={results}"]
     other = study.Study("digits", str(results))
-    holding = lock.attempted(other.lock_of(study.Grid(rows, other, given).name(rows[0].overrides)))
+    holding = lock.attempted(other.lock_of(study.SweepQueue(rows, other, given).name(rows[0].overrides)))
     assert holding.__enter__()
     waits = 0
 

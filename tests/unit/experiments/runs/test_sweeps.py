@@ -250,9 +250,9 @@ def test_further_seeds_of_one_given_rate_wait_for_no_choice(tmp_path: Path) -> N
     (tmp_path / "mine.yaml").write_text(CHOOSING)
     chooses = sweeps.load(str(tmp_path / "mine.yaml"))
     (alone,) = sweeps.rows(chooses, ["sgdm"], [0.4], [1])
-    assert (alone.title, alone.rivals) == ("sgdm, lr=0.4, seed=1", ())
+    assert (alone.title, alone.candidates) == ("sgdm, lr=0.4, seed=1", ())
     first, other = sweeps.rows(chooses, ["sgdm"], [0.4], [3, 1])
-    assert other.rivals == ((first.overrides,),)  # not run where the first one's loss became no number
+    assert other.candidates == ((first.overrides,),)  # not run where the first one's loss diverged
 
 
 def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,8 +266,8 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
         *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.2, seed=1"),
     ]
     assert [row.place for row in rows[:6]] == [0, 0, 0, 0, 1, 1]
-    assert {row.rivals for row in rows[2:6]} == {tuple((row.overrides,) for row in rows[:2])}
-    assert not any(row.rivals or "steps" in row.overrides[-1] for row in rows[6:])  # Birder's one rate
+    assert {row.candidates for row in rows[2:6]} == {tuple((row.overrides,) for row in rows[:2])}
+    assert not any(row.candidates or "steps" in row.overrides[-1] for row in rows[6:])  # Birder's one rate
     for row, held_out in zip(rows[:2], (70.0, 80.0), strict=True):
         metric = {"name": "top1", "value": 0.0, "higher_is_better": True, "all": {"held_out": held_out}}
         typed = [*row.overrides, f"results_dir={tmp_path}"]

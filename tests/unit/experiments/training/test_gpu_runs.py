@@ -1,4 +1,4 @@
-"""What runs on a GPU do beside training: TF32, the generator's state in checkpoints, gradients as views of DDP's buckets."""
+"""What runs on a GPU do besides training: TF32, the generator's state in checkpoints, gradients as views of DDP's buckets."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_others_are_what_is_not_ours() -> None:
     found = machine.busy([IDLE, IDLE], [later(IDLE, 9.0, 18.0), later(IDLE, 9.0, 18.0)])
     assert found == {"others": 0.0, "steal": 0.0, "load": 1.5, "cores": 2}
     assert not machine.is_busy(found)
-    # The same work beside a program that keeps half a core busy.
+    # The same work next to a program that keeps half a core busy.
     found = machine.busy([IDLE, IDLE], [later(IDLE, 7.0, 19.0), later(IDLE, 7.0, 19.0)])
     assert found["others"] == pytest.approx(0.25)
     assert machine.is_busy(found)

@@ -1,0 +1,115 @@
+"""What an optimizer keeps when it is attached again, refused or left: its state, the changes it has seen, its steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import attach
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.workload_data import same
+
+H = 4
+QSPARSE = {"lr": 0.05, "ratio": 8, "sync_every": H, "block": 8}
+
+
+def closed_alone(rank: int, world: int) -> list[bool]:
+    """One rank of DDP goes on after `close`, as a script with no other rank does."""
+    found = []
+    methods: dict[str, dict[str, int]] = {"Birder": {}, "OneBitAdam": {"warmup_steps": 2}, "SGDM": {}}
+    for name, options in methods.items():
+        models = [toy.make() for _ in range(2)]
+        ddp = DistributedDataParallel(models[0])
+        optimizers = [getattr(birder, name)(m.parameters(), lr=0.01, **options) for m in models]
+        attachment = attach(ddp, optimizers[0])
+        for step in range(1, 7):
+            if step == 4:
+                attachment.close()
+            for model, optimizer in zip((ddp, models[1]), optimizers, strict=True):
+                optimizer.zero_grad()
+                toy.loss(model, 0, step).backward()
+                optimizer.step()
+        found.append(torch.equal(*map(toy.flat, models)))
+    return found
+
+
+def test_one_rank_trains_on_after_close() -> None:
+    assert run_ranks(closed_alone, 1) == [[True, True, True]]
+
+
+def watched_again(rank: int, world: int, change: bool) -> tuple[list[str], torch.Tensor]:
+    """Attached again within an interval, with units of another size; `change`: the caller clips after that."""
+    model = toy.make()
+    ddp, optimizer = DistributedDataParallel(model), birder.QSparseLocalSGD(model.parameters(), **QSPARSE)
+    attachment = attach(ddp, optimizer, unit_mb=0.001)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(1, 2 * H + 1):
+            optimizer.zero_grad()
+            toy.loss(ddp, rank, step).backward()
+            optimizer.step()
+            if step == H + 1:
+                attachment = attach(ddp, optimizer)
+            if step == H + 2 and change:
+                for p in model.parameters():
+                    p.data.clamp_(-0.05, 0.05)
+    units = len(optimizer.units)
+    attachment.close()
+    assert units == 1
+    return [str(w.message) for w in said if "synchronisation" in str(w.message)], toy.flat(model)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_units_of_another_size_see_the_callers_changes_and_no_others(change: bool) -> None:
+    (said, mine), (_, theirs) = run_ranks(watched_again, 2, change)
+    assert len(said) == int(change), said
+    assert (mine == theirs).all()
+
+
+def test_a_refusal_to_bind_leaves_the_state() -> None:
+    """Bound again while a parameter is of another type."""
+    model = toy.make()
+    optimizer = birder.Birder(model.parameters(), lr=0.01)
+    toy.train(model, optimizer, 0, range(1, 4))
+    before = copy.deepcopy(optimizer.state_dict())
+    model.second.half()
+    with pytest.raises(ValueError, match="float32") as error:
+        optimizer.bind()
+    model.second.float()
+    optimizer.bind()
+    assert "\n" not in str(error.value)
+    assert same(optimizer.state_dict(), before)
+
+
+def several(rank: int, world: int) -> tuple[list[int], str]:
+    """Bytes that each of two attachments has counted, in dense steps of both; then a third that would send nothing."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model)
+    parts = [list(model.first.parameters()), list(model.second.parameters())]
+    optimizers: list[Any] = [birder.SGDM(parts[0], lr=0.01, wire="bf16"), birder.AdamW(parts[1], lr=0.01)]
+    attachments = [attach(ddp, optimizer) for optimizer in optimizers]
+    toy.loss(ddp, rank, 1).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with pytest.raises(ValueError, match="communicate") as error:
+        attach(ddp, birder.SGDM([model.scale], lr=0.01), communicate=False)
+    sent = [a.counter.total for a in attachments]
+    for a in attachments:
+        a.close()
+    return sent, str(error.value)
+
+
+def test_each_attachment_counts_what_its_own_optimizer_sends() -> None:
+    (first, second), message = run_ranks(several, 2)[0]
+    model = toy.make()
+    mine, others = (sum(p.numel() for p in m.parameters()) for m in (model.first, model.second))
+    rest = model.embed.weight.numel() + 1  # nobody's, in fp32: of the same message as the second's
+    assert (first, second) == (2 * mine, 4 * (others + rest))
+    assert "\n" not in message
