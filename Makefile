@@ -54,7 +54,7 @@ methods: $(READY)  ## reproduce: every method on Fashion-MNIST, 3 seeds, 45 minu
 paper-table: $(READY)  ## reproduce: the paper's speedups, replayed (17 minutes)
 	@$(BIN)/python experiments/replay.py suite=paper $(ARGS)
 
-bench: $(READY)  ## reproduce: compared with PyTorch's hooks; the kernels (37 minutes)
+bench: $(READY)  ## reproduce: compared with PyTorch's hooks; the kernels (43 minutes)
 	@$(BIN)/python experiments/replay.py suite=bench $(ARGS)
 
 gpu-check: $(READY)  ## reproduce: everything that needs a GPU (20 minutes at most)

@@ -123,7 +123,7 @@ class _Whole:
         self.sharded = rule in ("mean", "sum") and first.numel() != padded
         self.size = first.numel()
         kind = torch.float64 if rule in ("mean", "sum") else first.dtype
-        self.whole = torch.zeros(padded if self.flat else self.size, dtype=kind)
+        self.whole = torch.zeros(padded if self.flat else self.size, dtype=kind, device="cpu")
         self.kind = first.dtype
 
     def add(self, rank: int, tensor: Tensor) -> None:
@@ -150,6 +150,6 @@ class _Whole:
             whole = whole.to(self.kind) if self.kind.is_floating_point else whole.round_().to(self.kind)
         if not self.flat:
             return whole
-        new = torch.zeros(unit.padded, dtype=self.kind)
+        new = torch.zeros(unit.padded, dtype=self.kind, device="cpu")
         new[: unit.numel] = whole[: unit.numel]
         return new

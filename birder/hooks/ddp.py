@@ -210,6 +210,11 @@ def attach(
             raise ValueError("mesh= says which ranks share a node: leave out topology")
         topology = _nodes(mesh, model.process_group)
         hierarchical = topology is not None and topology.ranks_per_node > 1
+    if optimizer.compressed and getattr(model, "skip_all_reduce_unused_params", False):
+        raise RuntimeError(
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) keeps buckets from the hook, and so messages: leave "
+            "it out"
+        )
     buckets = _bucket_hook(model)
     names = {p: name for name, p in model.module.named_parameters()}
     mine = {p for g in optimizer.param_groups for p in g["params"]}

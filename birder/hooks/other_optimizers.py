@@ -34,7 +34,11 @@ def _register() -> None:
 
 @torch._disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Called by torch before the step of any optimizer. Raises RuntimeError."""
+    """Called by torch before the step of any optimizer, `args` with the optimizer itself. Raises RuntimeError.
+
+    A closure makes gradients after this: with one they need not be there.
+    """
+    closure = len(args) > 1 or kwargs.get("closure") is not None
     if isinstance(optimizer, BucketOptimizer):
         return
     for attachment in list(_ATTACHED):
@@ -42,7 +46,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if attachment.closed or not attachment.communicate or not owner.compressed:
             continue
         shared = (
-            p for group in optimizer.param_groups for p in group["params"] if owner.holds(p) and p.grad is not None
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if owner.holds(p) and (closure or p.grad is not None)
         )
         if (p := next(shared, None)) is not None and not _drives(optimizer, owner):
             raise RuntimeError(

@@ -65,6 +65,10 @@ class DenseAdam(BucketOptimizer):
         """The states that `move` is given as m and v."""
         return "m", "v"
 
+    def joins(self, p: Tensor, kept: dict[str, Tensor], passed: int) -> dict[str, Tensor]:
+        missed = kept.get("missed", torch.zeros((), dtype=torch.int64, device="cpu"))
+        return kept | {"missed": missed + passed}
+
     @staticmethod
     def _none_missed(unit: Unit) -> Tensor:
         return torch.zeros(len(unit.params), dtype=torch.int64, device="cpu")

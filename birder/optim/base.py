@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,13 @@ from birder.optim.guards import TWICE, Guards
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.state import parts, put_back, taken
 from birder.optim.watch import marks
+
+
+def _arguments(method: type) -> frozenset[str]:
+    """Names of the arguments of the class and of its bases: other attributes are the script's own."""
+    return frozenset(
+        name for base in method.__mro__ if "__init__" in vars(base) for name in inspect.signature(base).parameters
+    )
 
 
 class BucketOptimizer(Guards):
@@ -98,6 +106,9 @@ class BucketOptimizer(Guards):
             self.watch.note(unit)
         if saved is not None:
             put_back(self, saved)
+            frozen = {p for group in self.param_groups for p in group["params"]} - self._where.keys()
+            left = {p: (self.steps, state) for p, state in saved.items()}
+            self._aside = {p: state for p, state in (self._aside | left).items() if p in frozen}
         self._show(self.units)
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:
@@ -141,7 +152,7 @@ class BucketOptimizer(Guards):
     def digest(self, *more: Any) -> int:
         """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
         plain = (bool, int, float, str, type(None))
-        options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and not k.startswith("_"))
+        options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and k in _arguments(type(self)))
         groups = [  # what else a script keeps in its groups is its own
             [(k, group.get(k)) for k in self.defaults] + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
@@ -277,23 +288,31 @@ class BucketOptimizer(Guards):
 
     # ---- parameters without a gradient --------------------------------------------------------------------------------
 
-    def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor]]:
-        """Parameters that have no gradient on any rank, and their values: they do not change, as in torch.
+    def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor | None]]:
+        """Parameters that have no gradient on any rank, and their values: they do not change, as in torch. None: of one that
+        shares its memory with another parameter, which moves it.
 
         After backward DDP has left a gradient on all ranks where one of them had any. A parameter that has moved in a SKIP
         step takes part in the next step that is none all the same, with a gradient of 0: its ranks have to meet again.
         """
-        return [
-            (unit, i, unit.params[i].detach().clone())
+        found = [
+            (unit, i)
             for unit in self.units
             for i in unit.kept
             if unit.wholes[i].grad is None and (plan is Plan.SKIP or i not in unit.moved)
         ]
+        if not found:
+            return []
+        stays = {(unit.index, i) for unit, i in found}
+        moving = {p.data_ptr() for u in self.units for i, p in enumerate(u.params) if (u.index, i) not in stays}
+        values = [unit.params[i].detach() for unit, i in found]
+        return [(*at, None if x.data_ptr() in moving else x.clone()) for at, x in zip(found, values, strict=True)]
 
-    def _keep_still(self, still: list[tuple[Unit, int, Tensor]], step: int) -> None:
+    def _keep_still(self, still: list[tuple[Unit, int, Tensor | None]], step: int) -> None:
         """Undoes what the step has made of these parameters and of their states."""
         for unit, i, value in still:
-            unit.params[i].copy_(value)
+            if value is not None:
+                unit.params[i].copy_(value)
             now = parts(self, unit, i)
             for name, old in unit.kept[i].items():
                 if name in now and self.restores(name, step):

@@ -65,8 +65,19 @@ class BlockwiseSGD(BucketOptimizer):
         require(not lost, "momentum", 0, "above 0 for weight decay with variant='released'")
 
     def init_unit(self, unit: Unit) -> None:
-        if unit.group["momentum"]:
-            unit.state["momentum"] = unit.zeros()
+        self.begin(unit, "momentum")
+
+    def begin(self, unit: Unit, name: str) -> None:
+        """Makes a state that only momentum needs, at 0: when it is bound, or when a script has set momentum since."""
+        if unit.group["momentum"] and name not in unit.state:
+            unit.state[name] = unit.zeros()
+
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        for name in {"momentum", "decay"} & self.carried.keys():
+            unit.state.pop(name, None)
+            if name in tensors:
+                unit.state[name] = unit.zeros()
+        super().load_unit(unit, tensors)
 
     def decay_in_momentum(self) -> bool:
         """Whether weight decay enters m, but not g."""
@@ -89,6 +100,7 @@ class BlockwiseSGD(BucketOptimizer):
         group, grad = unit.group, self.decayed(unit, grad)
         beta = group["momentum"]
         if beta:
+            self.begin(unit, "momentum")
             m = unit.state["momentum"]
             m.mul_(beta).add_(grad)
             if self.decay_in_momentum() and group["weight_decay"]:

@@ -102,6 +102,8 @@ class Method(torch.optim.Optimizer):
         self._watch = GradientWatch()
         self._weights: Marks | None = None
         """What tells the parameters that messages were made of from others (`marks` in watch.py)."""
+        self._aside: dict[Tensor, tuple[int, dict[str, Tensor]]] = {}
+        """Of parameters that are frozen now: the number of steps when they were last bound, and their state."""
         self._names: dict[Tensor, str] = {}
         self._reduced: set[Tensor] = set()
         """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""
@@ -179,6 +181,13 @@ class Method(torch.optim.Optimizer):
     def restores(self, name: str, step: int) -> bool:
         """Whether the state `name` does not change for a parameter that has no gradient in step number `step`."""
         return True
+
+    def joins(self, p: Tensor, kept: dict[str, Tensor], passed: int) -> dict[str, Tensor]:
+        """The state of a parameter that was added or unfrozen, by name; what is not named is as `init_unit` makes it.
+
+        kept: of the time before it was frozen, {} of a new one. passed: the steps that it has not taken part in.
+        """
+        return kept
 
     def complete_state(self, unit: Unit) -> dict[str, Tensor]:
         """`unit.state`, and what the method has dropped from it because it is known by now."""

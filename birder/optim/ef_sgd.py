@@ -59,8 +59,8 @@ class EFSGD(BlockwiseSGD):
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)
         unit.state["error"] = unit.zeros()
-        if self.variant == "released" and unit.group["momentum"] and unit.group["weight_decay"]:
-            unit.state["decay"] = unit.zeros()
+        if self.variant == "released" and unit.group["weight_decay"]:
+            self.begin(unit, "decay")
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         e = unit.state["error"]
@@ -84,7 +84,8 @@ class EFSGD(BlockwiseSGD):
         """(4): what weight decay takes from each parameter, for x before the step."""
         group = unit.group
         decay = [p.to(torch.float32) * group["weight_decay"] for p in unit.params]
-        if "decay" in unit.state:
+        if group["momentum"]:
+            self.begin(unit, "decay")
             u = unit.state_views("decay")
             torch._foreach_mul_(u, group["momentum"])
             torch._foreach_add_(u, decay)

@@ -74,6 +74,11 @@ class Guards(MethodState):
             raise RuntimeError(
                 "the attachment of this optimizer was closed: call birder.attach(model, optimizer) again"
             )
+        if self._in_backward and self.max_grad_norm is not None:
+            raise RuntimeError(
+                "max_grad_norm was set after attach, and messages are taken during backward, before it: set it first, or "
+                "call birder.attach(model, optimizer) again"
+            )
         self.follow_groups()
         self._check_reach()
         if not self._feeding and all(p.grad is None for p in self._where):

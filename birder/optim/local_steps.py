@@ -27,6 +27,9 @@ class LocalSteps(BucketOptimizer):
     def restores(self, name: str, step: int) -> bool:
         return name != "common"  # it repeats the parameters
 
+    def joins(self, p: Tensor, kept: dict[str, Tensor], passed: int) -> dict[str, Tensor]:
+        return kept | {"common": p.detach()}  # within an interval z is not taken from the parameters again
+
     def drift(self, unit: Unit, moved: Tensor, step: int) -> Tensor | None:
         """z - (x - moved) in a synchronisation, in a new buffer; None in a local step. moved: what the step takes from x."""
         z = unit.state["common"]

@@ -44,8 +44,11 @@ class SGDM(BucketOptimizer):
             group = unit.group
             if group["weight_decay"]:
                 grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-            torch._foreach_mul_(bufs, group["momentum"])
-            torch._foreach_add_(bufs, grads)
+            if group["momentum"]:
+                torch._foreach_mul_(bufs, group["momentum"])
+                torch._foreach_add_(bufs, grads)
+            else:  # as in torch the buffer stays
+                bufs = grads
             if group["nesterov"]:
                 bufs = list(torch._foreach_add(grads, bufs, alpha=group["momentum"]))
             torch._foreach_add_(params, bufs, alpha=-group["lr"])

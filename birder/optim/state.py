@@ -221,6 +221,7 @@ class MethodState(Method):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = replaced if (replaced := hook(self, state_dict)) is not None else state_dict
         self._check_state(state_dict)
+        live = self._is_live(state_dict["units"])
         if state_dict["units"] is not None and not self._bound:
             self._bind_alone()
         if self._bound:
@@ -229,21 +230,29 @@ class MethodState(Method):
             self._watch.forget()
             if state_dict["units"] is None:  # saved before the first step: the optimizer is as new
                 self._reset_units()
-            else:
+            elif not live:
                 self._load_units(state_dict)
         elif state_dict["units"] is None:
             self._pending = None
+        live = live and self._bound
         others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
         with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
             super().load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
         if self._bound:
             self.follow_groups()  # torch replaces the group dicts
-        self.steps = int(state_dict["steps"])
+        if not live:
+            self.steps = int(state_dict["steps"])
         self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
         self._show(self.units)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _is_live(self, units: list[dict[str, Tensor]] | None) -> bool:
+        """Whether a state has not been copied: its tensors are those in use, and as in torch loading it changes nothing."""
+        saved = [t for tensors in units or () for t in tensors.values() if t.numel()]
+        mine = [t for unit in self.units for t in unit.state.values() if t.numel()]
+        return bool(saved) and [t.data_ptr() for t in saved] == [t.data_ptr() for t in mine]
 
     def _reset_units(self) -> None:
         for unit in self.units:
@@ -405,11 +414,13 @@ def taken(method: Method) -> dict[Tensor, Flat]:
 
 @torch.no_grad()
 def put_back(method: Method, saved: dict[Tensor, Flat]) -> None:
-    """Gives parameters that were there before the state that `taken` found. Others begin with none. Every rank calls it."""
+    """Gives parameters that were there before the state that `taken` found, others what `joins` says. Every rank calls it."""
     for unit in method.units:
         flat = {name: tensor.clone() for name, tensor in gathered(method, unit).items()}
         for i, p in enumerate(unit.wholes):
-            for name in flat.keys() & saved.get(p, {}).keys():
-                of_parameter(method, unit, name, flat[name], i).copy_(saved[p][name])
+            since, kept = method._aside.get(p, (0, {}))
+            state = saved[p] if p in saved else method.joins(p, kept, method.steps - since)
+            for name in flat.keys() & state.keys():
+                of_parameter(method, unit, name, flat[name], i).copy_(state[name])
         method.load_unit(unit, own(method, unit, flat))
     method.forget_derived()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birder.comm import Communicator, Requests, Union
 from birder.comm.late import Late
-from birder.optim.layout import Unit, gradient
+from birder.optim.layout import Unit, gradient, local
 
 WHOLE_FIRST, WHOLE_EVERY = 8, 16
 SAMPLE = 64
@@ -32,7 +32,7 @@ class GradientWatch:
     def __init__(self) -> None:
         self.noted = False
         """Whether `note` was called and `changed` was not."""
-        self._versions: dict[Tensor, int | None] = {}
+        self._versions: dict[Tensor, tuple[Which, int] | None] = {}
         self._marks: list[Tensor] = []
         self._times = 0
         self._doubt: Late | None = None
@@ -56,9 +56,21 @@ class GradientWatch:
         if self._doubt is not None and self._doubt.there:
             found, self._doubt = bool(self._doubt.read()[0]), None
         if self.noted:
-            found = found or _versions(self._versions) != self._versions or self._differs()
+            found = found or self._touched() or self._differs()
         self.forget()
         return found
+
+    def _touched(self) -> bool:
+        """Whether a gradient is gone, new, or the same tensor with another version. Of another one the contents decide: DDP
+        that rebuilds its buckets in a forward pass makes other views."""
+        for p, now in _versions(self._versions).items():
+            before = self._versions[p]
+            if before is None or now is None:
+                if before is not now:
+                    return True
+            elif before[0] == now[0] and before[1] != now[1]:
+                return True
+        return False
 
     @property
     def _whole(self) -> bool:
@@ -92,9 +104,18 @@ class GradientWatch:
         return marks
 
 
-def _versions(params: Iterable[Tensor]) -> dict[Tensor, int | None]:
-    """Of their gradients."""
-    return {p: None if p.grad is None else p.grad._version for p in params}
+Which = tuple[int, int]
+"""The object and its memory: one of the two alone may be another tensor's by now."""
+
+
+def _versions(params: Iterable[Tensor]) -> dict[Tensor, tuple[Which, int] | None]:
+    """Of their gradients: which tensor, and its version."""
+    return {p: None if (g := p.grad) is None else ((id(g), _place(g)), g._version) for p in params}
+
+
+def _place(g: Tensor) -> int:
+    mine = local(g)
+    return mine.data_ptr() if mine.layout is torch.strided else 0
 
 
 Marks = tuple[list[int], Tensor | None]

@@ -362,12 +362,12 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         if resume:
             continue
         found[f"{name} loss"] = float(trainer.callback_metrics["loss"])
+        if name == "CSER":
+            found["failed validation"] = after_a_failed_validation(trainer)
         trainer.save_checkpoint(folder / f"{name} a/weights.ckpt", weights_only=True)
         trainer.test(trainer.lightning_module, lightning.DataLoader(lightning.circle(1), 64), verbose=False)
         found[f"{name} test loss"] = float(trainer.callback_metrics["test loss"])
         found[f"{name} after test"] = toy.flat(trainer.lightning_module).numpy()
-        if name == "CSER":
-            found["failed validation"] = after_a_failed_validation(trainer)
         torch.distributed.barrier()
         saved = torch.load(folder / f"{name} a/last.ckpt", weights_only=True)
         mean = lightning.Circle(*METHODS[name])
