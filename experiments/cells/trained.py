@@ -19,12 +19,7 @@ from experiments.records.record import ResultRecord
 from launch.emulated.network import GOODPUT, burst_bytes
 
 NAMES = {
-    ("SGDM", "fp32"): "fp32",
-    ("SGDM", "bf16"): "bf16",
-    ("AdamW", "fp32"): "fp32",
-    ("AdamW", "bf16"): "bf16",
-    ("BertAdam", "fp32"): "fp32",
-    ("BertAdam", "bf16"): "bf16",
+    **{(optimizer, wire): wire for optimizer in ("SGDM", "AdamW", "BertAdam") for wire in ("fp32", "bf16")},
     ("Birder", "1bit"): "birder",
     ("1-bit Adam", "1bit"): "onebit_adam",
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from birder.predict import Cluster, Link, predict
+from birder.predict import METHODS, Cluster, Link, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
 from experiments.report import curves, gaps
@@ -24,25 +24,13 @@ GPUS, GBPS, NODES, LATENCY_US = ("a100", "h100"), (10.0, 100.0), 8, 20.0
 FOLDER = PUBLISHED / "predict"
 OURS = " (this project's)"
 PREDICTED = {
-    "AdamW fp32": "fp32",
+    **{METHODS[name].label: name for name in ("powersgd4", "fp8", "onebit_adam", "zero_one_adam", "lion", "birder")},
+    **{METHODS[name].label: name for name in ("sigma_delta", "slamb", "cser", "ef21_sgdm", "diloco", "diloco_int4")},
+    **dict.fromkeys(("AdamW fp32", "SGDM fp32", "Muon fp32"), "fp32"),
     "AdamW bf16": "bf16",
-    "SGDM fp32": "fp32",
-    "Muon fp32": "fp32",
-    "PowerSGD rank 4": "powersgd4",
-    "fp8 all-reduce": "fp8",
     "4-bit all-reduce with error feedback": "int4",
-    "1-bit Adam": "onebit_adam",
-    "0/1 Adam": "zero_one_adam",
-    "Distributed Lion": "lion",
-    "Birder": "birder",
     "Birder hierarchical": "birder_hierarchical",
     "Birder one-phase, weyl bits, two betas (this project's)": "birder_one_phase",
-    "Sigma-delta Adam": "sigma_delta",
-    "SLAMB": "slamb",
-    "CSER": "cser",
-    "EF21-SGDM": "ef21_sgdm",
-    "DiLoCo": "diloco",
-    "DiLoCo 4-bit": "diloco_int4",
 }
 """What a method of a table is called by the predictor. SparseLoCo's messages are not predicted."""
 
