@@ -40,8 +40,7 @@ def share(found: Speedup | None, same: bool = False) -> str:
 
 def versus(table: SpeedupTable, row: Row, wire: str) -> str:
     """A speedup of a table over its baseline of `wire`, as `faster` writes it."""
-    base = table.baseline(wire)
-    return faster(table.compared(row, wire), base is not None and row.record is base.record)
+    return faster(table.compared(row, wire), row is table.baseline(wire))
 
 
 # ---- a published factor -----------------------------------------------------------------------------------------------

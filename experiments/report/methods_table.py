@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
-from experiments.report import accuracy, arithmetic, captions, published, speedup_table
+from experiments.report import accuracy, arithmetic, captions, metrics, published, speedup_table
 from experiments.report.accuracy import HELD_OUT, AccuracyTable, Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.sentences import say
-from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.speedup import Row
 from experiments.report.table import Column, Note, Table, terminal
 from launch.errors import UserError
 
@@ -82,7 +82,11 @@ class MethodsTable:
 
     def versus(self, line: Line) -> str:
         """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
-        return captions.versus(SpeedupTable("", "", tuple(self.timed)), line.timed, "fp32") if line.timed else DASH
+        dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.seconds]
+        base, mine = min(dense, key=lambda t: t.seconds or 0.0, default=None), line.timed
+        if base is None or mine is None:
+            return DASH
+        return captions.faster(metrics.speedup(base.record, mine.record), mine is base)
 
 
 def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
