@@ -178,9 +178,10 @@ def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatc
     made.pace.extend([2.0] * 2)
     made.follow()
     assert (len(made.pace), made.set_to[-1][0]) == (3, 2.0)
-    made.pace.extend([0.01] * BOUND_TURNS)  # more than this machine carries: as it was
+    made.pace.extend([0.01] * BOUND_TURNS)  # more than this machine carries: unchanged, and the round says so
     made.follow()
-    assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 2, rates[-1] / 2)
+    assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 3, rates[-1] / 2)
+    assert made.set_to[-1][1:] == made.set_to[-2][1:]
     cluster["dilation"] = 20.0  # asked for: nothing follows
     made.follow()
     assert len(asked) == BOUND_TURNS + 3
