@@ -158,7 +158,8 @@ class Node:
         everyone = gathered(kept)
         if self.rank == 0:
             at = self.suite.links[cell.link].title if cell.link else "any link"
-            title = f"{s.method.label}, {cell.model}, {at}, {self.size} nodes"
+            model = self.suite.models[cell.model].title.partition(",")[0]
+            title = f"{s.method.label}, {model}, {at}, {self.size} nodes"
             for path in step_profile.write(everyone, self.spec.path / "profile" / self.suite.id(cell), title):
                 say(f"profile: {path}")
 
