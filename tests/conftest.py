@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,12 +14,16 @@ from typing import Any
 
 import pytest
 
-WORKER_ID = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-CACHE = Path(__file__).resolve().parents[1] / ".pytest_cache"
-# Before torch and numba are imported. Workers that share two cores gain nothing by more threads. numba's files of compiled
-# kernels are not made for several writers.
+gc.disable()  # until all tests are collected: what is imported and collected stays, and is looked through in vain
+# Before torch and numba are imported. Workers that share two cores gain nothing by more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "numba" / WORKER_ID))
+# numba's files of compiled kernels are not made for several writers: a worker, which inherits this, begins with a copy.
+kernels = Path(os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache/numba")))
+worker = os.environ.get("PYTEST_XDIST_WORKER")
+if worker and kernels.name != worker:
+    if kernels.is_dir() and not (kernels / worker).exists():
+        shutil.copytree(kernels, kernels / worker, ignore=shutil.ignore_patterns("gw*"))
+    os.environ["NUMBA_CACHE_DIR"] = str(kernels / worker)
 
 from hydra._internal.config_repository import ConfigRepository  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
@@ -30,6 +36,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inh
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as in a pipe
 os.environ["WANDB_MODE"] = "disabled"  # what wandb=auto, the default, goes by; tests of W&B choose a mode themselves
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the marks in this hook too, and would come first

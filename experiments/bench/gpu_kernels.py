@@ -17,7 +17,7 @@ from typing import Any
 
 from experiments.records.record import ROOT
 
-REHEARSED = ("signs that are certain", "draws", "one phase")
+REHEARSED = ("one phase",)
 """Groups of a rehearsal, of which each has one case, in Triton's interpreter."""
 CORES = 2
 """Of the machine, for each process: one compiles while the definition runs on the CPU."""

@@ -21,7 +21,7 @@ from tests.campaign import trials as campaign
 from tests.campaign.run import ROOT
 from tests.campaign.trials import Trial
 
-TIME_S = 100.0
+TIME_S = 60.0
 """What continuous integration gives: a trial that would not end by then, were it as long as the longest, is skipped."""
 FULL, FULL_S = 200, 1800.0
 METHODS = ("sgdm", "onebit_adam", "birder", "cser")

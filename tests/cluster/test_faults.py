@@ -31,7 +31,7 @@ from tests.helpers import ROOT
 from tests.unit.launch.test_launch import assert_all_gone
 
 NODES = 3
-STEPS, EVERY = 400, 40
+STEPS, EVERY = 200, 40
 SILENCE_S = 8.0
 """Seconds instead of the default 30: the tests wait for it."""
 LIMIT_S = 60.0

@@ -178,7 +178,7 @@ def test_equals_the_reference_bit_for_bit(world, name):
 CASES_OF_REAL_RANKS = [*((3, name) for name in REAL), *(slow(3, name) for name in CASES if name not in REAL)]
 
 
-@pytest.mark.parametrize(("world", "name"), CASES_OF_REAL_RANKS + [slow(8, name) for name in REAL])
+@pytest.mark.parametrize(("world", "name"), CASES_OF_REAL_RANKS)
 @pytest.mark.long
 def test_real_ranks_equal_the_reference_bit_for_bit(world, name):
     check([result[name] for result in real_run(world, name in REAL)], name)

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 STEPS = 5
 METHODS: dict[str, dict[str, Any]] = {"Birder": {"lr": 0.01}, "OneBitAdam": {"lr": 0.01, "warmup_steps": 2}}
 WAYS = ("eager", "model", "blocks", "checkpointed")
+RUNS = [("Birder", way) for way in WAYS] + [("OneBitAdam", way) for way in WAYS[:2]]
 
 
 def train(rank: int, mesh: Any, name: str, way: str) -> np.ndarray:
@@ -44,7 +45,7 @@ def train(rank: int, mesh: Any, name: str, way: str) -> np.ndarray:
 
 def every_way(rank: int, world: int) -> dict[tuple[str, str], np.ndarray]:
     mesh = hsdp.make_mesh(2, 2)
-    found = {(name, way): train(rank, mesh, name, way) for name in METHODS for way in WAYS}
+    found = {(name, way): train(rank, mesh, name, way) for name, way in RUNS}
     return found | {("start", ""): hsdp.full(toy.make()).numpy()}
 
 
@@ -53,8 +54,7 @@ def ends() -> list[dict[tuple[str, str], np.ndarray]]:
     return run_ranks(every_way, 4, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "way"), RUNS)
 def test_a_compiled_or_checkpointed_sharded_model_equals_eager(ends: Any, method: str, way: str) -> None:
     for mine in ends:
         assert np.array_equal(mine[method, way], ends[0][method, "eager"])

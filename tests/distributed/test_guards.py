@@ -257,12 +257,20 @@ def test_parameters_loaded_before_ddp_gave_all_ranks_those_of_rank_0_are_noticed
 # ---- arguments ---------------------------------------------------------------------------------------------------------
 
 
+def refusal(name: str, params: Any, **options: Any) -> str:
+    try:
+        make(name, params, **options)
+    except ValueError as e:
+        return str(e)
+    return "nothing"
+
+
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("value", [math.inf, math.nan, True, "0.1", 1e300, -1.0, None])
-@pytest.mark.parametrize("option", ["lr", "weight_decay"])
-def test_no_method_takes_nonsense_for_a_number(name: str, option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{option} must be at least 0"):
-        make(name, toy.make(), **{option: value})
+def test_no_method_takes_nonsense_for_a_number(name: str) -> None:
+    for option in ("lr", "weight_decay"):
+        for value in (math.inf, math.nan, True, "0.1", 1e300, -1.0, None):
+            said = refusal(name, toy.make(), **{option: value})
+            assert said.startswith(f"{option} must be at least 0"), (option, value, said)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -291,11 +299,11 @@ def test_nonsense_for_an_option_of_its_own(name: str, option: str, value: Any) -
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-def test_parameters_are_float32(name: str, dtype: torch.dtype) -> None:
+def test_parameters_are_float32(name: str) -> None:
     """bf16 parameters hardly move at usual rates, of complex ones the real part alone would be trained."""
-    with pytest.raises(ValueError, match=r"^parameters must be float32, got"):
-        make(name, nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=dtype))]))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
+        said = refusal(name, nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=dtype))]))
+        assert said.startswith("parameters must be float32, got"), (dtype, said)
 
 
 @pytest.mark.parametrize("name", ["Birder", "OneBitAdam", "SGDM"])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.habits import outcomes
+from tests.distributed.habits import methods, outcomes
 from tests.distributed.habits.catalogue import HABITS
 from tests.distributed.habits.judge import Bench, possible
 from tests.distributed.habits.methods import CONTROLS, OURS
@@ -18,26 +18,68 @@ from tests.distributed.habits.world import worlds
 
 KEPT = outcomes.read()
 ALL = tuple(HABITS)
+OF_METHODS = ("base", "state", "frozen", "unused", "weights", "rates", "steps", "parameters")
+"""Modules of habits that concern what a method keeps or computes; the others concern guards and hooks, which know none."""
+OF_A_KIND = ("surgery", "real", "gan")
+"""Modules of habits that differ in one expression and meet the same guard."""
+FEW = (
+    *("SurgeryReplaced", "SurgeryData", "SurgeryNumpy", "SurgeryClipNorm", "SurgeryClipNormNoEffect"),
+    *("SurgeryOneElement", "SurgeryOnOneRank", "SurgeryInStepHook"),
+    *("RealPlain", "RealAutocast", "RealReentrant", "Gan", "GanToggled"),
+)
+
+
+def of(*modules: str) -> tuple[str, ...]:
+    return tuple(name for name, script in HABITS.items() if script.__module__.rpartition(".")[2] in modules)
+
+
+def plainest() -> tuple[str, ...]:
+    """Habits that are no variant of another one; FEW of those of a kind."""
+    variants = {name for name, script in HABITS.items() if any(base.__name__ in HABITS for base in script.__mro__[1:])}
+    return tuple(name for name in ALL if name in FEW or name not in {*variants, *of(*OF_A_KIND)})
+
+
+def otherwise(way: str, method: str, than: str) -> tuple[str, ...]:
+    """Habits that come out otherwise than with Birder in the way `than`."""
+    cells = ((way, method), (than, "Birder"))
+    return tuple(h for h in ALL if len({outcomes.outcome(KEPT, h, *cell) for cell in cells}) > 1)
+
+
 FAST = [
-    ("DDP", "Birder", ALL),
-    ("one process", "AdamW", ALL),
+    ("DDP", "Birder", plainest()),
+    ("one process", "AdamW", of("base", "state", "frozen", "unused", "rates", "groups", "steps")),
     ("DDP, overlap=False", "Birder clipped", ("SkippedByOneRank", "SkippedStep")),
     ("DDP", "Birder coupled decay", ("Sam", "DecayByHand")),
-    ("DDP", "OneBitAdam", ("ChannelsLast", "TwoOptimizers", "Unused", "SurgeryClipNorm", "JoinEven", "UnfreezeMidway")),
+    (
+        "DDP",
+        "OneBitAdam",
+        ("ChannelsLast", "TwoOptimizers", "Unused", "SurgeryClipNorm", "JoinEven", "UnfreezeMidway", "Scaler"),
+    ),
 ]
 """What protects a change: about a minute."""
-SLOW = {("DDP", m) for m in ("AdamW", "OneBitAdam", "ZeroOneAdam", "CSER", "SLAMB")} | {
-    (way, "Birder") for way in WAYS if way not in ("DDP", "hierarchical") and not way.endswith("overlap=False")
+SLOW = [(way, "Birder") for way in ("DDP", "one process", "FSDP2", "Trainer", "Lightning")] + [("one process", "AdamW")]
+"""Rows of the table that `make test-all` runs whole: ways with guards of their own."""
+PARTS = {
+    **{("DDP", m): of(*OF_METHODS) + otherwise("DDP", m, "DDP") for m in methods.FEW if m != "Birder"},
+    ("hierarchical", "Birder"): of(*OF_METHODS, "accumulation"),
+    ("Accelerate", "Birder"): of(
+        "base", "accumulation", "scalers", "state", "rates", "holders", "steps", "real", "groups"
+    ),
+    # What comes out otherwise when it is sent inside `step`.
+    ("DDP, overlap=False", "Birder"): otherwise("DDP, overlap=False", "Birder", "DDP"),
+    ("FSDP2, overlap=False", "Birder"): otherwise("FSDP2, overlap=False", "Birder", "FSDP2"),
 }
-"""Of the whole table, what `make test-all` runs: every method's family under DDP, and every way."""
-INSIDE = ("DDP, overlap=False", "FSDP2, overlap=False")
-"""Ways that send inside `step`: `make test-all` runs what comes out otherwise there."""
+"""Of other rows, the cells that `make test-all` runs."""
+
+
+def group(way: str, method: str) -> pytest.MarkDecorator:
+    """Each row of the table gets its own ranks, so that one worker need not run them all."""
+    return pytest.mark.xdist_group(f"habits, {way}, {method}")
 
 
 def marks(way: str, method: str) -> list[pytest.MarkDecorator]:
-    """Each row of the table gets its own ranks, so that one worker need not run them all."""
     kept_for = [pytest.mark.slow, pytest.mark.long] if (way, method) in SLOW else [pytest.mark.habits]
-    return [*kept_for, pytest.mark.xdist_group(f"habits, {way}, {method}")]
+    return [*kept_for, group(way, method)]
 
 
 TABLE = [
@@ -66,35 +108,34 @@ def check(bench: Bench, way: str, method: str, habits: tuple[str, ...] = ALL) ->
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("habits")
-@pytest.mark.parametrize(("way", "method", "habits"), FAST, ids=[f"{way}, {method}" for way, method, _ in FAST])
+@pytest.mark.parametrize(
+    ("way", "method", "habits"),
+    [
+        pytest.param(
+            *row, id=", ".join(row[:2]), marks=group(*row[:2]) if row[:2] in SLOW else pytest.mark.xdist_group("habits")
+        )
+        for row in FAST
+    ],
+)
 def test_habits(bench: Bench, way: str, method: str, habits: tuple[str, ...]) -> None:
     check(bench, way, method, habits)
 
 
-def otherwise(way: str) -> tuple[str, ...]:
-    """Habits that come out otherwise than with overlap."""
-    ways = (way, way.removesuffix(", overlap=False"))
-    return tuple(h for h in ALL if len({outcomes.outcome(KEPT, h, w, "Birder") for w in ways}) > 1)
-
-
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.xdist_group(f"habits, {w}")) for w in INSIDE])
-def test_habits_that_come_out_otherwise_inside_the_step(bench: Bench, way: str) -> None:
-    habits = otherwise(way)
+@pytest.mark.parametrize(("way", "method"), [pytest.param(*row, marks=group(*row)) for row in PARTS])
+def test_parts_of_rows(bench: Bench, way: str, method: str) -> None:
+    """What nodes as workers refuse is not tried: it is refused as under DDP."""
+    habits = [h for h in ALL if h in PARTS[way, method]]
+    if way == "hierarchical":
+        habits = [h for h in habits if outcomes.outcome(KEPT, h, way, method) != "refused"]
     assert len(habits) > 20
-    check(bench, way, "Birder", habits)
+    check(bench, way, method, tuple(habits))
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.xdist_group("habits, hierarchical")
-def test_habits_that_nodes_as_workers_train_with(bench: Bench) -> None:
-    """What is refused is refused as under DDP."""
+def test_nodes_as_workers_come_out_as_ranks() -> None:
     kept = {h: [outcomes.outcome(KEPT, h, way, "Birder") for way in ("DDP", "hierarchical")] for h in ALL}
     assert all(nodes == ranks for ranks, nodes in kept.values() if nodes)
-    check(bench, "hierarchical", "Birder", tuple(h for h, (_, nodes) in kept.items() if nodes != "refused"))
 
 
 @pytest.mark.timeout(3600)

@@ -21,6 +21,7 @@ from experiments.workloads.base import Shard
 from launch.errors import UserError
 from tests.helpers import toy
 from tests.helpers.ranks import fresh_world, run_ranks
+from tests.helpers.runs import digits, train
 
 SHAPES = [(64, 32, 3, 3), (64,), (40, 64), (40,), (3, 40), (1,)]
 
@@ -230,22 +231,10 @@ def test_codes_with_scales_average_and_send_a_fraction(name: str, kept: bool, bi
         assert found["state"] == 4 * elements * kept
 
 
-def _train(rank: int, world: int, spec: Any) -> None:
-    from experiments.training import loop as train
-
-    train.train(spec)
-
-
 def test_a_run_with_a_hook_has_a_record_like_any_other(tmp_path: Path) -> None:
-    composed = compose.compose(
-        [
-            *("+exp=digits", "scale=quick", "cluster.nodes=2", "train.max_steps=6", "train.batch_per_rank=8"),
-            *("wandb=disabled", "optimizer=sgdm", "comm.hook=powersgd", "comm.powersgd_rank=2"),
-            *(f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"),
-        ]
-    )
-    spec = compose.make_spec(composed, command="test")
-    fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
+    hook = ["optimizer=sgdm", "comm.hook=powersgd", "comm.powersgd_rank=2"]
+    spec = digits(tmp_path, "cluster.nodes=2", "train.max_steps=6", *hook)
+    fresh_world(train, 2, spec, grouped=False, ranks_per_node=1)
     (path,) = (tmp_path / "results" / "records").glob("*.json")
     record = json.loads(path.read_text())
     assert record["status"] == "completed"

@@ -24,6 +24,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "Birder": {"lr": 0.01},
     "OneBitAdam": {"lr": 0.01, "warmup_steps": 4, "eps": 1e-4},
 }
+WHERE = {"Birder": ("model", "ddp"), "OneBitAdam": ("ddp",)}
+"""How inductor rounds has nothing to do with the method."""
 ROUNDING = 1e-4
 """Of losses around 1.5, relative: fp32 sums and tanh in another order, and what that makes of 12 steps."""
 
@@ -60,9 +62,7 @@ def every_way(rank: int, world: int, cache: str) -> dict[tuple[str, str], Any]:
     # Graphs are not taken from a cache; compiled kernels are, so that the second rank and method need not compile again.
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
-    found: dict[tuple[str, str], Any] = {
-        (n, w): train(rank, n, w) for n in METHODS for w in ("nowhere", "model", "ddp")
-    }
+    found: dict[tuple[str, str], Any] = {(n, w): train(rank, n, w) for n in METHODS for w in ("nowhere", *WHERE[n])}
     found["kernels", ""] = torch._inductor.metrics.generated_kernel_count
     return found
 
@@ -73,7 +73,7 @@ def test_inductor_trains_the_losses_of_eager(tmp_path: Path) -> None:
     first, second = run_ranks(every_way, 2, str(tmp_path))
     start = toy.flat(toy.make()).numpy()
     for name in METHODS:
-        for where in ("model", "ddp"):
+        for where in WHERE[name]:
             for mine in (first, second):
                 eager, compiled = mine[name, "nowhere"], mine[name, where]
                 assert np.allclose(compiled[0], eager[0], rtol=ROUNDING, atol=0)

@@ -6,7 +6,6 @@ protects a change, and the runs that are interrupted and resumed.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.hooks.attachment import unwrap_optimizer
-from tests.helpers import ROOT, toy
+from tests.helpers import load, toy
 from tests.helpers.ranks import run_ranks
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -37,15 +36,6 @@ Found = list[dict[str, Any]]
 """Of each rank."""
 ROUNDING = 1e-5
 """Means of numbers of size 1, added in fp32 in another order."""
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def said(call: Any) -> str:
@@ -77,7 +67,7 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
     os.environ["LOCAL_RANK"] = str(rank)
     from accelerate.state import AcceleratorState
 
-    loop = example("accelerate_loop")
+    loop = load("examples/accelerate_loop.py")
     torch.manual_seed(0)
     found: dict[str, Any] = {}
 
@@ -218,7 +208,7 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     os.environ["LOCAL_RANK"] = str(rank)
     from transformers import BertForSequenceClassification
 
-    hf = example("transformers_trainer")
+    hf = load("examples/transformers_trainer.py")
     steps = 8
     found: dict[str, Any] = {}
     for name, method in METHODS.items():
@@ -338,7 +328,7 @@ def test_the_trainer_logs_a_norm_without_clipping(trained: Found) -> None:
 
 
 def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str, Any]:
-    lightning = example("lightning_callback")
+    lightning = load("examples/lightning_callback.py")
     found: dict[str, Any] = {}
 
     def run(name: str, where: str, epochs: int, **options: Any) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import birder
 from birder import attach
 from tests.distributed.test_ddp import wrap
 from tests.distributed.test_guards import METHODS, make
@@ -135,47 +134,3 @@ def test_what_only_the_update_reads_is_named_as_such(variant: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert not early & optimizer.read_in_update
-
-
-def scaled(rank: int, world: int, few: bool) -> dict[str, tuple[int, str] | bool]:
-    """What a GradScaler meets with each method, attached as by default."""
-    ends: dict[str, tuple[int, str] | bool] = {}
-    for name in (name for name in METHODS if (name in FEW) == few):
-        model = toy.make()
-        ddp = wrap(model)
-        optimizer = make(name, model)
-        attachment = attach(ddp, optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        plain = toy.make()
-        other = wrap(plain)
-        control = make(name, plain)
-        kept = attach(other, control)
-        try:
-            for step in range(1, 5):
-                optimizer.zero_grad()
-                scaler.scale(toy.loss(ddp, rank, step)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                control.zero_grad()
-                toy.loss(other, rank, step).backward()
-                control.step()
-            ends[name] = torch.allclose(toy.flat(model), toy.flat(plain), atol=1e-6)
-        except RuntimeError as e:
-            ends[name] = step, str(e)
-            assert not hasattr(optimizer, "found_inf")
-        attachment.close()
-        kept.close()
-    return ends
-
-
-@pytest.mark.parametrize("few", [True, slow(False)])
-def test_a_scaler_is_refused_in_the_first_step_or_works(few: bool) -> None:
-    for ends in run_ranks(scaled, 2, few):
-        for name, end in ends.items():
-            if getattr(birder, name).compressed:
-                assert isinstance(end, tuple), name
-                assert end[0] == 1, name
-                assert "overlap=False" in end[1]
-                assert "\n" not in end[1]
-            else:
-                assert end is True, name

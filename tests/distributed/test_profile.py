@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder.comm import Span, Topology, Trace
 from birder.comm.trace import note_wire
-from experiments.config import compose
 from experiments.training import step_profile
 from experiments.training.step_profile import Kept
 from experiments.training.torch_hooks import attach_hook
 from tests.helpers.ranks import fresh_world, run_ranks
+from tests.helpers.runs import digits, train
 
 
 def test_work_without_its_waits_is_encode_and_then_decode() -> None:
@@ -138,22 +138,10 @@ def test_collectives_per_step_do_not_grow_with_the_number_of_small_tensors() -> 
         assert few[name][1] == many[name][1], name
 
 
-def _train(rank: int, world: int, spec: Any) -> None:
-    from experiments.training import loop as train
-
-    train.train(spec)
-
-
 @pytest.mark.parametrize("options", [["optimizer=birder"], ["optimizer=sgdm", "comm.hook=powersgd"]])
 def test_a_profiled_run_leaves_a_trace_and_a_picture(tmp_path: Path, options: list[str]) -> None:
-    composed = compose.compose(
-        [
-            *("+exp=digits", "scale=quick", "+profile=step", "cluster.nodes=2", "train.max_steps=9", "wandb=disabled"),
-            *(f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs", *options),
-        ]
-    )
-    spec = compose.make_spec(composed, command="test")
-    fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
+    spec = digits(tmp_path, "+profile=step", "cluster.nodes=2", "train.max_steps=9", *options)
+    fresh_world(train, 2, spec, grouped=False, ranks_per_node=1)
     (trace,) = (spec.path / "profile").glob("step*.json")
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from birder.comm import ByteCounter
-from experiments.config import compose
 from experiments.records import record
 from experiments.training.clock import StepClock
 from experiments.training.traffic import Rounds
-from launch.spec import RunSpec
 from tests.helpers.ranks import fresh_world
+from tests.helpers.runs import digits, train
 
 
 def rounds_of(*sent: int) -> Rounds:
@@ -65,19 +64,11 @@ def test_the_mean_stands_for_uneven_steps() -> None:
     assert (uneven["typical"], uneven["samples_per_s"]) == ("mean", 200.0)
 
 
-def _train(rank: int, world: int, spec: RunSpec) -> None:
-    from experiments.training.loop import train
-
-    train(spec)
-
-
 def test_a_record_says_in_which_share_of_the_steps_anything_was_sent(tmp_path: Path) -> None:
     """Local SGD, H = 4, evaluated in between: the averaging for the evaluation is no round."""
-    options = ["+exp=digits", "scale=quick", "cluster.nodes=2", "train.batch_per_rank=8", "train.max_steps=15"]
-    options += ["train.timing_warmup=3", "train.eval_every=5", "wandb=disabled", "optimizer=local_sgd"]
-    options += ["optimizer.reset_every=4", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
-    spec = compose.make_spec(compose.compose(options), command="test")
-    fresh_world(_train, 2, spec, grouped=False, ranks_per_node=1)
+    options = ["cluster.nodes=2", "train.max_steps=15", "train.timing_warmup=3", "train.eval_every=5"]
+    spec = digits(tmp_path, *options, "optimizer=local_sgd", "optimizer.reset_every=4")
+    fresh_world(train, 2, spec, grouped=False, ranks_per_node=1)
     (found,) = record.read_all(tmp_path / "results")
     assert found.rounds_per_step == 0.25  # 4, 8 and 12 of the steps 4 to 15
     assert found.timing["typical"] == "mean"

@@ -163,9 +163,9 @@ def test_models_and_state_equal_the_reference_bit_for_bit(world: int, form: str)
     check(run(world, form), form)
 
 
-@pytest.mark.parametrize(("world", "form"), [(3, "paper"), slow(3, "v1"), slow(3, "v2"), slow(8, "paper")])
-def test_real_ranks_equal_the_reference_bit_for_bit(world: int, form: str) -> None:
-    check(run_ranks(hook_run, world, {**OPTIONS, "form": form}, {}), form)
+@pytest.mark.parametrize("form", ["paper", slow("v1"), slow("v2")])
+def test_real_ranks_equal_the_reference_bit_for_bit(form: str) -> None:
+    check(run_ranks(hook_run, 3, {**OPTIONS, "form": form}, {}), form)
 
 
 def check(results: list[dict], form: str) -> None:

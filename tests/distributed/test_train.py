@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from birder import checkpoint
-from experiments.config import compose, schedules
+from experiments.config import schedules
 from experiments.config.schema import LrSchedule
 from experiments.config.validate import check_section
 from launch.errors import UserError
 from launch.spec import RunSpec
+from tests.helpers import runs
 from tests.helpers.ranks import fresh_world
 from tests.helpers.tiers import slow, slow_unless
 
@@ -24,24 +25,9 @@ STEPS, BREAK = 12, 8
 
 
 def make_spec(folder: Path, name: str, *overrides: str) -> RunSpec:
-    """A short run on scikit-learn's digits, 3 ranks."""
-    composed = compose.compose(
-        [
-            "+exp=digits",
-            "scale=quick",
-            "cluster.nodes=3",
-            f"train.max_steps={STEPS}",
-            "train.batch_per_rank=8",
-            "checkpoint.every=5",
-            "wandb=disabled",
-            "resume=auto",
-            f"run_name={name}",
-            f"results_dir={folder}/results",
-            f"output_dir={folder}/outputs",
-            *overrides,
-        ]
-    )
-    return compose.make_spec(composed, command="test")
+    """A short run on scikit-learn's digits, 3 ranks unless told otherwise."""
+    given = ["cluster.nodes=3", f"train.max_steps={STEPS}", "checkpoint.every=5", "resume=auto", f"run_name={name}"]
+    return runs.digits(folder, *given, *overrides)
 
 
 class Interrupted(Exception):
@@ -92,7 +78,6 @@ def _add(digest, tree) -> None:
 
 OPTIMIZERS = {
     "sgdm": [],
-    "bertadam": ["optimizer.lr=1e-3"],
     "onebit_adam": ["optimizer.warmup_steps=4"],
     "birder": [],
 }
@@ -127,12 +112,12 @@ def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     make_spec(tmp_path, "r").save()
-    fresh_world(_train_only, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
+    fresh_world(runs.train, 3, make_spec(tmp_path, "r"), grouped=False, ranks_per_node=1)
     other = ["cluster.nodes=2", "train.max_steps=15"]
     with pytest.raises(UserError, match=r"train.max_steps was 12"):  # which resume_resize does not ask for
         make_spec(tmp_path, "r", *other, "resume_resize=average")
     smaller = make_spec(tmp_path, "r", *other, "resume_resize=average", "resume_allow_config_change=true")
-    fresh_world(_train_only, 2, smaller, grouped=False, ranks_per_node=1)
+    fresh_world(runs.train, 2, smaller, grouped=False, ranks_per_node=1)
     record = record_of(tmp_path)
     assert [change[0] for change in record["config"]["resume_changed"]] == ["cluster.nodes", "train.max_steps"]
     rows = (tmp_path / "results" / record["curve"]).read_text().split()
@@ -141,16 +126,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
 
 def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
     """And one that is changed in a way that was asked for says so in its record."""
-    spec = make_spec(tmp_path, "r", "optimizer=sgdm")
+    two = ["optimizer=sgdm", "cluster.nodes=2"]
+    spec = make_spec(tmp_path, "r", *two)
     spec.save()
-    fresh_world(_train_only, 3, spec, grouped=False)
+    fresh_world(runs.train, 2, spec, grouped=False)
     with pytest.raises(UserError, match=r"train.max_steps was 12, now it is 4: "):
-        make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4")
-    shorter = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=4", "resume_allow_config_change=true")
+        make_spec(tmp_path, "r", *two, "train.max_steps=4")
+    shorter = make_spec(tmp_path, "r", *two, "train.max_steps=4", "resume_allow_config_change=true")
     with pytest.raises(RuntimeError, match=r"UserError: this run ends at step 4, and .*step-00000012 is of step 12"):
-        fresh_world(_train_only, 3, shorter, grouped=False)
-    longer = make_spec(tmp_path, "r", "optimizer=sgdm", "train.max_steps=15", "resume_allow_config_change=true")
-    fresh_world(_train_only, 3, longer, grouped=False)
+        fresh_world(runs.train, 2, shorter, grouped=False)
+    longer = make_spec(tmp_path, "r", *two, "train.max_steps=15", "resume_allow_config_change=true")
+    fresh_world(runs.train, 2, longer, grouped=False)
     assert record_of(tmp_path)["config"]["resume_changed"] == [["train.max_steps", 12, 15]]
 
 
@@ -161,7 +147,7 @@ def record_of(folder: Path) -> dict:
 
 def test_the_record_counts_what_was_sent(tmp_path):
     spec = make_spec(tmp_path, "r", "optimizer=sgdm", "checkpoint.every=0", "train.accumulate=2")
-    fresh_world(_train_only, 3, spec, grouped=False, ranks_per_node=1)
+    fresh_world(runs.train, 3, spec, grouped=False, ranks_per_node=1)
     record = record_of(tmp_path)
     assert record["status"] == "completed"
     assert record["timing"]["steps"] == STEPS - 3
@@ -175,23 +161,17 @@ def test_the_record_counts_what_was_sent(tmp_path):
     assert record["data"] == {"name": record["data"]["name"], "synthetic": False}
 
 
-def _train_only(rank: int, world: int, spec: RunSpec) -> None:
-    from experiments.training.loop import train as run
-
-    run(spec)
-
-
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     spec = make_spec(tmp_path, "r", "optimizer=sgdm", "optimizer.lr=1e6", "checkpoint.every=0")
     with pytest.raises(RuntimeError, match=r"the loss is (nan|inf) at step \d+: lower optimizer.lr"):
-        fresh_world(_train_only, 1, spec, grouped=False)
+        fresh_world(runs.train, 1, spec, grouped=False)
     assert not (tmp_path / "results" / "records").exists()
 
 
 @pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_half_precision_trains(tmp_path, precision):
     spec = make_spec(tmp_path, "r", f"train.precision={precision}", "checkpoint.every=0", "optimizer=birder")
-    fresh_world(_train_only, 2, spec, grouped=False)
+    fresh_world(runs.train, 2, spec, grouped=False)
     assert record_of(tmp_path)["status"] == "completed"
 
 

@@ -141,7 +141,7 @@ def oracle_run(world: int, variant: str) -> tuple[Reference, np.ndarray, list[di
 
 
 CASES = [(world, variant) for world in (1, 2, 3, 4, 8) for variant in VARIANTS]
-TIERS = [case if case[0] in (2, 3) else slow(*case) for case in CASES]
+TIERS = [case if case[0] == 3 else slow(*case) for case in CASES]
 
 
 @pytest.mark.parametrize(("world", "variant"), TIERS)
@@ -149,7 +149,7 @@ def test_hook_equals_the_reference_bit_for_bit(world, variant):
     check(plain_run(world, variant), variant)
 
 
-@pytest.mark.parametrize(("world", "variant"), [(2, "paper"), slow(3, "paper"), slow(3, "deepspeed"), slow(8, "paper")])
+@pytest.mark.parametrize(("world", "variant"), [(2, "paper"), slow(3, "paper"), slow(3, "deepspeed")])
 def test_real_ranks_equal_the_reference_bit_for_bit(world, variant):
     check([of_rank[0] for of_rank in run_ranks(hook_run, world, [variant], {})], variant)
 

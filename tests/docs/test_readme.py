@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,31 +119,30 @@ def steps_down(method: type) -> None:
     assert x.tolist() == [1.5, -1.5, 1.5]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_targets_experiments_and_files_exist(page: str) -> None:
-    shown = code(page)
+def test_targets_experiments_and_files_exist() -> None:
     targets = re.findall(r"^([a-z0-9_-]+):", text("Makefile"), re.MULTILINE)
     targets += text("Makefile").partition("EXPERIMENTS := ")[2].partition("\n")[0].split()
-    assert [t for t in re.findall(r"\bmake ([a-z][a-z0-9_-]*)", shown) if t not in targets] == []
-    names = re.findall(r"\+exp=([a-z0-9_]+)", shown)
-    assert [n for n in names if not (ROOT / f"conf/exp/{n}.yaml").is_file()] == []
     places = "birder|conf|docs|examples|experiments|launch|tests"
-    files = re.findall(rf"\b(?:{places})/[a-z0-9_/]+\.(?:py|yaml|md)\b", shown)
-    assert [f for f in files if not (ROOT / f).is_file()] == []
-    folders = re.findall(rf"(?<![\w/])(?:{places})/(?:[a-z0-9_]+/)*(?=$|\s|`)", shown, re.MULTILINE)
-    assert [f for f in folders if not (ROOT / f).is_dir()] == []
+    for page in PAGES:
+        shown = code(page)
+        assert [t for t in re.findall(r"\bmake ([a-z][a-z0-9_-]*)", shown) if t not in targets] == [], page
+        names = re.findall(r"\+exp=([a-z0-9_]+)", shown)
+        assert [n for n in names if not (ROOT / f"conf/exp/{n}.yaml").is_file()] == [], page
+        files = re.findall(rf"\b(?:{places})/[a-z0-9_/]+\.(?:py|yaml|md)\b", shown)
+        assert [f for f in files if not (ROOT / f).is_file()] == [], page
+        folders = re.findall(rf"(?<![\w/])(?:{places})/(?:[a-z0-9_]+/)*(?=$|\s|`)", shown, re.MULTILINE)
+        assert [f for f in folders if not (ROOT / f).is_dir()] == [], page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_relative_links_resolve(page: str) -> None:
+def test_relative_links_resolve() -> None:
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+    for page, target in [(p, link) for p in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", text(p))]:
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         there = (ROOT / page).parent / path if path else ROOT / page
         if not there.exists() or (anchor and anchor not in anchors(there)):
-            broken.append(target)
+            broken.append((page, target))
     assert broken == []
 
 
@@ -160,10 +160,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
 
 
-@pytest.mark.parametrize(
-    ("page", "arguments"),
-    [slow(p, a) if p.startswith("docs/appendix/") else (p, a) for p in PAGES for a in commands(p)],
-)
+def shown_commands() -> list[Any]:
+    """Every command once, with a page that shows it; those of the appendix alone are slow."""
+    once = {tuple(a): p for p in sorted(PAGES, key=lambda p: not p.startswith("docs/appendix/")) for a in commands(p)}
+    return [(slow if p.startswith("docs/appendix/") else pytest.param)(p, list(a)) for a, p in once.items()]
+
+
+@pytest.mark.parametrize(("page", "arguments"), shown_commands())
 def test_commands_compose(page: str, arguments: list[str]) -> None:
     """Every command line is valid; of a sweep the first job is looked at."""
     script, *arguments = arguments
@@ -188,10 +191,6 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
         known = {p.stem for p in (compose.CONF / "optimizer").glob("*.yaml")}
         assert set(arguments[arguments.index("--methods") + 1].split(",")) <= known
     compose.resolve(compose.compose(overrides))
-
-
-def test_the_readme_is_short() -> None:
-    assert len(text("README.md").splitlines()) <= 150
 
 
 def rows(markdown: str) -> list[list[str]]:

@@ -5,14 +5,8 @@ docs/architecture.md and the contracts name them all.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
-
-import pytest
 
 from experiments.records.record import ROOT
 
@@ -34,21 +28,6 @@ def test_every_study_makes_something_that_is_published() -> None:
     """results/README.md says what, with the command."""
     listed = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     assert [name for name in STUDIES if f"`python studies/{name}.py" not in listed] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("folder", "name"), [*(("experiments", name) for name in COMMANDS), *(("studies", name) for name in STUDIES)]
-)
-def test_every_file_at_the_top_is_a_command(folder: str, name: str, tmp_path: Path) -> None:
-    """From any folder it says how it is called, and leaves nothing there."""
-    command = [sys.executable, str(ROOT / folder / f"{name}.py"), "--help"]
-    env = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert name in done.stdout
-    assert done.stderr == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_room_has_its_place() -> None:

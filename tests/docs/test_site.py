@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from types import ModuleType
 
 import pytest
 
-from tests.helpers import ROOT
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.helpers import ROOT, load
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -30,7 +19,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 def test_links_between_docs_and_the_repository() -> None:
     pytest.importorskip("mkdocs")
-    links = load("site_links")
+    links = load("docs/site_links.py")
     assert links.target("timing.md", "../results/README.md") == "results/README.md"
     assert links.target("README.md", "docs/start.md") == "docs/start.md"
     assert links.target("methods/birder.md", "../accuracy.md") == "docs/accuracy.md"
@@ -43,7 +32,7 @@ def test_links_between_docs_and_the_repository() -> None:
 
 def test_parameters_of_a_docstring_become_a_list() -> None:
     pytest.importorskip("griffe")
-    listed = load("site_docstrings").listed
+    listed = load("docs/site_docstrings.py").listed
     text = "What it does: well.\n\nx:     a number\n       of steps\n`y`: more\n\n    (1) x: y\n\nRaises ValueError: never."
     assert listed(text) == (
         "What it does: well.\n\n- `x`: a number\n       of steps\n- `y`: more\n\n    (1) x: y\n\nRaises ValueError: never."

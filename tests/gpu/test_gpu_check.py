@@ -17,6 +17,7 @@ from experiments import gpu_check
 from experiments.bench import gpu_kernels, gpu_methods, gpu_parts, hooks
 from experiments.bench import kernels as bench_kernels
 from tests.helpers import ROOT
+from tests.helpers.commands import refused
 from tests.helpers.kernel_cases import cases
 
 
@@ -24,10 +25,7 @@ def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "gpus", lambda: 0)
-    assert gpu_check.main(["--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "needs a CUDA GPU and finds none" in error
-    assert error.count("\n") == 1
+    refused(gpu_check.main, ["--out", str(tmp_path)], "needs a CUDA GPU and finds none", capsys)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -36,10 +34,7 @@ def test_without_a_gpu_it_says_so(
     [(["--parts", "kernels,speed"], "--parts knows no 'speed'"), (["--minutes", "0"], "--minutes must be positive")],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
+    refused(gpu_check.main, arguments, words, capsys)
 
 
 ELSEWHERE = ("accuracy",)

@@ -34,8 +34,10 @@ ANSWER_S = 120.0
 """How long a call may take."""
 OTHERS_S = 10.0
 """How long the other ranks have once one has failed: its end breaks their connections."""
-WATCHED = ("birder", "experiments", "launch", "torch.distributed")
+WATCHED = ("birder", "experiments", "launch")
 """Packages whose modules and classes a function must leave as they were."""
+OF_TORCH = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
+"""Modules whose functions and classes it must leave; all of torch's would be ten thousand, looked at after each call."""
 THREADS = 40
 """A process ends once it has so many, gloo's among them: those of groups that a test leaves behind wake up a hundred times a
 second, and 200 of them take a tenth of a core."""
@@ -135,7 +137,7 @@ def _state() -> dict[tuple[str, str], int]:
         ("torch", "grad"): int(torch.is_grad_enabled()),
     }
     for name, module in list(sys.modules.items()):
-        if name.startswith(WATCHED) and module is not None:
+        if (name.startswith(WATCHED) or name in OF_TORCH) and module is not None:
             for key, value in list(vars(module).items()):
                 if isinstance(value, type) and value.__module__ == name and not name.startswith("torch"):
                     found.update({(f"{name}.{key}", k): id(v) for k, v in vars(value).items()})

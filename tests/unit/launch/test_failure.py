@@ -31,6 +31,20 @@ def test_whom_a_rank_missed_is_named(tmp_path: Path) -> None:
     assert cause.reason == "rank 0 on node 0 was killed, for example for lack of memory"
 
 
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [(-9, "was killed, for example for lack of memory,"), (-6, "was ended by SIGABRT"), (7, "ended with status 7")],
+)
+def test_how_a_rank_ended_that_left_nothing_is_read_from_torchruns_report(tmp_path: Path, code: int, how: str) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs/node1.log"
+    log.write_text(
+        f"Root Cause (first observed failure):\n  rank      : 3 (local_rank: 1)\n  exitcode  : {code} (pid: 7)\n"
+    )
+    cause = failure.explain(tmp_path, [], agent=1, code=1)
+    assert cause.reason == f"rank 3 on node 1 {how} before it could say why; see {log}"
+
+
 def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -23,6 +23,7 @@ from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
 from tests.helpers.stub_run import make_spec
+from tests.helpers.tiers import slow
 from tests.unit.launch.test_launch import start, wait_for_ranks
 
 
@@ -80,19 +81,12 @@ def test_nothing_is_left_by_torchrun_and_unfinished_checkpoints(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("last_act", "how"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed, for example for lack of memory,"),
-        ("os._exit(7)", "ended with status 7"),
-    ],
-)
-def test_a_rank_that_ends_before_it_reports_is_named(tmp_path: Path, last_act: str, how: str) -> None:
+def test_a_rank_that_ends_before_it_reports_is_named(tmp_path: Path) -> None:
+    """One that is killed: test_launch.py."""
     program = tmp_path / "worker.py"
-    program.write_text(
-        f"import os, signal, time\nif os.environ['RANK'] == '1':\n    {last_act}\nelse:\n    time.sleep(600)\n"
-    )
-    with pytest.raises(RunFailed, match=rf"^rank 1 on node [01] {how} before it could say why; see .*node[01]\.log$"):
+    program.write_text("import os, time\nos._exit(7) if os.environ['RANK'] == '1' else time.sleep(600)\n")
+    said = r"^rank 1 on node [01] ended with status 7 before it could say why; see .*node[01]\.log$"
+    with pytest.raises(RunFailed, match=said):
         launcher(program).launch(make_spec(tmp_path))
 
 
@@ -157,7 +151,8 @@ def catches_sigint(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "entry", ["run.py +exp=digits", "compare.py +exp=digits", "all_methods.py", "compare.py --paper cser"]
+    "entry",
+    ["run.py +exp=digits", slow("compare.py +exp=digits"), slow("all_methods.py"), "compare.py --paper cser"],
 )
 def test_ctrl_c_during_imports_shows_no_traceback(entry: str) -> None:
     script, *arguments = entry.split()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -15,9 +17,7 @@ import torch
 
 from birder import kernels
 from birder.kernels import reference
-from tests.helpers.tiers import slow
-
-ROOT = Path(__file__).parents[4]
+from tests.helpers import ROOT
 
 STEP = """
 import warnings, torch
@@ -56,20 +56,35 @@ for kind in caching.CacheImpl._locator_classes: kind.ensure_cache_path = refuse
     assert step(nowhere).startswith("birder.kernels.cpu 0 0.0")
 
 
+@pytest.mark.slow
+def test_a_numba_that_does_not_load_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise OSError('libllvm: cannot open shared object file')")
+    said = step("", tmp_path)
+    assert said.startswith("birder.kernels.reference 1 0.0")
+    assert "numba does not load (libllvm" in said
+
+
 @pytest.mark.parametrize(
     ("raised", "says"),
     [
-        ("OSError('libllvm: cannot open shared object file')", "numba does not load (libllvm"),
-        slow("ImportError('Numba needs NumPy 1.0 or less')", "numba does not load (Numba needs"),
-        slow("SystemError('initialization of _internal failed')", "numba does not load (initialization"),
-        slow("ModuleNotFoundError('No module named numba', name='numba')", "numba is not installed"),
+        (OSError("libllvm: cannot open shared object file"), "numba does not load (libllvm"),
+        (ImportError("Numba needs NumPy 1.0 or less"), "numba does not load (Numba needs"),
+        (SystemError("initialization of _internal failed"), "numba does not load (initialization"),
+        (ModuleNotFoundError("No module named numba", name="numba"), "numba is not installed"),
     ],
 )
-def test_a_broken_numba_is_one_warning(tmp_path: Path, raised: str, says: str) -> None:
-    (tmp_path / "numba.py").write_text(f"raise {raised}")
-    said = step("", tmp_path)
-    assert said.startswith("birder.kernels.reference 1 0.0")
-    assert says in said
+def test_what_is_wrong_with_numba_is_said(monkeypatch: pytest.MonkeyPatch, raised: Exception, says: str) -> None:
+    import_module = builtins.__import__
+
+    def broken(name: str, *more: Any, **options: Any) -> Any:
+        if name == "numba":
+            raise raised
+        return import_module(name, *more, **options)
+
+    monkeypatch.setattr(builtins, "__import__", broken)
+    with pytest.warns(UserWarning, match=re.escape(says)) as caught:
+        assert kernels._cpu.__wrapped__() is reference
+    assert len(caught) == 1
 
 
 class Gpu:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 import birder
 from tests.distributed.test_guards import METHODS, make, train
@@ -177,6 +176,8 @@ def test_compiled_step_is_the_plain_one(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "Birder"])
 def test_a_compiled_model_in_a_closure_stays_compiled(name: str) -> None:
+    from torch._dynamo.testing import CompileCounter  # takes seconds
+
     torch._dynamo.reset()
     model, optimizer = built(name)
     counter = CompileCounter()

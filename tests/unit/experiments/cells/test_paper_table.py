@@ -20,6 +20,7 @@ from experiments.records.record import ResultRecord
 from experiments.report import replay_page, replay_words, replayed, tables
 from launch.emulated import launcher as emulated
 from launch.emulated import sandbox
+from tests.helpers.commands import refused
 from tests.helpers.records import blank
 
 PAPER, BENCH = suite.load("paper"), suite.load("bench")
@@ -198,10 +199,7 @@ def test_the_check_names_what_is_off() -> None:
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay.main(["suite=paper", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
+    refused(replay.main, ["suite=paper", *arguments], words, capsys)
 
 
 def test_without_a_sandbox_the_table_is_refused(

@@ -14,7 +14,7 @@ from experiments.runs import start
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
-from tests.helpers.tiers import slow, slow_unless
+from tests.helpers.tiers import slow
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
 
@@ -33,18 +33,12 @@ def test_every_experiment(exp: str, scale: str) -> None:
         assert config["train"][key] == config["scales"][scale][key]
 
 
-@pytest.mark.parametrize("exp", slow_unless({"resnet50", "cser_cifar100", "hsdp_gpt2"}.__contains__, EXPERIMENTS))
-def test_variants_of_every_experiment(exp: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("exp", ["language_model", "methods_digits"])
+def test_variants_that_only_these_experiments_have(exp: str) -> None:
+    """Those of the others: test_experiments_more.py, test_workloads_conf.py, runs/test_all_methods.py."""
     for variant in compare.variants(compose.compose([f"+exp={exp}", "scale=quick"]), None):
         assert compose.resolve(variant)["exp"] == exp
-
-
-@pytest.mark.parametrize("exp", EXPERIMENTS)
-def test_head_of_every_experiment(exp: str) -> None:
-    """A file of conf/exp opens with what is expected, what it costs and how to run it."""
-    head = (compose.CONF / "exp" / f"{exp}.yaml").read_text().partition("defaults:")[0]
-    for word in ("Expected:", "Cost:", "Command:"):
-        assert word in head, word
 
 
 def test_hyper_parameters_belong_to_the_selected_optimizer() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.config import compose, schedules
 from launch.errors import UserError
-from tests.helpers.tiers import slow_unless
+from tests.helpers.tiers import slow, slow_unless
 
 FAMILIES = {
     "cser_": ["SGDM", "EFSGD", "QSparseLocalSGD", "CSER"],
@@ -23,14 +23,24 @@ FEW = {"cser_cifar100", "zero_one_bert_base", "slamb_bert_large"}
 
 
 @cache
+def listed(exp: str) -> list[list[str]]:
+    return [list(map(str, v)) for v in compose.compose([f"+exp={exp}"]).config.compare]
+
+
+@cache
+def variant(exp: str, scale: str, number: int = -1) -> dict[str, Any]:
+    """One variant, resolved; the last is the paper's own method."""
+    return compose.resolve(compose.compose([f"+exp={exp}", f"scale={scale}", *listed(exp)[number]]))
+
+
 def variants(exp: str, scale: str) -> list[dict[str, Any]]:
-    """Every variant, resolved."""
-    listed = compose.compose([f"+exp={exp}"]).config.compare
-    return [compose.resolve(compose.compose([f"+exp={exp}", f"scale={scale}", *map(str, v)])) for v in listed]
+    return [variant(exp, scale, k - len(listed(exp))) for k in range(len(listed(exp)))]
 
 
 def chosen(exp: str, cls: str) -> dict[str, Any]:
-    return next(v for v in variants(exp, "paper") if v["optimizer"]["_target_"] == f"birder.{cls}")
+    """The last variant with this optimizer."""
+    numbers = range(-1, -len(listed(exp)) - 1, -1)
+    return next(v for k in numbers if (v := variant(exp, "paper", k))["optimizer"]["_target_"] == f"birder.{cls}")
 
 
 @pytest.mark.parametrize("scale", ["quick", "paper"])
@@ -50,13 +60,13 @@ def test_variants_are_the_bound_the_baseline_and_the_papers_methods(exp: str, sc
 
 @pytest.mark.parametrize("exp", slow_unless(FEW.__contains__, EXPERIMENTS))
 def test_quick_scale_needs_no_data_and_paper_scale_the_real_model(exp: str, tmp_path: Path) -> None:
-    compose.workload(variants(exp, "quick")[-1])
-    paper = variants(exp, "paper")[-1]["workload"]
+    compose.workload(variant(exp, "quick"))
+    paper = variant(exp, "paper")["workload"]
     small = {"tiny", "wrn_10_2", "resnet20", "resnet8", "synthetic"}
     assert not small & {v for v in paper.values() if isinstance(v, str)}
     if paper.get("allow_synthetic") is False:
         with pytest.raises(UserError, match=r"data\.path="):
-            compose.workload(variants(exp, "paper")[-1])
+            compose.workload(variant(exp, "paper"))
 
 
 @pytest.mark.parametrize("exp", EXPERIMENTS)
@@ -65,12 +75,12 @@ def test_scales_of_an_experiment_hold_the_same_keys(exp: str) -> None:
     assert set(scales.quick) == set(scales.paper)
 
 
-@pytest.mark.parametrize("exp", [e for e in EXPERIMENTS if e.startswith("cser_")])
+@pytest.mark.parametrize("exp", slow_unless(FEW.__contains__, [e for e in EXPERIMENTS if e.startswith("cser_")]))
 @pytest.mark.parametrize("scale", ["quick", "paper"])
 def test_all_of_cser_sends_the_same_share(exp: str, scale: str) -> None:
     """R_C = 1 / (1/R_C2 + 1/(R_C1 H)) = 32 for each method but the dense ones."""
-    for variant in variants(exp, scale)[3:]:
-        o = variant["optimizer"]
+    for v in variants(exp, scale)[3:]:
+        o = v["optimizer"]
         if "gradient_ratio" in o:
             sent = (1 / o["gradient_ratio"] if o["gradient_ratio"] else 0) + 1 / (o["model_ratio"] * o["reset_every"])
         else:
@@ -78,6 +88,7 @@ def test_all_of_cser_sends_the_same_share(exp: str, scale: str) -> None:
         assert sent == pytest.approx(1 / 32), o["_target_"]
 
 
+@pytest.mark.parametrize("whole", [False, slow(True)])
 @pytest.mark.parametrize(
     ("exp", "batch", "nodes", "ranks"),
     [
@@ -94,8 +105,8 @@ def test_all_of_cser_sends_the_same_share(exp: str, scale: str) -> None:
         ("slamb_cifar10", 4 * 256, 1, 4),
     ],
 )
-def test_batches_and_clusters_of_the_papers(exp: str, batch: int, nodes: int, ranks: int) -> None:
-    for v in variants(exp, "paper"):
+def test_batches_and_clusters_of_the_papers(exp: str, batch: int, nodes: int, ranks: int, whole: bool) -> None:
+    for v in variants(exp, "paper") if whole else [variant(exp, "paper")]:
         assert (v["cluster"]["nodes"], v["cluster"]["ranks_per_node"]) == (nodes, ranks)
         assert v["train"]["batch_per_rank"] * v["train"]["accumulate"] * nodes * ranks == batch
 
@@ -127,19 +138,28 @@ def test_learning_rates_of_the_papers() -> None:
         assert chosen("zero_one_resnet18", cls)["optimizer"]["weight_decay"] == 1e-4
 
 
-def test_precisions_and_metrics_of_slamb() -> None:
-    """Mixed precision on V100 and A100; the paper's Table 2 has validation losses."""
-    for exp, precision in (
+@pytest.mark.parametrize("whole", [False, slow(True)])
+@pytest.mark.parametrize(
+    ("exp", "precision"),
+    [
         ("slamb_bert_large", "fp16"),
         ("slamb_bert_large_512", "fp16"),
         ("slamb_bert_xl", "bf16"),
         ("slamb_swin_b", "bf16"),
-    ):
-        assert {v["train"]["precision"] for v in variants(exp, "paper")} == {precision}
-        assert {v["train"]["precision"] for v in variants(exp, "quick")} == {"fp32"}
+    ],
+)
+def test_precisions_of_slamb(exp: str, precision: str, whole: bool) -> None:
+    """Mixed precision on V100 and A100."""
+    for scale, wanted in (("paper", precision), ("quick", "fp32")):
+        made = variants(exp, scale) if whole else [variant(exp, scale)]
+        assert {v["train"]["precision"] for v in made} == {wanted}
+
+
+def test_metrics_of_slamb() -> None:
+    """The paper's Table 2 has validation losses."""
     for exp in ("slamb_bert_large", "slamb_bert_large_512", "slamb_bert_xl"):
-        assert compose.workload(variants(exp, "quick")[-1]).metric == "loss"
-    assert compose.workload(variants("zero_one_bert_base", "quick")[-1]).metric == "perplexity"
+        assert compose.workload(variant(exp, "quick")).metric == "loss"
+    assert compose.workload(variant("zero_one_bert_base", "quick")).metric == "perplexity"
 
 
 def test_bert_xl_has_the_published_number_of_parameters() -> None:
@@ -171,7 +191,7 @@ def test_policies_of_the_papers() -> None:
         assert (o["fraction"], o["beta3"], o["sync_every"]) == (0.1, beta3, every)
 
 
-@pytest.mark.parametrize("exp", EXPERIMENTS)
+@pytest.mark.parametrize("exp", slow_unless(FEW.__contains__, EXPERIMENTS))
 def test_quick_scale_reaches_the_rounds_that_come_rarely(exp: str) -> None:
     """Within the steps that are timed: each interval of local steps or between averages of models comes to its end."""
     for v in variants(exp, "quick"):

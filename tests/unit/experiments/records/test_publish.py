@@ -15,6 +15,7 @@ from experiments import tables as cli
 from experiments.records import record
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord
 from experiments.report import published, tables
+from tests.helpers.commands import refused
 from tests.helpers.records import full_group, run, save
 
 CLEAN = {"sha": "1" * 40, "dirty": False}
@@ -66,11 +67,7 @@ def test_runs_of_other_code_than_a_commit_are_refused(
     own = save(tmp_path / "local", *most, dataclasses.replace(last, git=git))
     before = files(own)
     for arguments in (["g"], ["--exp", "resnet50"]):
-        assert command(own, tmp_path / "published", *arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert words in error
-        assert error.count("\n") == 1
+        refused(lambda given: command(own, tmp_path / "published", *given), arguments, words, capsys)
     assert files(own) == before
     assert not (tmp_path / "published").exists()
 
@@ -86,10 +83,7 @@ def test_bad_input_is_one_line_and_moves_nothing(tmp_path: Path, capsys: pytest.
         (["g", "--exp", "resnet50"], "make publish GROUP=NAME"),
         (["g"], "names the curve"),
     ):
-        assert command(own, tmp_path / "published", *arguments) == 2
-        error = capsys.readouterr().err
-        assert words in error
-        assert error.count("\n") == 1
+        refused(lambda given: command(own, tmp_path / "published", *given), arguments, words, capsys)
     assert not (tmp_path / "published").exists()
 
 

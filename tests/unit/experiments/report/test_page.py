@@ -6,7 +6,6 @@ import csv
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import accuracy, curves, html_page, methods_table, prediction, speedup
 from experiments.report.html_page import Grid
+from tests.helpers import BROWSER
 from tests.helpers.tiers import slow
 
 SMALL = Grid(
     models=(("resnet50_b32_tf32", "ResNet-50"), ("bert_base_b12_tf32", "BERT-Base")), nodes=(2, 8), gbps=(10, 100)
-)
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from experiments.records.record import PUBLISHED
 from experiments.report import html_page, pay
 from experiments.report.html_page import Grid
 from experiments.report.pay import Choice, Model
+from tests.helpers import BROWSER
 from tests.helpers.tiers import slow
 
 SMALL = Choice((Model("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400))
-BROWSER = next((b for name in ("chromium", "chromium-browser", "google-chrome") if (b := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")

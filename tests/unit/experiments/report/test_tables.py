@@ -15,6 +15,7 @@ from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import figure, formats, published, tables
 from launch.errors import UserError
+from tests.helpers.commands import refused
 from tests.helpers.records import full_group, run, save, score
 
 
@@ -115,10 +116,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.Ca
         ["--results", str(results), "--exp", "nothing"],
         ["--results", str(results), "--group", "nothing"],
     ):
-        assert cli.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: no ")
-        assert error.count("\n") == 1
+        refused(cli.main, arguments, "error: no ", capsys)
 
 
 def test_a_missing_curve_is_not_passed_over(tmp_path: Path) -> None:

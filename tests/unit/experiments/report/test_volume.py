@@ -9,6 +9,7 @@ from experiments.records.record import ROOT
 from experiments.report import volume
 from launch.errors import UserError
 from studies import volume as cli
+from tests.helpers.commands import refused
 
 SETTING = volume.Setting()
 
@@ -108,5 +109,4 @@ def test_the_command(tmp_path, capsys):
 def test_bad_input_is_one_line(arguments, capsys):
     with pytest.raises(UserError, match=f"^{arguments[0]} must be"):
         cli.parse(arguments)
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    refused(cli.main, arguments, f"{arguments[0]} must be", capsys)

@@ -18,6 +18,7 @@ from experiments.records.record import ResultRecord
 from experiments.report import methods_table, tables
 from experiments.runs import start, study
 from launch.failure import RunFailed
+from tests.helpers.commands import refused
 from tests.helpers.workload_data import fashion_mnist
 
 GOOD = {0.05: 80.0, 0.1: 86.0, 0.3: 83.0}
@@ -195,11 +196,7 @@ def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -
         (arguments(runs, "optimizer.lr=1"), "--methods and --seeds"),
         (arguments(runs, "data.path=/no/such/folder"), "no folder"),
     ):
-        assert all_methods.main(wrong) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert words in error
-        assert error.count("\n") == 1
+        refused(all_methods.main, wrong, words, capsys)
     assert runs.started == []
 
 

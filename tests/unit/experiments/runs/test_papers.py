@@ -87,7 +87,7 @@ def test_make_shows_the_volume_of_the_paper_that_has_one() -> None:
 def test_a_part_that_is_recorded_is_shown_and_not_made_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    given = ["--paper", "slamb", f"results_dir={tmp_path}", "--methods", "slamb"]
+    given = ["--paper", "zero_one_adam", f"results_dir={tmp_path}", "--methods", "zero_one_adam"]
     made: list[str] = []
 
     def instead(overrides: list[str], methods: list[str], show: Any) -> int:

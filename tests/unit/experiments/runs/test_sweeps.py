@@ -15,6 +15,7 @@ from experiments.report import tables
 from experiments.runs import start
 from launch.errors import UserError
 from launch.failure import RunFailed
+from tests.helpers.commands import refused
 from tests.helpers.records import run as a_record
 from tests.helpers.tiers import slow_unless
 
@@ -296,11 +297,7 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert words in said
-    assert said.count("\n") == 1
+    refused(sweep.main, arguments, words, capsys)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,26 @@ def make(request: pytest.FixtureRequest, makers: dict[str, Callable[[], Workload
     return prepared
 
 
+@pytest.fixture(scope="module")
+def prepared_once() -> dict[tuple[str, Shard], Workload]:
+    return {}
+
+
+@pytest.fixture
+def kept(
+    request: pytest.FixtureRequest, make: Callable[[Shard], Workload], prepared_once: dict[tuple[str, Shard], Workload]
+) -> Callable[[Shard], Workload]:
+    """One workload for each shard, for tests that need no second one."""
+
+    def prepared(shard: Shard) -> Workload:
+        key = (request.node.callspec.params["make"], shard)
+        if key not in prepared_once:
+            prepared_once[key] = make(shard)
+        return prepared_once[key]
+
+    return prepared
+
+
 def test_batches_are_a_function_of_seed_epoch_and_rank(make: Callable[[Shard], Workload]) -> None:
     shard = Shard(1, 2)
     first, again = make(shard), make(shard)
@@ -45,9 +65,9 @@ def test_batches_are_a_function_of_seed_epoch_and_rank(make: Callable[[Shard], W
     assert all(same(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_start_resumes_exactly(make: Callable[[Shard], Workload]) -> None:
+def test_start_resumes_exactly(kept: Callable[[Shard], Workload]) -> None:
     shard = Shard(0, 2)
-    workload = make(shard)
+    workload = kept(shard)
     whole = list(workload.train_batches(shard, BATCH, seed=0, epoch=2))
     for start in (1, len(whole) // 2, len(whole)):
         rest = list(workload.train_batches(shard, BATCH, seed=0, epoch=2, start=start))
@@ -55,9 +75,9 @@ def test_start_resumes_exactly(make: Callable[[Shard], Workload]) -> None:
         assert all(same(a, b) for a, b in zip(rest, whole[start:], strict=True))
 
 
-def test_epochs_and_seeds_differ(make: Callable[[Shard], Workload]) -> None:
+def test_epochs_and_seeds_differ(kept: Callable[[Shard], Workload]) -> None:
     shard = Shard()
-    workload = make(shard)
+    workload = kept(shard)
     if workload.name == "ptb":
         pytest.skip("the words of a text come in their order")
 
@@ -70,20 +90,17 @@ def test_epochs_and_seeds_differ(make: Callable[[Shard], Workload]) -> None:
     assert all(not all(same(a, b) for a, b in zip(first, other, strict=True)) for other in others)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_see_equally_many_batches_and_different_samples(make: Callable[[Shard], Workload], world: int) -> None:
-    per_rank = []
-    for rank in range(world):
-        workload = make(Shard(rank, world))
-        per_rank.append(list(workload.train_batches(Shard(rank, world), BATCH, seed=0, epoch=0)))
-    assert {len(batches) for batches in per_rank} == {make(Shard(0, world)).steps_per_epoch(world, BATCH)}
+def test_ranks_see_equally_many_batches_and_different_samples(kept: Callable[[Shard], Workload]) -> None:
+    shards = [Shard(rank, 3) for rank in range(3)]
+    per_rank = [list(kept(shard).train_batches(shard, BATCH, seed=0, epoch=0)) for shard in shards]
+    assert {len(batches) for batches in per_rank} == {kept(shards[0]).steps_per_epoch(3, BATCH)}
     assert not any(same(a, b) for a, b in zip(per_rank[0], per_rank[1], strict=True))
     assert {tensors(b)[0].shape for batches in per_rank for b in batches} == {tensors(per_rank[0][0])[0].shape}
 
 
-def test_loss_is_finite_and_reaches_every_parameter(make: Callable[[Shard], Workload]) -> None:
+def test_loss_is_finite_and_reaches_every_parameter(kept: Callable[[Shard], Workload]) -> None:
     shard = Shard()
-    workload = make(shard)
+    workload = kept(shard)
     torch.manual_seed(0)
     model = workload.build_model()
     batch = next(iter(workload.train_batches(shard, BATCH, seed=0, epoch=0)))
@@ -106,8 +123,8 @@ def test_model_depends_on_the_global_seed_alone(make: Callable[[Shard], Workload
     assert all(p.dtype == torch.float32 for p in first)
 
 
-def test_param_groups_hold_every_parameter_once(make: Callable[[Shard], Workload]) -> None:
-    workload = make(Shard())
+def test_param_groups_hold_every_parameter_once(kept: Callable[[Shard], Workload]) -> None:
+    workload = kept(Shard())
     model = workload.build_model()
     groups = workload.param_groups(model, 0.1)
     held = [id(p) for group in groups for p in group["params"]]
@@ -146,8 +163,8 @@ def test_evaluate_alone_and_split_over_ranks_agree(
     assert split == pytest.approx(alone, rel=1e-5)
 
 
-def test_samples_counts_what_a_batch_holds(make: Callable[[Shard], Workload]) -> None:
-    workload = make(Shard())
+def test_samples_counts_what_a_batch_holds(kept: Callable[[Shard], Workload]) -> None:
+    workload = kept(Shard())
     batch = next(iter(workload.train_batches(Shard(), BATCH, seed=0, epoch=0)))
     expected = batch[0].numel() if workload.name == "ptb" else BATCH
     assert workload.samples(BATCH) == expected
