@@ -166,7 +166,7 @@ def attach(
 
     Call it again, between two steps, when the model was wrapped again or the optimizer has more parameters: the state of
     those that were there is kept. A model may have several optimizers over different parameters: attach each that is of this
-    package. Gradients of parameters that none of these holds are averaged, as DDP does.
+    package (with FSDP2 one, or dense ones). Gradients of parameters that none of these holds are averaged, as DDP does.
 
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
                   torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ from birder.comm import ByteCounter, Link, Replicas, Topology, finish
 from birder.comm.groups import borrow, part
 from birder.comm.link import backend_for
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
-from birder.hooks.other_optimizers import watch
+from birder.hooks.other_optimizers import open_attachments, watch
 from birder.optim.base import BucketOptimizer, Plan
 from birder.optim.layout import gradient, local
 
@@ -44,9 +45,16 @@ class ShardAttachment(Attachment):
     """
 
     mesh: DeviceMesh
+    _model: weakref.ref[nn.Module]
     _handles: list[RemovableHandle] = field(default_factory=list, init=False)
-    _in_pass: bool = field(default=False, init=False)
-    """Whether a backward pass has brought gradients and is not over."""
+    _frozen: list[Tensor] = field(default_factory=list, init=False)
+    """Parameters that have no hook, as they required no gradient."""
+    _pass_of: int | None = field(default=None, init=False)
+    """The steps done when the backward pass under way began to bring gradients. None: no pass is under way."""
+    _tasks: set[int] = field(default_factory=set, init=False)
+    """The graph tasks of the pass that call `_end` when they are over."""
+    _outside: bool = field(default=False, init=False)
+    """Whether there is a call of `_end` at the end of the whole pass: some gradient comes in its own graph task."""
 
     @property
     def _active(self) -> bool:
@@ -59,14 +67,37 @@ class ShardAttachment(Attachment):
 
     def _begin(self) -> None:
         """A backward pass has brought something. FSDP queued the end of its work at the beginning of the pass."""
-        if not self._in_pass:
-            self._in_pass = True
+        begins = self._pass_of != self.optimizer.steps
+        if begins:
+            self._pass_of, self._tasks = self.optimizer.steps, set()
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:  # reentrant checkpointing runs graph tasks inside of another
+            self._tasks.add(task)
             queue_after_backward(self._end)
+        if begins:
+            self.hook_parameters()
+            if (model := self._model()) is not None:
+                check_mean(model)
             self.begin_pass()
             self.compare_steps()
 
+    def hook_parameters(self) -> None:
+        """Has FSDP call `on_gradient` for each parameter that requires a gradient by now: some may have been unfrozen."""
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        if unfrozen:
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+            self._handles += [p.register_post_accumulate_grad_hook(self.on_gradient) for p in unfrozen]
+
     def _end(self) -> None:
-        self._in_pass = False
+        """A graph task is over, and with it the pass, unless FSDP has not ended its own work: then it was an inner one."""
+        model = self._model()
+        goes_on = (
+            isinstance(model, FSDPModule) and model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+        )
+        if not goes_on:
+            self._pass_of, self._outside = None, True
+        elif self._outside:
+            return  # once for a pass is enough: it looks at all gradients
         if self.optimizer.compressed and self.overlap:
             self.optimizer.note_gradients()
 
@@ -77,6 +108,8 @@ class ShardAttachment(Attachment):
             self._begin()
             if self.optimizer.plan(self.optimizer.steps + 1) is Plan.DENSE:
                 self.all_reduce_mean(reduced, number).wait()
+        elif self.closed and self.communicate:  # another optimizer may go on
+            self.all_reduce_mean(reduced, number, reduced.dtype).wait()
 
     def on_gradient(self, p: Tensor) -> None:
         """What FSDP calls when `p.grad` is there. Raises RuntimeError under compiled autograd, which traces it instead."""
@@ -123,8 +156,8 @@ def attach_shards(
     All replicas get the parameters and buffers of the first. FSDP's all-gather and reduce-scatter are replaced by ones that
     count their bytes (and, on gloo, add up in rank order).
 
-    Raises TypeError for a model or method of another kind, ValueError for another mesh or other parameters, RuntimeError
-    when ranks disagree.
+    Raises TypeError for a model or method of another kind, ValueError for another mesh, other parameters or a second
+    optimizer where one of the two compresses, RuntimeError when ranks disagree.
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(f"with mesh= attach needs DDP or a model that fully_shard made, got {type(model).__name__}")
@@ -135,6 +168,8 @@ def attach_shards(
         )
     reshard(model)
     _check_parameters(model, optimizer, mesh)
+    _check_alone(model, optimizer, communicate)
+    check_mean(model)
     overlap = overlap and optimizer.max_grad_norm is None
     device = local(next(model.parameters())).device
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -157,7 +192,7 @@ def attach_shards(
     link = Link(part(own, peers, 1), topology, comm.counter)
     _equalise([*model.parameters(), *model.buffers()], link)
     optimizer.bind(comm, pipeline_for(device, among if overlaps else None), unit_mb)
-    attachment = ShardAttachment(optimizer, link, overlap, communicate, own, mesh=mesh)
+    attachment = ShardAttachment(optimizer, link, overlap, communicate, own, mesh=mesh, _model=weakref.ref(model))
     attachment.replace(names)
     _register(model, attachment, comm.inside)
     watch(attachment)
@@ -166,9 +201,8 @@ def attach_shards(
 
 def reshard(model: nn.Module) -> None:
     """Has the model's parameters be the sharded ones, which after a forward pass they may not be."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
 def _world() -> dist.ProcessGroup:
@@ -202,6 +236,10 @@ def _check_parameters(model: nn.Module, optimizer: BucketOptimizer, mesh: Device
             )
         if tuple(p.placements) != (Shard(0),):  # type: ignore[attr-defined]
             raise ValueError(f"{key} is sharded as {p.placements}: leave out shard_placement_fn")  # type: ignore[attr-defined]
+        if p.is_meta:
+            raise ValueError(
+                f"{key} is on the meta device: call model.to_empty(device=...) and set its values before attach"
+            )
         if local(p).device.type != mesh.device_type:
             raise ValueError(
                 f"{key} is on {local(p).device.type}, the mesh on {mesh.device_type}: leave out CPUOffloadPolicy"
@@ -211,6 +249,40 @@ def _check_parameters(model: nn.Module, optimizer: BucketOptimizer, mesh: Device
         raise ValueError(
             "the optimizer holds parameters that the model does not have: build it from model.parameters() after fully_shard"
         )
+
+
+def _check_alone(model: nn.Module, optimizer: BucketOptimizer, communicate: bool) -> None:
+    """Raises ValueError where another optimizer is attached to some of the modules, unless the means of one do for both.
+
+    FSDP has one hook for each module, which the last attachment takes.
+    """
+    modules = set(_fsdp_modules(model))
+    for other in open_attachments():
+        theirs = other._model() if isinstance(other, ShardAttachment) else None
+        if theirs is None or other.optimizer is optimizer or modules.isdisjoint(_fsdp_modules(theirs)):
+            continue
+        one, two = other.optimizer, optimizer
+        if one.compressed or two.compressed or one.wire != two.wire or other.communicate != communicate:
+            raise ValueError(
+                f"{one.kind} is attached to this model already, and FSDP gives gradients to one alone: use one for all "
+                "parameters, or torch's own for the others, which needs no attach; or call close() of what attach returned "
+                "for the other"
+            )
+
+
+def check_mean(model: nn.Module) -> None:
+    """Raises RuntimeError where a script has set by what FSDP divides gradients: over replicas they would be averaged."""
+    for module in _fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None and group.gradient_divide_factor is not None:
+            raise RuntimeError(
+                f"set_gradient_divide_factor({group.gradient_divide_factor}) holds inside a replica alone, replicas take the "
+                "mean: leave it out and scale the loss instead"
+            )
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @torch.no_grad()
@@ -225,14 +297,12 @@ def _equalise(tensors: Sequence[Tensor], link: Link) -> None:
 
 
 def _register(model: nn.Module, attachment: ShardAttachment, inside: Link) -> None:
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for number, module in enumerate(modules):
+    for number, module in enumerate(_fsdp_modules(model)):
         module.set_all_reduce_hook(functools.partial(attachment.on_reduced, number))
         module.set_custom_all_gather(CountedAllGather(inside))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(CountedReduceScatter(inside))  # type: ignore[arg-type]
-    attachment._handles = [
-        p.register_post_accumulate_grad_hook(attachment.on_gradient) for p in model.parameters() if p.requires_grad
-    ]
+    attachment._frozen = list(model.parameters())
+    attachment.hook_parameters()
 
 
 class CountedAllGather:

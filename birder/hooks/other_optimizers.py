@@ -27,6 +27,11 @@ def watch(attachment: Attachment) -> None:
     _register()
 
 
+def open_attachments() -> list[Attachment]:
+    """Those of this process that were not closed."""
+    return [attachment for attachment in _ATTACHED if not attachment.closed]
+
+
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)

@@ -259,6 +259,7 @@ class BucketOptimizer(Guards):
             yield from self.pipeline.waiting()  # for `after_update` of the step before
             if self.max_grad_norm is not None:
                 torch._foreach_mul_(self._gradients(), (yield from self._clip_factor(plan)))
+        yield from asking(self.before_update(step))
         with trace.span("apply"):
             still = self._still(plan) if plan.own else []
             yield from asking(self.update(step, plan))

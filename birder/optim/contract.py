@@ -178,6 +178,9 @@ class Method(torch.optim.Optimizer):
     def check_step(self, step: int) -> None:
         """Called at the beginning of step number `step`. Raises RuntimeError where it would go wrong without a word."""
 
+    def before_update(self, step: int) -> Requests[None] | None:
+        """The same once all ranks are there, for what they find out together: after the step's messages, before `update`."""
+
     def restores(self, name: str, step: int) -> bool:
         """Whether the state `name` does not change for a parameter that has no gradient in step number `step`."""
         return True

@@ -20,6 +20,10 @@ AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
     "layers after attach instead, with find_unused_parameters=True"
 )
+AGAIN_SHARDED = (
+    "call birder.attach(model, optimizer, mesh=mesh) again, between step() and the next backward, which keeps the state; or "
+    "freeze layers after attach instead"
+)
 TWICE = (
     "backward ran twice before step(), but with this method messages are taken during backward: to accumulate, run all "
     "passes but the last, forward and backward, under ddp.no_sync() (FSDP: model.set_requires_gradient_sync(False)); to "
@@ -171,7 +175,7 @@ class Guards(MethodState):
             if self.comm.world_size > 1 or self.attachment is not None:
                 raise RuntimeError(
                     f"{self.named(outside[0])} has a gradient but was frozen or not there when the optimizer was attached: "
-                    + AGAIN
+                    + (AGAIN_SHARDED if self._sharded else AGAIN)
                 )
             self.bind(self.comm, self.pipeline, self._unit_mb)
         if self._reduced:

@@ -23,6 +23,7 @@ from birder import kernels
 from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.comm.late import Late
 from birder.optim.base import BucketOptimizer, Unit, gradient
+from birder.optim.layout import maxima
 
 Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
@@ -62,7 +63,7 @@ class OneBitMethod(BucketOptimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._support: dict[int, Support] = {}
-        self._without_variance: dict[int, Late] = {}
+        self._with_variance: dict[int, Late] = {}
         """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
         super().__init__(*args, **kwargs)
 
@@ -128,25 +129,43 @@ class OneBitMethod(BucketOptimizer):
 
     def forget_derived(self) -> None:
         self._support.clear()
-        self._without_variance.clear()
+        self._with_variance.clear()
 
     def check_step(self, step: int) -> None:
         """Raises RuntimeError for a parameter whose first gradient comes when variances are frozen: it would never move."""
-        if step <= self.warmup_steps or self._sharded:
+        if step <= self.warmup_steps:
             return
         for unit in self.units:
-            if unit.index not in self._without_variance:
+            if unit.index not in self._with_variance:
+                if self._sharded:  # `before_update` asks the other shards
+                    continue
                 largest = torch.stack(list(torch._foreach_norm(unit.views(unit.state["v"]), float("inf"))))
-                self._without_variance[unit.index] = Late(largest > 0)
-            there = self._without_variance[unit.index]
-            if not there.there:  # on a GPU: a step later
-                continue
-            for i in (i for i, seen in enumerate(there.read()) if not seen):
-                if (g := gradient(unit.wholes[i])) is not None and bool(g.any()):
-                    raise RuntimeError(
-                        f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "
-                        "variance is 0, so it would never move. Use a longer warm-up, or give it to another optimizer"
-                    )
+                self._with_variance[unit.index] = Late(largest > 0)
+            self._refuse_without_variance(unit)
+
+    def before_update(self, step: int) -> Requests[None]:
+        """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.
+        Once, in the first step after the warm-up or after the state was loaded.
+        """
+        if step <= self.warmup_steps or not self._sharded or not self.units or self._with_variance:
+            return
+        views = [view for unit in self.units for view in unit.views(unit.state["v"])]
+        largest = yield from maxima(self.comm, views)
+        for unit, row in zip(self.units, largest.split([len(unit.wholes) for unit in self.units]), strict=True):
+            self._with_variance[unit.index] = Late(row > 0)
+        for unit in self.units:
+            self._refuse_without_variance(unit)
+
+    def _refuse_without_variance(self, unit: Unit) -> None:
+        there = self._with_variance[unit.index]
+        if not there.there:  # on a GPU: a step later
+            return
+        for i in (i for i, seen in enumerate(there.read()) if not seen):
+            if (g := gradient(unit.wholes[i])) is not None and bool(g.any()):
+                raise RuntimeError(
+                    f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "
+                    "variance is 0, so it would never move. Use a longer warm-up, or give it to another optimizer"
+                )
 
 
 def split(

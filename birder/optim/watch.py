@@ -41,8 +41,8 @@ class GradientWatch:
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remembers the present gradients of `params`. A parameter may have none."""
+        self._times += not self.noted  # again in the same pass: counts once
         self.noted = True
-        self._times += 1
         self._versions = _versions(params)
         self._marks = self._mark()
 

@@ -49,10 +49,17 @@ def before_training(rank: int, world: int) -> dict[str, str]:
     fully_shard(mixed.first, mesh=mesh["replicate"])
     fully_shard(mixed, mesh=mesh["shard"])
     away = shard(toy.make(), mesh)
+    with torch.device("meta"):
+        unset = toy.Net()
+    shard(unset, mesh)
+    divided = shard(toy.make(), mesh)
+    divided.second.set_gradient_divide_factor(1.0)  # type: ignore[union-attr, operator]
     return {
         "columns": try_attach(columns, mesh=mesh),
         "meshes": try_attach(mixed, mesh=mesh),
         "offload": said(lambda: _check_parameters(away, birder.Birder(away.parameters()), OfAGpu(mesh))),  # type: ignore[arg-type]
+        "divided": try_attach(divided, mesh=mesh),
+        "meta": try_attach(unset, mesh=mesh),
         "2-D": try_attach(two, mesh=mesh),
         "part": try_attach(fully_shard_only(toy.make(), mesh), mesh=mesh),
         "other": try_attach(other, mesh=mesh),
@@ -90,6 +97,8 @@ WORDS = {
     "columns": "leave out shard_placement_fn",
     "meshes": 'is sharded over ranks [0, 1], mesh["shard"] has',
     "offload": "is on cpu, the mesh on cuda: leave out CPUOffloadPolicy",
+    "divided": "leave it out and scale the loss instead",
+    "meta": "is on the meta device: call model.to_empty(device=...)",
     "2-D": 'use fully_shard(module, mesh=mesh["shard"]), and give the 2-D mesh to attach alone',
     "part": "scale is not sharded",
     "other": 'is sharded over ranks [0, 1], mesh["shard"] has',
@@ -129,6 +138,25 @@ def while_training(rank: int, world: int) -> dict[str, str]:
     assert optimizer._step_supports_amp_scaling
     out["scaler"] = said(optimizer.step)
 
+    frozen = toy.make()
+    frozen.second.requires_grad_(False)
+    shard(frozen, mesh)
+    birders = birder.Birder(frozen.parameters(), lr=0.01)
+    attach(frozen, birders, mesh=mesh)
+    train(frozen, birders, toy.loss, rank, range(1, 3))
+    frozen.second.requires_grad_(True)
+    toy.loss(frozen, rank, 3).backward()
+    out["unfrozen"] = said(birders.step)
+    birders.zero_grad()
+    attach(frozen, birders, mesh=mesh)
+    train(frozen, birders, toy.loss, rank, range(3, 5))
+
+    model, optimizer, _ = hsdp("toy", mesh, "SGDM", {"lr": 0.01})
+    train(model, optimizer, toy.loss, rank, range(1, 2))
+    model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+    out["divided"] = said(toy.loss(model, rank, 2).backward)
+
+    model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01}, overlap=False)
     out["symmetric"] = said(model.set_symm_mem_for_comm)  # type: ignore[operator]
     model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
@@ -149,6 +177,9 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert "max_grad_norm" in result["clipped"]
         assert "MixedPrecisionPolicy" in result["scaler"]
         assert "cannot call set_symm_mem()" in result["symmetric"]  # torch's own: the collectives are this project's
+        assert "call birder.attach(model, optimizer, mesh=mesh) again" in result["unfrozen"]
+        assert "DistributedDataParallel" not in result["unfrozen"]
+        assert "scale the loss instead" in result["divided"]
         assert "compile forward only" in result["compiled autograd"]
         assert "saved by rank" in result["state"]
 

@@ -143,6 +143,40 @@ def test_fsdp_takes_hooks_and_collectives() -> None:
         needs(hasattr(FSDPModule, name), f"FSDPModule.{name}", "birder/hooks/fsdp.py")
 
 
+def test_fsdp_says_by_what_it_divides(world: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    assert isinstance(model, FSDPModule)
+    state = model._get_fsdp_state() if hasattr(model, "_get_fsdp_state") else None
+    group: Any = getattr(state, "_fsdp_param_group", None)
+    needs(group is not None, "FSDPModule._get_fsdp_state()._fsdp_param_group", "birder/hooks/fsdp.py")
+    needs(getattr(group, "gradient_divide_factor", 0) is None, "gradient_divide_factor of None", "birder/hooks/fsdp.py")
+    model.set_gradient_divide_factor(2.0)
+    needs(group.gradient_divide_factor == 2.0, "gradient_divide_factor that was set", "birder/hooks/fsdp.py")
+
+
+def test_fsdp_says_that_the_end_of_its_pass_is_still_to_come(world: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    seen: list[bool] = []
+
+    def ask(*_: Any) -> None:
+        context = getattr(model._get_fsdp_state(), "_state_ctx", None)
+        seen.append(getattr(context, "post_backward_final_callback_queued", None))
+
+    def hook(reduced: torch.Tensor) -> None:
+        ask()
+        torch.autograd.Variable._execution_engine.queue_callback(ask)
+
+    model.set_all_reduce_hook(hook)
+    model(torch.ones(1, 2)).sum().backward()
+    needs(seen == [True, False], "post_backward_final_callback_queued", "birder/hooks/fsdp.py")
+
+
 def test_a_compiled_model_has_the_model_inside() -> None:
     model = nn.Linear(1, 1)
     needs(getattr(torch.compile(model), "_orig_mod", None) is model, "_orig_mod", "birder/hooks/attachment.py")
