@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -33,6 +37,13 @@ from birder.checkpoint.files import (
 
 __all__ = ["MANIFEST", "SHARED", "Broken", "Restored", "latest", "load", "rank_file", "read", "restore", "save"]
 
+ALONE = (
+    "every rank has to save, and {missing} of {world} have not come to it: take the call (checkpoint.save, "
+    "accelerator.save_state) out of `if rank == 0` or `if accelerator.is_main_process`"
+)
+ALONE_S = 30.0
+"""Seconds after which `save` says so. It keeps waiting: another rank may be evaluating alone."""
+
 T = TypeVar("T")
 
 
@@ -52,9 +63,11 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
     """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
 
     shared: nested dicts and lists of tensors and scalars that are the same on all ranks (the model); stored once.
-            Scalars are what JSON knows: numbers, strings, booleans, None.
+            Scalars are what JSON knows: numbers, strings, booleans, None. numpy's numbers come back as Python's.
     local:  the same kind of tree, this rank's own (optimizer state, random states); stored for each rank.
     Checkpoints of later steps are removed too: they are those of a future that this run has left.
+
+    Warns when not all ranks have come after ALONE_S seconds; RuntimeError once the process group's timeout is over.
 
     Returns the checkpoint's folder. Raises ValueError for `keep` < 1. When one rank fails, all raise the same: OSError for
     what the system says (a full disk), RuntimeError for the rest. Nothing of the checkpoint is left then.
@@ -88,6 +101,7 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
             shutil.rmtree(old, ignore_errors=True)
 
     doing = f"checkpoint {final.name} was not written"
+    _meet()
     try:
         _together(doing, begin if rank == 0 else None)
         files = {name: seal for part in _together(doing, write) for name, seal in (part or {}).items()}
@@ -210,6 +224,51 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_saves: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How often all ranks of a process group have met to save."""
+
+
+def _meet() -> None:
+    """Waits for all ranks in the default group's store: a collective of one rank alone would meet others' of training.
+
+    Leaves nothing behind there, also when it gives up, so that a later save of all ranks finds it as new.
+    """
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    world, group = _world(), dist.group.WORLD
+    if store is None or group is None or world == 1:
+        return
+    number = _saves.get(group, 0)
+    key = f"birder/save/{number}"
+    if store.add(key, 1) == world:
+        store.set(f"{key}/all", "1")
+    limit, began = store.timeout.total_seconds(), time.monotonic()  # type: ignore[attr-defined] # torch's stubs lack it
+    try:
+        if not _comes(store, f"{key}/all", min(ALONE_S, limit)):
+            said = ALONE.format(missing=world - store.add(key, 0), world=world)
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+            if not _comes(store, f"{key}/all", limit - (time.monotonic() - began)):
+                raise RuntimeError(said)
+    except BaseException:
+        store.add(key, -1)
+        raise
+    _saves[group] = number + 1
+    if store.add(f"{key}/left", 1) == world:
+        for name in (key, f"{key}/all", f"{key}/left"):
+            store.delete_key(name)
+
+
+def _comes(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether the key is set within that time. Raises RuntimeError where the store itself has failed."""
+    until = time.monotonic() + 0.9 * seconds  # stores count in whole milliseconds, or less exactly
+    try:
+        store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError:
+        if time.monotonic() < until:
+            raise
+        return False
+    return True
 
 
 def _together(doing: str, what: Callable[[], T] | None) -> list[T | None]:

@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -172,6 +174,13 @@ def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"dict": [[k, _pack(v, f"{name}/{k}", tensors)] for k, v in tree.items()]}
     if isinstance(tree, (list, tuple)):
         return {"list": [_pack(v, f"{name}/{i}", tensors) for i, v in enumerate(tree)]}
+    if isinstance(tree, np.generic):  # a learning rate that numpy has computed
+        tree = tree.item()
+    if not isinstance(tree, (bool, int, float, str, NoneType)):
+        where = name.partition("/")[2]
+        raise TypeError(
+            f"{where} is of type {type(tree).__name__}, checkpoints hold tensors, numbers, strings: remove it"
+        )
     return {"value": tree}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -29,7 +30,10 @@ OWN = {"mean", "sum"}
 
 
 def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> None:
-    """Writes parameters, buffers and the optimizer's state to `folder`. Every rank calls it."""
+    """Writes parameters, buffers and the optimizer's state to `folder`. Every rank calls it.
+
+    Raises TypeError for an entry of a group that JSON cannot hold.
+    """
     reshard(model)
     attachment.optimizer.pipeline.wait()
     flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
@@ -64,7 +68,10 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     state = {"model": model.state_dict(), "optimizer": _by_parameter(model, attachment, flats)}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
-    groups = [{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()} for g in saved["groups"]]
+    groups = [
+        {k: tuple(v) if isinstance(v, list) else _like(present.get(k), v) for k, v in g.items()}
+        for g, present in zip(saved["groups"], optimizer.param_groups, strict=True)
+    ]
     numbers = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({
         "steps": saved["steps"],
@@ -77,11 +84,36 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
 def _meta(attachment: ShardAttachment) -> str:
     """What is not a tensor, as JSON."""
     optimizer = attachment.optimizer
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = [
+        {k: _plain(v, f"param_groups[{i}][{k!r}]") for k, v in g.items() if k != "params"}
+        for i, g in enumerate(optimizer.param_groups)
+    ]
     replicas = attachment.mesh.size(0)
     return json.dumps({
         "method": optimizer.kind, "steps": optimizer.steps, "replicas": replicas, "groups": groups
     })  # fmt: skip
+
+
+def _plain(value: Any, name: str) -> Any:
+    """An entry of a group as JSON knows it; tensors of one element as numbers. Raises TypeError for what it does not know."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
+    try:
+        json.dumps(value)
+    except TypeError as e:
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}, checkpoints hold numbers and strings of groups: remove it"
+        ) from e
+    return value
+
+
+def _like(present: Any, saved: Any) -> Any:
+    """A number that was saved, of the type that this optimizer's group has: a learning rate may be a tensor."""
+    if isinstance(saved, (int, float)) and isinstance(present, Tensor):
+        return torch.full_like(present, saved)
+    if isinstance(saved, (int, float)) and isinstance(present, np.generic):
+        return present.dtype.type(saved)
+    return saved
 
 
 def _by_parameter(model: nn.Module, attachment: ShardAttachment, flats: list[Flat]) -> dict[str, dict[str, Tensor]]:

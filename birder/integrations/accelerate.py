@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ def attach(
 ) -> Attachment | None:
     """Connects what `accelerator.prepare` returned, as `birder.attach` does, which takes `options`. Every rank calls it.
 
-    For a method that compresses: `accelerator.clip_grad_norm_` and `clip_grad_value_` raise RuntimeError, unless
-    overlap=False; with `max_norm` infinite the former still returns the norm of this rank's own gradient. The state of every
-    rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`. The accelerator's
-    optimizer then has the method's `averaged`, too.
+    For a method that compresses: `accelerator.clip_grad_norm_` and `clip_grad_value_` of its parameters raise RuntimeError,
+    unless overlap=False; with `max_norm` infinite the former still returns the norm of this rank's own gradient. The state
+    of every rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`. The
+    accelerator's optimizer then has the method's `averaged`, too.
 
     Returns None on one process. Raises as `birder.attach` does, and ValueError for an optimizer that was not prepared.
     """
@@ -49,7 +50,7 @@ def attach(
     attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
     if method.compressed:
         if attachment.overlap:
-            refuse_clipping(accelerator)
+            refuse_clipping(accelerator, attachment)
         keep_every_rank(accelerator, optimizer, method)
     return attachment
 
@@ -62,17 +63,34 @@ def prepared(accelerator: Accelerator, method: BucketOptimizer) -> AcceleratedOp
     raise ValueError("prepare the optimizer first: model, optimizer = accelerator.prepare(model, optimizer)")
 
 
-def refuse_clipping(accelerator: Accelerator) -> None:
-    """Makes the accelerator's clipping raise RuntimeError; asked for a norm alone, it changes no gradient."""
+def refuse_clipping(accelerator: Accelerator, attachment: Attachment) -> None:
+    """Makes the accelerator's clipping raise RuntimeError for parameters whose messages this attachment takes in backward.
 
-    def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+    Asked for a norm alone, it changes no gradient of theirs. Other parameters are clipped as ever.
+    """
+    attachments: weakref.WeakSet[Attachment] | None = vars(accelerator).get("_birder_attachments")
+    if attachments is not None:
+        attachments.add(attachment)
+        return
+    attachments = accelerator._birder_attachments = weakref.WeakSet([attachment])
+    by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
+
+    def taken(parameters: list[Tensor]) -> bool:
+        return any(a.optimizer.holds(p) for a in attachments if not a.closed for p in parameters)
+
+    def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not taken(several):
+            return by_norm(several, max_norm, norm_type)
         if max_norm != math.inf:
             raise RuntimeError(NO_CLIPPING.format(limit=max_norm))
-        several = [parameters] if isinstance(parameters, Tensor) else parameters
         return torch.nn.utils.get_total_norm([p.grad for p in several if p.grad is not None], norm_type)
 
-    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
-        raise RuntimeError(NO_CLIPPING.format(limit="..."))
+    def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -> Any:
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if taken(several):
+            raise RuntimeError(NO_CLIPPING.format(limit="..."))
+        return by_value(several, clip_value)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = clip_grad_value_
@@ -95,6 +113,22 @@ def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, m
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: kept.save(folder, weights)),
         accelerator.register_load_state_pre_hook(lambda models, folder: kept.look_in(folder)),
     )
+    save_last(accelerator)
+
+
+def save_last(accelerator: Accelerator) -> None:
+    """Lets every hook that the script registers run before those of `keep_every_rank`: it may ask for `state_dict`."""
+    if "register_save_state_pre_hook" in vars(accelerator):
+        return
+    register = accelerator.register_save_state_pre_hook
+
+    def register_before(hook: Callable[..., None]) -> Any:
+        handle = register(hook)
+        for ours, _ in accelerator._birder_hooks.values():
+            accelerator._save_model_state_pre_hook.move_to_end(ours.id)
+        return handle
+
+    accelerator.register_save_state_pre_hook = register_before
 
 
 class EveryRank:
@@ -115,24 +149,32 @@ class EveryRank:
                 weights[:] = copy.deepcopy(weights)
 
     def look_in(self, folder: str | None) -> None:
-        """Where `load` is to look."""
+        """Where the next `load` is to look."""
         self.folder = None if folder is None else Path(folder)
 
     def note(self) -> dict[str, Any]:
         """Once after `save`: what stands where the framework keeps one rank's state. To others this rank's own state."""
-        saved_at, self._saved_at = self._saved_at, -1
+        saved_at = self._saved_at
+        self.saved()
         if saved_at != self.method.steps:
             return self.method.state_dict()
         return {"every_rank": self.name, "state": {}, "param_groups": []}
 
+    def saved(self) -> None:
+        """The framework has written its checkpoint: on some ranks it may not have called `note`."""
+        self._saved_at = -1
+
     def load(self, state: dict[str, Any]) -> None:
-        """Every rank's state for `note`, this rank's for its own. Raises ValueError for any other."""
-        if "units" in state:
+        """Every rank's state where the folder has it, else this rank's own. Raises ValueError for any other."""
+        folder, self.folder = self.folder, None  # a later call may be the script's own
+        if folder is not None and (folder / self.name).is_dir():  # whatever stands in the place of the note
+            every_rank.load(folder, self.method, self.name)
+        elif "units" in state:
             self.method.load_state_dict(state)
-            return
-        if self.folder is None or "every_rank" not in state:
+        elif folder is None or "every_rank" not in state:
             raise ValueError(
                 f"the state of {type(self.method).__name__} differs from rank to rank, and this is that of one: load a "
                 "checkpoint that was saved with birder.integrations, by accelerator.load_state or the Trainer"
             )
-        every_rank.load(self.folder, self.method, self.name)
+        else:
+            every_rank.load(folder, self.method, self.name)  # says what is missing

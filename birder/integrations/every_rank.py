@@ -22,7 +22,7 @@ def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:
     """What this rank alone has: the optimizer's state, and the parameters where ranks' models differ."""
     own: dict[str, Any] = {"optimizer": optimizer.state_dict()}
     if optimizer.local_models:
-        own["parameters"] = [optimizer.flat_parameters(unit) for unit in optimizer.units]
+        own["parameters"] = [optimizer.own_parameters(unit) for unit in optimizer.units]
     return own
 
 

@@ -55,10 +55,11 @@ class BirderCallback(Callback):
 
     def _attach_after_setup(self, strategy: Any) -> None:
         """As soon as the module is wrapped: Lightning's finder of learning rates trains before other callbacks begin."""
+        vars(strategy).pop("setup", None)  # of an earlier fit that failed before the strategy was set up
         setup = strategy.setup
 
         def setup_and_attach(trainer: Trainer) -> None:
-            del strategy.setup  # what the class has, again
+            vars(strategy).pop("setup", None)  # what the class has, again
             setup(trainer)
             self._attach(trainer)
 

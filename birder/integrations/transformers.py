@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import Trainer
 
-from birder.hooks.attachment import unwrap_method, unwrap_optimizer
+from birder.hooks.attachment import unwrap_method, unwrap_model, unwrap_optimizer
 from birder.hooks.ddp import attached
 from birder.integrations.accelerate import EveryRank, attach
 from birder.integrations.every_rank import NO_CLIPPING
@@ -78,6 +78,21 @@ class BirderTrainerMixin(_Trainer):
                 raise ValueError(f"TrainingArguments(max_grad_norm={limit}): {NO_CLIPPING.format(limit=limit)}")
             attach(self.accelerator, model, optimizer, **self.attach_options)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self._forget_evaluation()
+        return super().train(*args, **kwargs)
+
+    def _forget_evaluation(self) -> None:
+        """`evaluate` before `train` marks the bare model as prepared: Accelerate would never wrap it in DDP."""
+        model = unwrap_model(self.model_wrapped)
+        if self.accelerator.num_processes == 1 or model is not self.model:
+            return  # one process needs no wrapper; another one is there already
+        self.model_wrapped = self.model  # without what compiles it for evaluation alone
+        vars(self.model).pop("_is_accelerate_prepared", None)
+        if (forward := vars(self.model).pop("_original_forward", None)) is not None:  # without its autocast
+            self.model.forward = forward
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
@@ -85,9 +100,15 @@ class BirderTrainerMixin(_Trainer):
         return getattr(self.optimizer, "every_rank", None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._every_rank is not None:
-            self._every_rank.save(output_dir)
-        super()._save_optimizer_and_scheduler(output_dir)
+        kept = self._every_rank
+        if kept is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        kept.save(output_dir)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            kept.saved()  # rank 0 alone has asked for the note
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         kept = self._every_rank

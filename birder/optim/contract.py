@@ -117,6 +117,8 @@ class Method(torch.optim.Optimizer):
         """The entries of `self.state`, and all that stands in these, as they were in the last check; None: before it."""
         self.watch = ParameterWatch()
         """Of methods that keep a model of the last synchronisation."""
+        self._within: list[list[Tensor]] | None = None
+        """Inside `averaged`: this rank's own parameters, by unit."""
         self._stepping = False
         """Whether `step` has begun and not ended."""
         self._in_backward = False

@@ -29,6 +29,10 @@ BY_UNIT = (
 )
 """A key in what `state_dict` returns: who takes keys for parameters, as those functions of torch do, raises it."""
 ANOTHERS = "torch's or another optimizer saved it: load the model of that checkpoint alone, train with a new optimizer"
+NOTE = (
+    "several ranks saved this checkpoint, each its own state next to this one: resume on as many ranks, through "
+    "birder.integrations (Accelerate: attach before load_state)"
+)
 EMPTIED = (
     "optimizer.state cannot be replaced or emptied, its tensors are views of this optimizer's buffers: change them in place; "
     "to begin afresh load a state_dict that was saved before the first step, or build a new optimizer and model wrapper"
@@ -100,6 +104,13 @@ class MethodState(Method):
         torch._foreach_copy_(unit.views(flat), [p.detach() for p in unit.params])
         return flat
 
+    def own_parameters(self, unit: Unit) -> Tensor:
+        """As `flat_parameters`, inside `averaged` those that this rank trains."""
+        flat = self.flat_parameters(unit)
+        if self._within is not None:
+            torch._foreach_copy_(unit.views(flat), self._within[unit.index])
+        return flat
+
     def average_parameters(self, counted: bool = True) -> Requests[None]:
         """Replaces the parameters by their mean over all ranks."""
         for unit in self.units:
@@ -110,27 +121,30 @@ class MethodState(Method):
     def averaged(self) -> Iterator[None]:
         """Inside, the parameters are the mean over all ranks: what to evaluate and to keep. Every rank enters it.
 
-        Where parameters are the same on all ranks it does nothing. Its bytes are not counted.
+        Where parameters are the same on all ranks it does nothing. Its bytes are not counted. `state_dict` is inside what it
+        is outside: the state that belongs to this rank's own parameters.
         """
-        if not self.local_models or self.comm.world_size == 1:
+        if not self.local_models or self.comm.world_size == 1 or self._within is not None:
             yield
             return
         self.pipeline.wait()
         saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
         with torch.no_grad(), _saying_who_is_missing():
             run(self.comm, self.average_parameters(counted=False))
+        self._within = saved
         try:
             yield
         finally:
+            self._within = None
             with torch.no_grad():
                 for unit, values in zip(self.units, saved, strict=True):
                     torch._foreach_copy_(unit.params, values)
 
     def fingerprint(self) -> int:
-        """A 63-bit sum over the bits of all parameters and their places: the same for the same values."""
+        """A 63-bit sum over the bits of all `own_parameters` and their places: the same for the same values."""
         total = 0
         for unit in self.units:
-            bits = self.flat_parameters(unit).view(torch.int32)[: unit.numel].to(torch.int64)
+            bits = self.own_parameters(unit).view(torch.int32)[: unit.numel].to(torch.int64)
             total += int((bits * (torch.arange(len(bits), device=bits.device) + unit.start + 1)).sum())
         return total % 2**63
 
@@ -140,7 +154,8 @@ class MethodState(Method):
         if wanted is not None and wanted != self.fingerprint():
             raise RuntimeError(
                 f"this rank's parameters are not those that its state of {type(self).__name__} was saved with: load them "
-                "on every rank after DistributedDataParallel has been built, which gives all ranks those of rank 0"
+                "on every rank after DistributedDataParallel has been built, which gives all ranks those of rank 0, and save "
+                "them outside of averaged()"
             )
 
     # ---- saving and restoring ----------------------------------------------------------------------------------------
@@ -187,7 +202,7 @@ class MethodState(Method):
         self.pipeline.wait()
         differ = self._bound and self.local_models and self.comm.world_size > 1
         for unit in self.units:
-            self.watch.look(unit)
+            self.watch.look(unit, None if self._within is None else self.own_parameters(unit))
         return {
             "method": self.kind,
             "steps": self.steps,
@@ -264,6 +279,8 @@ class MethodState(Method):
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         name = self.kind
         missing = [key for key in ("steps", "signature", "units", "param_groups") if key not in state_dict]
+        if missing and "every_rank" in state_dict:
+            raise ValueError(NOTE)
         if missing:
             why = ANOTHERS if any(isinstance(number, int) for number in state_dict.get("state", ())) else BY_UNIT
             raise ValueError(f"this is not the state of {name}: it lacks {', '.join(missing)} ({why})")

@@ -92,6 +92,13 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
     found["clip value"] = said(lambda: accelerator.clip_grad_value_(net.parameters(), 1.0))
     found["norm"] = float(accelerator.clip_grad_norm_(net.parameters(), float("inf")))
     found["true norm"] = float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]))
+    critic = nn.Linear(2, 2)
+    critic(torch.full((2, 2), 9.0)).sum().backward()
+    found["another's clip"] = said(lambda: accelerator.clip_grad_norm_(critic.parameters(), 1.0))
+    accelerator.clip_grad_value_(list(critic.parameters()), 0.01)
+    found["another's largest"] = max(float(p.grad.abs().max()) for p in critic.parameters() if p.grad is not None)
+    unwrap_optimizer(accelerator._optimizers[0]).attachment.close()
+    found["closed clip"] = said(lambda: accelerator.clip_grad_norm_(net.parameters(), 1.0))
     found["bf16"] = toy.flat(run("OneBitAdam", "bf16", 1, mixed_precision="bf16")[0]).numpy()
     found["compiled"] = toy.flat(run("Birder", "compiled", 1, dynamo_backend="aot_eager")[0]).numpy()
     found["one rank's"] = said(lambda: accelerator._optimizers[0].load_state_dict({"state": {}, "param_groups": []}))
@@ -120,7 +127,10 @@ def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -
         step(model, optimizer)
     model, optimizer = attempt()
     step(model, optimizer)
+    asked: list[bool] = []
+    hook = accelerator.register_save_state_pre_hook(lambda *_: asked.append("units" in optimizer.state_dict()))
     accelerator.save_state(str(folder / "state"))
+    hook.remove()
     path = folder / f"by hand {rank}.pt"
     torch.save(optimizer.state_dict(), path)
     saved = {"weights": toy.flat(model), "momentum": unwrap_optimizer(optimizer).units[0].state["m"].clone()}
@@ -141,6 +151,14 @@ def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -
     torch.distributed.barrier()
     other = torch.load(folder / f"by hand {1 - rank}.pt")
     loose = birder.Birder(toy.make().parameters())
+    found["own hook"] = asked, "every_rank" in torch.load(folder / "state/optimizer.bin")
+    torch.distributed.barrier()
+    if rank == 0:  # as versions without the order of hooks have left it, in which a script's hook was given the note
+        torch.save(torch.load(path), folder / "state/optimizer.bin")
+    torch.distributed.barrier()
+    step(model, optimizer)
+    accelerator.load_state(str(folder / "state"))
+    found["rank 0's in the file"] = there()
     found["not prepared"] = said(lambda: loop.attach(accelerator, model, loose))
     found["other rank's"] = said(lambda: optimizer.load_state_dict(other))
     return found
@@ -173,6 +191,13 @@ def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: Found
         assert mine["norm"] == mine["true norm"] > 0
 
 
+def test_accelerate_clips_what_no_message_is_taken_from(accelerated: Found) -> None:
+    """Another model's parameters, and those whose attachment is closed; every clipping was refused, for good."""
+    for mine in accelerated:
+        assert mine["another's clip"] == mine["closed clip"] == ""
+        assert mine["another's largest"] == pytest.approx(0.01)
+
+
 def test_accelerate_refuses_the_state_of_one_rank(accelerated: Found) -> None:
     for mine in accelerated:
         assert mine["one rank's"].startswith("ValueError: the state of Birder differs from rank to rank")
@@ -184,6 +209,13 @@ def test_accelerates_state_dict_is_the_state_of_this_rank(accelerated: Found) ->
         assert mine["by hand"]
         assert "accelerator.prepare(model, optimizer)" in mine["not prepared"]
         assert "it differs from rank to rank, so save and load it on every rank" in mine["other rank's"]
+
+
+def test_a_scripts_own_hook_of_save_state_is_given_this_ranks_state(accelerated: Found) -> None:
+    """It was given the note, and the file rank 0's state, which rank 0 alone could load."""
+    for mine in accelerated:
+        assert mine["own hook"] == ([True], True)
+        assert mine["rank 0's in the file"]
 
 
 def test_accelerate_saves_the_optimizer_of_the_second_attempt(accelerated: Found) -> None:
@@ -231,6 +263,7 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
         found[name] = toy.flat(straight.model).numpy()
         if resume:
             continue
+        found[f"{name} kept"] = "units" in straight.optimizer.state_dict()
         found[f"{name} loss"] = straight.evaluate()["eval_loss"]
         saved = BertForSequenceClassification.from_pretrained(folder / f"{name} a/checkpoint-{steps}").eval()
         found[f"{name} saved"] = toy.flat(saved).numpy()
@@ -246,6 +279,10 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     found["steps"] = unwrap_optimizer(clipping.optimizer).steps
     other = hf.trainer(folder / "other", 2, method=(torch.optim.SGD, {"lr": 0.1}))
     found["other"] = said(other.train)
+    early = hf.trainer(folder / "early", 2, save_strategy="no", bf16=True)
+    early.evaluate()
+    found["evaluated first"] = said(early.train), toy.flat(early.model).numpy(), type(early.model_wrapped).__name__
+    found["evaluated again"] = early.evaluate()["eval_loss"]
     for name, size, short in (("as found", 7, ()), ("found", 8, (1,)), ("found late", 8, (2,))):
         search = hf.trainer(folder / name, 3, per_device_train_batch_size=size, auto_find_batch_size=True, data_seed=0)
         search.add_callback(OutOfMemory(rank, short))
@@ -301,6 +338,16 @@ def test_the_trainer_refuses_other_optimizers(trained: Found) -> None:
     assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
 
 
+def test_the_trainer_trains_after_it_has_evaluated(trained: Found) -> None:
+    """Accelerate took the bare model for one that it had prepared, and there was no DDP to attach to."""
+    first, second = trained
+    for mine in trained:
+        assert (mine["evaluated first"][0], mine["evaluated first"][2]) == ("", "DistributedDataParallel")
+        assert not np.array_equal(mine["evaluated first"][1], mine["start"])
+    assert np.array_equal(first["evaluated first"][1], second["evaluated first"][1])
+    assert first["evaluated again"] == second["evaluated again"]
+
+
 def test_the_trainer_finds_a_batch_size(trained: Found) -> None:
     """It wraps the model again, with the same optimizer: that has to be attached again, from the beginning."""
     for mine in trained:
@@ -317,6 +364,11 @@ def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained:
     for mine in trained:
         assert mine["CSER loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
     assert np.array_equal(first["Birder saved"], first["Birder"])
+
+
+def test_after_the_trainers_checkpoint_every_rank_has_its_state(trained: Found) -> None:
+    """Ranks other than 0 were given the note that rank 0 had saved."""
+    assert all(mine[f"{name} kept"] for mine in trained for name in FIRST)
 
 
 def test_the_trainer_logs_a_norm_without_clipping(trained: Found) -> None:
@@ -355,6 +407,9 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         if name == "CSER":
             found["failed validation"] = after_a_failed_validation(trainer)
         trainer.save_checkpoint(folder / f"{name} a/weights.ckpt", weights_only=True)
+        if name == "CSER":  # while the models differ: `test` makes them the mean
+            found["failed validation"] = after_a_failed_validation(trainer)
+            found["saved during validation"] = saved_during_validation(trainer)
         trainer.test(trainer.lightning_module, lightning.DataLoader(lightning.circle(1), 64), verbose=False)
         found[f"{name} test loss"] = float(trainer.callback_metrics["test loss"])
         found[f"{name} after test"] = toy.flat(trainer.lightning_module).numpy()
@@ -400,6 +455,26 @@ def after_a_failed_validation(trainer: Any) -> tuple[bool, bool]:
     return torch.equal(own, during), torch.equal(own, toy.flat(module))
 
 
+def saved_during_validation(trainer: Any) -> tuple[bool, bool]:
+    """Whether the checkpoint of a callback's on_validation_epoch_end is that of on_train_epoch_end: states, weights."""
+    module = trainer.lightning_module
+    callback = next(c for c in trainer.callbacks if type(c).__name__ == "BirderCallback")
+
+    def saved() -> tuple[list[np.ndarray], np.ndarray]:
+        checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+        callback.on_save_checkpoint(trainer, module, checkpoint)
+        states = [state["parameters"] for state in checkpoint["optimizer_states"][0]["every_rank"] or ()]
+        mean = torch.cat([w.flatten() for w in checkpoint["state_dict"].values()])
+        return [flat.numpy() for state in states for flat in state], mean.numpy()
+
+    outside = saved()
+    callback.on_validation_start(trainer, module)
+    inside = saved()
+    callback.on_validation_end(trainer, module)
+    same = len(inside[0]) == len(outside[0]) and all(map(np.array_equal, inside[0], outside[0]))
+    return same, np.array_equal(inside[1], outside[1])
+
+
 def Tested(lightning: ModuleType) -> Any:
     class Module(lightning.Circle):  # type: ignore[name-defined]
         def test_step(self, batch: Any, number: int) -> None:
@@ -438,6 +513,7 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
         assert np.abs(mine["CSER after test"] - mean).max() < ROUNDING
     assert np.array_equal(first["Birder saved"], first["Birder"])
     assert first["failed validation"] == second["failed validation"] == (False, True)
+    assert first["saved during validation"] == second["saved during validation"] == (True, True)
 
 
 def test_lightning_finds_a_learning_rate(lit: Found) -> None:

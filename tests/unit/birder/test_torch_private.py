@@ -37,6 +37,11 @@ def test_this_torch_is_one_that_pyproject_allows_and_there_is_an_upper_bound() -
     assert {s.operator for s in wanted.specifier} == {">=", "<"}
 
 
+def test_a_process_group_has_a_store_with_its_timeout(world: Any) -> None:
+    store: Any = dist.distributed_c10d._get_default_store()
+    needs(store.timeout.total_seconds() > 0, "store of the default process group", "birder/checkpoint/__init__.py")
+
+
 def test_a_hook_can_tell_that_it_runs_inside_backward() -> None:
     ask = getattr(torch._C, "_current_graph_task_id", None)
     needs(ask is not None, "torch._C._current_graph_task_id", "birder/optim/guards.py")

@@ -1,0 +1,206 @@
+"""What scripts do around the integrations: they save in odd places, on one rank alone, resume on fewer, keep own entries."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import checkpoint
+from birder.checkpoint import shards
+from birder.integrations import every_rank
+from tests.helpers import toy
+from tests.helpers.ranks import run_ranks
+
+LOCAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "CSER": (birder.CSER, {"lr": 0.05, "block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 4}),
+    "ZeroOneAdam": (birder.ZeroOneAdam, {"lr": 1e-3, "warmup_steps": 3, "local_doubling": 2, "local_limit": 4}),
+    "SLAMB": (birder.SLAMB, {"lr": 1e-2, "sync_every": 3, "dense_below": 40, "fraction": 0.25}),
+    "SparseLoCo": (birder.SparseLoCo, {"lr": 1e-3, "sync_every": 4, "top_k": 4, "chunk": 32}),
+}
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError, OSError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def attached(method: Any, options: dict[str, Any]) -> tuple[DistributedDataParallel, Any]:
+    model = toy.make()
+    wrapped = DistributedDataParallel(model)
+    optimizer = method(model.parameters(), **options)
+    birder.attach(wrapped, optimizer)
+    return wrapped, optimizer
+
+
+# ---- state of methods whose models differ, inside `averaged` ---------------------------------------------------------
+
+
+def saving_inside(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (method, options) in LOCAL.items():
+        ends = []
+        for inside in (False, True):
+            model, optimizer = attached(method, options)
+            toy.train(model, optimizer, rank, range(1, 11))
+            own = toy.flat(model)
+            if inside:
+                with optimizer.averaged(), optimizer.averaged():
+                    saved = copy.deepcopy(every_rank.rank_state(optimizer))
+                    found[f"{name} mean"] = not torch.equal(own, toy.flat(model))
+            toy.train(model, optimizer, rank, range(11, 18))
+            ends.append(toy.flat(model))
+        model, optimizer = attached(method, options)
+        every_rank.set_parameters(optimizer, saved)
+        optimizer.load_state_dict(saved["optimizer"])
+        toy.train(model, optimizer, rank, range(11, 18))
+        found[name] = torch.equal(*ends), torch.equal(ends[0], toy.flat(model))
+        with optimizer.averaged():
+            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model, optimizer = attached(method, options)
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        found[f"{name} of the mean"] = said(lambda m=model, o=optimizer: toy.train(m, o, rank, [18]))
+    return found
+
+
+def test_state_that_is_saved_inside_averaged_is_that_of_this_ranks_own_model() -> None:
+    """It was mixed with the mean's: another run after resuming, and for some methods another run that went on."""
+    for mine in run_ranks(saving_inside, 2):
+        for name in LOCAL:
+            assert mine[name] == (True, True), name
+            assert mine[f"{name} mean"], name
+            assert mine[f"{name} of the mean"].endswith("and save them outside of averaged()"), name
+
+
+# ---- rank 0 saves alone ----------------------------------------------------------------------------------------------
+
+
+def lone_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    store = dist.distributed_c10d._get_default_store()
+    limit, usual = store.timeout, checkpoint.ALONE_S  # type: ignore[attr-defined] # torch's stubs lack it
+    found: dict[str, Any] = {}
+
+    def save(step: int) -> str:
+        return said(lambda: checkpoint.save(folder, step, {}, {"rank": rank}))
+
+    found["before"] = save(1)
+    if rank == 0:
+        store.set_timeout(timedelta(seconds=2))
+        checkpoint.ALONE_S = 0.5
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found["alone"] = save(2)
+        checkpoint.ALONE_S = usual
+        store.set_timeout(limit)
+        found["warned"] = [str(w.message) for w in warned]
+    dist.barrier()
+    found["after"] = save(3), save(4)
+    restored = checkpoint.restore(folder)
+    found["restored"] = None if restored is None else (restored.step, restored.local["rank"])
+    dist.barrier()
+    found["left"] = any(store.check([f"birder/save/{n}{key}"]) for n in range(4) for key in ("", "/all", "/left"))
+    return found
+
+
+def test_a_rank_that_saves_alone_is_warned(tmp_path: Path) -> None:
+    """It met other ranks' collectives of training, or waited without a word."""
+    results = run_ranks(lone_save, 2, tmp_path)
+    assert results[0]["warned"] == [results[0]["alone"].removeprefix("RuntimeError: ")]
+    assert results[0]["alone"].startswith("RuntimeError: every rank has to save, and 1 of 2 have not come to it")
+    for rank, mine in enumerate(results):
+        assert (mine["before"], mine["after"]) == ("", ("", ""))
+        assert mine["restored"] == (4, rank)
+        assert not mine["left"]
+
+
+# ---- learning rates of other types, and a script's own entries ---------------------------------------------------------
+
+RATES = {"tensor": torch.tensor(0.01), "numpy": np.float32(0.01)}
+
+
+def own_entries(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+
+    def sharded(**group: Any) -> tuple[Any, Any]:
+        model = fully_shard(toy.make(), mesh=mesh["shard"])
+        optimizer = birder.Birder([{"params": list(model.parameters()), **group}])
+        attachment = birder.attach(model, optimizer, mesh=mesh)
+        toy.train(model, optimizer, rank, [1])
+        return model, attachment
+
+    pair = (0.5, 0.25)
+    for name, rate in RATES.items():
+        model, attachment = sharded(lr=rate, mine=pair)
+        shards.save(folder / name, model, attachment)
+        attachment.optimizer.param_groups[0]["lr"] = rate * 2
+        shards.load(folder / name, model, attachment)
+        lr = attachment.optimizer.param_groups[0]["lr"]
+        found[name] = type(lr), float(lr), attachment.optimizer.param_groups[0]["mine"]
+        checkpoint.save(folder / f"{name} tree", 1, {}, {"lr": rate})
+        restored = checkpoint.restore(folder / f"{name} tree")
+        found[f"{name} tree"] = None if restored is None else float(restored.local["lr"])
+    model, attachment = sharded(schedule=len)
+    found["function"] = said(lambda: shards.save(folder / "function", model, attachment))
+    groups = attachment.optimizer.state_dict()["param_groups"]
+    found["function tree"] = said(lambda: checkpoint.save(folder / "function tree", 1, {}, {"groups": groups}))
+    return found
+
+
+def test_checkpoints_take_the_learning_rates_that_optimizers_take(tmp_path: Path) -> None:
+    """Tensors and numpy's numbers; they were not JSON serializable, nor was what else a script keeps, without its name."""
+    for mine in run_ranks(own_entries, 2, tmp_path):
+        for name, rate in RATES.items():
+            assert mine[name][:2] == (type(rate), float(rate)), name
+            assert mine[name][2] == (0.5, 0.25), name
+            assert mine[f"{name} tree"] == float(rate), name
+        assert mine["function"].startswith(
+            "TypeError: param_groups[0]['schedule'] is of type builtin_function_or_method"
+        )
+        assert "groups/0/schedule is of type builtin_function_or_method" in mine["function tree"]
+
+
+# ---- in one process --------------------------------------------------------------------------------------------------
+
+
+def test_lightning_attaches_once_after_a_fit_that_failed_early() -> None:
+    """Before the strategy was set up: the second fit then had two layers around it, of which each took away the other."""
+    pytest.importorskip("lightning")
+    from birder.integrations.lightning import BirderCallback
+
+    class Strategy:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def setup(self, trainer: Any) -> None:
+            self.calls.append("setup")
+
+    strategy: Any = Strategy()
+    for callback in (BirderCallback(), BirderCallback()):
+        callback._attach = lambda trainer: strategy.calls.append("attach")  # type: ignore[method-assign]
+        callback._attach_after_setup(strategy)
+    strategy.setup(None)
+    assert strategy.calls == ["setup", "attach"]
+    assert "setup" not in vars(strategy)
+
+
+def test_one_rank_refuses_a_checkpoint_of_several() -> None:
+    """The note in the place of the state was said to lack steps, signature and units."""
+    optimizer = birder.Birder(toy.make().parameters())
+    with pytest.raises(ValueError, match="several ranks saved this checkpoint"):
+        optimizer.load_state_dict({"every_rank": "birder", "state": {}, "param_groups": []})
