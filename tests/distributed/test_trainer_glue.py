@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_integrations import example
+from tests.helpers import load
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def write_files(root: Path) -> None:
 
 def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
-    glue = example("trainer_glue")
+    glue = load("examples/trainer_glue.py")
 
     def run(name: str, *arguments: str, stop: int | None = None) -> dict[str, Any]:
         settings = ["--data", str(folder / "glue"), "--steps", str(STEPS), "--save-every", "2", "--batch", "4"]
@@ -65,7 +65,7 @@ def test_the_trainer_on_files_of_glue_resumes_bit_for_bit(tmp_path: Path) -> Non
 
 def test_files_that_are_not_glues_are_refused_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    glue = example("trainer_glue")
+    glue = load("examples/trainer_glue.py")
     write_files(tmp_path)
     assert glue.read(tmp_path, "mrpc", "dev")[1] == [k % 2 for k in range(DEV)]
     assert all('"film, ' in text for column in glue.read(tmp_path, "mrpc", "train")[0] for text in column)
