@@ -67,6 +67,11 @@ class BucketAttachment(Attachment):
         run(optimizer.comm, mark_overflow(grads, optimizer.device))
 
 
+Sent = dict[torch.dtype, tuple[BucketAttachment, list[int]]]
+"""By the type in which it is sent: whose counter counts it, and the places of parameters in the bucket. The first attachment
+that has gradients in the message counts it; what is nobody's the first of all."""
+
+
 class BucketHook(NotCopied):
     """What DDP calls for every bucket that is ready, in the same order on every rank: the state of its communication hook.
 
@@ -86,23 +91,21 @@ class BucketHook(NotCopied):
             return done(buffer)
         if bucket.index() == 0:
             self._begin(attached)
-        sent: dict[torch.dtype, list[int]] = {}
-        senders: dict[torch.dtype, BucketAttachment] = {}
+        sent: Sent = {}
         owned: set[int] = set()
         for attachment in attached:
             mine = [i for i, p in enumerate(params) if attachment.optimizer.holds(p)]
             owned.update(mine)
             wire = attachment.take(bucket, mine)
             if wire is not None and mine:
-                sent.setdefault(WIRES[wire], []).extend(mine)
-                senders.setdefault(WIRES[wire], attachment)
+                sent.setdefault(WIRES[wire], (attachment, []))[1].extend(mine)
         others = [i for i in range(len(params)) if i not in owned]
         if others:
-            sent.setdefault(buffer.dtype, []).extend(others)
+            sent.setdefault(buffer.dtype, (self.attachments[0], []))[1].extend(others)
         if bucket.is_last():
             for attachment in attached:
                 attachment.compare_steps()
-        return self._average(bucket, sent, senders)
+        return self._average(bucket, sent)
 
     def _begin(self, attached: list[BucketAttachment]) -> None:
         """A backward pass brings its first gradients."""
@@ -116,30 +119,23 @@ class BucketHook(NotCopied):
                 )
             attachment.begin_pass()
 
-    def _average(
-        self, bucket: dist.GradBucket, sent: dict[torch.dtype, list[int]], senders: dict[torch.dtype, BucketAttachment]
-    ) -> Future[Any]:
-        """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks.
-
-        senders: whose counter counts what is sent in a type: the first attachment that has gradients in the message. What is
-        nobody's is counted by the first attachment.
-        """
+    def _average(self, bucket: dist.GradBucket, sent: Sent) -> Future[Any]:
+        """Starts to replace the gradients of some of the bucket's parameters, by number, by their means over ranks."""
         buffer = bucket.buffer()
         if not sent:
             return done(buffer)
         if len(sent) == 1:
-            ((wire, numbers),) = sent.items()
+            ((wire, (sender, numbers)),) = sent.items()
             if len(numbers) == len(bucket.parameters()):
-                return senders.get(wire, self.attachments[0]).all_reduce_mean(buffer, bucket.index(), wire)
+                return sender.all_reduce_mean(buffer, bucket.index(), wire)
         views = bucket.gradients()
         futures = []
-        for wire, numbers in sent.items():
+        for wire, (sender, numbers) in sent.items():
             parts = [views[i].view(-1) for i in sorted(numbers)]
 
             def put_back(future: Future[Any], parts: list[Tensor] = parts) -> None:
                 torch._foreach_copy_(parts, list(future.value().split([p.numel() for p in parts])))
 
-            sender = senders.get(wire, self.attachments[0])
             futures.append(sender.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
         every = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 

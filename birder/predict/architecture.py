@@ -144,7 +144,8 @@ def count(
         for hook in hooks:
             hook.remove()
         module.zero_grad(set_to_none=True)
-        module.to(own_dtype)
+        if dtype is not None:
+            module.to(own_dtype)
     if lost := [n for n in shapes if n not in ready]:
         raise ValueError(f"the parameter {lost[0]} gets no gradient")
     kernels = [Kernel(*k) for k in counter.kernels]

@@ -210,7 +210,7 @@ def test_what_would_go_wrong_is_refused_in_the_first_step() -> None:
 
 
 def accepted(rank: int, world: int) -> list[bool]:
-    """A forward pass between backward and step, after which DDP gives gradients anew; an attribute of the rank's own."""
+    """A forward pass between backward and step, which changes the gradient tensors; an attribute that ranks differ in."""
     same = []
     for name, options in {"Birder": {}, "CSER": {"gradient_ratio": 2}, "OneBitAdam": {"warmup_steps": 1}}.items():
         ends = []

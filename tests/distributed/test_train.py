@@ -25,7 +25,7 @@ STEPS, BREAK = 12, 8
 
 
 def make_spec(folder: Path, name: str, *overrides: str) -> RunSpec:
-    """A short run on scikit-learn's digits, 3 ranks unless told otherwise."""
+    """A short run on scikit-learn's digits, 3 ranks by default."""
     given = ["cluster.nodes=3", f"train.max_steps={STEPS}", "checkpoint.every=5", "resume=auto", f"run_name={name}"]
     return runs.digits(folder, *given, *overrides)
 
