@@ -28,6 +28,10 @@ METHODS: dict[str, dict[str, Any]] = {  # in the order of their worth
     "Birder one-phase": {"reduce": "one_phase"},
     "Birder hierarchical": {"hierarchical": True},
     "Birder, u inside nodes": {"hierarchical": True, "intra": "u"},
+    "SigmaDeltaAdam": {},
+    "SigmaDeltaAdam local": {"variance": "local", "errors": "int8"},
+    "SigmaDeltaAdam one-phase": {"reduce": "one_phase"},
+    "Lion": {},
     "SGDM": {"lr": 0.01},
     "AdamW": {},
     "BertAdam": {},
@@ -38,6 +42,9 @@ METHODS: dict[str, dict[str, Any]] = {  # in the order of their worth
     "CSER": {"lr": 0.01, "gradient_ratio": 4, "reset_every": 8, "block": 64},
     "QSparseLocalSGD": {"lr": 0.01, "block": 64},
     "EFSGD": {"lr": 0.01, "ratio": 4, "block": 64},
+    "EF21SGDM": {"lr": 0.1, "ratio": 4, "block": 64},
+    "SparseLoCo": {"sync_every": 8, "top_k": 4, "chunk": 32},
+    "SparseLoCo int4": {"sync_every": 8, "message": "int4"},
     "SLAMB": {"dense_below": 100, "sync_every": 20},
 }
 EXACT = ("Birder", "Birder one-phase", "Birder hierarchical")

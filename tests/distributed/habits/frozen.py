@@ -20,7 +20,7 @@ from tests.distributed.habits.base import (
     habit,
     others,
 )
-from tests.distributed.habits.script import Gradients, Script, Stop, drawn
+from tests.distributed.habits.script import DEVICE, Gradients, Script, Stop, drawn
 
 
 @habit
@@ -288,7 +288,7 @@ class ReplacedParameter(Script):
     def step(self) -> None:
         if self.t == 4:
             self.opt.zero_grad()
-            new = nn.Parameter(torch.zeros(37, 9))
+            new = nn.Parameter(torch.zeros(37, 9, device=DEVICE))
             params = self.opt.param_groups[0]["params"]
             at = next(i for i, p in enumerate(params) if p is self.model.first.weight)
             self.model.first.weight = params[at] = new

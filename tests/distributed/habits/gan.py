@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.distributed.habits.base import (
     habit,
 )
-from tests.distributed.habits.script import NAMES, Net, Script, drawn
+from tests.distributed.habits.script import DEVICE, NAMES, Net, Script, drawn
 
 
 class TwoModels(Script):
@@ -25,7 +25,7 @@ class TwoModels(Script):
         super().build()
         first, ddp, opt = self.model, self.ddp, self.opt
         torch.manual_seed(1)
-        self.model = Net()
+        self.model = Net().to(DEVICE)
         self.opt = self.make_optimizer(self.model.parameters())
         self.ddp = self.wrap(self.model)
         attachment = getattr(self, "attachment", None)

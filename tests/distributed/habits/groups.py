@@ -19,7 +19,7 @@ from tests.distributed.habits.base import (
     habit,
     others,
 )
-from tests.distributed.habits.script import Gradients, Script, drawn
+from tests.distributed.habits.script import DEVICE, Gradients, Script, drawn
 
 
 class Slower(Script):
@@ -148,7 +148,7 @@ class OrderOfRanks(Script):
     def make_model(self) -> nn.Module:
         model = super().make_model()
         model.second.bias = nn.Parameter(model.second.bias.detach().clone())
-        model.second.twin = nn.Parameter(torch.zeros(5))
+        model.second.twin = nn.Parameter(torch.zeros(5, device=DEVICE))
         return model
 
     def gradients(self, t: int, rank: int) -> Gradients:

@@ -18,7 +18,7 @@ from tests.distributed.habits.base import (
     habit,
     others,
 )
-from tests.distributed.habits.script import Gradients, Script, Stop, drawn, whole
+from tests.distributed.habits.script import DEVICE, Gradients, Script, Stop, drawn, whole
 
 
 class Head(Script):
@@ -45,7 +45,7 @@ class TwoOptimizers(Head):
     def prepared(self) -> None:
         self.second = self.other(self.of("second"))
         values = self.values()
-        self.shadow = [nn.Parameter(torch.from_numpy(values[n]).clone()) for n in SECOND]
+        self.shadow = [nn.Parameter(torch.from_numpy(values[n]).clone().to(DEVICE)) for n in SECOND]
         self.shadow_opt = self.other(self.shadow)
 
     def step(self) -> None:

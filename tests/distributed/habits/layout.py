@@ -13,7 +13,7 @@ from tests.distributed.habits.base import (
     habit,
 )
 from tests.distributed.habits.methods import Method
-from tests.distributed.habits.script import Gradients, Script, Way, drawn
+from tests.distributed.habits.script import DEVICE, Gradients, Script, Way, drawn
 
 DENSE_AT_FIRST = ("OneBitAdam",)
 """Methods that take what DDP averages in some steps."""
@@ -32,7 +32,7 @@ class ChannelsLast(Script):
         w = model.first.weight
         model.first.weight = nn.Parameter(w.detach().t().contiguous().t())
         w = model.second.weight.detach()
-        spaced = torch.zeros(5, 74)
+        spaced = torch.zeros(5, 74, device=DEVICE)
         spaced[:, ::2] = w
         model.second.weight = nn.Parameter(spaced[:, ::2])
         return model

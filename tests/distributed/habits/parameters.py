@@ -15,7 +15,7 @@ from tests.distributed.habits.base import (
     Plain,
     habit,
 )
-from tests.distributed.habits.script import Gradients, Script, Stop, drawn
+from tests.distributed.habits.script import DEVICE, Gradients, Script, Stop, drawn
 
 
 @habit
@@ -55,11 +55,11 @@ class ZeroSized(Script):
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
-        model.embed.none = nn.Parameter(torch.zeros(0, 4))
+        model.embed.none = nn.Parameter(torch.zeros(0, 4, device=DEVICE))
         return model
 
     def gradients(self, t: int, rank: int) -> Gradients:
-        return {**drawn(rank, t), "embed.none": torch.zeros(0, 4)}
+        return {**drawn(rank, t), "embed.none": torch.zeros(0, 4, device=DEVICE)}
 
 
 @habit

@@ -14,7 +14,7 @@ from tests.distributed.habits.base import (
     habit,
 )
 from tests.distributed.habits.methods import Method
-from tests.distributed.habits.script import Script, Stop, Way
+from tests.distributed.habits.script import DEVICE, Script, Stop, Way
 
 
 class RealNet(nn.Module):
@@ -49,12 +49,12 @@ class Real(Script):
         torch.manual_seed(0)
         model = RealNet()
         model.how = self.how
-        return model
+        return model.to(DEVICE)
 
     def batch(self, t: int) -> tuple[Tensor, Tensor]:
         gen = torch.Generator().manual_seed(100 * t + self.rank)
         y = torch.randint(4, (6,), generator=gen)
-        return torch.randn(6, 3, 6, 6, generator=gen) + y.view(-1, 1, 1, 1) - 1.5, y
+        return (torch.randn(6, 3, 6, 6, generator=gen) + y.view(-1, 1, 1, 1) - 1.5).to(DEVICE), y.to(DEVICE)
 
     def loss(self) -> Tensor:
         x, y = self.batch(self.t)
@@ -94,13 +94,13 @@ class RealAutocast(Real):
     twin = staticmethod(lambda m, w: RealAutocastWithoutOverlap)
 
     def loss(self) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             return super().loss()
 
 
 class RealAutocastWithoutOverlap(RealWithoutOverlap):
     def loss(self) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             return super().loss()
 
 
@@ -176,7 +176,7 @@ class GradientPenalty(Real):
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 4))
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 4)).to(DEVICE)
 
     names = ("0.weight", "0.bias", "3.weight", "3.bias")
 

@@ -16,7 +16,7 @@ from tests.distributed.habits.base import (
     others,
 )
 from tests.distributed.habits.holders import TrunkAlone
-from tests.distributed.habits.script import Gradients, Script, drawn
+from tests.distributed.habits.script import DEVICE, Gradients, Script, drawn
 
 
 @habit
@@ -61,7 +61,7 @@ class Scaler(Script):
     says = r"GradScaler"
 
     def prepared(self) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=1000)
 
     def step(self) -> None:
         self.opt.zero_grad()
@@ -78,7 +78,7 @@ class ScalerOff(Scaler):
     says = None
 
     def prepared(self) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.scaler = torch.amp.GradScaler(DEVICE, enabled=False)
 
 
 @habit

@@ -7,6 +7,7 @@ parameters are. So what a habit means by its gradients can be written down, and 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import traceback
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from birder import Topology
 from tests.distributed.habits.methods import METHODS, Method
 
 Gradients = dict[str, Tensor]
+DEVICE = os.environ.get("HABITS_DEVICE", "cpu")
+"""Where models and batches are: cpu, or cuda, which all ranks then share."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Part(nn.Module):
             for name, p in self.named_parameters()
             if f"{self.prefix}.{name}" in gradients
         ]
-        return sum(parts, torch.zeros(()))  # type: ignore[return-value]
+        return sum(parts, torch.zeros((), device=DEVICE))  # type: ignore[return-value]
 
 
 SHAPES = {
@@ -105,7 +108,7 @@ class Net(nn.Module):
     def forward(self, gradients: Gradients) -> Tensor:
         parts: list[Part] = list(self.children())  # type: ignore[arg-type]
         used = [part for part in parts if any(name.startswith(part.prefix + ".") for name in gradients)]
-        return sum((part(gradients) for part in used), torch.zeros(()))  # type: ignore[return-value]
+        return sum((part(gradients) for part in used), torch.zeros((), device=DEVICE))  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=512)
@@ -116,7 +119,7 @@ def _drawn(rank: int, step: int, micro: int) -> Gradients:
         own = torch.randn(
             shape, generator=torch.Generator().manual_seed(100_000 * micro + 1000 * step + 50 * (rank + 1) + k)
         )
-        made[name] = ((common + 0.5 * own) * 256).round() / 256  # exact sums: in any order, the same
+        made[name] = (((common + 0.5 * own) * 256).round() / 256).to(DEVICE)  # exact sums: in any order, the same
     made["embed.weight"][USED_ROWS:] = 0.0
     return made
 
@@ -206,7 +209,7 @@ class Script:
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        return Net()
+        return Net().to(DEVICE)
 
     def trained(self) -> Any:
         return self.model.parameters()
@@ -297,7 +300,7 @@ class Script:
 
     def values(self) -> dict[str, np.ndarray]:
         named = self.named()
-        return {name: whole(p).detach().float().contiguous().clone().numpy() for name, p in named.items()}
+        return {name: whole(p).detach().float().contiguous().clone().cpu().numpy() for name, p in named.items()}
 
     def record(self) -> None:
         self.trace.append(self.values())
@@ -311,7 +314,7 @@ def whole(p: Tensor) -> Tensor:
 def _mesh(replicas: int, shards: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def mesh(way: Way) -> Any:

@@ -14,7 +14,7 @@ from tests.distributed.habits.base import (
     EVERYWHERE,
     habit,
 )
-from tests.distributed.habits.script import NAMES, SIZES, Gradients, Script, Stop, drawn
+from tests.distributed.habits.script import DEVICE, NAMES, SIZES, Gradients, Script, Stop, drawn
 
 
 class Loaded(Script):
@@ -33,7 +33,7 @@ class Loaded(Script):
 
     def new(self) -> dict[str, Tensor]:
         gen = torch.Generator().manual_seed(5)
-        return {n: torch.randn(shape, generator=gen) for n, shape in SIZES.items()}
+        return {n: torch.randn(shape, generator=gen).to(DEVICE) for n, shape in SIZES.items()}
 
     def load(self) -> None:
         self.inner_model().load_state_dict(self.new())
@@ -62,7 +62,7 @@ class Loaded(Script):
             for n in NAMES:
                 values = self.trace[t][n], plain.trace[t][n], plain.trace[self.at - 1][n]
                 mine, theirs, before = map(self.mean, values)
-                goal = new[n].numpy() + theirs - before
+                goal = new[n].cpu().numpy() + theirs - before
                 if not np.allclose(mine, goal, atol=near):
                     raise Stop(
                         f"step {t}: {n} is {np.abs(mine - goal).max():.3g} from where the loaded weights would go"

@@ -30,7 +30,12 @@ def _serve(pipe: Any, rank: int, world: int, local: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.distributed.habits.script import DEVICE
+
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.backends.cudnn.deterministic = True
+        torch.zeros(1, device=DEVICE)  # a mesh takes the device by LOCAL_RANK where none is in use yet
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if world > 1:
         os.environ.update(
