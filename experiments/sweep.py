@@ -45,12 +45,18 @@ def sweep(
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
     if not rows:
         raise UserError("nothing is left to run: --methods, --rates or --seeds are empty")
+    first = compose.resolve(compose.compose([*rows[0].overrides, *given]))
+    if first["scale"]["name"] == "paper" and not any(o.startswith("scale=") for o in (*rows[0].overrides, *given)):
+        raise UserError(
+            "with data and a GPU scale=auto is paper: say scale=quick, for which the study's settings are, "
+            "or scale=paper"
+        )
     # One of each method is checked before the first one starts: a mistake shows now, not after an hour.
     for row in {
         tuple(o for o in row.overrides if not o.startswith(("optimizer.", "seed="))): row for row in rows
     }.values():
         compose.check(compose.compose([*row.overrides, *given]))
-    results_dir = str(compose.resolve(compose.compose([*rows[0].overrides, *given]))["results_dir"])
+    results_dir = str(first["results_dir"])
     study = Study(exp, results_dir, others, dry_run=dry_run)
     grid = SweepQueue(rows, study, given, wandb_group)
     study.read()

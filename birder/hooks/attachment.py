@@ -149,6 +149,10 @@ class Attachment(NotCopied):
             sent = buffer if buffer.dtype == wire else buffer.to(wire)
             sent.div_(self.link.size)
         self.link.count_ring_all_reduce(sent.numel() * sent.element_size())  # it may be sparse
+        if sent.is_cuda and backend_for(self.link.group, sent.device) == "gloo":
+            # Its future is there before its copy to the GPU is, of which no stream but the waiting one is told.
+            dist.all_reduce(sent, group=self.link.group)
+            return done(buffer if sent is buffer else buffer.copy_(sent))
         began = time.perf_counter()
         work = dist.all_reduce(sent, group=self.link.group, async_op=True)
         assert work is not None

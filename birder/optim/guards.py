@@ -102,16 +102,11 @@ class Guards(MethodState):
     def meets_in_step(self) -> bool:
         """Whether ranks exchange messages in `step` alone (overlap=False, or clipping) and can say so beforehand.
 
-        Not on a GPU, where the host would wait, and not under FSDP, whose ranks wait for each other in the forward pass.
+        Not under FSDP, whose ranks wait for each other in the forward pass. On a GPU the host waits once in a step for what
+        they say: a GradScaler has done so before.
         """
         attached = self.attachment is not None and self.attachment.communicate
-        return (
-            attached
-            and self.compressed
-            and not self._in_backward
-            and self.comm.holders == 1
-            and self.device.type == "cpu"
-        )
+        return attached and self.compressed and not self._in_backward and self.comm.holders == 1
 
     def _all_ready(self) -> Requests[bool]:
         """`_ready`. Where `meets_in_step`, all ranks refuse the step if one does; elsewhere they wait until the timeout."""

@@ -34,6 +34,7 @@ from birder.hooks.attachment import done, on_thread
 from birder.hooks.block_scaled import LARGEST
 from birder.predict.methods import LOW_RANK_RATE
 from birder.predict.methods import low_rank_numbers as of_tensor
+from launch.errors import UserError
 
 HALF: dict[str, Callable[..., Future[Tensor]]] = {
     "bf16": default_hooks.bf16_compress_hook,
@@ -224,7 +225,8 @@ def attach_hook(
     """Makes `model` communicate by the hook `name`, one of NAMES. Call once on every rank.
 
     optimizer: a dense one, bound here. rank: of PowerSGD. error_feedback: of int4 and fp8. topology, unit_mb: as in
-    `birder.attach`. Raises ValueError for an unknown name, a rank below 1 and optimizers that compress.
+    `birder.attach`. Raises ValueError for an unknown name, a rank below 1 and optimizers that compress; UserError for torch's
+    hooks on a GPU over gloo.
     """
     if name not in NAMES:
         raise ValueError(f"no hook {name!r}; there are: {', '.join(NAMES)}")
@@ -232,10 +234,16 @@ def attach_hook(
         raise ValueError(f"PowerSGD's rank must be at least 1, got {rank}")
     if optimizer.compressed:
         raise ValueError(f"{type(optimizer).__name__} sends its own messages: hooks are for dense optimizers")
+    where = next(model.parameters()).device
+    if name not in LARGEST and where.type != "cpu" and backend_for(model.process_group, where) == "gloo":
+        raise UserError(
+            f"comm.hook={name} goes on before gloo has copied its sums to the GPU: use cluster.backend=nccl or "
+            "cluster.device=cpu"
+        )
     topology = topology or Topology.from_env(dist.get_world_size(model.process_group))
     optimizer.bind(unit_mb=unit_mb)
     trace = optimizer.pipeline.trace
-    trace.on = next(model.parameters()).device.type == "cpu"
+    trace.on = where.type == "cpu"
     attachment = HookAttachment(model, name, topology, trace, rank, error_feedback)
     model.register_comm_hook(attachment, hook)
     return attachment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import birder
 from birder import BucketOptimizer, Plan, Topology, attach
 from birder.comm import Hierarchical, Mean, TwoPhase, run
+from birder.hooks import attachment
 from birder.optim.layout import Unit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
@@ -118,3 +121,46 @@ def test_a_gradient_that_is_not_finite_counts_as_nothing():
 def test_a_skipped_step_is_clipped_by_the_ranks_own_norm():
     for moved, *_ in run_ranks(lonely_run, 2, None, 1e-3):
         assert abs(moved).max() < 1e-4
+
+
+class OnGpu(Tensor):
+    """A tensor of the host that passes for one of a GPU."""
+
+    is_cuda = True
+
+
+class BeforeTheCopy:
+    """gloo's work on tensors of a GPU: the future is there before the copy to the GPU is. Who waits for the work has both."""
+
+    def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+        self.stale = sent.clone()
+        dist.all_reduce(sent.as_subclass(Tensor), group=group)
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([self.stale])
+        return future
+
+
+def averaged_on_a_gpu(rank: int, world: int, wire: torch.dtype) -> Tensor:
+    ddp = DistributedDataParallel(nn.Linear(4, 1))
+    connection = attach(ddp, birder.AdamW(ddp.parameters()))
+    buffer = values(rank, 8).as_subclass(OnGpu)
+
+    def all_reduce(sent: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> BeforeTheCopy | None:
+        work = BeforeTheCopy(sent, group)
+        return work if async_op else None
+
+    kept, attachment.dist = attachment.dist, SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]
+    try:
+        return connection.all_reduce_mean(buffer, 0, wire).then(lambda f: f.value().clone()).value().as_subclass(Tensor)
+    finally:
+        attachment.dist = kept
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_a_mean_over_gloo_is_on_the_gpu_before_any_callback_reads_it(wire):
+    """Gradients of no optimizer of ours were put back from a copy that was still under way, and differed between ranks."""
+    expected = sum((values(rank, 8) / 2).to(wire).float() for rank in range(2))
+    for got in run_ranks(averaged_on_a_gpu, 2, wire):
+        assert torch.allclose(got, expected, rtol=1e-2)

@@ -18,7 +18,7 @@ from tests.distributed.habits.base import (
     Taken,
     habit,
 )
-from tests.distributed.habits.script import Gradients, Script, Stop, drawn, whole
+from tests.distributed.habits.script import DEVICE, Gradients, Script, Stop, drawn, whole
 
 
 class Halved(Taken):
@@ -108,7 +108,8 @@ _surgery("SurgeryData", "p.grad.data.mul_(0.5)", _data_mul)
 _surgery("SurgeryInPlace", "p.grad.mul_(0.5)", _in_place)
 _surgery("SurgeryIndex", "p.grad[:] = p.grad * 0.5", _index)
 _surgery("SurgeryForeach", "torch._foreach_mul_([p.grad], 0.5)", _foreach)
-_surgery("SurgeryNumpy", "p.grad.numpy()[...] *= 0.5", _numpy)
+if DEVICE == "cpu":
+    _surgery("SurgeryNumpy", "p.grad.numpy()[...] *= 0.5", _numpy)
 _surgery("SurgeryDetach", "p.grad.detach().mul_(0.5)", _detach)
 _surgery("SurgeryCopy", "p.grad.copy_(p.grad * 0.5)", _copy)
 _surgery("SurgerySetData", "p.grad.data = p.grad.data * 0.5", _set_data, ways=Script.ways)

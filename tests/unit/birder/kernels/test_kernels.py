@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from birder import kernels
 from birder.kernels import reference
+from birder.kernels.implements import implements
 from birder.kernels.philox import philox4x32, uniform16
 from tests.helpers import kernel_checks
 from tests.helpers.reference import draws
@@ -214,3 +215,16 @@ def test_workers_and_server_draw_independently():
     for other in ({"worker": 1, "step": 1}, {"worker": 0, "step": 2}):
         b = reference.unpack(reference.binarize(half, seed=1, start=0, **other)).float() * 2 - 1
         assert abs(float((a * b).sum())) < SIGMAS * n**0.5
+
+
+@pytest.mark.parametrize("lr", [0.1, np.float32(0.1), torch.tensor(0.1)], ids=["python", "numpy", "tensor"])
+def test_back_ends_get_pythons_numbers(lr):
+    """Triton compiles for no others."""
+    given = {}
+
+    @implements(reference.apply_bits)
+    def apply_bits(params, offsets, bits, o):
+        given.update(vars(o))
+
+    apply_bits([], [], None, lr=lr, decay=lr, active=None)
+    assert {name: type(value) for name, value in given.items()} == {"lr": float, "decay": float, "active": type(None)}
