@@ -150,7 +150,7 @@ class Attachment(NotCopied):
             sent.div_(self.link.size)
         self.link.count_ring_all_reduce(sent.numel() * sent.element_size())  # it may be sparse
         if sent.is_cuda and backend_for(self.link.group, sent.device) == "gloo":
-            # Its future is there before its copy to the GPU is, of which no stream but the waiting one is told.
+            # Its future is there before its copy to the GPU is, and only the stream that waits for the work waits for that.
             dist.all_reduce(sent, group=self.link.group)
             return done(buffer if sent is buffer else buffer.copy_(sent))
         began = time.perf_counter()

@@ -95,7 +95,9 @@ class BlockScaled(NotCopied):
 
         if buffer.is_cuda:
             # On gloo, at once: on a thread it would not be in the order of the caller's stream.
-            return done(run()) if backend_for(self.link.group, buffer.device) == "gloo" else self._on_stream(buffer, run)
+            return (
+                done(run()) if backend_for(self.link.group, buffer.device) == "gloo" else self._on_stream(buffer, run)
+            )
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)  # one bucket after the other, during backward
         return on_thread(self._thread, run)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from birder.comm import AcrossHolders, Communicator, Requests
 from birder.kernels.bits import round_up
@@ -23,7 +24,8 @@ ALIGN = 32
 
 def sharded(p: Tensor) -> bool:
     """Whether this rank holds only a part of the tensor: whether it is one of FSDP's (a DTensor)."""
-    return hasattr(type(p), "to_local")
+    kind = type(p)
+    return kind is not Tensor and kind is not Parameter and hasattr(kind, "to_local")
 
 
 def local(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from birder.comm import Communicator, Requests, Union
 from birder.comm.late import Late
-from birder.optim.layout import Unit, gradient, local
+from birder.optim.layout import Unit, local
 
 WHOLE_FIRST, WHOLE_EVERY = 8, 16
 SAMPLE = 64
@@ -32,7 +32,8 @@ class GradientWatch:
     def __init__(self) -> None:
         self.noted = False
         """Whether `note` was called and `changed` was not."""
-        self._versions: dict[Tensor, tuple[Which, int] | None] = {}
+        self._noted: list[tuple[Tensor, int, int, int]] = []
+        """Each parameter; its gradient's id (0: it had none), place in memory and version."""
         self._marks: list[Tensor] = []
         self._times = 0
         self._doubt: Late | None = None
@@ -43,41 +44,47 @@ class GradientWatch:
         """Remembers the present gradients of `params`. A parameter may have none."""
         self._times += not self.noted  # again in the same pass: counts once
         self.noted = True
-        self._versions = _versions(params)
-        self._marks = self._mark()
+        found = [(p, p.grad) for p in params]
+        self._noted = [(p, 0, 0, 0) if g is None else (p, id(g), _place(g), g._version) for p, g in found]
+        self._marks = self._mark([g for _, g in found if g is not None])
 
     def forget(self) -> None:
         """Drops what `note` remembered."""
-        self.noted, self._versions, self._marks = False, {}, []
+        self.noted, self._noted, self._marks = False, [], []
 
     def changed(self) -> bool:
         """Whether a gradient is another one than when `note` was called. Forgets that call. False where there was none."""
         found = False
         if self._doubt is not None and self._doubt.there:
             found, self._doubt = bool(self._doubt.read()[0]), None
-        if self.noted:
-            found = found or self._touched() or self._differs()
+        if self.noted and not found:
+            grads = self._untouched()
+            found = grads is None or self._differs(grads)
         self.forget()
         return found
 
-    def _touched(self) -> bool:
-        """Whether a gradient is gone, new, or the same tensor with another version. Of another one the contents decide: DDP
-        that rebuilds its buckets in a forward pass makes other views."""
-        for p, now in _versions(self._versions).items():
-            before = self._versions[p]
-            if before is None or now is None:
-                if before is not now:
-                    return True
-            elif before[0] == now[0] and before[1] != now[1]:
-                return True
-        return False
+    def _untouched(self) -> list[Tensor] | None:
+        """The present gradients. None: one is gone, new, or the same tensor with another version. Of another tensor the
+        contents decide: DDP that rebuilds its buckets in a forward pass makes other views. The object and its place are
+        compared: one of the two alone may be another tensor's by now."""
+        grads = []
+        for p, which, place, version in self._noted:
+            g = p.grad
+            if g is None:
+                if which:
+                    return None
+                continue
+            if not which or (g._version != version and id(g) == which and _place(g) == place):
+                return None
+            grads.append(g)
+        return grads
 
     @property
     def _whole(self) -> bool:
         return self._times <= WHOLE_FIRST or self._times % WHOLE_EVERY == 0
 
-    def _differs(self) -> bool:
-        now = self._mark()
+    def _differs(self, grads: list[Tensor]) -> bool:
+        now = self._mark(grads)
         if [m.shape for m in now] != [m.shape for m in self._marks]:
             return True
         for before, after in zip(self._marks, now, strict=True):
@@ -90,27 +97,21 @@ class GradientWatch:
                 return True
         return False
 
-    def _mark(self) -> list[Tensor]:
+    @torch.no_grad()
+    def _mark(self, grads: list[Tensor]) -> list[Tensor]:
         """What tells these gradients from others: a tensor for each kind of device."""
-        grads = [g for p in self._versions if (g := gradient(p)) is not None and g.numel()]
-        host = [g.detach() for g in grads if not g.is_cuda]
-        device = [g.detach() for g in grads if g.is_cuda]
+        mine = [g for g in map(local, grads) if g.numel()]
+        host = [g for g in mine if not g.is_cuda]
+        device = [g for g in mine if g.is_cuda]
         marks = []
-        if host:
-            marks.append(torch.cat([bit_sum(_memory(g)).view(1) if self._whole else _sample(g) for g in host]))
+        if host and self._whole:
+            marks.append(torch.stack([bit_sum(_memory(g)) for g in host]))
+        elif host:
+            marks.append(torch.cat([_sample(g) for g in host]).view(torch.int32))
         if device:
             largest = torch._foreach_max(device) if self._whole else ()
             marks.append(torch.stack([*torch._foreach_norm(device), *largest]).view(torch.int32))
         return marks
-
-
-Which = tuple[int, int]
-"""The object and its memory: one of the two alone may be another tensor's by now."""
-
-
-def _versions(params: Iterable[Tensor]) -> dict[Tensor, tuple[Which, int] | None]:
-    """Of their gradients: which tensor, and its version."""
-    return {p: None if (g := p.grad) is None else ((id(g), _place(g)), g._version) for p in params}
 
 
 def _place(g: Tensor) -> int:
@@ -230,6 +231,8 @@ def _unit_sum(unit: Unit, flat: Tensor | None) -> Tensor:
 
 def _memory(g: Tensor) -> Tensor:
     """The elements of a gradient in one dimension, in the order of memory: no copy, unless they have gaps."""
+    if g.is_contiguous():
+        return g.view(-1)
     order = sorted(range(g.dim()), key=g.stride, reverse=True)
     return g.permute(order).reshape(-1).contiguous()  # elements with even gaps would be a view of stride 2
 
@@ -245,6 +248,7 @@ def bit_sum(flat: Tensor) -> Tensor:
 
 
 def _sample(g: Tensor) -> Tensor:
-    """The bits of some elements, evenly spread: int64[at most SAMPLE]."""
+    """Some elements, evenly spread: fp32[at most SAMPLE]."""
     flat = _memory(g)
-    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].float().view(torch.int32).to(torch.int64)
+    step = max(1, flat.numel() // SAMPLE)
+    return flat.as_strided((min(SAMPLE, flat.numel()),), (step,)).float()

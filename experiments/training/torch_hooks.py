@@ -237,7 +237,7 @@ def attach_hook(
     where = next(model.parameters()).device
     if name not in LARGEST and where.type != "cpu" and backend_for(model.process_group, where) == "gloo":
         raise UserError(
-            f"comm.hook={name} goes on before gloo has copied its sums to the GPU: use cluster.backend=nccl or "
+            f"comm.hook={name} reads sums before gloo has copied them to the GPU: use cluster.backend=nccl or "
             "cluster.device=cpu"
         )
     topology = topology or Topology.from_env(dist.get_world_size(model.process_group))
