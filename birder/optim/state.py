@@ -169,6 +169,7 @@ class MethodState(Method):
         """This rank's state, as plain data and tensors, which are not copied:
 
         {"method", "steps", "signature", "rank", "fingerprint", "changed", "units": [{name: flat tensor}],
+         "aside": {number of a parameter that was frozen meanwhile: (steps, {name: tensor})},
          "param_groups", "state": what others have put into `optimizer.state`}
 
         Of methods that compress it differs from rank to rank: every rank saves and loads its own. Before `attach` and the
@@ -211,8 +212,13 @@ class MethodState(Method):
             "fingerprint": self.fingerprint() if differ else None,
             "changed": self.watch.changed,
             "units": [dict(u.state) for u in self.units] if self._bound else None,
+            "aside": {i: self._aside[p] for i, p in enumerate(self._held()) if p in self._aside},
             **torchs,
         }
+
+    def _held(self) -> list[Tensor]:
+        """All parameters, in the order in which torch numbers them."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     @contextlib.contextmanager
     def _hooks_set_aside(self, *kinds: str) -> Iterator[None]:
@@ -257,6 +263,8 @@ class MethodState(Method):
             self.follow_groups()  # torch replaces the group dicts
         if not live:
             self.steps = int(state_dict["steps"])
+            held, aside = self._held(), state_dict.get("aside") or {}
+            self._aside = {held[i]: (since, dict(kept)) for i, (since, kept) in aside.items()}
         self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
         self._show(self.units)

@@ -6,6 +6,7 @@ they are without the change.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -234,3 +235,34 @@ def accepted(rank: int, world: int) -> list[bool]:
 
 def test_a_forward_pass_before_step_and_a_ranks_own_attribute_change_nothing() -> None:
     assert run_ranks(accepted, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("AdamW", {"lr": 0.01}),
+        ("Birder", {"lr": 0.01}),
+        ("SigmaDeltaAdam", {"lr": 0.01}),
+        ("CSER", {"lr": 0.01, "gradient_ratio": 2, "reset_every": 3, "block": 8}),
+    ],
+)
+def test_a_run_resumed_while_a_layer_is_frozen_is_the_uninterrupted_one(method: str, options: dict[str, Any]) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        model = toy.make()
+        return model, getattr(birder, method)(model.parameters(), **options)
+
+    model, optimizer = make()
+    for step in steps(model, optimizer, comes_back):
+        if step == 6:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again, resumed = make()
+    again.load_state_dict(saved[0])
+    again.second.requires_grad_(False)
+    resumed.load_state_dict(saved[1])
+
+    for step in range(7, STEPS + 1):
+        comes_back(again, resumed, step)
+        resumed.zero_grad()
+        toy.loss(again, 0, step).backward()
+        resumed.step()
+    assert torch.equal(toy.flat(again), toy.flat(model))
