@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,11 +39,12 @@ from birder.checkpoint.files import (
 __all__ = ["MANIFEST", "SHARED", "Broken", "Restored", "latest", "load", "rank_file", "read", "restore", "save"]
 
 ALONE = (
-    "every rank has to save, and {missing} of {world} have not come to it: take the call (checkpoint.save, "
-    "accelerator.save_state) out of `if rank == 0` or `if accelerator.is_main_process`"
+    "every rank has to {doing}, and {missing} of {world} have not come to it: take the call ({calls}) out of "
+    "`if rank == 0` or `if accelerator.is_main_process`"
 )
+CALLS = {"save": "checkpoint.save, accelerator.save_state", "restore": "checkpoint.restore, accelerator.load_state"}
 ALONE_S = 30.0
-"""Seconds after which `save` says so. It keeps waiting: another rank may be evaluating alone."""
+"""Seconds after which `save` and `restore` say so. They keep waiting: another rank may be evaluating alone."""
 
 T = TypeVar("T")
 
@@ -101,7 +103,7 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
             shutil.rmtree(old, ignore_errors=True)
 
     doing = f"checkpoint {final.name} was not written"
-    _meet()
+    _meet("save")
     try:
         _together(doing, begin if rank == 0 else None)
         files = {name: seal for part in _together(doing, write) for name, seal in (part or {}).items()}
@@ -131,9 +133,10 @@ def restore(root: str | Path, any_world: bool = False) -> Restored | None:
         that of old rank number (this rank modulo their number); `read` gives the others', for birder/checkpoint/elastic.py.
 
     A broken one is passed over. Raises Broken, a ValueError, when there are only broken ones, and ValueError when that one
-    was saved by another number of ranks.
+    was saved by another number of ranks. Where not all ranks come it does as `save` does.
     """
     root = Path(root)
+    _meet("restore")
     names = _together("no checkpoint was read", lambda: [f.name for f in _folders(root)])[0] or []
     passed_over: list[str] = []
     for name in names:
@@ -226,11 +229,11 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-_saves: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How often all ranks of a process group have met to save."""
+_met: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""How often all ranks of a process group have met to save, and to restore."""
 
 
-def _meet() -> None:
+def _meet(doing: str) -> None:
     """Waits for all ranks in the default group's store: a collective of one rank alone would meet others' of training.
 
     Leaves nothing behind there, also when it gives up, so that a later save of all ranks finds it as new.
@@ -239,21 +242,21 @@ def _meet() -> None:
     world, group = _world(), dist.group.WORLD
     if store is None or group is None or world == 1:
         return
-    number = _saves.get(group, 0)
-    key = f"birder/save/{number}"
+    met = _met.setdefault(group, Counter())
+    key = f"birder/{doing}/{met[doing]}"
     if store.add(key, 1) == world:
         store.set(f"{key}/all", "1")
     limit, began = store.timeout.total_seconds(), time.monotonic()  # type: ignore[attr-defined] # torch's stubs lack it
     try:
         if not _comes(store, f"{key}/all", min(ALONE_S, limit)):
-            said = ALONE.format(missing=world - store.add(key, 0), world=world)
+            said = ALONE.format(doing=doing, calls=CALLS[doing], missing=world - store.add(key, 0), world=world)
             warnings.warn(said, RuntimeWarning, stacklevel=3)
             if not _comes(store, f"{key}/all", limit - (time.monotonic() - began)):
                 raise RuntimeError(said)
     except BaseException:
         store.add(key, -1)
         raise
-    _saves[group] = number + 1
+    met[doing] += 1
     if store.add(f"{key}/left", 1) == world:
         for name in (key, f"{key}/all", f"{key}/left"):
             store.delete_key(name)

@@ -67,7 +67,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         "signature": list(optimizer.comm.signature),
         "rank": optimizer.comm.rank,
         "fingerprint": None,
-        "aside": {},  # of a layer that is frozen now: when it trains again it begins anew
+        "aside": {},  # of a layer that is frozen now: when it trains again it starts from zero
         "units": [
             own(optimizer, unit, {name: whole.result(optimizer, unit) for name, whole in wholes_of_unit.items()})
             for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)

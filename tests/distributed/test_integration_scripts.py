@@ -87,7 +87,7 @@ def test_state_that_is_saved_inside_averaged_is_that_of_this_ranks_own_model() -
             assert mine[f"{name} of the mean"].endswith("and save them outside of averaged()"), name
 
 
-# ---- rank 0 saves alone ----------------------------------------------------------------------------------------------
+# ---- rank 0 saves or restores alone ----------------------------------------------------------------------------------
 
 
 def lone_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -105,6 +105,7 @@ def lone_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             found["alone"] = save(2)
+            found["read alone"] = said(lambda: checkpoint.restore(folder))
         checkpoint.ALONE_S = usual
         store.set_timeout(limit)
         found["warned"] = [str(w.message) for w in warned]
@@ -113,15 +114,18 @@ def lone_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
     restored = checkpoint.restore(folder)
     found["restored"] = None if restored is None else (restored.step, restored.local["rank"])
     dist.barrier()
-    found["left"] = any(store.check([f"birder/save/{n}{key}"]) for n in range(4) for key in ("", "/all", "/left"))
+    keys = [f"birder/{what}/{n}{of}" for what in ("save", "restore") for n in range(4) for of in ("", "/all", "/left")]
+    found["left"] = any(store.check([key]) for key in keys)
     return found
 
 
-def test_a_rank_that_saves_alone_is_warned(tmp_path: Path) -> None:
+def test_a_rank_that_saves_or_restores_alone_is_warned(tmp_path: Path) -> None:
     """It met other ranks' collectives of training, or waited without a word."""
     results = run_ranks(lone_save, 2, tmp_path)
-    assert results[0]["warned"] == [results[0]["alone"].removeprefix("RuntimeError: ")]
-    assert results[0]["alone"].startswith("RuntimeError: every rank has to save, and 1 of 2 have not come to it")
+    errors = [results[0]["alone"], results[0]["read alone"]]
+    assert results[0]["warned"] == [error.removeprefix("RuntimeError: ") for error in errors]
+    for error, doing in zip(errors, ("save", "restore"), strict=True):
+        assert error.startswith(f"RuntimeError: every rank has to {doing}, and 1 of 2 have not come to it")
     for rank, mine in enumerate(results):
         assert (mine["before"], mine["after"]) == ("", ("", ""))
         assert mine["restored"] == (4, rank)
