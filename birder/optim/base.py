@@ -99,6 +99,7 @@ class BucketOptimizer(Guards):
                 self._where[p] = (unit, i)
             self.init_unit(unit)
         self._bound, self._unit_mb, self._grouped = True, unit_mb, []
+        self._bound_at, self._apart = self.steps, None
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
         self.watch.restore(self.units, changed)
@@ -259,6 +260,8 @@ class BucketOptimizer(Guards):
             yield from self.pipeline.waiting()  # for `after_update` of the step before
             if self.max_grad_norm is not None:
                 torch._foreach_mul_(self._gradients(), (yield from self._clip_factor(plan)))
+        if plan is Plan.COMPRESSED:
+            yield from self._agree_on_options()
         yield from asking(self.before_update(step))
         with trace.span("apply"):
             still = self._still(plan) if plan.own else []

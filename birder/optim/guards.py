@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from birder.comm import Communicator, GatherRanks, Requests
+from birder.comm.late import Late, sent
 from birder.optim.checks import check_gradient, check_parameter
 from birder.optim.contract import Plan
 from birder.optim.layout import local
 from birder.optim.state import MethodState, identical
-from birder.optim.watch import differ, marks
+from birder.optim.watch import differ, looked_at, marks
 
 AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
@@ -48,11 +51,21 @@ def say(comm: Communicator, step: int, what: int, device: torch.device) -> Reque
     return [w for _, w in said]
 
 
+def _digest(values: list[Any]) -> int:
+    """A 63-bit digest of hyper-parameters. Of a GPU's tensors it takes none: the host would wait."""
+    plain = [None if isinstance(v, Tensor) and v.is_cuda else v for v in values]
+    return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest()[:8], "big") >> 1
+
+
 class Guards(MethodState):
     """The part of `BucketOptimizer` that refuses. `_ready` names the guards in the order in which `step` asks them."""
 
     bind: Callable[..., None]
     _unit_mb = 25.0
+    _bound_at = 0
+    """The steps done when the optimizer was bound."""
+    _apart: Late | None = None
+    """Which hyper-parameters differed between ranks, on its way to the host."""
 
     def _ready(self) -> bool:
         """Raises RuntimeError where the step would go wrong. False: no parameter has a gradient, and nothing moves."""
@@ -203,6 +216,28 @@ class Guards(MethodState):
             raise RuntimeError(
                 f"{', '.join(sorted(changed))} changed between backward and step(), but {type(self).__name__} uses it during "
                 "backward: change it before backward or after step(), or use attach(..., overlap=False)"
+            )
+
+    def _agree_on_options(self) -> Requests[None]:
+        """Raises RuntimeError on all ranks where their hyper-parameters differ: `p.grad` does, and what follows from it.
+
+        Not in every step (`looked_at`). On a GPU the answer is read in the next of these steps.
+        """
+        meets = self.attachment is not None and self.attachment.communicate and self.comm.world_size > 1
+        if not meets or not looked_at(self.steps - self._bound_at + 1):
+            return
+        names = sorted(self.defaults)
+        digests = [_digest([group.get(k) for group in self.param_groups]) for k in names]
+        mine = sent(torch.tensor(digests, dtype=torch.int64, device="cpu"), self.device)
+        said = (yield GatherRanks(mine, counted=False)).view(-1, len(names))
+        earlier, self._apart = self._apart, Late((said != mine).any(0))
+        late = self._apart if self.device.type == "cpu" else earlier
+        apart = [] if late is None else [k for k, differs in zip(names, late.read(), strict=True) if differs]
+        if apart:
+            self._apart = None
+            raise RuntimeError(
+                f"ranks have other values of {', '.join(apart)}: with this method p.grad is each rank's own, so what "
+                "is computed from it differs. Set them by what is the same on all ranks (all-reduce the norm first)"
             )
 
     def _parameters(self) -> list[Tensor]:

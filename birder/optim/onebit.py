@@ -14,6 +14,7 @@ A scale travels behind the bits of each chunk (birder/kernels/bits.py): (2) and 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.comm.late import Late
 from birder.optim.base import BucketOptimizer, Unit, gradient
 from birder.optim.layout import maxima
+from birder.optim.watch import FIRST, looked_at
 
 Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
@@ -65,6 +67,9 @@ class OneBitMethod(BucketOptimizer):
         self._support: dict[int, Support] = {}
         self._with_variance: dict[int, Late] = {}
         """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
+        self._lost: dict[int, Late] = {}
+        """By unit: how many numbers of each parameter got a gradient outside of the support."""
+        self._lost_told = False
         super().__init__(*args, **kwargs)
 
     def init_errors(self, unit: Unit) -> None:
@@ -130,11 +135,14 @@ class OneBitMethod(BucketOptimizer):
     def forget_derived(self) -> None:
         self._support.clear()
         self._with_variance.clear()
+        self._lost.clear()
 
     def check_step(self, step: int) -> None:
-        """Raises RuntimeError for a parameter whose first gradient comes when variances are frozen: it would never move."""
+        """Raises RuntimeError for a parameter whose first gradient comes when variances are frozen: it would never move.
+        Warns of one of which that is true in part."""
         if step <= self.warmup_steps:
             return
+        self._tell_lost()
         for unit in self.units:
             if unit.index not in self._with_variance:
                 if self._sharded:  # `before_update` asks the other shards
@@ -142,6 +150,32 @@ class OneBitMethod(BucketOptimizer):
                 largest = torch.stack(list(torch._foreach_norm(unit.views(unit.state["v"]), float("inf"))))
                 self._with_variance[unit.index] = Late(largest > 0)
             self._refuse_without_variance(unit)
+
+    def note_lost(self, unit: Unit, grad: Tensor, step: int) -> None:
+        """Counts the numbers that this rank's gradient, fp32[padded], would move, whose variance is 0 for good. Seldom."""
+        mask = self.support(unit).mask
+        late = step - self.warmup_steps
+        if mask is None or self._lost_told or late <= 0 or not looked_at(FIRST + late):
+            return
+        lost = (grad != 0).logical_and_(~mask)
+        self._lost[unit.index] = Late(torch.stack([part.sum() for part in unit.views(lost)]))
+
+    def _tell_lost(self) -> None:
+        for unit in self.units:
+            late = self._lost.get(unit.index)
+            if late is None or not late.there:
+                continue
+            del self._lost[unit.index]
+            for i, count in enumerate(late.read()):
+                if count and not self._lost_told and unit.index in self._with_variance:
+                    self._lost_told = True
+                    warnings.warn(
+                        f"{self.kind}: {count} numbers of {self.named(unit.wholes[i])} get a gradient that they did not have "
+                        f"in the {self.warmup_steps} steps of the warm-up. Their variance stays 0, so they never move: use a "
+                        "longer warm-up, or another optimizer for this parameter",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.

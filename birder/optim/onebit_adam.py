@@ -72,6 +72,7 @@ class OneBitAdam(OneBitMethod):
         self.init_errors(unit)
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        self.note_lost(unit, grad, step)
         beta1, m = unit.group["betas"][0], unit.state["m"][self.support(unit).shard]
         g = yield ShardMean(grad)
         unit.result = yield from self.onebit_momentum_mean(unit, g, m, beta1)  # (1)-(4)

@@ -120,6 +120,7 @@ class OneBitLAMB(OneBitMethod):
         if step <= self.warmup_steps:
             unit.result = yield Mean(grad, WIRES[self.wire])
             return
+        self.note_lost(unit, grad, step)
         state, support = unit.state, self.support(unit)
         beta1 = unit.group["betas"][0]
         z = (yield ShardMean(grad)).mul_(1.0 - beta1)

@@ -16,17 +16,30 @@ from birder.comm import Communicator, Requests, Union
 from birder.comm.late import Late
 from birder.optim.layout import Unit, local
 
-WHOLE_FIRST, WHOLE_EVERY = 8, 16
+FIRST, ONE_OF = 8, 16
 SAMPLE = 64
 """Elements of a gradient that are compared where not all of them are."""
+
+
+def mixed(times: int) -> int:
+    """A number below 2^32 that follows no period of a script's."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's last step
+        times = (times ^ times >> shift) * factor % 2**32
+    return times ^ times >> 16
+
+
+def looked_at(times: int) -> bool:
+    """Whether to do, this time, what costs too much to be done always: in the first steps, later in about one of ONE_OF."""
+    return times <= FIRST or mixed(times) % ONE_OF == 0
 
 
 class GradientWatch:
     """Of one optimizer. `note` when backward is over, `changed` at the beginning of `step`.
 
-    On CPU the bits of every gradient are summed in the first steps and in every WHOLE_EVERY-th, in others a sample. On a GPU
-    the norm and the largest element of each are compared in those steps, in others the norm; after the first steps the answer
-    comes a step late, or later where the host is ahead, and the host waits for nothing.
+    On CPU the bits of every gradient are summed when they are `looked_at`, else a sample is compared, in each step another
+    one: what a script changes in every step or every other one is found before long. On a GPU the norm and the largest
+    element of each are compared when they are `looked_at`, else the norm; after the first steps the answer comes a step late,
+    or later where the host is ahead, and the host waits for nothing.
     """
 
     def __init__(self) -> None:
@@ -81,14 +94,14 @@ class GradientWatch:
 
     @property
     def _whole(self) -> bool:
-        return self._times <= WHOLE_FIRST or self._times % WHOLE_EVERY == 0
+        return looked_at(self._times)
 
     def _differs(self, grads: list[Tensor]) -> bool:
         now = self._mark(grads)
         if [m.shape for m in now] != [m.shape for m in self._marks]:
             return True
         for before, after in zip(self._marks, now, strict=True):
-            if before.is_cuda and self._times > WHOLE_FIRST:
+            if before.is_cuda and self._times > FIRST:
                 flag = (before != after).any().view(1)
                 self._more = flag if self._more is None else self._more | flag
                 if self._doubt is None:
@@ -107,7 +120,7 @@ class GradientWatch:
         if host and self._whole:
             marks.append(torch.stack([bit_sum(_memory(g)) for g in host]))
         elif host:
-            marks.append(torch.cat([_sample(g) for g in host]).view(torch.int32))
+            marks.append(torch.cat([_sample(g, mixed(self._times)) for g in host]).view(torch.int32))
         if device:
             largest = torch._foreach_max(device) if self._whole else ()
             marks.append(torch.stack([*torch._foreach_norm(device), *largest]).view(torch.int32))
@@ -247,8 +260,10 @@ def bit_sum(flat: Tensor) -> Tensor:
     return pairs.view(torch.int64).sum() + rest.sum()
 
 
-def _sample(g: Tensor) -> Tensor:
-    """Some elements, evenly spread: fp32[at most SAMPLE]."""
+def _sample(g: Tensor, start: int) -> Tensor:
+    """Some elements, evenly spread, from another one on with another `start`: fp32[at most SAMPLE]."""
     flat = _memory(g)
     step = max(1, flat.numel() // SAMPLE)
-    return flat.as_strided((min(SAMPLE, flat.numel()),), (step,)).float()
+    first = start % step
+    count = min(SAMPLE, -(-(flat.numel() - first) // step))
+    return flat.as_strided((count,), (step,), flat.storage_offset() + first).float()

@@ -147,6 +147,7 @@ class ZeroOneAdam(OneBitMethod):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        self.note_lost(unit, grad, step)
         unit.result = yield from self.rules.rounds(self, unit, grad, step)
 
     def update(self, step: int, plan: Plan) -> Requests[None]:

@@ -117,7 +117,10 @@ def train(name: str, change: Change | None, rank: int, late: bool = False, **how
             rows.append(toy.flat(model))
     if attachment is not None:
         attachment.close()
-    return torch.stack(rows), [str(w.message) for w in said if w.category is RuntimeWarning]
+    told = [str(w.message) for w in said if w.category is RuntimeWarning]
+    return torch.stack(rows), [
+        line for line in told if "of the warm-up" not in line
+    ]  # toy's rows come late: another matter
 
 
 def ranks_train(rank: int, world: int, names: list[str], changes: list[str], how: dict[str, Any]) -> dict[Any, Any]:

@@ -1,0 +1,114 @@
+"""What a script does in few steps, or on one rank, is told before long: masks by .data, rates from p.grad, late rows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import birder
+from birder import attach
+from birder.optim.watch import FIRST, ONE_OF, looked_at
+from tests.helpers.ranks import run_ranks
+
+WARMUP, LATE = 5, 10
+METHODS: dict[str, dict[str, Any]] = {
+    "Birder": {},
+    "SigmaDeltaAdam": {},
+    "OneBitAdam": {"warmup_steps": WARMUP},
+    "OneBitLAMB": {"warmup_steps": WARMUP},
+    "ZeroOneAdam": {"warmup_steps": WARMUP},
+}
+
+
+def rates(rank: int, world: int, overlap: bool) -> dict[str, tuple[str, int]]:
+    """lr by the norm of p.grad, after backward."""
+    found = {}
+    for name, options in METHODS.items():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 3)
+        optimizer = getattr(birder, name)(model.parameters(), lr=0.05, **options)
+        ddp = DistributedDataParallel(model)
+        attachment = attach(ddp, optimizer, overlap=overlap)
+        random, error = torch.Generator().manual_seed(rank), ""
+        for _ in range(3 * ONE_OF):
+            optimizer.zero_grad()
+            ddp(torch.randn(16, 8, generator=random)).square().mean().backward()
+            assert model.weight.grad is not None
+            optimizer.param_groups[0]["lr"] = 0.05 * min(1.0, 0.1 / float(model.weight.grad.norm()))
+            try:
+                optimizer.step()
+            except RuntimeError as e:
+                error = str(e)
+                break
+        found[name] = error, optimizer.steps
+        if not error:
+            attachment.close()
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_learning_rate_computed_from_each_ranks_own_gradient_is_refused_on_all_ranks(overlap: bool) -> None:
+    """Ranks drifted apart without a word."""
+    first, second = run_ranks(rates, 2, overlap)
+    assert first == second
+    for name, (error, steps) in first.items():
+        lr_read_early = overlap and "lr changed between backward and step()" in error
+        assert lr_read_early or error.startswith("ranks have other values of lr:"), (name, error)
+        assert steps <= (WARMUP + 2 * ONE_OF if name.startswith(("One", "Zero")) else 0), name
+
+
+def masked(rank: int, world: int, name: str) -> int:
+    """In odd steps from LATE on a column's gradient is set to 0. The step of the refusal."""
+    torch.manual_seed(0)
+    model = nn.Embedding(1000, 16)
+    optimizer = getattr(birder, name)(model.parameters(), lr=0.05, **METHODS[name])
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    random = torch.Generator().manual_seed(rank)
+    for step in range(1, 8 * ONE_OF):
+        optimizer.zero_grad()
+        ddp(torch.randint(0, 50, (64,), generator=random)).sub(1).square().sum().backward()
+        if step >= LATE and step % 2:
+            model.weight.grad.data[:, 5] = 0  # type: ignore[union-attr]
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return step if "gradients were changed after backward" in str(error) else 0
+    return 0
+
+
+@pytest.mark.parametrize("name", ["Birder", "OneBitAdam"])
+def test_a_mask_that_begins_late_and_comes_every_other_step_is_found(name: str) -> None:
+    """Whole looks were at every sixteenth step, and samples at the same places."""
+    assert all(LATE < step <= 3 * ONE_OF for step in run_ranks(masked, 2, name))
+
+
+def test_no_period_of_a_script_escapes() -> None:
+    seen = [t for t in range(FIRST + 1, 200 * ONE_OF) if looked_at(t)]
+    assert len(seen) == pytest.approx(200, rel=0.1)
+    for period in range(2, 33):
+        assert {t % period for t in seen} == set(range(period))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_that_a_frozen_variance_keeps_from_moving_are_told(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(40, 8)
+    before = model.weight.detach().clone()
+    optimizer = getattr(birder, name)(model.parameters(), lr=0.01, **METHODS[name])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(4 * ONE_OF):
+            optimizer.zero_grad()
+            ids = torch.randint(0, 20, (64,)) + (20 if step >= 2 * WARMUP else 0)
+            model(ids).sub(1).square().mean().backward()
+            optimizer.step()
+    moved = bool((model.weight.detach() - before)[20:].any())
+    told = [str(w.message) for w in said if "of the warm-up" in str(w.message)]
+    assert len(told) == (not moved)
+    assert moved is (name in ("Birder", "SigmaDeltaAdam"))
