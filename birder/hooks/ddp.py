@@ -133,14 +133,19 @@ class BucketHook(NotCopied):
         for wire, (sender, numbers) in sent.items():
             parts = [views[i].view(-1) for i in sorted(numbers)]
 
-            def put_back(future: Future[Any], parts: list[Tensor] = parts) -> None:
-                torch._foreach_copy_(parts, list(future.value().split([p.numel() for p in parts])))
+            def put_back(future: Future[Any], parts: list[Tensor] = parts) -> Tensor:
+                mean: Tensor = future.value()
+                torch._foreach_copy_(parts, list(mean.split([p.numel() for p in parts])))
+                return (
+                    mean  # of a value without a GPU's tensors torch records no event, and nobody waits for the copies
+                )
 
             futures.append(sender.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
         every = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
         def whole(future: Future[Any]) -> Tensor:
-            future.value()  # raises what a collective met
+            for one in futures:
+                one.wait()  # this callback's stream too; raises what a collective met
             return buffer
 
         return every.then(whole)

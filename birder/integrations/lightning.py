@@ -28,6 +28,15 @@ from birder.optim.base import BucketOptimizer
 KEY = "every_rank"
 
 
+def _on_host(tree: Any) -> Any:
+    """The same with tensors on the CPU: pickled elsewhere they would come to the GPU of the same number on rank 0's node."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: _on_host(value) for key, value in tree.items()}
+    return type(tree)(map(_on_host, tree)) if type(tree) in (list, tuple) else tree
+
+
 class BirderCallback(Callback):
     """Attaches when the module has been wrapped; saves, loads and averages what differs between ranks.
 
@@ -103,7 +112,7 @@ class BirderCallback(Callback):
         if method is None or trainer.world_size == 1 or not method.compressed:
             return
         everyone: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-        dist.gather_object(every_rank.rank_state(method), everyone, dst=0)
+        dist.gather_object(_on_host(every_rank.rank_state(method)), everyone, dst=0)
         checkpoint["optimizer_states"] = [{KEY: everyone}]
         if (
             method.local_models and method.steps

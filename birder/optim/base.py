@@ -21,7 +21,7 @@ from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleP
 from birder.comm.runtime import Task, asking
 from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
 from birder.optim.contract import WIRES, Method, Plan
-from birder.optim.guards import TWICE, Guards
+from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.state import parts, put_back, taken
 from birder.optim.watch import marks
@@ -155,7 +155,8 @@ class BucketOptimizer(Guards):
         plain = (bool, int, float, str, type(None))
         options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and k in _arguments(type(self)))
         groups = [  # what else a script keeps in its groups is its own
-            [(k, group.get(k)) for k in self.defaults] + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
+            [(k, plain_number(group.get(k))) for k in self.defaults]
+            + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
         text = repr((self.kind, options, groups, more))
@@ -188,6 +189,7 @@ class BucketOptimizer(Guards):
         self._refresh_shards()
         for unit in self.units:
             unit.waiting, unit.missing, unit.kept = set(range(len(unit.params))), set(), {}
+            unit.sent = False
             unit.result = None
             if unit.grad is None:
                 unit.grad = unit.zeros()
@@ -210,10 +212,16 @@ class BucketOptimizer(Guards):
         if missing:
             torch._foreach_zero_(missing)
         unit.waiting.difference_update(i for i, _ in pairs)
-        if not unit.waiting:
-            for i in unit.missing:
-                unit.kept[i] = {name: part.clone() for name, part in parts(self, unit, i).items()}
-            self._submit(functools.partial(self.exchange, unit, grad, step), unit.index)
+        # FSDP brings no gradient of a layer that was not used: replicas that use others would complete units in another
+        # order. DDP's buckets come in the same order on every rank.
+        for ready in self.units if self._sharded else [unit]:
+            if ready.waiting:
+                break
+            if not ready.sent and ready.grad is not None:
+                ready.sent = True
+                for i in ready.missing:
+                    ready.kept[i] = {name: part.clone() for name, part in parts(self, ready, i).items()}
+                self._submit(functools.partial(self.exchange, ready, ready.grad, step), ready.index)
 
     def _submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
         self.pipeline.comm = self.comm  # whatever pipeline has been put there
@@ -226,10 +234,15 @@ class BucketOptimizer(Guards):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update. `closure` re-evaluates the model and returns the loss, as in torch.
 
-        Raises RuntimeError when the optimizer is not attached and there are other ranks, and when a GradScaler drives an
-        optimizer whose hook does not know of it.
+        Raises RuntimeError when the optimizer is not attached and there are other ranks, when a GradScaler drives an
+        optimizer whose hook does not know of it, and while a CUDA graph is captured.
         """
         loss = None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.kind} counts its steps on the host, which a CUDA graph would repeat unchanged: capture forward and "
+                "backward alone, and call step() after each replay"
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

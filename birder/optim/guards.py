@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,8 @@ TWICE = (
     "throw a pass away (a skipped batch, a GAN's other network), run it under no_sync() too or use attach(..., overlap=False)"
 )
 
+LAYERS = "layers"
+"""Stands for the layers that have no gradient, among the names of hyper-parameters."""
 NOTHING, READY, REFUSES, BACKWARD = range(4)
 """What a rank says of a step: in `step`, that it has no gradient, can take it, cannot; or that it is in a backward pass."""
 
@@ -51,9 +54,16 @@ def say(comm: Communicator, step: int, what: int, device: torch.device) -> Reque
     return [w for _, w in said]
 
 
+def plain_number(value: Any) -> Any:
+    """A hyper-parameter as Python's numbers: what a tensor or one of numpy's prints has fewer digits, and names a device."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(plain_number, value))
+    return float(value) if isinstance(value, (Tensor, np.generic)) else value
+
+
 def _digest(values: list[Any]) -> int:
     """A 63-bit digest of hyper-parameters. Of a GPU's tensors it takes none: the host would wait."""
-    plain = [None if isinstance(v, Tensor) and v.is_cuda else v for v in values]
+    plain = [None if isinstance(v, Tensor) and v.is_cuda else plain_number(v) for v in values]
     return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest()[:8], "big") >> 1
 
 
@@ -219,7 +229,8 @@ class Guards(MethodState):
             )
 
     def _agree_on_options(self) -> Requests[None]:
-        """Raises RuntimeError on all ranks where their hyper-parameters differ: `p.grad` does, and what follows from it.
+        """Raises RuntimeError on all ranks where their hyper-parameters differ: `p.grad` does, and what follows from it. And
+        where FSDP's replicas have gradients of different layers: DDP would have left one of 0 for the others.
 
         Not in every step (`looked_at`). On a GPU the answer is read in the next of these steps.
         """
@@ -228,11 +239,19 @@ class Guards(MethodState):
             return
         names = sorted(self.defaults)
         digests = [_digest([group.get(k) for group in self.param_groups]) for k in names]
+        used = [(unit.index, i) for unit in self.units if self._sharded for i in sorted(unit.missing)]
+        digests, names = [*digests, _digest(used)], [*names, LAYERS]
         mine = sent(torch.tensor(digests, dtype=torch.int64, device="cpu"), self.device)
         said = (yield GatherRanks(mine, counted=False)).view(-1, len(names))
         earlier, self._apart = self._apart, Late((said != mine).any(0))
         late = self._apart if self.device.type == "cpu" else earlier
         apart = [] if late is None else [k for k, differs in zip(names, late.read(), strict=True) if differs]
+        if LAYERS in apart:
+            self._apart = None
+            raise RuntimeError(
+                "replicas have gradients of different layers in this step: with FSDP all ranks have to use the same (add "
+                "the output of the others, times 0, to the loss)"
+            )
         if apart:
             self._apart = None
             raise RuntimeError(

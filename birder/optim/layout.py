@@ -76,6 +76,8 @@ class Unit:
     """Those that arrived without a gradient on this rank; it counts as 0 in `grad`."""
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Of these, what this rank keeps of their states, as it was before the exchange."""
+    sent: bool = False
+    """Whether its exchange was submitted in this step."""
     moved: set[int] = field(default_factory=set)
     """Parameters, by position, that had a gradient in a SKIP step since the last step that was none."""
     _seen: dict[str, tuple[Tensor | None, list[Tensor] | None, list[Tensor]]] = field(default_factory=dict, repr=False)

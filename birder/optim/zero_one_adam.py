@@ -165,7 +165,7 @@ class ZeroOneAdam(OneBitMethod):
 
     def _accumulate(self, unit: Unit, grad: Tensor) -> None:
         """(1) and (2), and what (5) and (6) need of the learning rates."""
-        state, lr = unit.state, unit.group["lr"]
+        state, lr = unit.state, float(unit.group["lr"])
         if not lr:
             return
         state["m"].lerp_(grad, 1.0 - unit.group["betas"][0])
@@ -200,7 +200,7 @@ class ZeroOneAdam(OneBitMethod):
         self.watch.note(unit)
 
     def move(self, unit: Unit) -> None:
-        lr, decay = unit.group["lr"], unit.group["weight_decay"]
+        lr, decay = float(unit.group["lr"]), unit.group["weight_decay"]
         if decay:
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
@@ -257,11 +257,11 @@ class ZeroOneAdam(OneBitMethod):
 
     def summed_now(self, unit: Unit) -> Tensor:
         """What (2) has added in this step."""
-        return unit.state["m"] * unit.group["lr"]
+        return unit.state["m"] * float(unit.group["lr"])
 
     def kept(self, unit: Unit) -> float:
         """What this step's weight decay leaves of x in (6)."""
-        return 1.0 - unit.group["lr"] * unit.group["weight_decay"]
+        return 1.0 - float(unit.group["lr"]) * unit.group["weight_decay"]
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
@@ -300,7 +300,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             unit.state["u"].addcmul_(x, self.denominator(unit), value=lr * decay)  # (2')
 
     def summed_now(self, unit: Unit) -> Tensor:
-        rate, added = unit.group["lr"] * unit.group["weight_decay"], ZeroOneAdam.summed_now(self, unit)
+        rate, added = float(unit.group["lr"]) * unit.group["weight_decay"], ZeroOneAdam.summed_now(self, unit)
         return added.addcmul_(self.flat_parameters(unit), self.denominator(unit), value=rate) if rate else added
 
     def kept(self, unit: Unit) -> float:

@@ -306,8 +306,18 @@ class Script:
         self.trace.append(self.values())
 
 
-def whole(p: Tensor) -> Tensor:
-    return p.full_tensor() if hasattr(p, "full_tensor") else p
+def whole(p: Any) -> Tensor:
+    if not hasattr(p, "full_tensor"):
+        return p  # type: ignore[no-any-return]
+    if p.device.type == "cpu":
+        return p.full_tensor()  # type: ignore[no-any-return]
+    group = p.device_mesh.get_group(p.device_mesh.ndim - 1)  # `full_tensor` on gloo reads a GPU's addresses on the host
+    own = torch.zeros(-(-p.shape[0] // group.size()), *p.shape[1:])
+    mine = p.to_local().detach().cpu()
+    own[: len(mine)] = mine
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return torch.cat(parts)[: p.shape[0]]
 
 
 @functools.lru_cache(maxsize=8)
