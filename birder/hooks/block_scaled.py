@@ -93,11 +93,10 @@ class BlockScaled(NotCopied):
         def run() -> Tensor:
             return self.reduce(buffer, params)
 
+        if buffer.is_cuda and backend_for(self.link.group, buffer.device) != "gloo":
+            return self._on_stream(buffer, run)
         if buffer.is_cuda:
-            # On gloo, at once: on a thread it would not be in the order of the caller's stream.
-            return (
-                done(run()) if backend_for(self.link.group, buffer.device) == "gloo" else self._on_stream(buffer, run)
-            )
+            return done(run())  # on a thread it would not be in the order of the caller's stream
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)  # one bucket after the other, during backward
         return on_thread(self._thread, run)

@@ -136,9 +136,8 @@ class BucketHook(NotCopied):
             def put_back(future: Future[Any], parts: list[Tensor] = parts) -> Tensor:
                 mean: Tensor = future.value()
                 torch._foreach_copy_(parts, list(mean.split([p.numel() for p in parts])))
-                return (
-                    mean  # of a value without a GPU's tensors torch records no event, and nobody waits for the copies
-                )
+                # Of a value without a GPU's tensors torch records no event, and nobody would wait for the copies.
+                return mean
 
             futures.append(sender.all_reduce_mean(torch.cat(parts), bucket.index(), wire).then(put_back))
         every = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)

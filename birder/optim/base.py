@@ -6,7 +6,6 @@ fed during backward (`feed`) or taken in `step`, put into its unit (`_put`), exc
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleP
 from birder.comm.runtime import Task, asking
 from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
 from birder.optim.contract import WIRES, Method, Plan
-from birder.optim.guards import TWICE, Guards, plain_number
+from birder.optim.guards import TWICE, Guards, digest_of, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.state import parts, put_back, taken
 from birder.optim.watch import marks
@@ -159,8 +158,7 @@ class BucketOptimizer(Guards):
             + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
-        text = repr((self.kind, options, groups, more))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return digest_of((self.kind, options, groups, more))
 
     # ---- gradients during backward ----------------------------------------------------------------------------------
 
@@ -217,7 +215,8 @@ class BucketOptimizer(Guards):
         for ready in self.units if self._sharded else [unit]:
             if ready.waiting:
                 break
-            if not ready.sent and ready.grad is not None:
+            if not ready.sent:
+                assert ready.grad is not None
                 ready.sent = True
                 for i in ready.missing:
                     ready.kept[i] = {name: part.clone() for name, part in parts(self, ready, i).items()}

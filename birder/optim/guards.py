@@ -61,10 +61,14 @@ def plain_number(value: Any) -> Any:
     return float(value) if isinstance(value, (Tensor, np.generic)) else value
 
 
-def _digest(values: list[Any]) -> int:
-    """A 63-bit digest of hyper-parameters. Of a GPU's tensors it takes none: the host would wait."""
-    plain = [None if isinstance(v, Tensor) and v.is_cuda else plain_number(v) for v in values]
-    return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest()[:8], "big") >> 1
+def digest_of(value: Any) -> int:
+    """63 bits, the same in every process for what prints the same."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
+
+
+def _unless_on_gpu(value: Any) -> Any:
+    """`plain_number`, but for a GPU's tensor, for which the host would wait."""
+    return None if isinstance(value, Tensor) and value.is_cuda else plain_number(value)
 
 
 class Guards(MethodState):
@@ -237,23 +241,22 @@ class Guards(MethodState):
         meets = self.attachment is not None and self.attachment.communicate and self.comm.world_size > 1
         if not meets or not looked_at(self.steps - self._bound_at + 1):
             return
-        names = sorted(self.defaults)
-        digests = [_digest([group.get(k) for group in self.param_groups]) for k in names]
-        used = [(unit.index, i) for unit in self.units if self._sharded for i in sorted(unit.missing)]
-        digests, names = [*digests, _digest(used)], [*names, LAYERS]
-        mine = sent(torch.tensor(digests, dtype=torch.int64, device="cpu"), self.device)
-        said = (yield GatherRanks(mine, counted=False)).view(-1, len(names))
+        own = {k: [_unless_on_gpu(group.get(k)) for group in self.param_groups] for k in sorted(self.defaults)}
+        own[LAYERS] = [(unit.index, sorted(unit.missing)) for unit in self.units if self._sharded]
+        digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
+        mine = sent(digests, self.device)
+        said = (yield GatherRanks(mine, counted=False)).view(-1, len(own))
         earlier, self._apart = self._apart, Late((said != mine).any(0))
         late = self._apart if self.device.type == "cpu" else earlier
-        apart = [] if late is None else [k for k, differs in zip(names, late.read(), strict=True) if differs]
-        if LAYERS in apart:
+        apart = [] if late is None else [k for k, differs in zip(own, late.read(), strict=True) if differs]
+        if apart:
             self._apart = None
+        if LAYERS in apart:
             raise RuntimeError(
                 "replicas have gradients of different layers in this step: with FSDP all ranks have to use the same (add "
                 "the output of the others, times 0, to the loss)"
             )
         if apart:
-            self._apart = None
             raise RuntimeError(
                 f"ranks have other values of {', '.join(apart)}: with this method p.grad is each rank's own, so what "
                 "is computed from it differs. Set them by what is the same on all ranks (all-reduce the norm first)"

@@ -69,7 +69,7 @@ class OneBitMethod(BucketOptimizer):
         """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
         self._lost: dict[int, Late] = {}
         """By unit: how many numbers of each parameter got a gradient outside of the support."""
-        self._lost_told = False
+        self._lost_warned = False
         super().__init__(*args, **kwargs)
 
     def init_errors(self, unit: Unit) -> None:
@@ -142,7 +142,7 @@ class OneBitMethod(BucketOptimizer):
         Warns of one of which that is true in part."""
         if step <= self.warmup_steps:
             return
-        self._tell_lost()
+        self._warn_of_lost()
         for unit in self.units:
             if unit.index not in self._with_variance:
                 if self._sharded:  # `before_update` asks the other shards
@@ -155,27 +155,27 @@ class OneBitMethod(BucketOptimizer):
         """Counts the numbers that this rank's gradient, fp32[padded], would move, whose variance is 0 for good. Seldom."""
         mask = self.support(unit).mask
         late = step - self.warmup_steps
-        if mask is None or self._lost_told or late <= 0 or not looked_at(FIRST + late):
+        if mask is None or self._lost_warned or late <= 0 or not looked_at(FIRST + late):
             return
         lost = (grad != 0).logical_and_(~mask)
         self._lost[unit.index] = Late(torch.stack([part.sum() for part in unit.views(lost)]))
 
-    def _tell_lost(self) -> None:
+    def _warn_of_lost(self) -> None:
         for unit in self.units:
             late = self._lost.get(unit.index)
             if late is None or not late.there:
                 continue
             del self._lost[unit.index]
-            for i, count in enumerate(late.read()):
-                if count and not self._lost_told and unit.index in self._with_variance:
-                    self._lost_told = True
-                    warnings.warn(
-                        f"{self.kind}: {count} numbers of {self.named(unit.wholes[i])} get a gradient that they did not have "
-                        f"in the {self.warmup_steps} steps of the warm-up. Their variance stays 0, so they never move: use a "
-                        "longer warm-up, or another optimizer for this parameter",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            count, p = max(zip(late.read(), unit.wholes, strict=True), key=lambda found: found[0])
+            if count and not self._lost_warned:
+                self._lost_warned = True
+                warnings.warn(
+                    f"{self.kind}: {count} numbers of {self.named(p)} get a gradient that they did not have in the "
+                    f"{self.warmup_steps} steps of the warm-up. Their variance stays 0, so they never move: use a longer "
+                    "warm-up, or another optimizer for this parameter",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.

@@ -45,7 +45,7 @@ class GradientWatch:
     def __init__(self) -> None:
         self.noted = False
         """Whether `note` was called and `changed` was not."""
-        self._noted: list[tuple[Tensor, int, int, int]] = []
+        self._grads: list[tuple[Tensor, int, int, int]] = []
         """Each parameter; its gradient's id (0: it had none), place in memory and version."""
         self._marks: list[Tensor] = []
         self._times = 0
@@ -58,12 +58,12 @@ class GradientWatch:
         self._times += not self.noted  # again in the same pass: counts once
         self.noted = True
         found = [(p, p.grad) for p in params]
-        self._noted = [(p, 0, 0, 0) if g is None else (p, id(g), _place(g), g._version) for p, g in found]
+        self._grads = [(p, 0, 0, 0) if g is None else (p, id(g), _place(g), g._version) for p, g in found]
         self._marks = self._mark([g for _, g in found if g is not None])
 
     def forget(self) -> None:
         """Drops what `note` remembered."""
-        self.noted, self._noted, self._marks = False, [], []
+        self.noted, self._grads, self._marks = False, [], []
 
     def changed(self) -> bool:
         """Whether a gradient is another one than when `note` was called. Forgets that call. False where there was none."""
@@ -81,7 +81,7 @@ class GradientWatch:
         contents decide: DDP that rebuilds its buckets in a forward pass makes other views. The object and its place are
         compared: one of the two alone may be another tensor's by now."""
         grads = []
-        for p, which, place, version in self._noted:
+        for p, which, place, version in self._grads:
             g = p.grad
             if g is None:
                 if which:
@@ -91,10 +91,6 @@ class GradientWatch:
                 return None
             grads.append(g)
         return grads
-
-    @property
-    def _whole(self) -> bool:
-        return looked_at(self._times)
 
     def _differs(self, grads: list[Tensor]) -> bool:
         now = self._mark(grads)
@@ -116,13 +112,13 @@ class GradientWatch:
         mine = [g for g in map(local, grads) if g.numel()]
         host = [g for g in mine if not g.is_cuda]
         device = [g for g in mine if g.is_cuda]
-        marks = []
-        if host and self._whole:
+        marks, whole, start = [], looked_at(self._times), mixed(self._times)
+        if host and whole:
             marks.append(torch.stack([bit_sum(_memory(g)) for g in host]))
         elif host:
-            marks.append(torch.cat([_sample(g, mixed(self._times)) for g in host]).view(torch.int32))
+            marks.append(torch.cat([_sample(g, start) for g in host]).view(torch.int32))
         if device:
-            largest = torch._foreach_max(device) if self._whole else ()
+            largest = torch._foreach_max(device) if whole else ()
             marks.append(torch.stack([*torch._foreach_norm(device), *largest]).view(torch.int32))
         return marks
 

@@ -117,9 +117,9 @@ def train(name: str, change: Change | None, rank: int, late: bool = False, **how
             rows.append(toy.flat(model))
     if attachment is not None:
         attachment.close()
-    told = [str(w.message) for w in said if w.category is RuntimeWarning]
+    warned = [str(w.message) for w in said if w.category is RuntimeWarning]
     return torch.stack(rows), [
-        line for line in told if "of the warm-up" not in line
+        line for line in warned if "of the warm-up" not in line
     ]  # toy's rows come late: another matter
 
 

@@ -1,4 +1,4 @@
-"""What a script does in few steps, or on one rank, is told before long: masks by .data, rates from p.grad, late rows."""
+"""What a script does in few steps, or on one rank, is found before long: masks by .data, rates from p.grad, late rows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_no_period_of_a_script_escapes() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_that_a_frozen_variance_keeps_from_moving_are_told(name: str) -> None:
+def test_rows_that_a_frozen_variance_keeps_from_moving_are_warned_of(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Embedding(40, 8)
     before = model.weight.detach().clone()
@@ -109,6 +109,6 @@ def test_rows_that_a_frozen_variance_keeps_from_moving_are_told(name: str) -> No
             model(ids).sub(1).square().mean().backward()
             optimizer.step()
     moved = bool((model.weight.detach() - before)[20:].any())
-    told = [str(w.message) for w in said if "of the warm-up" in str(w.message)]
-    assert len(told) == (not moved)
+    warned = [str(w.message) for w in said if "of the warm-up" in str(w.message)]
+    assert len(warned) == (not moved)
     assert moved is (name in ("Birder", "SigmaDeltaAdam"))
