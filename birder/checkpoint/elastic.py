@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from birder.optim.base import BucketOptimizer, Unit, round_up
-from birder.optim.state import own
+from birder.optim.by_parameter import Flat, own
 
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         )
     first: dict[str, Any] | None = None
     wholes: list[dict[str, _Whole]] = []
+    sums: dict[int, Flat] = {}
     count = 0
     for state in states:
         optimizer._check_state(state)
@@ -56,18 +57,23 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
                 raise ValueError(f"the state of rank {count} holds {sorted(unit)}, that of rank 0 {sorted(whole)}")
             for name, tensor in unit.items():
                 whole[name].add(count, tensor)
+        _add_aside(optimizer, sums, state.get("aside") or {})
         count += 1
     if first is None:
         raise ValueError("there is no state to go on from")
     workers, shards = first["signature"]
     if optimizer.compressed and count != workers * shards:
         raise ValueError(f"there are {count} states, the old run had {workers * shards} ranks")
+    parts = {"mean": count, "sum": shards * optimizer.comm.workers}
     return {
         **first,
         "signature": list(optimizer.comm.signature),
         "rank": optimizer.comm.rank,
         "fingerprint": None,
-        "aside": {},  # of a layer that is frozen now: when it trains again it starts from zero
+        "aside": {
+            i: (since, _own_aside(parts, kept, optimizer.carried, sums.get(i, {})))
+            for i, (since, kept) in (first.get("aside") or {}).items()
+        },
         "units": [
             own(optimizer, unit, {name: whole.result(optimizer, unit) for name, whole in wholes_of_unit.items()})
             for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)
@@ -106,6 +112,24 @@ def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, 
             )
         wholes.append({key: _Whole(optimizer.carried[key], t, padded, workers, shards) for key, t in tensors.items()})
     return wholes
+
+
+def _add_aside(optimizer: BucketOptimizer, sums: dict[int, Flat], aside: dict[int, tuple[int, Flat]]) -> None:
+    """Adds up what ranks keep for layers that are frozen now. Every shard of a worker keeps the whole of it."""
+    for i, (_, kept) in aside.items():
+        for name, tensor in kept.items():
+            if optimizer.carried[name] in ("mean", "sum"):
+                total = sums.setdefault(i, {})
+                total[name] = tensor.cpu().double() + total.get(name, 0)
+
+
+def _own_aside(parts: dict[str, int], kept: Flat, carried: dict[str, str], sums: Flat) -> Flat:
+    """What each new worker keeps for such a layer. kept: old rank 0's; parts: by rule, what a sum is divided by."""
+    return {n: _as(t.dtype, sums[n] / parts[carried[n]]) if n in sums else t for n, t in kept.items()}
+
+
+def _as(kind: torch.dtype, t: Tensor) -> Tensor:
+    return t.to(kind) if kind.is_floating_point else t.round().to(kind)
 
 
 class _Whole:
@@ -148,7 +172,7 @@ class _Whole:
         if self.rule in ("mean", "sum"):
             parts = self.workers if self.rule == "mean" else optimizer.comm.workers
             whole = whole / (parts if self.sharded else parts * self.shards)
-            whole = whole.to(self.kind) if self.kind.is_floating_point else whole.round_().to(self.kind)
+            whole = _as(self.kind, whole)
         if not self.flat:
             return whole
         new = torch.zeros(unit.padded, dtype=self.kind, device="cpu")

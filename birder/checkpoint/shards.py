@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from birder.hooks.fsdp import ShardAttachment, reshard
+from birder.optim.by_parameter import Flat, gathered, own
 from birder.optim.layout import Unit
-from birder.optim.state import Flat, gathered, own
 
 OWN = {"mean", "sum"}
 """Of `Method.carried`: what every replica has for itself."""

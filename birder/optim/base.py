@@ -18,11 +18,11 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleProcess, Total, run
 from birder.comm.runtime import Task, asking
+from birder.optim.by_parameter import parts, put_back, taken
 from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
 from birder.optim.contract import WIRES, Method, Plan
 from birder.optim.guards import TWICE, Guards, digest_of, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
-from birder.optim.state import parts, put_back, taken
 from birder.optim.watch import marks
 
 

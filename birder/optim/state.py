@@ -1,9 +1,4 @@
-"""What an optimizer keeps: saving and restoring it, copies, and models that differ between ranks.
-
-At the end: a method's state by parameter, whatever units, workers and shards keep it. `Method.carried` says of what kind each
-state is. A state has a number for every element of the unit, or for every parameter (`Method.by_tensor`), or a few for the
-whole unit.
-"""
+"""What an optimizer keeps: saving and restoring it, copies, and models that differ between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.comm import AllGather, GatherShards, Mean, Requests, run
+from birder.comm import Mean, Requests, run
+from birder.optim.by_parameter import parts
 from birder.optim.contract import Method
 from birder.optim.layout import Unit
 
@@ -364,88 +360,3 @@ def identical(a: list[Any], b: list[Any]) -> bool:
 
 def _values(entry: Any) -> Iterable[Any]:
     return entry.values() if isinstance(entry, dict) else (entry,)
-
-
-# ---- state by parameter -----------------------------------------------------------------------------------------------
-
-Flat = dict[str, Tensor]
-"""A unit's state; what has a number for every element has `padded` of them."""
-
-
-def span(method: Method, unit: Unit, tensor: Tensor) -> slice | None:
-    """Which elements of the unit a state of this rank holds. None: it is not by element."""
-    comm, padded = method.comm, unit.padded
-    for held in (slice(0, padded), comm.shard_of(padded), comm.chunk_of(padded)):
-        if held.stop - held.start == tensor.numel():
-            return held
-    return None
-
-
-def parts(method: Method, unit: Unit, i: int) -> Flat:
-    """What this rank keeps of parameter i: views of the states, in one dimension. Empty where it keeps another part."""
-    found: Flat = {}
-    first, last = unit.offsets[i], unit.offsets[i] + unit.params[i].numel()
-    for name, tensor in unit.state.items():
-        if name in method.by_tensor:
-            found[name] = tensor[i : i + 1]
-        elif (held := span(method, unit, tensor)) is not None:
-            found[name] = tensor[max(first - held.start, 0) : max(min(last, held.stop) - held.start, 0)]
-    return found
-
-
-def gathered(method: Method, unit: Unit) -> Flat:
-    """The unit's state, with what other ranks keep of it gathered. Every rank calls it; its bytes are not counted.
-
-    Raises ValueError for a state that `carried` does not name.
-    """
-    state = method.complete_state(unit)
-    for name, tensor in state.items():
-        if name not in method.carried:
-            raise ValueError(f"{type(method).__name__} cannot be laid out again: its `carried` does not name {name}")
-        if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
-            continue
-        whole = AllGather if method.carried[name] == "cut" else GatherShards
-        state[name] = run(method.comm, whole(tensor, counted=False)).clone()
-    return state
-
-
-def own(method: Method, unit: Unit, flat: Flat) -> Flat:
-    """The reverse of `gathered`: what this rank keeps of it."""
-    kept: Flat = {}
-    for name, tensor in flat.items():
-        held = None
-        if name in unit.state and name not in method.by_tensor:
-            held = span(method, unit, unit.state[name])
-        kept[name] = tensor if held is None else tensor[held]
-    return kept
-
-
-def of_parameter(method: Method, unit: Unit, name: str, tensor: Tensor, i: int) -> Tensor:
-    """The part of a gathered state that is parameter i's, a view; all of it where it is of the whole unit."""
-    if name in method.by_tensor:
-        return tensor[i]
-    return unit.view(tensor, i) if tensor.numel() == unit.padded else tensor
-
-
-def taken(method: Method) -> dict[Tensor, Flat]:
-    """Copies of the state by parameter. Every rank calls it."""
-    found: dict[Tensor, Flat] = {}
-    for unit in method.units:
-        flat = gathered(method, unit)
-        for i, p in enumerate(unit.wholes):
-            found[p] = {name: of_parameter(method, unit, name, tensor, i).clone() for name, tensor in flat.items()}
-    return found
-
-
-@torch.no_grad()
-def put_back(method: Method, saved: dict[Tensor, Flat]) -> None:
-    """Gives parameters that were there before the state that `taken` found, others what `joins` says. Every rank calls it."""
-    for unit in method.units:
-        flat = {name: tensor.clone() for name, tensor in gathered(method, unit).items()}
-        for i, p in enumerate(unit.wholes):
-            since, kept = method._aside.get(p, (0, {}))
-            state = saved[p] if p in saved else method.joins(p, kept, method.steps - since)
-            for name in flat.keys() & state.keys():
-                of_parameter(method, unit, name, flat[name], i).copy_(state[name])
-        method.load_unit(unit, own(method, unit, flat))
-    method.forget_derived()

@@ -147,6 +147,29 @@ def test_state_goes_over_element_by_element(variant: str, before: tuple[int, int
         assert all((u["m"].abs() <= u["b"]).all() for state in new for u in state["units"])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_frozen_layer_keeps_what_its_workers_had(variant: str) -> None:
+    """A layer's state that is kept while it is frozen goes over as that of a layer that trains."""
+    shards, workers = 2, 3
+    states = made_up(variant, workers, shards)
+    rules = bound(variant, workers, shards, 0).carried
+    for rank, state in enumerate(states):
+        worker = rank // shards
+        kinds = {name: t.dtype for unit in state["units"] for name, t in unit.items()}
+        kept = {
+            n: torch.tensor([1 + 3.0 * worker if rules[n] in ("mean", "sum") else 5.0]).to(k) for n, k in kinds.items()
+        }
+        state["aside"] = {2: (4, kept)}
+    optimizer = bound(variant, 2, 1, 0)
+    optimizer.load_state_dict(elastic.resize(optimizer, iter(states if optimizer.compressed else states[:1])))
+    since, kept = optimizer._aside[optimizer.param_groups[0]["params"][2]]
+    assert since == 4
+    wanted = {"mean": 4.0, "sum": 6.0, "copy": 5.0, "cut": 5.0}  # of 1, 4 and 7
+    for name, tensor in kept.items():
+        one = wanted[rules[name]] if optimizer.compressed or rules[name] not in ("mean", "sum") else 1.0
+        assert tensor.item() == (bool(one) if tensor.dtype == torch.bool else one), name
+
+
 def test_states_that_do_not_belong_together_are_refused() -> None:
     states = made_up("OneBitAdam", 4, 1)
     optimizer = bound("OneBitAdam", 2, 1, 0)

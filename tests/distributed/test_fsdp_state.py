@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from birder.checkpoint import shards as checkpoints
-from birder.optim.state import gathered
+from birder.optim.by_parameter import gathered
 from tests.helpers import toy
 from tests.helpers.hsdp import full, hsdp, make_mesh, train
 from tests.helpers.ranks import run_ranks
