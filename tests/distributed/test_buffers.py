@@ -103,6 +103,7 @@ def test_every_step_finds_the_same_buffers(case: int) -> None:
         assert sizes["chunk"] == (torch.uint8, chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{n}, {o}, {h}" for n, o, h in CASES])
 def test_a_step_after_the_first_allocates_nothing(case: int) -> None:
     pytest.importorskip("numba", reason="without numba the kernels run unfused, in torch")

@@ -214,6 +214,7 @@ def test_an_average_put_in_and_out_changes_nothing_and_is_not_told(name: str) ->
         assert mine[1] == plain[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_what_costs_more_is_told_once(name: str) -> None:
     for change in ("clip", "decay", "load", "load one"):
@@ -297,6 +298,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_changed_parameters(names: tuple[str,
         assert all(found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", PARTS, ids=["few", "rest"])
 def test_with_nodes_as_workers_loaded_weights_are_kept_too(chosen: tuple[str, ...]) -> None:
     names = [n for n in chosen if n in ASKING or n == "CSER I"]

@@ -360,6 +360,7 @@ def test_a_nan_on_one_rank_counts_as_no_gradient():
             assert torch.from_numpy(result[name]["x"]).isfinite().all()
 
 
+@pytest.mark.slow
 def test_nodes_as_workers_keep_the_invariants():
     names = ["I", "ef_sgd", "csea", "I top_k", "qsparse top_k"]
     results = run_ranks(hook_run, 4, names, {"hierarchical": True}, ranks_per_node=2)

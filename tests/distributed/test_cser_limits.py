@@ -100,6 +100,7 @@ def test_with_everything_sent_it_is_sgd(name):
     assert abs(runs()[0]["local SGD"][0] - expected).max() > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOCAL)
 def test_local_sgd_averages_the_whole_model_every_h_steps(name):
     expected = torch_sgd(H).numpy()

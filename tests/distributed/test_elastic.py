@@ -19,6 +19,7 @@ from birder.comm import SingleProcess
 from tests.distributed.test_guards import METHODS
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow, slow_unless
 
 UNIT_MB = 0.0008
 """Several units of a few hundred elements, none of which divides by the numbers of workers."""
@@ -35,7 +36,10 @@ VARIANTS |= {
     "DiLoCo": ("SparseLoCo", {"sync_every": 3, "message": "dense", "outer_momentum": 0.9}),
     "SparseLoCo, outer": ("SparseLoCo", {"sync_every": 3, "top_k": 4, "chunk": 32, "outer_momentum": 0.9}),
 }
-SIZES = [((4, 1), (2, 1)), ((4, 1), (3, 1)), ((2, 1), (8, 1)), ((2, 2), (3, 1)), ((3, 1), (2, 2)), ((2, 3), (1, 3))]
+SIZES = [
+    *(((4, 1), (3, 1)), ((2, 2), (3, 1)), ((2, 3), (1, 3))),
+    *(slow((4, 1), (2, 1)), slow((2, 1), (8, 1)), slow((3, 1), (2, 2))),
+]
 """(workers, shards) before and after."""
 
 
@@ -147,7 +151,9 @@ def test_state_goes_over_element_by_element(variant: str, before: tuple[int, int
         assert all((u["m"].abs() <= u["b"]).all() for state in new for u in state["units"])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", slow_unless(("Birder", "OneBitAdam", "SigmaDeltaAdam, int8").__contains__, VARIANTS)
+)
 def test_a_frozen_layer_keeps_what_its_workers_had(variant: str) -> None:
     """A layer's state that is kept while it is frozen goes over as that of a layer that trains."""
     shards, workers = 2, 3

@@ -70,6 +70,7 @@ MEAN, WORST = 1e-7, 1e-5
 divides that by as little; hence the larger eps, and the larger limit for the worst of 100,000."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "methods"), [(2, CLOSE), slow(4, [m for m in CLOSE if m[0] == "OneBitAdam"])])
 def test_other_methods_equal_ddp_up_to_rounding(replicas: int, methods: list) -> None:
     """1-bit Adam's scales are those of units: with one for each parameter, cut alike, they are the same numbers."""

@@ -237,6 +237,7 @@ def checkpointed(rank: int, world: int, method: str, ends: bool) -> dict[str, An
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("method", ["Birder", "OneBitAdam"])
 def test_reentrant_checkpointing_changes_nothing(method: str, ends: bool) -> None:

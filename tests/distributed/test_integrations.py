@@ -328,16 +328,19 @@ def test_the_trainer_resumes_bit_for_bit(trained_resumed: Found, method: str) ->
     check_resumed(trained_resumed, method)
 
 
+@pytest.mark.slow
 def test_the_trainer_refuses_its_own_clipping_before_the_first_step(trained: Found) -> None:
     for mine in trained:
         assert mine["clip"].startswith("ValueError: TrainingArguments(max_grad_norm=1.0): clipping by the framework")
         assert mine["steps"] == 0
 
 
+@pytest.mark.slow
 def test_the_trainer_refuses_other_optimizers(trained: Found) -> None:
     assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_after_it_has_evaluated(trained: Found) -> None:
     """Accelerate took the bare model for one that it had prepared, and there was no DDP to attach to."""
     first, second = trained
@@ -348,6 +351,7 @@ def test_the_trainer_trains_after_it_has_evaluated(trained: Found) -> None:
     assert first["evaluated again"] == second["evaluated again"]
 
 
+@pytest.mark.slow
 def test_the_trainer_finds_a_batch_size(trained: Found) -> None:
     """It wraps the model again, with the same optimizer: that has to be attached again, from the beginning."""
     for mine in trained:
@@ -356,6 +360,7 @@ def test_the_trainer_finds_a_batch_size(trained: Found) -> None:
         assert mine["found late"].startswith("RuntimeError: gradients of a step have been taken already")
 
 
+@pytest.mark.slow
 def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained: Found) -> None:
     first, second = trained
     assert np.array_equal(first["CSER saved"], second["CSER saved"])
@@ -366,11 +371,13 @@ def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained:
     assert np.array_equal(first["Birder saved"], first["Birder"])
 
 
+@pytest.mark.slow
 def test_after_the_trainers_checkpoint_every_rank_has_its_state(trained: Found) -> None:
     """Ranks other than 0 were given the note that rank 0 had saved."""
     assert all(mine[f"{name} kept"] for mine in trained for name in FIRST)
 
 
+@pytest.mark.slow
 def test_the_trainer_logs_a_norm_without_clipping(trained: Found) -> None:
     assert all(norm > 0 for mine in trained for norm in mine["Birder norms"])
     assert trained[0]["Birder norms"]
@@ -502,6 +509,7 @@ def test_lightning_resumes_bit_for_bit(lit_resumed: Found, method: str) -> None:
     check_resumed(lit_resumed, method)
 
 
+@pytest.mark.slow
 def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found) -> None:
     first, second = lit
     mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
@@ -516,12 +524,14 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
     assert first["saved during validation"] == second["saved during validation"] == (True, True)
 
 
+@pytest.mark.slow
 def test_lightning_finds_a_learning_rate(lit: Found) -> None:
     """Its finder trains before other callbacks begin, and loads the state again without them."""
     for mine in lit:
         assert [mine["CSER found"], mine["Birder found"]] == [(4, True, True)] * 2
 
 
+@pytest.mark.slow
 def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: Found) -> None:
     for mine in lit:
         assert mine["clip"].startswith("ValueError: Trainer(gradient_clip_val=1.0): clipping by the framework")
@@ -555,6 +565,7 @@ def in_fabric(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_fabric_trains_what_plain_ddp_does() -> None:
     pytest.importorskip("lightning")
     first, second = run_ranks(in_fabric, 2)

@@ -102,6 +102,7 @@ def on_shards(rank: int, world: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return found
 
 
+@pytest.mark.slow
 def test_on_shards_it_is_what_it_is_with_nodes_as_workers() -> None:
     for ends in run_ranks(on_shards, 4, ranks_per_node=2):
         for sharded, whole in ends:

@@ -48,6 +48,7 @@ def test_half_the_bytes_and_half_the_collectives() -> None:
     assert of_a_step(one[0])[1] <= one[0]["units"] + 1 < of_a_step(two[0])[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_every_worker_is_drawn_equally_often_for_every_word(n: int) -> None:
     """Frequency of +1 in each coordinate is k/n, whichever k workers say +1."""

@@ -138,6 +138,7 @@ def test_collectives_per_step_do_not_grow_with_the_number_of_small_tensors() -> 
         assert few[name][1] == many[name][1], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["optimizer=birder"], ["optimizer=sgdm", "comm.hook=powersgd"]])
 def test_a_profiled_run_leaves_a_trace_and_a_picture(tmp_path: Path, options: list[str]) -> None:
     spec = digits(tmp_path, "+profile=step", "cluster.nodes=2", "train.max_steps=9", *options)

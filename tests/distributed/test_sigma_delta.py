@@ -205,6 +205,7 @@ def sharded(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lr": 0.01, "weight_decay": 0.1}, slow({"lr": 0.01, "reduce": "one_phase"})])
 def test_fsdp_equals_ddp_with_nodes_as_workers(options: dict[str, Any]) -> None:
     for rank in run_ranks(sharded, 4, options, ranks_per_node=2):

@@ -245,6 +245,7 @@ def test_with_all_elements_sent_the_momentum_is_the_dense_one() -> None:
     assert (results[0]["models"][-1] != results[1]["models"][-1]).any()  # v is each rank's own all the same
 
 
+@pytest.mark.slow
 def test_hierarchical_averages_over_all_ranks() -> None:
     results = run_ranks(hook_run, 4, OPTIONS, {"hierarchical": True}, ranks_per_node=2)
     synced = STEPS // EVERY * EVERY

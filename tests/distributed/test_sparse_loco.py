@@ -109,6 +109,7 @@ def test_without_overlap_it_is_the_same() -> None:
         assert (r["x"] == models[rank]).all()
 
 
+@pytest.mark.slow
 def test_by_nodes_ranks_agree_after_a_synchronisation() -> None:
     options = {"sync_every": 7}  # the last step is one
     results = run_ranks(hook_run, 4, options, {"hierarchical": True}, ranks_per_node=2)
@@ -117,6 +118,7 @@ def test_by_nodes_ranks_agree_after_a_synchronisation() -> None:
     assert all((r["x"] == flat[0]["x"]).all() for r in flat)
 
 
+@pytest.mark.slow
 def test_by_nodes_diloco_is_that_of_the_nodes_means() -> None:
     """In 4 bits what is rounded is another thing: there all ranks agree."""
     for message in ("dense", "int4"):

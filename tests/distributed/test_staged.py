@@ -59,6 +59,7 @@ def trained(rank: int, world: int, stage: bool) -> list:
     return [*results, count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [3, slow(4)])
 def test_staged_messages_are_the_same_messages(world):
     plain, through_host = run_ranks(trained, world, False), run_ranks(trained, world, True)

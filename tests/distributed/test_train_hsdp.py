@@ -26,6 +26,7 @@ def records(folder: Path) -> dict[str, dict]:
     return {r["config"]["run_name"]: r for r in found}
 
 
+@pytest.mark.slow
 def test_hsdp_has_the_losses_of_hierarchical_ddp_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     run(tmp_path, "ddp", "hierarchical")
     straight = run(tmp_path, "straight", "hsdp")

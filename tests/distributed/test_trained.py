@@ -210,6 +210,7 @@ def _profile(rank: int, size: int) -> Any:
     return [b.elements for b in buckets], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_all_ranks_have_the_same_profile(ranks: int) -> None:
     everyone = run_ranks(_profile, ranks)

@@ -42,6 +42,7 @@ def test_what_is_only_timed_takes_turns() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -161,6 +162,7 @@ def _probe(rank: int, world: int, per_node: int) -> float | None:
     return rank_link.probe(per_node, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), slow(3, 1), slow(4, 2)])
 def test_the_rate_of_a_real_network_is_probed(ranks: int, per_node: int) -> None:
     found = run_ranks(_probe, ranks, per_node, ranks_per_node=per_node)

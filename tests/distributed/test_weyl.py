@@ -45,6 +45,7 @@ def test_each_option_alone_equals_the_reference(options: dict) -> None:
     assert (results[1]["x"] == expected(2, 1, options, [])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["two_phase", "one_phase"])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(reduce: str) -> None:
     options = {**BOTH, "reduce": reduce}
@@ -128,6 +129,7 @@ def test_over_steps_errors_cancel_instead_of_adding_up() -> None:
     assert error["independent"].square().mean().sqrt() > 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, slow(4), slow(8)])
 def test_two_phases_have_the_mean_of_the_workers_over_steps(n: int) -> None:
     """Workers that differ: a server that depended on the workers' thresholds would be off by 0.1 and more."""

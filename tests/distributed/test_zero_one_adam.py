@@ -216,6 +216,7 @@ def test_a_row_without_gradient_only_decays():
         assert torch.allclose(after, before * shrunk, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_hierarchical_agrees_on_all_ranks():
     (real,) = zip(*run_ranks(hook_run, 4, ["paper"], {"hierarchical": True}, ranks_per_node=2), strict=True)
     virtual = run_ranks(virtual_run, 1, 4, "deepspeed", 2)[0]

@@ -70,6 +70,7 @@ def found(more: bool) -> list[dict[tuple[str, str, bool], tuple[list[str], int]]
     return run_ranks(all_of, 4, MORE if more else CASES, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [False, slow(True)])
 def test_every_read_comes_after_its_write(more: bool) -> None:
     for of_rank in found(more):

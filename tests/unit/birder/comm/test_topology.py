@@ -66,6 +66,7 @@ def test_sixty_four_ranks_equal_the_reference(hierarchical, workers):
         assert torch.equal(x, expected)
 
 
+@pytest.mark.slow
 def test_hierarchy_takes_the_ranks_per_node_off_the_network():
     flat = sum(r[2] for r in run_threads(lambda p: Birder(p, lr=0.1), False))
     nodes = sum(r[2] for r in run_threads(lambda p: Birder(p, lr=0.1), True))

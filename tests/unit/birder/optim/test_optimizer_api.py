@@ -174,6 +174,7 @@ def test_compiled_step_is_the_plain_one(name: str, how: str) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "Birder"])
 def test_a_compiled_model_in_a_closure_stays_compiled(name: str) -> None:
     from torch._dynamo.testing import CompileCounter  # takes seconds

@@ -217,6 +217,7 @@ document.body.append(told);
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 @pytest.mark.parametrize(("begin", "place", "width"), [("1,1,1", "0,1,0", 400), slow("0,0,0", "1,0,1", 1600)])
 def test_a_browser_shows_the_numbers(

@@ -69,6 +69,7 @@ def test_every_gpu_of_the_data_file_can_be_chosen_that_computes_so() -> None:
         assert gpu.peak(pay.PRECISION) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 @pytest.mark.parametrize(
     ("hash_", "width"), [("model=resnet18&gpu=a100&batch=32&nodes=4&ranks=8&gbps=3", 400), slow("", 1600)]

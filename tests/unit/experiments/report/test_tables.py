@@ -30,6 +30,7 @@ def curve_records(results: Path) -> list[ResultRecord]:
     return found
 
 
+@pytest.mark.slow
 def test_tables_and_plots_are_the_same_bytes_every_time(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for results in (one, two):

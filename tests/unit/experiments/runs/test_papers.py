@@ -84,6 +84,7 @@ def test_make_shows_the_volume_of_the_paper_that_has_one() -> None:
         assert ("studies/volume.py" in made.stdout) is (name == "zero_one_adam")
 
 
+@pytest.mark.slow
 def test_a_part_that_is_recorded_is_shown_and_not_made_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_without_a_held_out_part_or_data_nothing_is_tuned(runs: Runs, capsys: py
     assert "needs real data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_is_a_run_in_the_group_of_the_trials(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
     given = ["wandb=offline" if a == "wandb=disabled" else a for a in arguments(runs, "budget=2", "seeds=0")]

@@ -189,6 +189,7 @@ def test_mode_follows_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.M
     assert "not installed" in wandb_run.choose_mode("online")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_wandb_account")
 def test_a_server_that_does_not_answer_costs_nothing_but_the_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
