@@ -250,11 +250,13 @@ class ThreadPipeline(Pipeline):
             if not whole:
                 self._attempt(turn, turn.begin)
             self._rest.put(turn)
+            del submitted, turn  # while the thread waits for the next task it keeps no optimizer alive
         self._rest.put(None)
 
     def _communicate(self) -> None:
         while (turn := self._rest.get()) is not None:
             self._attempt(turn, turn.finish)
+            del turn
             with self._state:
                 self._open -= 1
                 self._state.notify_all()
@@ -285,7 +287,8 @@ class ThreadPipeline(Pipeline):
         self._begun.put(None)
         if self._open == 0:  # otherwise a collective may never return
             for thread in self._threads:
-                thread.join()
+                if thread is not threading.current_thread():  # in which the collector may find that nobody uses it
+                    thread.join()
 
 
 class StreamPipeline(Pipeline):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -69,6 +70,9 @@ class Attachment(NotCopied):
         self.counter: ByteCounter = self.link.counter
         self.pipeline = self.optimizer.pipeline
         self.optimizer._in_backward = self.overlap and self.communicate and self.optimizer.compressed
+        # Models are dropped without a word to anyone, as with torch's own hooks.
+        self._dropped = weakref.finalize(self, _end, self.pipeline, self.own)
+        self._dropped.atexit = False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -98,10 +102,9 @@ class Attachment(NotCopied):
         if optimizer.pipeline is self.pipeline:  # one process may still call step()
             optimizer.pipeline = Pipeline(optimizer.comm)
             optimizer.pipeline.trace = self.pipeline.trace
-        self.pipeline.close()
-        own, self.own = self.own, None
-        if own is not None and not self.optimizer._stepping and self.pipeline.sound:
-            give_back(own)
+        _end(self.pipeline, None if optimizer._stepping else self.own)
+        self._dropped.detach()
+        self.own = None
 
     def replace(self, names: dict[Tensor, str]) -> None:
         """Takes the place of the optimizer's earlier attachment, which is closed. names: of the model's parameters."""
@@ -164,6 +167,13 @@ class Attachment(NotCopied):
                 return buffer if sent is buffer else buffer.copy_(reduced)
 
         return work.get_future().then(finish)
+
+
+def _end(pipeline: Pipeline, own: dist.ProcessGroup | None) -> None:
+    """Ends the threads; the group is the next attachment's, unless something failed or is still under way."""
+    pipeline.close()
+    if own is not None and pipeline.sound:
+        give_back(own)
 
 
 def mark_overflow(grads: Sequence[Tensor], device: torch.device) -> Requests[None]:

@@ -18,10 +18,11 @@ from torch import Tensor
 from birder import kernels
 from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleProcess, Total, run
 from birder.comm.runtime import Task, asking
+from birder.optim.agreement import Agreement, digest_of
 from birder.optim.by_parameter import parts, put_back, taken
 from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
 from birder.optim.contract import WIRES, Method, Plan
-from birder.optim.guards import TWICE, Guards, digest_of, plain_number
+from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.watch import marks
 
@@ -93,12 +94,12 @@ class BucketOptimizer(Guards):
         for unit in self.units:
             if self._sharded:
                 lay_out_shards(unit, multiple)
-            unit.padded = round_up(unit.numel, multiple)
+            unit.padded, unit.shapes = round_up(unit.numel, multiple), [p.shape for p in unit.params]
             for i, p in enumerate(unit.wholes):
                 self._where[p] = (unit, i)
             self.init_unit(unit)
         self._bound, self._unit_mb, self._grouped = True, unit_mb, []
-        self._bound_at, self._apart = self.steps, None
+        self._agreement = Agreement()
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
         self.watch.restore(self.units, changed)
@@ -272,8 +273,6 @@ class BucketOptimizer(Guards):
             yield from self.pipeline.waiting()  # for `after_update` of the step before
             if self.max_grad_norm is not None:
                 torch._foreach_mul_(self._gradients(), (yield from self._clip_factor(plan)))
-        if plan is Plan.COMPRESSED:
-            yield from self._agree_on_options()
         yield from asking(self.before_update(step))
         with trace.span("apply"):
             still = self._still(plan) if plan.own else []
@@ -298,9 +297,12 @@ class BucketOptimizer(Guards):
         for unit in self.units:
             if unit.waiting:  # after feeding: what no hook was called for
                 self._put(unit, [(i, gradient(unit.wholes[i])) for i in sorted(unit.waiting)], factor)
+        if (compare := self.agreement(plan)) is not None:
+            self._submit(compare)
         self._submit(functools.partial(self.after_units, step), whole=True)
         self._feeding = False
         yield from self.pipeline.waiting()
+        self.check_agreement()
 
     # ---- parameters without a gradient --------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, Pipeline, Requests, SingleProcess
+from birder.optim.agreement import Agreement
 from birder.optim.checks import USUAL, require, require_number
 from birder.optim.layout import ALIGN, Unit
 from birder.optim.watch import GradientWatch, Marks, ParameterWatch
@@ -100,6 +101,7 @@ class Method(torch.optim.Optimizer):
         self._sharded = False
         self._where: dict[Tensor, tuple[Unit, int]] = {}
         self._watch = GradientWatch()
+        self._agreement = Agreement()
         self._weights: Marks | None = None
         """What tells the parameters that messages were made of from others (`marks` in watch.py)."""
         self._aside: dict[Tensor, tuple[int, dict[str, Tensor]]] = {}

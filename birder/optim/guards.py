@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, GatherRanks, Requests
-from birder.comm.late import Late, sent
 from birder.optim.checks import check_gradient, check_parameter
 from birder.optim.contract import Plan
 from birder.optim.layout import local
 from birder.optim.state import MethodState, identical
-from birder.optim.watch import differ, looked_at, marks
+from birder.optim.watch import differ, marks
 
 AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
@@ -61,11 +59,6 @@ def plain_number(value: Any) -> Any:
     return float(value) if isinstance(value, (Tensor, np.generic)) else value
 
 
-def digest_of(value: Any) -> int:
-    """63 bits, the same in every process for what prints the same."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
-
-
 def _unless_on_gpu(value: Any) -> Any:
     """`plain_number`, but for a GPU's tensor, for which the host would wait."""
     return None if isinstance(value, Tensor) and value.is_cuda else plain_number(value)
@@ -76,10 +69,6 @@ class Guards(MethodState):
 
     bind: Callable[..., None]
     _unit_mb = 25.0
-    _bound_at = 0
-    """The steps done when the optimizer was bound."""
-    _apart: Late | None = None
-    """Which hyper-parameters differed between ranks, on its way to the host."""
 
     def _ready(self) -> bool:
         """Raises RuntimeError where the step would go wrong. False: no parameter has a gradient, and nothing moves."""
@@ -117,6 +106,7 @@ class Guards(MethodState):
             return False
         self._check_dense()
         self._refresh_shards()
+        self._check_shapes()
         self._check_options()
         self._check_fingerprint()
         self._check_untouched()
@@ -213,6 +203,16 @@ class Guards(MethodState):
         for unit in self.units if self._sharded else ():
             unit.params = [local(p) for p in unit.wholes]
 
+    def _check_shapes(self) -> None:
+        """Raises RuntimeError where `p.data` has another shape by now: the state is of the old one."""
+        for unit in (unit for unit in self.units if unit.state):
+            for p, shape in zip(unit.params, unit.shapes, strict=True):
+                if p.shape != shape:
+                    raise RuntimeError(
+                        f"{self.named(p)} was of shape {tuple(shape)} when its state was made, and is {tuple(p.shape)} now: "
+                        "build a new optimizer (and DistributedDataParallel) for it"
+                    )
+
     def note_options(self) -> None:
         """Called when the first gradients of a step come: from now on these hyper-parameters must not change."""
         self.follow_groups()
@@ -232,25 +232,21 @@ class Guards(MethodState):
                 "backward: change it before backward or after step(), or use attach(..., overlap=False)"
             )
 
-    def _agree_on_options(self) -> Requests[None]:
-        """Raises RuntimeError on all ranks where their hyper-parameters differ: `p.grad` does, and what follows from it. And
-        where FSDP's replicas have gradients of different layers: DDP would have left one of 0 for the others.
+    def agreement(self, plan: Plan) -> Callable[[], Requests[None]] | None:
+        """The task by which ranks compare hyper-parameters, and FSDP's replicas the layers that have gradients: DDP would
+        have left one of 0 for the others. None: in this step they do not meet, or there is no other rank."""
+        if self.attachment is None or not self.attachment.communicate or self.comm.world_size == 1:
+            return None
+        options = {k: [_unless_on_gpu(group.get(k)) for group in self.param_groups] for k in sorted(self.defaults)}
+        if plan is Plan.SKIP:
+            self._agreement.note(options)
+            return None
+        layers = {LAYERS: [(unit.index, sorted(unit.missing)) for unit in self.units]} if self._sharded else {}
+        return self._agreement.task(options, layers, self.device)
 
-        Not in every step (`looked_at`). On a GPU the answer is read in the next of these steps.
-        """
-        meets = self.attachment is not None and self.attachment.communicate and self.comm.world_size > 1
-        if not meets or not looked_at(self.steps - self._bound_at + 1):
-            return
-        own = {k: [_unless_on_gpu(group.get(k)) for group in self.param_groups] for k in sorted(self.defaults)}
-        own[LAYERS] = [(unit.index, sorted(unit.missing)) for unit in self.units if self._sharded]
-        digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
-        mine = sent(digests, self.device)
-        said = (yield GatherRanks(mine, counted=False)).view(-1, len(own))
-        earlier, self._apart = self._apart, Late((said != mine).any(0))
-        late = self._apart if self.device.type == "cpu" else earlier
-        apart = [] if late is None else [k for k, differs in zip(own, late.read(), strict=True) if differs]
-        if apart:
-            self._apart = None
+    def check_agreement(self) -> None:
+        """Raises RuntimeError on all ranks where they differed. On a GPU once the answer is there, in a later step."""
+        apart = self._agreement.apart()
         if LAYERS in apart:
             raise RuntimeError(
                 "replicas have gradients of different layers in this step: with FSDP all ranks have to use the same (add "

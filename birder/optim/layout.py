@@ -63,6 +63,8 @@ class Unit:
     """The optimizer's own parameters. `params` are the same ones; or of FSDP's the shards on this rank (`lay_out_shards`)."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(place in the flat buffers, element number) where each run of consecutive numbers begins; none: one from `start`."""
+    shapes: list[torch.Size] = field(default_factory=list)
+    """Of `params`, when the optimizer was bound."""
     padded: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     shown: tuple[str, ...] = ()

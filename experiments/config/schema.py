@@ -61,7 +61,7 @@ class LrSchedule(Section):
 class Train(Section):
     batch_per_rank: Count = doc("samples in a micro-batch of one rank")
     epochs: Count = doc("passes over the training set")
-    max_steps: Count | None = doc("optimizer steps; null: epochs decide")
+    max_steps: Count | None = doc("optimizer steps at most; null: epochs decide")
     accumulate: Count = doc("micro-batches per optimizer step")
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = doc(
         "of forward and backward: tf32 on GPUs; bf16, fp16: autocast, fp16 with a GradScaler"

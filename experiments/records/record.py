@@ -20,6 +20,8 @@ from launch.spec import RunSpec
 from launch.words import say
 
 SCHEMA = 1
+DIVERGED = "the loss is "
+"""How the reason begins of a run whose loss was NaN or inf (experiments/training/loop.py)."""
 LATER = {"rounds_per_step", "turns"}
 """Fields that records of this schema may lack: they were added when there were records already."""
 LOCAL = "results/local"
@@ -95,6 +97,23 @@ class ResultRecord:
     rounds_per_step: float | None = None
     turns: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended without a number by the method's own doing: its loss or its metric was NaN or inf."""
+        if self.status == "completed":
+            return "value" in self.metric and not is_finite(self.metric["value"])
+        return loss_diverged(self.reason)
+
+
+def loss_diverged(reason: str | None) -> bool:
+    """Whether a failure is the method's own doing: its loss was NaN or inf."""
+    return DIVERGED in (reason or "")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, neither NaN nor inf, which are null in a record's file."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def from_spec(
@@ -172,17 +191,25 @@ def write_failed(spec: RunSpec, reason: str) -> None:
     A record that cannot be written is reported in one line and hides no other error.
     """
     try:
-        if not _ended_well(spec):
+        if ended_well(spec) is None or not _since_its_start(spec):
             write(failed(spec, reason), spec.config["results_dir"])
     except UserError as error:
         say(f"error: {error}", sys.stderr)
 
 
-def _ended_well(spec: RunSpec) -> bool:
-    """Whether the present start of a run, which has written spec.yaml, has recorded its result."""
-    path = place(spec.config["results_dir"], spec.id)
+def ended_well(spec: RunSpec) -> ResultRecord | None:
+    """The record of a run that some start of it has ended well; None where there is none."""
     try:
-        return path.stat().st_mtime_ns >= spec.file.stat().st_mtime_ns and read(path).status == "completed"
+        found = read(place(spec.config["results_dir"], spec.id))
+    except UserError:
+        return None
+    return found if found.status == "completed" else None
+
+
+def _since_its_start(spec: RunSpec) -> bool:
+    """Whether the record is younger than the present start of the run, which has written spec.yaml."""
+    try:
+        return place(spec.config["results_dir"], spec.id).stat().st_mtime_ns >= spec.file.stat().st_mtime_ns
     except OSError:
         return False
 

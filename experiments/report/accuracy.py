@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
-from experiments.records.record import ResultRecord
+from experiments.records.record import ResultRecord, is_finite
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd, task
 from experiments.report.paired import BETTER, LEVEL, OPEN, WORSE, Difference, Parity, difference, holm
@@ -94,7 +94,7 @@ class Cell:
     @cached_property
     def valid(self) -> list[ResultRecord]:
         """Runs that ended with a finite metric."""
-        return [r for r in self.records if r.status == "completed" and _finite(r.metric.get("value"))]
+        return [r for r in self.records if r.status == "completed" and is_finite(r.metric.get("value"))]
 
     @property
     def mean(self) -> float | None:
@@ -105,7 +105,7 @@ class Cell:
         with `seeds`; None where one of them is not there or has no value."""
         runs = [r for r in self.valid if seeds is None or r.seed in seeds]
         found = [r.metric["value"] if name is None else r.metric.get("all", {}).get(name) for r in runs]
-        values = [float(v) for v in found if _finite(v)]
+        values = [float(v) for v in found if is_finite(v)]
         if not values or len(values) < len(self.valid if seeds is None else seeds):
             return None, None
         return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
@@ -144,7 +144,7 @@ class Comparison:
 
     def verdict(self, cell: Cell) -> str:
         """What `gap` decides. "better" only where Holm's correction leaves it; "worse" where a method loses more seeds."""
-        lost, theirs = (len(c.records) - len(c.valid) for c in (cell, self.base))
+        lost, theirs = (sum(r.diverged for r in c.records) for c in (cell, self.base))
         if lost > theirs:
             return WORSE
         gap = self.gap(cell)
@@ -211,7 +211,7 @@ class AccuracyTable:
     def criterion(self) -> str | None:
         """The metric by which learning rates are chosen: `HELD_OUT` where every run has that; None: the metric itself."""
         known = (r.metric.get("all", {}).get(HELD_OUT) for cell in self.cells for r in cell.valid)
-        return HELD_OUT if all(map(_finite, known)) else None
+        return HELD_OUT if all(map(is_finite, known)) else None
 
     @cached_property
     def parity(self) -> Parity | None:
@@ -444,7 +444,3 @@ def _cells(records: list[ResultRecord]) -> list[Cell]:
         runs = tuple(seeds[s] for s in sorted(seeds))
         cells.append(Cell(method + variant, None if lr == -math.inf else lr, runs))
     return cells
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

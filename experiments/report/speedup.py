@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from experiments.records.labels import is_virtual
+from experiments.records.labels import DENSE, class_name, is_virtual
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
 from experiments.report.differences import order, variants
@@ -43,6 +43,11 @@ class Row:
         """Step time, the median or the mean (`uneven`); None for a failed run."""
         ms = metrics.step_ms(self.record)
         return None if ms is None else ms / 1000
+
+    @property
+    def dense(self) -> bool:
+        """Whether its messages are gradients, whatever their type. Birder without bits sends its own u."""
+        return self.record.wire == "none" or class_name(self.record.config["optimizer"]) in DENSE
 
     @property
     def uneven(self) -> bool:
@@ -87,8 +92,8 @@ class SpeedupTable:
         return {row.label: row for row in self.rows}[label]
 
     def baseline(self, wire: str) -> Row | None:
-        """The fastest completed run whose collectives carry `wire` ("none": the bound)."""
-        timed = [row for row in self.rows if row.record.wire == wire and row.seconds is not None]
+        """The fastest completed run of a dense method whose collectives carry `wire` ("none": the bound)."""
+        timed = [row for row in self.rows if row.record.wire == wire and row.seconds is not None and row.dense]
         return min(timed, key=lambda row: row.seconds or 0.0, default=None)
 
     def compared(self, row: Row, wire: str) -> Speedup | None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -39,6 +40,7 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
     """
     workload = compose.check(composed)
     if alone:
+        check_results(compose.resolve(composed))
         print_banner(composed, workload)
     calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
@@ -50,6 +52,20 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
             say(how_to_resume(spec))
         raise
     return spec
+
+
+def check_results(resolved: dict[str, Any]) -> None:
+    """Raises UserError where records could not be written or read in the end: known before the first step."""
+    if resolved["cluster"]["dry_run"]:
+        return
+    folder = Path(resolved["results_dir"])
+    try:
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}; set results_dir=FOLDER") from error
+    if not os.access(folder / "records", os.W_OK):
+        raise UserError(f"cannot write to {folder / 'records'}: set results_dir=FOLDER")
+    record.read_all(folder)
 
 
 def how_to_resume(spec: RunSpec) -> str:

@@ -21,7 +21,7 @@ from experiments.config.compose import Composed
 from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
 from experiments.config.sweeps import Row
 from experiments.records import labels, old_keys, privacy, record
-from experiments.records.record import ResultRecord
+from experiments.records.record import ResultRecord, is_finite, loss_diverged
 from experiments.report.accuracy import HELD_OUT
 from experiments.runs import command, start
 from launch import lock
@@ -30,8 +30,6 @@ from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.words import say
 
-DIVERGED = "the loss is "
-"""How a reason begins that is the method's own doing (experiments/training/loop.py)."""
 NOT_BEST = "its learning rate is not the best"
 ELSEWHERE = "another process runs it"
 POLL_S = 5.0
@@ -64,14 +62,9 @@ def of_number(text: str) -> str:
 # ---- how a run ended --------------------------------------------------------------------------------------------------
 
 
-def diverged(reason: str | None) -> bool:
-    """Whether a failure is the method's own doing: its loss diverged."""
-    return DIVERGED in (reason or "")
-
-
 def counts(r: ResultRecord) -> bool:
     """Whether the run need not be tried again: it ended well, or its loss diverged."""
-    return r.status == "completed" or diverged(r.reason)
+    return r.status == "completed" or loss_diverged(r.reason)
 
 
 def score(r: ResultRecord | None) -> float | None:
@@ -87,7 +80,7 @@ def outcome(r: ResultRecord) -> str:
     if r.status != "completed":
         return f"failed: {r.reason}"
     if r.metric:
-        return f"{r.metric['name']} {r.metric['value']:.2f}"
+        return f"{r.metric['name']} {r.metric['value']:.2f}" if is_finite(r.metric["value"]) else "diverged"
     return f"{r.timing.get('median_ms', 0):.0f} ms a step"
 
 
@@ -166,7 +159,7 @@ class Study:
             start.launch(composed, command=command.typed("run", composed.overrides), group=group)
         except (RunFailed, UserError) as error:
             command.report(error)
-            self.failed += not (isinstance(error, RunFailed) and diverged(str(error)))
+            self.failed += not (isinstance(error, RunFailed) and loss_diverged(str(error)))
         except (KeyboardInterrupt, Stopped):
             say("to continue, type the same command: recorded runs are not run again")
             raise

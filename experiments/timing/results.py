@@ -80,8 +80,8 @@ def _measured(spec: RunSpec, shard: Shard, workload: Workload, entry: Entry) -> 
     timing["update_ms"] = round(1000 * float(np.mean(updates)), 3) if updates else None
     return {
         "timing": timing,
-        "bytes_per_step": traffic.per_step(sent, entry.nic, spec.nodes, steps, shard),
+        "bytes_per_step": traffic.per_step(sent, entry.nic.total, spec.nodes, steps, shard),
         "collectives_per_step": round(sent[2] / steps, 2),
-        "rounds_per_step": round((seen.per_step if seen else None) or 0.0, 4),
+        "rounds_per_step": round(seen.sending / seen.steps, 4) if seen and seen.steps else 0.0,
         "state_bytes_per_rank": round(state),
     }

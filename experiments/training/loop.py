@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from experiments.training.method import Method, begin
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.sharded import gathered, wrap
 from experiments.training.track import Tracker
-from experiments.training.traffic import NicMeter, Rounds, past_the_counters
+from experiments.training.traffic import NicMeter, Traffic, past_the_counters
 from experiments.training.virtual import VirtualMethod
 from experiments.training.world import gathered as everyones
 from experiments.training.world import world
@@ -53,10 +54,10 @@ class _Run:
         self.method = kind(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
         self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
-        self.rounds = Rounds(self.attachment.counter)
         asked = self.config.get("profile")
         self.profile = step_profile.Kept(int(asked["steps"])) if asked else None
-        self.nic = NicMeter(blind=self.virtual or past_the_counters(dist.get_backend()))
+        nic = NicMeter(blind=self.virtual or past_the_counters(dist.get_backend()))
+        self.traffic = Traffic(self.attachment.counter, nic)
         self.method.seed(spec.seed, shard.rank)
         save = self.config["checkpoint"]
         self.checkpoints = Checkpoints(
@@ -75,7 +76,14 @@ class _Run:
         self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time
 
     def run(self) -> None:
+        if self.main and self.length.short_of is not None:
+            say(
+                f"train.epochs={self.settings['epochs']} ends this run at step {self.length.total}, "
+                f"before train.max_steps={self.length.short_of}"
+            )
         done = self._resume()
+        if done >= self.length.total and self._recorded():
+            return
         names = {"sample": self.workload.sample, "metric": self.workload.metric}
         with Tracker(self.spec, self.main, total=self.length.total, start=done, **names) as tracker:
             self._loop(done, tracker)
@@ -83,14 +91,10 @@ class _Run:
     def _loop(self, done: int, tracker: Tracker) -> None:
         samples = self.workload.samples(self.batch) * self.accumulate * self.world_size
         self.ddp.train()
-        counted = False
         stream, total = self.method.batches(self.config, self.shard, done * self.accumulate), self.length.total
         for step in range(done + 1, total + 1):
-            if self.clock.counting and not counted:
-                self.attachment.counter.reset()
-                self.rounds.reset()
-                self.nic.resume()
-                counted = True
+            if step > int(self.settings["timing_warmup"]):  # of the whole run, so that an interruption changes nothing
+                self.traffic.begin()
             self.method.set_lr(step)
             self.clock.start()
             began, timed = time.perf_counter(), self.clock.counting
@@ -98,7 +102,7 @@ class _Run:
             seconds = self.clock.stop()
             if timed and self.profile is not None:
                 self.profile.keep(step, began, seconds, self.optimizer.pipeline.trace.last)
-            self.rounds.end_step()
+            self.traffic.rounds.end_step()
             self.losses.append((step, loss))
             evaluate = self.evaluates and (step == total or self._evaluation_due(step))
             save = self.save_every and (step % self.save_every == 0 or step == total)
@@ -106,7 +110,7 @@ class _Run:
             if not self.clock.unread or evaluate or save or step == total:
                 self._check_losses()
             if evaluate or save:
-                self.nic.pause()
+                self.traffic.pause()
             if evaluate:
                 self._evaluate()
             tracker.log(
@@ -117,9 +121,9 @@ class _Run:
                 lr=self.method.lr,
             )
             if save:
-                self.checkpoints.save(step)
-            if (evaluate or save) and counted and step < total:
-                self.nic.resume()
+                self.checkpoints.save(step, self.traffic.sums())
+            if (evaluate or save) and step < total:
+                self.traffic.continue_()
         if done >= total and not self.metrics and self.evaluates:
             self._evaluate()
         self._finish(tracker, samples)
@@ -143,10 +147,22 @@ class _Run:
         if found.step > self.length.total:
             raise UserError(f"this run ends at step {self.length.total}, and {found.folder} is of step {found.step}")
         prime_buckets(self.ddp, self.attachment, self.workload, next(self.method.batches(self.config, self.shard, 0)))
-        self.checkpoints.apply(found)
+        self.traffic.resume(self.checkpoints.apply(found))
         if self.main:
             say(f"resumed from step {found.step}")
         return found.step
+
+    def _recorded(self) -> bool:
+        """Whether an earlier start of this run ended well, so that nothing is left to do. Its record stays, and joins the
+        comparison that this start belongs to."""
+        spec, results = self.spec, self.config["results_dir"]
+        kept = record.ended_well(spec) if self.main else None
+        if not all_sum([float(kept is not None)], self.shard)[0]:
+            return False
+        if kept is not None:
+            path = record.write(replace(kept, group=spec.group or kept.group), results)
+            say(f"this run has ended already; its record stays: {path}")
+        return True
 
     def _evaluation_due(self, step: int) -> bool:
         every = int(self.settings["eval_every"])
@@ -167,14 +183,14 @@ class _Run:
         self.ddp.train()
 
     def _finish(self, tracker: Tracker, samples: int) -> None:
-        self.nic.pause()
+        self.traffic.pause()
         # One process that computes for all ranks says nothing about their time.
         timing: dict[str, Any] = {"steps": 0}
         self.clock.settle()
         if not self.virtual:
-            timing = self.clock.summary(samples, uneven=self.rounds.uneven)
-        spec, counter, steps = self.spec, self.attachment.counter, len(self.clock.steps)
-        sent = traffic.per_step((counter.intra, counter.inter), self.nic, spec.nodes, steps, self.shard)
+            timing = self.clock.summary(samples, uneven=self.traffic.rounds.uneven)
+        spec = self.spec
+        sent = traffic.of_record(self.traffic, spec.nodes, self.shard)
         state = all_sum([float(self.method.state_bytes())], self.shard)[0] / self.world_size
         profiles = [] if self.profile is None else everyones(self.profile)
         if not self.main:
@@ -193,9 +209,7 @@ class _Run:
                 spec,
                 data=self.workload.data,
                 timing=timing,
-                bytes_per_step=sent,
-                collectives_per_step=round(counter.collectives / steps, 2) if steps else None,
-                rounds_per_step=round(self.rounds.per_step or 0.0, 4) if steps else None,
+                **sent,
                 state_bytes_per_rank=round(state),
                 metric=metric if self.metrics else {},
                 curve=record.save_curve(spec.path / "curve.csv", self.config["results_dir"], spec.id),

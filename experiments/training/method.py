@@ -68,7 +68,10 @@ def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 class Length:
-    """How long a run is, in optimizer steps: {epoch, total}. Raises UserError where an epoch has no whole step."""
+    """How long a run is, in optimizer steps: {epoch, total}; short_of: `train.max_steps` that the epochs do not reach.
+
+    Raises UserError where an epoch has no whole step.
+    """
 
     def __init__(self, config: dict[str, Any], workload: Workload, world_size: int) -> None:
         settings = config["train"]
@@ -77,8 +80,10 @@ class Length:
         if self.epoch < 1:
             raise UserError(f"train.accumulate={accumulate} is more than the batches of one epoch")
         self.total = int(settings["epochs"]) * self.epoch
-        if settings["max_steps"] is not None:
-            self.total = min(self.total, int(settings["max_steps"]))
+        self.short_of: int | None = None
+        if (most := settings["max_steps"]) is not None:
+            self.short_of = int(most) if self.total < int(most) else None
+            self.total = min(self.total, int(most))
 
 
 def begin(spec: RunSpec, shard: Shard, world_size: int) -> tuple[Workload, Length, nn.Module]:

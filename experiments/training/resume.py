@@ -35,11 +35,12 @@ class Checkpoints:
     scaler: torch.amp.GradScaler | None
     resize: bool = False
 
-    def save(self, step: int) -> None:
-        """Every rank calls it after step `step`. Raises UserError when the disk is full."""
+    def save(self, step: int, traffic: dict[str, int | None]) -> None:
+        """Every rank calls it after step `step`. traffic: `Traffic.sums`. Raises UserError when the disk is full."""
         local: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "workload": self.workload.state_dict(),
+            "traffic": traffic,
             "rng": torch.get_rng_state(),
             # Batch statistics differ between ranks until DDP's next forward; rank 0's are what it broadcasts.
             "buffers": dict(self.ddp.module.named_buffers()),
@@ -68,8 +69,11 @@ class Checkpoints:
         except (ValueError, OSError) as e:
             raise UserError(f"cannot resume: {e}") from e
 
-    def apply(self, found: checkpoint.Restored) -> None:
-        """Puts a checkpoint into effect. Raises UserError when it is of another model or optimizer."""
+    def apply(self, found: checkpoint.Restored) -> dict[str, int | None] | None:
+        """Puts a checkpoint into effect. Returns the `traffic` that it was saved with; None of another number of ranks.
+
+        Raises UserError when it is of another model or optimizer.
+        """
         try:
             shared, local = found.shared, self._own(found)
             with torch.no_grad():
@@ -85,6 +89,7 @@ class Checkpoints:
                 torch.set_rng_state(local["rng"])
             if "cuda_rng" in local and torch.cuda.is_available():
                 torch.cuda.set_rng_state(local["cuda_rng"])
+            return local.get("traffic")
         except ValueError as e:
             raise UserError(f"cannot resume from {found.folder}: {e}") from e
         except (KeyError, TypeError, IndexError, AttributeError, RuntimeError, StopIteration) as e:

@@ -106,6 +106,8 @@ class Tracker:
         self._begin = self._printed = time.monotonic()
         self._drawn = 0.0
         self._shown: dict[str, Any] = {}
+        self._rate: float | None = None
+        self._took: list[float] = []  # of each step since the last line, seconds a sample
         self._run = tracking.start(About(spec.id, spec.group, "train", spec.config, spec.path, start))
         self._bar = self._make_bar() if sys.stdout.isatty() else None
 
@@ -122,6 +124,8 @@ class Tracker:
         now = time.monotonic()
         known = {k: v for k, v in values.items() if v is not None}
         self._shown.update(known)
+        if rate := known.get("samples_per_s"):
+            self._took.append(1 / float(rate))
         if "metric" in known or step % self._stride == 0 or step >= self.total:
             known = {k: float(v) for k, v in known.items()}
             seconds = known.pop("seconds", self._curve.seconds + now - self._begin)
@@ -169,8 +173,11 @@ class Tracker:
             words.append(f"loss {float(self._shown['loss']):.4g}")
         if "metric" in self._shown:
             words.append(f"{self.metric} {float(self._shown['metric']):.4g}")
-        if "samples_per_s" in self._shown:
-            rate = float(f"{float(self._shown['samples_per_s']):.4g}")
+        if self._took:  # steps have the same number of samples
+            self._rate = len(self._took) / sum(self._took)
+            self._took.clear()
+        if self._rate is not None:
+            rate = float(f"{self._rate:.4g}")
             words.append(f"{rate:,.0f} {self.sample}/s" if rate >= 1000 else f"{rate:g} {self.sample}/s")
         return "  ".join(words)
 

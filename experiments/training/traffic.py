@@ -44,11 +44,14 @@ class Rounds:
         self._before = now
 
     @property
-    def per_step(self) -> float | None:
-        """Share of the steps that started at least one collective; None without steps."""
-        if not self._steps:
-            return None
-        return sum(1 for collectives, _ in self._steps if collectives) / len(self._steps)
+    def steps(self) -> int:
+        """How many steps there were."""
+        return len(self._steps)
+
+    @property
+    def sending(self) -> int:
+        """In how many of them at least one collective started."""
+        return sum(1 for collectives, _ in self._steps if collectives)
 
     @property
     def uneven(self) -> bool:
@@ -127,14 +130,78 @@ class NicMeter:
 
 # ---- of a record ------------------------------------------------------------------------------------------------------
 
+FIELDS = ("steps", "sending", "collectives", "intra", "inter", "nic_tx", "nic_rx")
+"""What is summed over a run's steps: how many there were, and how many of them sent anything; collectives that this rank
+started; bytes that it sent within its node and between nodes; bytes of its node's interface."""
 
-def per_step(sent: Sequence[int], nic: NicMeter, nodes: int, steps: int, shard: Shard) -> dict[str, Any]:
+
+class Traffic:
+    """What one rank counts of a run, also over an interruption: a checkpoint keeps `sums`, `resume` takes them back.
+
+    Steps count from `begin` on.
+    """
+
+    def __init__(self, counter: ByteCounter, nic: NicMeter) -> None:
+        self.counter, self.nic, self.rounds = counter, nic, Rounds(counter)
+        self._before: dict[str, int | None]
+        self.resume({})
+        self._counting = False
+
+    def resume(self, sums: dict[str, int | None] | None) -> None:
+        """Continues from what a checkpoint has; None: it has nothing."""
+        self._before = {name: (sums or {}).get(name, 0) for name in FIELDS}
+
+    def begin(self) -> None:
+        """From here on steps count. Later calls do nothing."""
+        if not self._counting:
+            self._counting = True
+            self.counter.reset()
+            self.rounds.reset()
+            self.nic.resume()
+
+    def pause(self) -> None:
+        """What the interface carries does not count until `continue_` is called."""
+        self.nic.pause()
+
+    def continue_(self) -> None:
+        if self._counting:
+            self.nic.resume()
+
+    def sums(self) -> dict[str, int | None]:
+        """By name in FIELDS; None for what an interface cannot tell, or could not before the interruption."""
+        now: dict[str, int | None] = dict.fromkeys(FIELDS, 0)
+        if self._counting:
+            counter, (tx, rx) = self.counter, self.nic.total or (None, None)
+            values = (self.rounds.steps, self.rounds.sending, counter.collectives, counter.intra, counter.inter, tx, rx)
+            now = dict(zip(FIELDS, values, strict=True))
+        return {name: _added(self._before[name], now[name]) for name in FIELDS}
+
+
+def _added(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def of_record(traffic: Traffic, nodes: int, shard: Shard) -> dict[str, Any]:
+    """The record's `bytes_per_step`, `collectives_per_step` and `rounds_per_step`. Called on every rank."""
+    sums = traffic.sums()
+    known = {name: value or 0 for name, value in sums.items()}
+    nic = None if None in (sums["nic_tx"], sums["nic_rx"]) else (known["nic_tx"], known["nic_rx"])
+    steps = known["steps"]
+    sent = per_step((known["intra"], known["inter"]), nic, nodes, steps, shard)
+    if not steps:
+        return {"bytes_per_step": sent}
+    collectives, rounds = round(known["collectives"] / steps, 2), round(known["sending"] / steps, 4)
+    return {"bytes_per_step": sent, "collectives_per_step": collectives, "rounds_per_step": rounds}
+
+
+def per_step(sent: Sequence[int], nic: tuple[int, int] | None, nodes: int, steps: int, shard: Shard) -> dict[str, Any]:
     """The record's `bytes_per_step`: per node and step, nothing where there was none. Called on every rank.
 
-    sent: this rank's bytes within its node and between nodes. nic: its node's interface, in the same steps.
+    sent: this rank's bytes within its node and between nodes. nic: those of its node's interface in the same steps, None
+          where they are not known.
     """
     # The ranks of a node share its interface: the first of them speaks for all.
-    read = nic.total if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
+    read = nic if os.environ.get("LOCAL_RANK", "0") == "0" else (0, 0)
     mine = [float(sent[0]), float(sent[1]), *map(float, read or (0, 0)), float(read is None)]
     intra, inter, tx, rx, unknown = all_sum(mine, shard)
     found = {"payload_intra": intra, "payload_inter": inter} | ({} if unknown else {"nic_tx": tx, "nic_rx": rx})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import warnings
 from typing import Any
 
@@ -59,7 +62,82 @@ def test_a_learning_rate_computed_from_each_ranks_own_gradient_is_refused_on_all
     for name, (error, steps) in first.items():
         lr_read_early = overlap and "lr changed between backward and step()" in error
         assert lr_read_early or error.startswith("ranks have other values of lr:"), (name, error)
-        assert steps <= (WARMUP + 2 * ONE_OF if name.startswith(("One", "Zero")) else 0), name
+        assert steps <= (WARMUP if name.startswith(("One", "Zero")) else 0), name
+
+
+def lowered_once(rank: int, world: int, name: str, overlap: bool) -> tuple[str, int]:
+    """A guard against spikes: in one late step, whose gradient is large on rank 1 alone, the rate is a tenth."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = getattr(birder, name)(model.parameters(), lr=0.05, **METHODS[name] | OTHERS.get(name, {}))
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer, overlap=overlap)
+    random = torch.Generator().manual_seed(rank)
+    for step in range(1, SPIKE + 10):
+        optimizer.zero_grad()
+        (
+            ddp(torch.randn(16, 8, generator=random)) * (100.0 if (rank, step) == (1, SPIKE) else 1.0)
+        ).square().mean().backward()
+        spike = float(model.weight.grad.norm()) > 50  # type: ignore[union-attr]
+        optimizer.param_groups[0]["lr"] = 0.005 if spike else 0.05
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error), step
+    return "", 0
+
+
+SPIKE = 23
+"""No step in which ranks looked at rates when they did so in some steps alone."""
+OTHERS: dict[str, dict[str, Any]] = {"ZeroOneAdam": {"local_doubling": 1, "local_limit": 4}}
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("Birder", True), ("OneBitAdam", True), ("Birder", False), ("ZeroOneAdam", False)]
+)
+def test_a_rate_that_differs_in_one_step_alone_is_refused(name: str, overlap: bool) -> None:
+    """Replicas stayed apart for good, without a word. Where ranks do not meet in that step, they say so when they do."""
+    first, second = run_ranks(lowered_once, 2, name, overlap)
+    for error, step in (first, second):
+        assert error.startswith("ranks have other values of lr:"), error
+        assert SPIKE <= step <= SPIKE + (4 if name == "ZeroOneAdam" else 0)
+
+
+@pytest.mark.parametrize("rows", [20, 5])
+@pytest.mark.parametrize("name", ["AdamW", "Birder", "SGDM", "torch"])
+def test_parameters_of_another_shape_are_refused(name: str, rows: int) -> None:
+    """torch raises too. AdamW wrote beyond its state, or past a shorter one in silence."""
+    model = nn.Linear(4, 9)
+    make = torch.optim.AdamW if name == "torch" else getattr(birder, name)
+    optimizer = make(model.parameters(), lr=0.01)
+    for step in range(2):
+        if step:
+            model.weight.data, model.bias.data = torch.randn(rows, 4), torch.randn(rows)
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"size of tensor|of shape \(9") if step else contextlib.nullcontext():
+            optimizer.step()
+
+
+def wrapped_often(rank: int, world: int) -> list[int]:
+    """Threads and open files after each of some models that are dropped without close()."""
+    found = []
+    for _ in range(6):
+        model = nn.Linear(8, 3)
+        optimizer = birder.Birder(model.parameters(), lr=0.05)
+        ddp = DistributedDataParallel(model)
+        attach(ddp, optimizer)
+        ddp(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        del model, optimizer, ddp
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def test_models_that_are_dropped_leave_no_threads_and_no_connections() -> None:
+    for counts in run_ranks(wrapped_often, 2):
+        assert max(counts[2:]) <= counts[1] + 1
 
 
 def masked(rank: int, world: int, name: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,26 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, opti
     assert resumed == straight
     records = [json.loads(p.read_text()) for p in (tmp_path / "results" / "records").glob("*.json")]
     assert len(records) == 2
-    assert records[0]["metric"]["value"] == records[1]["metric"]["value"]
+    for field in ("metric", "bytes_per_step", "collectives_per_step", "rounds_per_step"):
+        assert records[0][field] == records[1][field]
+    assert records[0]["collectives_per_step"] > 0
     curves = [(tmp_path / "results" / r["curve"]).read_text().split() for r in records]
     losses = [[row.split(",")[0::2] for row in rows] for rows in curves]
     assert losses[0] == losses[1]  # step and loss of every row: those after the checkpoint were dropped and came again
+
+
+def test_a_run_that_has_ended_keeps_its_record(tmp_path):
+    """The command that resumes, given once more: nothing is left to do, and what was measured stays."""
+    two, found = ["optimizer=sgdm", "cluster.nodes=2"], []
+    for group in ("first", "again"):
+        spec = replace(make_spec(tmp_path, "r", *two), group=group)
+        spec.save()
+        fresh_world(runs.train, 2, spec, grouped=False)
+        record = record_of(tmp_path)
+        assert record["group"] == group  # so that a comparison finds it
+        found.append({k: v for k, v in record.items() if k != "group"})
+    assert found[0] == found[1]
+    assert found[0]["timing"]["steps"] > 0
 
 
 def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):

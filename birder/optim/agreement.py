@@ -1,0 +1,65 @@
+"""Whether ranks have the same hyper-parameters in every step: one that differs once leaves replicas apart for good.
+
+`p.grad` is each rank's own with a method that compresses, and so is what a script computes from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birder.comm import GatherRanks, Requests
+from birder.comm.late import Late, sent
+
+
+def digest_of(value: Any) -> int:
+    """63 bits, the same in every process for what prints the same."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
+
+
+class Agreement:
+    """Of one optimizer. `note` in steps in which ranks do not meet; `task` and then `apart` in the others.
+
+    Ranks send 8 bytes for each name, with the step's last messages; they are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._differs: Tensor | None = None
+        """Of each name, whether ranks differ in it: bool[names]. Of this step, and of those before that nobody has read."""
+        self._late: Late | None = None
+
+    def note(self, values: dict[str, Any]) -> None:
+        """By name, what is to be compared the next time that ranks meet."""
+        self._noted.append(values)
+
+    def task(
+        self, values: dict[str, Any], of_now: dict[str, Any], device: torch.device
+    ) -> Callable[[], Requests[None]]:
+        """What compares all that was noted, `values` and `of_now`: names are the same in all calls."""
+        steps, self._noted = [*self._noted, values], []
+        own = {name: [step[name] for step in steps] for name in values} | of_now
+        digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
+        self._names = list(own)
+
+        def compare() -> Requests[None]:
+            mine = sent(digests, device)
+            said = (yield GatherRanks(mine, counted=False)).view(-1, len(digests))
+            differs = (said != mine).any(0)
+            self._differs = differs if self._differs is None else self._differs | differs
+
+        return compare
+
+    def apart(self) -> list[str]:
+        """The names in which ranks differed, once the host knows: on a GPU it waits for nothing."""
+        if self._differs is not None and self._late is None:
+            self._late, self._differs = Late(self._differs), None
+        if self._late is None or not self._late.there:
+            return []
+        late, self._late = self._late, None
+        return [name for name, differs in zip(self._names, late.read(), strict=True) if differs]
