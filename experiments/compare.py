@@ -57,7 +57,8 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
     made = []
     for variant in lists:
         # Variants share everything, so a run name given by the user must tell them apart.
-        slug = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(v.rpartition("=")[2] for v in variant)).strip("-") or "variant"
+        words = ["no-communication" if v == "comm.enabled=false" else v.rpartition("=")[2] for v in variant]
+        slug = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(words)).strip("-") or "variant"
         name = [f"run_name={base.config.run_name}-{slug}"] if named else []
         one = compose.compose([*exp, *variant, *others, *name])
         if one.config.cluster.get("_target_") == labels.VIRTUAL and not one.config.comm.enabled:

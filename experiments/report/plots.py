@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.text import Annotation
 
 from experiments.report import captions, curves, figure, gaps, sentences
 from experiments.report.accuracy import AccuracyTable
@@ -280,7 +280,7 @@ def accuracies_by_bytes(studies: Studies) -> bytes | None:
         return figure.png(made, found)
 
 
-def _by_bytes(axes: Axes, panel: Panel) -> list[Text]:
+def _by_bytes(axes: Axes, panel: Panel) -> list[Annotation]:
     axes.axhspan(-panel.margin, panel.margin, color=VERDICTS[PARITY], alpha=0.12, linewidth=0)
     axes.axhline(0, color=GREY, linewidth=0.8)
     names = []
@@ -291,7 +291,7 @@ def _by_bytes(axes: Axes, panel: Panel) -> list[Text]:
             axes.plot(row.each, y, "v" if (y < 0) == panel.higher_is_better else "^", color=tint, markersize=5)
         else:
             figure.interval(axes, row.each, y, gap, tint, dot=4.5, upright=True)
-        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (4, 3), "fontsize": 6.5, "color": "#333333"}
+        place: dict[str, Any] = {"textcoords": "offset points", "xytext": NEAR[0][0], "fontsize": 6.5, "color": tint}
         names.append(axes.annotate(row.label.replace(OURS, ""), (row.each, y), annotation_clip=True, **place))
     axes.set_ylim(*_upwards(panel, 1.15))
     axes.set_xscale("log")
@@ -303,15 +303,24 @@ def _by_bytes(axes: Axes, panel: Panel) -> list[Text]:
     return list(names)
 
 
-def _thin_out(names: Sequence[Text]) -> None:
-    """Hides what lies upon a name before it, or beyond its panel."""
+NEAR = (((4, 3), "left"), ((4, -9), "left"), ((-4, 3), "right"), ((-4, -9), "right"))
+"""Where a name may stand next to its point, in points, and how it is aligned; the first one that is free."""
+
+
+def _thin_out(names: Sequence[Annotation]) -> None:
+    """Moves a name that lies upon one before it, or beyond its panel; hides it where no place is free."""
     kept: list[Any] = []
     for text in names:
-        box = text.get_window_extent()
         assert text.axes is not None
-        inside = box.x1 < text.axes.bbox.x1 and box.y1 < text.axes.bbox.y1 and box.y0 > text.axes.bbox.y0
-        if inside and not any(box.overlaps(other) for other in kept):
-            kept.append(box)
+        panel = text.axes.bbox
+        for offset, side in NEAR:
+            text.set_position(offset)
+            text.set_ha(side)
+            box = text.get_window_extent()
+            inside = panel.x0 < box.x0 and box.x1 < panel.x1 and panel.y0 < box.y0 and box.y1 < panel.y1
+            if inside and not any(box.overlaps(other) for other in kept):
+                kept.append(box)
+                break
         else:
             text.set_visible(False)
 
@@ -332,7 +341,7 @@ def time_to_loss(race: Race) -> bytes:
                     axes.text(0.03, y, "not reached", transform=axes.get_yaxis_transform(), **aside)
                 else:
                     axes.plot(seconds, y, "o", color=tint, markersize=5)
-            axes.set_xlim(left=0)
+            axes.set_xlim(left=0, right=1.06 * axes.get_xlim()[1])
             axes.set_title(f"{place[0].upper()}, {place[1]:g} Gbit/s", loc="left")
             axes.set_xlabel("steps x predicted step, s")
             axes.grid(visible=True)

@@ -27,9 +27,8 @@ def rounds_of(*sent: int) -> Rounds:
 
 
 def test_a_round_is_a_step_in_which_anything_is_sent() -> None:
-    assert rounds_of().per_step is None
-    assert rounds_of(5, 0, 0, 5).per_step == 0.5
-    assert rounds_of(0, 0).per_step == 0.0
+    for sent, wanted in (((), (0, 0)), ((5, 0, 0, 5), (2, 4)), ((0, 0), (0, 2))):
+        assert ((found := rounds_of(*sent)).sending, found.steps) == wanted
     counter = ByteCounter(collectives=7, inter=100)
     rounds = Rounds(counter)
     counter.collectives = 10
@@ -37,7 +36,7 @@ def test_a_round_is_a_step_in_which_anything_is_sent() -> None:
     counter.reset()
     rounds.reset()
     rounds.end_step()
-    assert rounds.per_step == 0.0  # what was sent before the reset is forgotten
+    assert (rounds.sending, rounds.steps) == (0, 1)  # what was sent before the reset is forgotten
 
 
 @pytest.mark.parametrize(

@@ -268,13 +268,16 @@ def test_a_method_that_diverges_where_the_baseline_does_not_is_worse() -> None:
     made = [on_virtual_workers(8, m, 90.0 + s, s, 0.1) for m in ("SGDM fp32", "Birder") for s in range(3)]
     table = accuracy.build(made)[0]
     assert [table.verdict(c) for c in table.chosen if c.label == "Birder"] == ["parity"]
+    nan = "rank 0: RuntimeError: the loss is nan at step 7: lower optimizer.lr"
     lost = dataclasses.replace(
-        on_virtual_workers(8, "Birder", 90.0, 3, 0.1), status="failed", reason="nan", metric={}, data={"name": None}
+        on_virtual_workers(8, "Birder", 90.0, 3, 0.1), status="failed", reason=nan, metric={}, data={"name": None}
     )
     more = on_virtual_workers(8, "SGDM fp32", 90.0, 3, 0.1)
     held = [dataclasses.replace(r, metric={**r.metric, "all": {"held_out": 1.0}}) for r in (*made, more)]
     (table,) = accuracy.build([*held, lost])  # tuned: a rate that lost a seed stays the choice
     assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "worse")]
+    (table,) = accuracy.build([*held, dataclasses.replace(lost, reason="interrupted by Ctrl-C")])  # not its own doing
+    assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "parity")]
 
 
 def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:

@@ -58,7 +58,7 @@ def test_a_checkpoint_has_the_state_of_the_gpus_generator(tmp_path: Path, monkey
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state.clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    first.save(1)
+    first.save(1, {})
     found = again.find()
     assert found is not None
     again.apply(found)
