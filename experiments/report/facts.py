@@ -57,6 +57,8 @@ MAKE = {
     "cluster.gbps": "GBPS",
 }
 """Keys of a question that `make predict` has a variable for."""
+COMMAND = 72
+"""Characters of a line of a command: a page does not scroll."""
 
 
 def only(found: Sequence[Any], asked: str) -> Any:
@@ -131,6 +133,17 @@ class Study:
         return accuracy_page.section([self.table])
 
 
+def _broken(words: Sequence[str]) -> str:
+    """A command in lines of at most `COMMAND` characters, where no word is longer."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) < COMMAND:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    return " \\\n".join(lines)
+
+
 def _misses(checks: Iterable[arithmetic.Check]) -> list[float]:
     return [100 * abs(c.difference) for c in checks]
 
@@ -190,10 +203,8 @@ class Facts:
         others = " ".join(f"{key}={value}" for key, value in asked.items() if key not in MAKE)
         page = (ROOT / "docs" / "predict_examples.md").read_text(encoding="utf-8").partition(f"## {title}\n")[2]
         said = page.partition("```text\n")[2].partition("\n\n")[0]
-        return {
-            "command": " ".join(["make predict", *named, *([f"ARGS={shlex.quote(others)}"] if others else [])]),
-            "said": said,
-        }
+        words = ["make predict", *named, *([f"ARGS={shlex.quote(others)}"] if others else [])]
+        return {"command": _broken(words), "said": said}
 
     def _runs(self, folder: str, nodes: int) -> list[spreads.Run]:
         return spreads.runs(read_all(self.results / folder), "resnet50", nodes)

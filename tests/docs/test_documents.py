@@ -29,6 +29,7 @@ STATED = {
         "more than 5 GB",  # the environment
         "PyTorch 2.11 to 2.14",  # pyproject.toml
         "20-minute tutorial",
+        "64 A100",  # the paper's cluster
     ),
     "docs/results.md": (
         "on 2 cores without a GPU",

@@ -23,6 +23,8 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "results/*.md", "results/published/**/*.md")
     for p in ROOT.glob(pattern)
 )
+PAIRS = (("README.md", 1), ("docs/huggingface.md", 0))
+"""Pages with the diff of a Trainer's script, and which of their diffs it is."""
 METHODS: dict[str, list[type]] = {
     "birder": [birder.Birder],
     "sigma_delta": [birder.SigmaDeltaAdam],
@@ -97,6 +99,17 @@ def test_readme_and_example_file_show_the_same_three_lines() -> None:
     example = [line.strip() for line in text("examples/ddp.py").splitlines()]
     begin = example.index(three[0])
     assert example[begin : begin + 3] == three
+
+
+def test_every_page_gives_the_same_advice_on_the_learning_rate() -> None:
+    advice = "Try one, three and six times Adam's learning rate with two seeds, and decay it to nearly zero"
+    for page in ("README.md", "docs/start.md", "docs/huggingface.md", "docs/accuracy.md", "docs/methods/birder.md"):
+        assert advice in text(page), page
+
+
+def test_readme_and_hugging_face_page_show_the_same_trainer() -> None:
+    shown = [[line for line in blocks(page, "diff")[k].splitlines() if line[:1] in ("+", "-")] for page, k in PAIRS]
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p != "README.md" and blocks(p, "python")])
