@@ -5,8 +5,8 @@
     python experiments/compare.py --paper cser
 
 The variants are those that the experiment lists under `compare`. Records, tables and plots in `results` are brought up
-to date. With synthetic data only times count: methods take turns in one world of ranks (experiments/timing/turns.py).
-Otherwise each has its own run. `timing.mode` chooses. Under torchrun methods take turns in that world.
+to date. With synthetic data only times count: timing is interleaved in one world of ranks (experiments/timing/turns.py).
+Otherwise each has its own run. `timing.mode` chooses. Under torchrun timing is interleaved in that world.
 
 --paper compares all methods of a paper (conf/paper): bytes per step, rounds, step time and metric. A comparison that is
 recorded is shown again, not run again, so the same command continues after an interruption.
@@ -202,7 +202,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
         workload = compose.check(variant, rank_zero=rank == 0)
     resolved = [compose.resolve(variant) for variant in chosen]
     if apart := plan.reason_not_interleaved(resolved, workload.synthetic):
-        raise UserError(f"under torchrun methods take turns, and these are run apart: {apart}; use run.py for each")
+        raise UserError(f"under torchrun timing is interleaved, and these are run apart: {apart}; use run.py for each")
     group = compose.new_name(resolved[0]["exp"])
     commands = [start.under(variant.config.cluster, command.typed("run", variant.overrides)) for variant in chosen]
     spec = start.share(plan.make(chosen, commands, group) if rank == 0 else None)

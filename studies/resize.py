@@ -202,7 +202,7 @@ def share(values: dict[int, float], base: dict[int, float]) -> str:
     """By how much the losses differ from the unchanged runs', by seed; or how many are NaN or inf."""
     lost = sum(not (math.isfinite(value) and math.isfinite(base[seed])) for seed, value in values.items())
     if lost:
-        return f"no number in {lost} of {len(values)}"
+        return f"diverged in {lost} of {len(values)} runs"
     found = paired.difference(values, base, relative=True)
     return found.text(relative=True) if found else DASH
 

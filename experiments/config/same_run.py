@@ -101,7 +101,7 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
         more = f" (and {len(unasked) - 1} more)" if len(unasked) > 1 else ""
         raise UserError(
             f"cannot resume {str(run_dir)[-80:]}: {key} was {_short(old)}, now it is {_short(new)}{more}: "
-            "set it as it was, or go on nevertheless with resume_allow_config_change=true"
+            "set it as it was, or continue anyway with resume_allow_config_change=true"
         )
     if before or changed:
         resolved |= {CHANGED: [*before, *changed], "resume_allow_config_change": True}

@@ -111,7 +111,7 @@ class Timing(Section):
     """docs/timing.md."""
 
     mode: Literal["auto", "interleaved", "sequential"] = doc(
-        "taking turns in one world, or one run after the other; auto: interleaved if only time counts"
+        "interleaved: all methods in one world; sequential: one run after the other; auto: interleaved if only time counts"
     )
     rounds: Count = doc("every method has a turn in each")
     rounds_when_rebuilding: Count = doc(

@@ -56,7 +56,7 @@ class ResultRecord:
                           drift: by what share the bound differs from that behind the dilation; dilations: of each round,
                           where links follow the bound; busy: {others, steal, load, cores} of the machine}.
                           Of emulated links also ready: [elements, ms] of each of DDP's buckets, when it is ready in the
-                          bound's steps; and of dense methods, for some rounds: open_ms, a step's on open links;
+                          bound's steps; and of dense methods, for some rounds: open_ms, a step's on unthrottled links;
                           exchange_ms, of its all-reduces alone, the links set to exchange_mbit_per_s. With one rank a
                           node also profile: what predictions are made from (experiments/timing/profiled.py).
                           Of a suite's cell: world, ms, steps, seed, held, busy, on the clock of the cell (link.dilation).

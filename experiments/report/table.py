@@ -134,7 +134,7 @@ class Table:
             shown.add_row(*map(Text, row[: len(widths)]))
         console.print(shown)
         if left_out := self.printed()[0][len(widths) :]:
-            Note(f"Left out, for want of room: {', '.join(left_out)}.").show(console)
+            Note(f"Columns left out (terminal too narrow): {', '.join(left_out)}.").show(console)
         for note in said:
             if note.kind in ("caution", "failure") or (verbose and note.kind == "plain"):
                 note.show(console)

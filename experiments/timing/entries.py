@@ -86,7 +86,7 @@ class Entry(ABC):
         self.seconds: list[float] = []
         self.steps: list[int] = []
         self.open: list[float] = []
-        """Seconds a step of each turn on open links (`experiments/timing/opened.py`), on the slowest rank."""
+        """Seconds a step of each turn on unthrottled links (`experiments/timing/opened.py`), on the slowest rank."""
         self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
 
     def per_step(self) -> list[float]:

@@ -7,7 +7,7 @@ ended leaves the ranks no sooner than the slowest of them: a turn is as long as 
     warm up   each method, past its dense stage; emulated links have no rate yet
     bound     forward and backward alone, nothing sent, nothing updated; the dilation and the links' rate follow from it
     rounds    each method, the bound among them; before each the links are set again from the bound's last turns. Next to some
-              of them dense methods on open links, and their exchange alone (experiments/timing/opened.py)
+              of them dense methods on unthrottled links, and their exchange alone (experiments/timing/opened.py)
     check     the bound again; if the links did not keep up with this machine's pace the rounds are repeated, once
 
 Where memory does not hold all methods at once, each is made, warmed up and freed in every turn; the bound then has a step

@@ -1,4 +1,4 @@
-"""Dense methods on open links, their exchange alone, and what tables say of it against arithmetic."""
+"""Dense methods on unthrottled links, their exchange alone, and what tables say of it against arithmetic."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_bucket_is_work_of_the_cores_and_then_bytes_on_the_wire() -> None:
     # By hand: 100 + 3/4 of 40 + 320; the second bucket: 200 + 40 + 80.
     assert last(BUCKETS, 40.0, 320.0) == pytest.approx(max(100 + 30 + 320, 200 + 40 + 80))
     assert last(BUCKETS, 40.0, 40.0) == pytest.approx(200 + 40 + 10)  # nearly all of the wire is hidden
-    assert last(BUCKETS, 40.0, 0.0) == pytest.approx(200 + 40)  # open links: what was measured there
+    assert last(BUCKETS, 40.0, 0.0) == pytest.approx(200 + 40)  # unthrottled links: what was measured there
     assert last(BUCKETS, 0.0, 320.0) == pytest.approx(100 + 320)
     assert last([[1000.0, 200.0]], 40.0, 320.0) == pytest.approx(200 + 40 + 320)  # one bucket: nothing is hidden
 

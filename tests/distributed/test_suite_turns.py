@@ -128,7 +128,7 @@ def test_speedups_have_intervals_that_the_machines_pace_does_not_widen() -> None
     assert f"| {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}] |" in row
     own = next(line for line in page.splitlines() if line.startswith("| fp32 DDP | —"))
     assert "| 1.00x |" in own
-    assert "Methods took turns, 4 rounds of one step in shuffled order." in page
+    assert "Timing was interleaved, 4 rounds of one step in shuffled order." in page
     assert "one after the other" not in page
     assert "busy" not in page
     (said,) = replay_words.reproduced(results)

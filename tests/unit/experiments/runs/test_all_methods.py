@@ -216,7 +216,7 @@ def test_the_table_of_a_few_methods(runs: Runs) -> None:
     assert rows["1-bit Adam"][3:7] == ["0.001 §", "0.001, 0.002, 0.003", "20.0 kB", "1/31.8"]
     assert rows["no communication"][-2] == "20.0 (—–—)"
     assert rows["no communication"][-1].startswith("2.50x [")
-    assert "Methods took turns in one world, 5 rounds in shuffled order" in page
+    assert "Timing was interleaved in one world, 5 rounds in shuffled order" in page
     assert list(rows)[-1] == "no communication"
     assert "chosen by the accuracy on a held-out part of the training set" in page
     assert "![top1 against bytes](../plots/methods_quick_4x1_bytes.png)" in page
