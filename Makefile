@@ -51,7 +51,7 @@ slamb:         ## reproduce: SLAMB (ICML 2023) and relatives, 5 minutes
 methods: $(READY)  ## reproduce: every method on Fashion-MNIST, 3 seeds, 45 minutes
 	@$(BIN)/python experiments/all_methods.py $(OVERRIDES)
 
-paper-table: $(READY)  ## reproduce: the paper's speedups, replayed (17 minutes)
+paper-table: $(READY)  ## reproduce: the paper's speedups, replayed (20 minutes)
 	@$(BIN)/python experiments/replay.py suite=paper $(ARGS)
 
 bench: $(READY)  ## reproduce: compared with PyTorch's hooks; the kernels (43 minutes)

@@ -40,7 +40,7 @@ from experiments.report import (
 from experiments.report import spread as spreads
 from experiments.report.accuracy import AccuracyTable, Cell
 from experiments.report.claims_evidence import newest
-from experiments.report.formats import mean_sd, number, percent, size, times
+from experiments.report.formats import DASH, mean_sd, number, percent, size, times
 from experiments.report.paired import difference
 from experiments.report.replayed import Results
 from experiments.report.speedup import SpeedupTable
@@ -159,6 +159,7 @@ OTHERS: dict[str, Any] = {
     # The blocks of a section of a suite's page; the step times of a model over nodes.
     "said": lambda results, kind: replay_sections.SECTIONS[kind](results, results.suite.report.sections[0]),
     "cells": lambda results, model, link: replay_sections.grid(results, results.suite.across((model, None, link)), ""),
+    "placed": replay_words.placed,
     "timeline": timelines.load,
     "keys": reference.tables,
     "volume": lambda kind: [value for value, _ in volume.measured(volume.Setting(), kind)],
@@ -222,6 +223,16 @@ class Facts:
 
     def replay(self, suite: str) -> Results:
         return replayed.load(suites.load(suite), self.results)
+
+    def hook_costs(self) -> str:
+        """By what share a step on one GPU grows with each method's hook, where nothing is sent: a column for each model."""
+        rows = self.replay("bench").kernels["cuda"].config["bench"]["hooks"]
+        models = list(dict.fromkeys((r["model"], r["batch"]) for r in rows))
+        grown = {(r["method"], r["model"], r["batch"]): f"{100 * r['overhead']:+.0f} %" for r in rows if "overhead" in r}
+        names = {"resnet50": "ResNet-50, {} images", "bert_base": "BERT-Base, batch {}"}
+        methods = [m for m in dict.fromkeys(r["method"] for r in rows) if not m.startswith("DDP without")]
+        found = [[m, *(grown.get((m, *model), DASH) for model in models)] for m in methods]
+        return Table.text(["method", *(names[model].format(batch) for model, batch in models)], found).grid()
 
     # ---- prediction ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from experiments.cells.suite import Place
 from experiments.cells.timelines import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.report import arithmetic, captions, published
 from experiments.report.arithmetic import WIRES, WITHIN, Check
-from experiments.report.formats import between, number, percent
+from experiments.report.formats import between, number, percent, times
 from experiments.report.metrics import FASTER, LEAST_ROUNDS, OPEN, SLOWER
 from experiments.report.replayed import Results
 from experiments.report.sentences import say
@@ -83,6 +83,22 @@ def headline(results: Results, model: str) -> tuple[str, float | None]:
         if ours and isinstance(e["value"], int | float):
             return f"{e['quantity']}: {e['value']:g}x ({e['source']}; {e['status']})", float(e["value"])
     return "", None
+
+
+def placed(results: Results) -> list[dict[str, str]]:
+    """For each architecture and baseline: the range of the best factors over all assumptions, and where the paper's lies."""
+    suite, said = results.suite, []
+    for architecture, model in {suite.architecture(m): m for m in results.models}.items():
+        _, factor = headline(results, model)
+        for base in ("fp32", "bf16"):
+            mine = [s for s in results.settings() if suite.architecture(s[0]) == architecture]
+            best = [found[0] for s in mine if (found := results.best(s, suite.report.ours, base)) is not None]
+            if factor is None or not best:
+                continue
+            where = "below all of them" if factor < min(best) else "above all of them" if factor > max(best) else "between them"
+            known = {"factor": times(factor), "least": times(min(best)), "most": times(max(best))}
+            said.append({"model": architecture, "wire": base, "where": where, **known})
+    return said
 
 
 def reproduced(results: Results) -> list[str]:

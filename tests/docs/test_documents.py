@@ -138,6 +138,13 @@ def test_commands_take_as_long_as_their_records_say() -> None:
         ("conf/suite/bench.yaml", f"{bench} minutes on 2 cores"),
     ):
         assert words in (ROOT / page).read_text(encoding="utf-8"), page
+    paper = minutes([r for r in facts.replay("paper").records.values() if r.turns])
+    for page, words in (
+        ("Makefile", f"replayed ({paper} minutes)"),
+        ("docs/replay.md", f"everything, {paper} minutes on 2 cores"),
+        ("conf/suite/paper.yaml", f"{paper} minutes on 2 cores"),
+    ):
+        assert words in (ROOT / page).read_text(encoding="utf-8"), page
     hours = facts.validation()["hours"]
     for page, words in (
         ("docs/predict.md", f"{hours} hours on a quiet machine"),
