@@ -1,13 +1,13 @@
 """Compares all methods on one task, each with a tuned learning rate.
 
     python experiments/all_methods.py data.path=ROOT [key=value ...]
-    python experiments/all_methods.py data.path=ROOT --methods a,b --only tune
+    python experiments/all_methods.py data.path=ROOT --only tune --methods a
 
 The rows are those of `compare` in conf/exp/methods.yaml with learning rates to try (`tune`). The parts:
 
-    tune    every rate with the first seed; held-out training data choose one
+    tune    every rate with the first seed; held-out training data decide
     seeds   the chosen rate with the other seeds
-    time    all rows, interleaved in one world on emulated links; no evaluation
+    time    all rows, interleaved on emulated links; no evaluation
 
 Recorded runs are not run again, so the same command continues an interrupted table. If the time of one row is missing,
 all rows are timed again, because only times of one world compare. A run whose loss diverged counts as done; a run that

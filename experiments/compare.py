@@ -1,6 +1,6 @@
 """Compares the methods of an experiment on this machine and prints their table.
 
-    python experiments/compare.py +exp=resnet50 cluster.nodes=4 [key=value ...]
+    python experiments/compare.py +exp=resnet50 cluster.nodes=4 [key=value]
     python experiments/compare.py +exp=resnet50 --methods sgdm,birder
     python experiments/compare.py --paper cser
 

@@ -1,7 +1,7 @@
 """Runs everything that needs a GPU: `make gpu-check`.
 
     python experiments/gpu_check.py
-    python experiments/gpu_check.py --rehearse      on the CPU, at tiny sizes
+    python experiments/gpu_check.py --rehearse     on the CPU, at tiny sizes
 
 It takes 20 minutes at most on one GPU. The most useful parts come first. Each part has a time limit and writes its result at
 once, so a later failure loses nothing:

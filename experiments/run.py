@@ -6,10 +6,11 @@ NAME is a file of conf/exp. Examples, each typed after `python experiments/run.p
 
     +exp=digits optimizer=birder            one run
     +exp=digits cluster.nodes=4 --dry-run   prints each node's command only
-    -m +exp=digits optimizer=sgdm,birder    a job for each value, in sequence
-    +exp=digits --cfg job --resolve         prints the whole configuration only
+    -m +exp=digits optimizer=sgdm,birder    a job for each value in sequence
+    +exp=digits --cfg job --resolve         prints the configuration only
     +exp=digits run_name=mine checkpoint.every=100 resume=auto
-                                            saves; typed again, it resumes
+                                            saves checkpoints; the same
+                                            command resumes
 
 Under torchrun it trains in the world that torchrun has made:
 

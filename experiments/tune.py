@@ -1,12 +1,12 @@
 """Chooses a learning rate for each of several methods, with the same budget.
 
-    python experiments/tune.py +exp=NAME optimizer=a,b,c budget=8 held_out=N \\
-        [key=value ...]
+    python experiments/tune.py +exp=NAME optimizer=a,b,c budget=8 \\
+        held_out=N [key=value ...]
 
     budget    trials of each method; default 8
     held_out  training data kept back to choose by, in the workload's unit
-    span      rates from lr/span to lr*span, evenly in the logarithm; lr is the
-              configuration's; default 10
+    span      rates from lr/span to lr*span, evenly in the logarithm; lr is
+              the configuration's; default 10
     rungs     lengths of training, each twice the one before; default 3
     seeds     runs with the chosen rate, each with its own seed; default 5
 

@@ -84,7 +84,7 @@ def escaped(text: str) -> str:
 
 
 def there_are(wrong: str, known: Iterable[str], or_else: str = "") -> str:
-    """What follows on "no experiment 'digts'": the names there are, and which of them was probably meant.
+    """What follows on "no experiment 'digts'": which name was probably meant, and the names there are.
 
     All names where they fit into a message, else those nearest to `wrong` and how many more there are. or_else: what may be
     given in place of a name.
@@ -98,6 +98,5 @@ def there_are(wrong: str, known: Iterable[str], or_else: str = "") -> str:
             listed.pop()
     more = f" and {len(names) - len(listed)} more" * (len(listed) < len(names))
     meant = difflib.get_close_matches(wrong.lower(), [name.lower() for name in near[:1]], cutoff=0.6)
-    return f"; there are: {', '.join(listed) or 'none'}{more}{or_else}" + (
-        f"; did you mean {near[0]}?" if meant else ""
-    )
+    guess = f"; did you mean {near[0]}? There are: " if meant else "; there are: "
+    return f"{guess}{', '.join(listed) or 'none'}{more}{or_else}"

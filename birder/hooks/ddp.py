@@ -164,9 +164,9 @@ def attach(
 ) -> Attachment:
     """Makes `model` communicate as `optimizer` wants. Call it on every rank, before the first step.
 
-    Call it again, between two steps, when the model was wrapped again or the optimizer has more parameters: the state of
-    those that were there is kept. A model may have several optimizers over different parameters: attach each that is of this
-    package (with FSDP2 one, or dense ones). Gradients of parameters that none of these holds are averaged, as DDP does.
+    Call it again, between two steps, if the model was wrapped again or the optimizer has more parameters. Existing state is
+    kept. A model may have several optimizers over different parameters: attach each one of this package. With FSDP2 only one
+    may compress. Gradients of parameters that none of them holds are averaged, as DDP does.
 
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
                   torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.
@@ -177,19 +177,22 @@ def attach(
     hierarchical: the 2-D mesh with the nodes of `topology`. For methods that compress.
     topology:     nodes x ranks per node. When not given, what the launcher says (torchrun, mpirun, srun), or the names of
                   hosts where they differ.
-    communicator: makes another way for 1-bit messages to travel, from a separate process group and the topology; the
-                  same on every rank. `hierarchical` then has no say.
-    overlap:      take messages during backward. False: inside `step`, from the `p.grad` of that moment; needed with
-                  GradScaler (ranks then agree on overflow), whenever you change `p.grad` before `step`, and where a loop
-                  sets a hyper-parameter that the method uses during backward between backward and `step`. An optimizer
-                  with `max_grad_norm` does this by itself in compressed steps.
+    communicator: a function of a process group and the topology that returns another way to send 1-bit messages. The same
+                  on every rank. Overrides `hierarchical`.
+    overlap:      send messages during backward. False: send them inside `step`, from the `p.grad` of that moment. Set False
+                  with GradScaler (ranks then agree on overflow), or if you change `p.grad` before `step`. Set it too if a
+                  loop changes a hyper-parameter between backward and `step`, and the method uses it during backward. An
+                  optimizer with `max_grad_norm` does this by itself in compressed steps.
     communicate:  False: no gradient is sent at all and replicas drift apart. The bound for any speedup; not training.
     unit_mb:      size in MiB of fp32 gradient that is encoded and sent as one.
 
-    Raises TypeError for a model or optimizer of another kind. ValueError for parameters that the model does not have, for a
-    mesh of other ranks, for two that say which ranks share a node, for nodes of unequal size, and for hierarchical
-    communication where nothing says which ranks share a node. RuntimeError when ranks disagree on parameters,
-    hyper-parameters or completed steps, when DDP gives hooks no buckets (compiled autograd) or has another hook.
+    Raises TypeError for a model or optimizer of another kind.
+
+    Raises ValueError for parameters that the model does not have, for a mesh of other ranks, and for nodes of unequal size.
+    Also if two arguments say which ranks share a node, or if `hierarchical` is set and nothing says it.
+
+    Raises RuntimeError if ranks disagree on parameters, hyper-parameters or completed steps. Also if DDP gives hooks no
+    buckets (compiled autograd) or has another hook.
     """
     model, optimizer = unwrap_model(model), unwrap_method(optimizer)
     if mesh is not None and (hierarchical or communicator is not None):
