@@ -3,7 +3,7 @@
     python experiments/replay.py suite=paper [nodes=2,8] [methods=A,B] [...]
 
 suite is paper, bench or a YAML file. Every option is a key (`nodes=2`, `profile=true`) or a flag (`--nodes 2`, `--profile`).
-Timing is interleaved. Every cell is a record. Page and picture are made from all records, so a part can be measured again alone.
+Timing is interleaved. Every cell is a record. Page and picture are made from all records, so one part can be measured again.
 Exit status: 0 success; 1 a run failed; 2 bad input, or nothing to measure on; 130 Ctrl-C.
 """
 

@@ -5,13 +5,13 @@ A step without overlap takes compute + bytes/rate. With DDP's buckets it cannot 
 named where it is published.
 
 Where nodes are emulated the exchange also works on the cores on which they compute: copies to and from sockets,
-sums, casts. Interleaved comparisons measure it (experiments/timing/opened.py): E = step with unthrottled links - bound - update.
+sums, casts. Interleaved comparisons measure it (experiments/timing/opened.py): E = unthrottled step - bound - update.
 A bucket then is work of the cores, which backward waits for, and after that bytes on the wire, which hide behind the backward
 and the work of later buckets. Buckets k = 1..n with shares s of the elements, ready in the bound at r_k, W = bytes/rate:
 
     (1) step = max over k of ( r_k + E (s_1 + ... + s_k) + W (s_k + ... + s_n) ) + update
 
-With unthrottled links, W = 0, this is what was measured there; with E = 0 it is the sentence above. Nothing in it is taken from the
+With unthrottled links, W = 0, this is what was measured; with E = 0 it is the sentence above. Nothing in it is taken from the
 step that it is held against. What a link's token bucket lets pass at once after the pause between two steps is not in W.
 
 Whether the link itself is right is checked separately: the same buckets, all-reduced on the same links while nobody
@@ -44,7 +44,7 @@ SAME = 0.02
 class Check:
     """One row. Times in ms. off_by: how far the link was from what its set rate should give when it was measured.
 
-    own:  the exchange's own work as a share of the step, where it was measured with unthrottled links; it is in `expected` then.
+    own:  the exchange's own work as a share of the step, where it was measured, on unthrottled links; `expected` has it then.
     link: time of the exchange alone over bytes/rate, less 1, where that was measured.
     """
 

@@ -228,7 +228,9 @@ class Facts:
         """By what share a step on one GPU grows with each method's hook, where nothing is sent: a column for each model."""
         rows = self.replay("bench").kernels["cuda"].config["bench"]["hooks"]
         models = list(dict.fromkeys((r["model"], r["batch"]) for r in rows))
-        grown = {(r["method"], r["model"], r["batch"]): f"{100 * r['overhead']:+.0f} %" for r in rows if "overhead" in r}
+        grown = {
+            (r["method"], r["model"], r["batch"]): f"{100 * r['overhead']:+.0f} %" for r in rows if "overhead" in r
+        }
         names = {"resnet50": "ResNet-50, {} images", "bert_base": "BERT-Base, batch {}"}
         methods = [m for m in dict.fromkeys(r["method"] for r in rows) if not m.startswith("DDP without")]
         found = [[m, *(grown.get((m, *model), DASH) for model in models)] for m in methods]

@@ -95,7 +95,8 @@ def placed(results: Results) -> list[dict[str, str]]:
             best = [found[0] for s in mine if (found := results.best(s, suite.report.ours, base)) is not None]
             if factor is None or not best:
                 continue
-            where = "below all of them" if factor < min(best) else "above all of them" if factor > max(best) else "between them"
+            outside = "below all of them" if factor < min(best) else "above all of them"
+            where = "between them" if min(best) <= factor <= max(best) else outside
             known = {"factor": times(factor), "least": times(min(best)), "most": times(max(best))}
             said.append({"model": architecture, "wire": base, "where": where, **known})
     return said

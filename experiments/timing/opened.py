@@ -3,7 +3,7 @@
 All nodes share this machine's cores, so that what sends, receives, adds up and casts takes them from backward. On a cluster
 of GPUs it would not. To tell it from the link, next to some of the rounds
 
-    unthrottled links   dense methods take a turn on links that slow nothing down: what a step takes with the exchange's own work
+    unthrottled  dense methods take a turn on links that slow nothing down: what a step takes with the exchange's own work
     alone        the same buckets, all-reduced as in a step, on the links as set, while nobody computes
 
 and the bound's timed turns say when each of DDP's buckets is ready. experiments/report/arithmetic.py makes the check of them.

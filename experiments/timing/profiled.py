@@ -1,4 +1,4 @@
-"""What a world's prediction is made from besides its bound: kernels and exchanges, on all ranks at once and on unthrottled links.
+"""What a world's prediction is made from besides its bound: kernels and exchanges, on all ranks at once, unthrottled.
 
 Taken before the rounds, while nobody computes. The ranks of an emulated cluster share a machine's cores: what a kernel takes
 here is what it takes with all of them at it, and an exchange on links that slow nothing down is what sending costs those

@@ -115,12 +115,12 @@ def test_betas(betas: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["+exp=bert_squat"], "no experiment 'bert_squat'; there are: bert_squad, "),  # the nearest first
+        (["+exp=bert_squat"], "no experiment 'bert_squat'; did you mean bert_squad? There are: bert_squad, "),  # the nearest first
         (["+exp=digts"], "; did you mean digits?"),
         (["optimizer=Bidrer"], "; did you mean birder?"),
         (["+exp=nothing"], f" and {len(EXPERIMENTS) - 12} more"),
         (["exp=digits"], "+exp=NAME"),
-        (["optimizer=sgd"], "no optimizer 'sgd'; there are: sgdm, "),  # the nearest first
+        (["optimizer=sgd"], "no optimizer 'sgd'; did you mean sgdm? There are: sgdm, "),  # the nearest first
         (["workload=mnist"], "no workload 'mnist'; there are: "),
         (["cluster=moon"], "no cluster 'moon'; there are: "),
         (["optimizer.lrr=1"], "did you mean optimizer.lr"),

@@ -93,8 +93,8 @@ def test_what_gives_way_in_a_narrow_terminal() -> None:
         assert "0.61x" in text
         assert ("[0.59, 0.63]" in text) == interval
         assert "1.64x =" in text  # a tie is one without its interval too
-    assert "Left out" not in printed(wide(), 118)
-    assert "Left out, for want of room: " in printed(wide(), 60)
+    assert "Columns left out" not in printed(wide(), 118)
+    assert "Columns left out (terminal too narrow): " in printed(wide(), 60)
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("300", 118), ("10", 40), (None, 118)])
