@@ -15,7 +15,7 @@ COMMANDS = sorted(p.stem for p in HOUSE.glob("*.py") if not p.stem.startswith("_
 STUDIES = sorted(p.stem for p in (ROOT / "studies").glob("*.py") if not p.stem.startswith("_"))
 ROOMS = sorted(p.parent.name for p in HOUSE.glob("*/__init__.py"))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-PICTURE = ARCHITECTURE.partition("## Rooms")[2].split("```")[1]
+PICTURE = ARCHITECTURE.partition("## Packages")[2].split("```")[1]
 
 
 def test_the_files_at_the_top_are_the_entry_points_that_the_architecture_lists() -> None:

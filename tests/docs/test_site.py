@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 
 import pytest
@@ -37,3 +38,9 @@ def test_parameters_of_a_docstring_become_a_list() -> None:
     assert listed(text) == (
         "What it does: well.\n\n- `x`: a number\n       of steps\n- `y`: more\n\n    (1) x: y\n\nRaises ValueError: never."
     )
+
+
+def test_headings_of_the_api_page_can_be_imported() -> None:
+    for name in re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE):
+        if not name.startswith("birder.integrations."):  # these need packages that are extras
+            assert pkgutil.resolve_name(name) is not None

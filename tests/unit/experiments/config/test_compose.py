@@ -115,7 +115,10 @@ def test_betas(betas: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["+exp=bert_squat"], "no experiment 'bert_squat'; did you mean bert_squad? There are: bert_squad, "),  # the nearest first
+        (
+            ["+exp=bert_squat"],
+            "no experiment 'bert_squat'; did you mean bert_squad? There are: bert_squad, ",
+        ),  # the nearest first
         (["+exp=digts"], "; did you mean digits?"),
         (["optimizer=Bidrer"], "; did you mean birder?"),
         (["+exp=nothing"], f" and {len(EXPERIMENTS) - 12} more"),
