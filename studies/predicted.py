@@ -54,7 +54,7 @@ NODES, RANKS, GPU = 8, 8, "A100"
 COMPUTE_MS = (5.0, 300.0)
 RATES_GBPS = (1.0, 40.0)
 GRID = 28
-PROFILE = ("", "published, ms", "ring, ms", "difference", "by nodes, ms", "difference")
+PROFILE = ("", "published, ms", "ring, ms", "difference", "hierarchical, ms", "difference")
 THROUGHPUTS = ("", "published, ms", "predicted, ms", "difference")
 MARKS = 7.5
 """Size of what is written at the marks of the paper's plot, points."""
@@ -104,7 +104,7 @@ RATES: tuple[tuple[str, str, int, float], ...] = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One published number, in ms, and what is predicted for it. by_nodes: with an all-reduce that works by nodes."""
+    """One published number, in ms, and what is predicted for it. by_nodes: with a hierarchical all-reduce."""
 
     what: str
     published: float

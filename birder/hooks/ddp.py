@@ -165,8 +165,8 @@ def attach(
     """Makes `model` communicate as `optimizer` wants. Call it on every rank, before the first step.
 
     Call it again, between two steps, if the model was wrapped again or the optimizer has more parameters. Existing state is
-    kept. A model may have several optimizers over different parameters: attach each one of this package. With FSDP2 only one
-    may compress. Gradients of parameters that none of them holds are averaged, as DDP does.
+    kept. A model may have several optimizers over different parameters: attach each one of this package. With FSDP2 attach
+    only one, unless all are dense. Gradients of parameters that none of them holds are averaged, as DDP does.
 
     model:        DistributedDataParallel, on gloo or NCCL. No other hook may be registered. Or, with `mesh`, what
                   torch.distributed.fsdp.fully_shard made of a model. torch.compile may have wrapped either.

@@ -113,11 +113,11 @@ class Timing(Section):
     mode: Literal["auto", "interleaved", "sequential"] = doc(
         "interleaved: all methods in one world; sequential: one run after the other; auto: interleaved if only time counts"
     )
-    rounds: Count = doc("every method has a turn in each")
+    rounds: Count = doc("every method runs in each")
     rounds_when_rebuilding: Count = doc(
-        "no more than these where memory holds one method at a time, rebuilt in each turn"
+        "no more than these where memory holds one method at a time, rebuilt in each round"
     )
-    steps: Count = doc("of a turn, at least; methods whose steps differ in kind take whole cycles")
+    steps: Count = doc("steps of a method in a round, at least; methods whose steps differ in kind take whole cycles")
 
 
 class Scale(Section):

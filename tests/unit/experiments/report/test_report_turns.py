@@ -74,7 +74,7 @@ def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> Non
     text = speedup_table.markdown(speedup.build(group(busy=busy))[0])
     assert "**The machine was busy: other programs took 24 % of its 2 cores' time during the rounds" in text
     text = speedup_table.markdown(speedup.build(group(drift=-0.13, repeated=True))[0])
-    assert "the bound took -13% of the time" in text
+    assert "the bound changed by -13% from the time" in text
     assert "repeated once" in str(captions.caution({**ABOUT, "repeated": True}))
     assert captions.caution(ABOUT) is None
     assert "rebuilt in every turn" in speedup_table.markdown(speedup.build(group(held="one"))[0])
