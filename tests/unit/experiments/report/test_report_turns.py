@@ -77,7 +77,7 @@ def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> Non
     assert "the bound changed by -13% from the time" in text
     assert "repeated once" in str(captions.caution({**ABOUT, "repeated": True}))
     assert captions.caution(ABOUT) is None
-    assert "rebuilt in every turn" in speedup_table.markdown(speedup.build(group(held="one"))[0])
+    assert "rebuilt in every round" in speedup_table.markdown(speedup.build(group(held="one"))[0])
 
 
 def test_records_without_rounds_have_no_intervals() -> None:
