@@ -315,7 +315,7 @@ def _thin_out(names: Sequence[Annotation]) -> None:
         panel = text.axes.bbox
         for offset, side in NEAR:
             text.set_position(offset)
-            text.set_ha(side)
+            text.set_horizontalalignment(side)
             box = text.get_window_extent()
             inside = panel.x0 < box.x0 and box.x1 < panel.x1 and panel.y0 < box.y0 and box.y1 < panel.y1
             if inside and not any(box.overlaps(other) for other in kept):
