@@ -152,7 +152,7 @@ def cluster_of(q: Question, gpu: GPU | None = None) -> Cluster:
     if c.inside_gb_per_s is not None:
         inside = replace(NVLINK, gbps=8 * c.inside_gb_per_s)
     between = Link(c.gbps * c.nics / c.oversubscription, c.latency_us)
-    return Cluster(c.nodes, c.ranks_per_node, between, inside, borders=True)
+    return Cluster.of_gpus(c.nodes, c.ranks_per_node, between, inside)
 
 
 def costs_of(t: Timeline) -> Costs:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def claims(name: str, form: str, costs: Costs | None = None, grid: int = GRID) -
     for column, ms in enumerate(compute):
         t = whole.scaled(ms / whole.step_ms)
         for row, gbps in enumerate(rates):
-            cluster = Cluster(NODES, RANKS, Link(float(gbps), 20.0))
+            cluster = Cluster.of_gpus(NODES, RANKS, Link(float(gbps), 20.0))
             fp32, own = (simulate(t, cluster, METHODS[m], costs).ms for m in ("fp32", form))
             found[row, column] = fp32 / own
     return compute, rates, found
@@ -309,14 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(plots / "predict_crossover.png")
     for name in CLAIMS:
         t = timelines.load(name)
-        found = sweep(
-            t,
-            replace(predict.cluster_of(predict.ask([])), borders=False),
-            "nodes",
-            predict.SWEEPS["nodes"],
-            predict.SHOWN,
-            predict.costs_of(t),
-        )
+        there, costs = predict.cluster_of(predict.ask([])), predict.costs_of(t)
+        found = sweep(t, there, "nodes", predict.SWEEPS["nodes"], predict.SHOWN, costs)
         print(prediction_plots.draw_sweep(found, "nodes", plots / f"predict_{name}_nodes.png"))
     return 0
 

@@ -167,7 +167,7 @@ def compared(row: Shape) -> Compared:
     asked = Asked(model, attention=EAGER if row.bert else row.attention, fused_loss=row.fused, **same)
     work = architectures.work(asked, None if row.torchvision else _config(row))
     there, each = gpu_of(row), min(row.gpus, 8)
-    cluster = Cluster(max(1, row.gpus // 8), each, Link(row.nic_gbps, LATENCY_US), there.link, borders=True)
+    cluster = Cluster.of_gpus(max(1, row.gpus // 8), each, Link(row.nic_gbps, LATENCY_US), there.link)
     optimizer = "sgd" if row.torchvision else "adamw"
     method = "none" if row.gpus == 1 else {2: "bf16", 4: "fp32"}[row.wide]
     t = work.timeline(there, gpus_per_node=each, optimizer=optimizer)

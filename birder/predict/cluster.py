@@ -116,6 +116,11 @@ class Cluster:
                 f"a cluster needs at least 1 node and 1 rank per node, got {self.nodes} x {self.ranks_per_node}"
             )
 
+    @classmethod
+    def of_gpus(cls, nodes: int, ranks_per_node: int, between: Link, inside: Link = NVLINK) -> Cluster:
+        """As every question, page and picture asks about one: NCCL's rings, which cross few borders between nodes."""
+        return cls(nodes, ranks_per_node, between, inside, borders=True)
+
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node

@@ -178,8 +178,8 @@ def _names(tables: Sequence[AccuracyTable]) -> list[str]:
 
 
 def predicted(records: Records, value: float, name: str, model: str, batch: int) -> Words:
-    """The same from the predictor: full link rate, NCCL's flat ring as baseline."""
-    cluster = Cluster(8, 8, Link(10.0, claimed.LATENCY_US))
+    """The same from the predictor: full link rate, NCCL's all-reduce as baseline."""
+    cluster = Cluster.of_gpus(8, 8, Link(10.0, claimed.LATENCY_US))
     forms = {"birder": "flat", "birder_hierarchical": "hierarchical"}
     found = []
     for rate in ("tf32", "amp"):

@@ -193,7 +193,7 @@ class Facts:
 
     def expected(self, timeline: str, nodes: int, ranks: int, gbps: float) -> Prediction:
         """Steps of a real cluster, predicted: nodes x ranks of the timeline's GPU, `gbps` between nodes."""
-        cluster = Cluster(nodes, ranks, Link(gbps, prediction.LATENCY_US))
+        cluster = Cluster.of_gpus(nodes, ranks, Link(gbps, prediction.LATENCY_US))
         return predict(timelines.load(timeline), cluster, methods=prediction.METHODS)
 
     def example(self, title: str) -> dict[str, str]:
@@ -257,6 +257,13 @@ class Facts:
         lines = (self.results / "tables" / f"{page}.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
         whole = itertools.dropwhile(lambda line: not line.startswith("|"), lines.splitlines())
         return "\n".join(itertools.takewhile(lambda line: line.startswith("|"), whole))
+
+    def links_needed(self) -> str:
+        """Under which links the paper's speedups come out."""
+        published = {"resnet50": "ResNet-50", "bert_base": "BERT-Base"}
+        claimed = {m: f"maximum speedup, {label}, testbed" for m, label in published.items()}
+        factors = {m: float(claims.paper(quantity, "Birder")["value"]) for m, quantity in claimed.items()}
+        return prediction.links_needed(factors, nodes=8).grid()
 
     def replayed_rows(self) -> str:
         """The summary of the errors of replayed cells."""

@@ -100,10 +100,7 @@ def _of(work: Any, gpu: gpus.GPU, choice: Choice, lost: Mapping[str, float]) -> 
     t = work.timeline(gpu)
     return [
         [
-            [
-                _cell(t, Cluster(nodes, ranks, Link(rate, LATENCY_US), gpu.link, borders=True), lost)
-                for rate in choice.gbps
-            ]
+            [_cell(t, Cluster.of_gpus(nodes, ranks, Link(rate, LATENCY_US), gpu.link), lost) for rate in choice.gbps]
             for nodes in choice.nodes
         ]
         for ranks in choice.ranks

@@ -8,17 +8,19 @@ what is measured again later has no prediction, and takes none away.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from birder.predict import Cluster, Link, Prediction, Timeline, sweep
+from birder.predict import METHODS as KNOWN
+from birder.predict import Cluster, Link, Prediction, Timeline, crossover, sweep
 from birder.predict.table import NEAR as NEAR
-from experiments.cells import trained
+from experiments.cells import timelines, trained
 from experiments.cells.trained import Trained
 from experiments.records.record import ResultRecord
-from experiments.report.formats import percent
+from experiments.report.formats import DASH, number, percent, times
+from experiments.report.sentences import MODELS
 from experiments.report.table import Table
 
 FILE = Path("predict") / "replayed.csv"
@@ -118,4 +120,20 @@ RANKS_PER_NODE = 8
 
 def over_rates(timeline: Timeline, nodes: int, gbps: Sequence[float] = GBPS) -> list[Prediction]:
     """A prediction of `METHODS` for each rate of a node's link, Gbit/s."""
-    return sweep(timeline, Cluster(nodes, RANKS_PER_NODE, Link(gbps[0], LATENCY_US)), "gbps", gbps, METHODS)
+    return sweep(timeline, Cluster.of_gpus(nodes, RANKS_PER_NODE, Link(gbps[0], LATENCY_US)), "gbps", gbps, METHODS)
+
+
+FORMS = ("birder", "birder_hierarchical")
+
+
+def links_needed(factors: Mapping[str, float], nodes: int) -> Table:
+    """For the timelines of the paper's GPU the link rate below which Birder is `factors[model]` times as fast as fp32."""
+    rows = []
+    for t in (t for t in map(timelines.load, timelines.names()) if t.gpu.startswith("A100") and t.model in factors):
+        there = Cluster.of_gpus(nodes, RANKS_PER_NODE, Link(GBPS[0], LATENCY_US))
+        found = crossover(t, there, [*FORMS, "fp32"], baseline="fp32", gain=factors[t.model] - 1)
+        rates = [DASH if rate is None else number(rate) for rate in (found[form] for form in FORMS)]
+        what = f"{MODELS[t.model]}, batch {t.batch_per_gpu}, {t.precision.upper()}"
+        rows.append([what, times(factors[t.model]), number(t.step_ms), *rates])
+    head = ("timeline", "published", "forward and backward, ms", *(f"{KNOWN[f].label}: Gbit/s, at most" for f in FORMS))
+    return Table.text(head, rows)

@@ -110,6 +110,7 @@ def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:
     for gpu in GPUS:
         timeline = timelines.load(FOLDER / f"gpt2_{gpu}.json")
         for gbps in GBPS:
-            p = predict(timeline, Cluster(NODES, 8, Link(gbps, LATENCY_US)), ["fp32", "none", name], local_steps=every)
+            cluster = Cluster.of_gpus(NODES, 8, Link(gbps, LATENCY_US))
+            p = predict(timeline, cluster, ["fp32", "none", name], local_steps=every)
             found[gpu, gbps] = dense * p["fp32"].ms + (1 - dense) * p[name].ms
     return found

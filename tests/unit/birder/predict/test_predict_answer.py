@@ -29,7 +29,7 @@ def timeline(step_ms: float = 90.0, elements: int = 100 * MILLION, layers: int =
 
 
 def ask(gbps: float, plan: Plan | None = None, nodes: int = 4, latency_us: float = 20.0, **options: Any) -> Answer:
-    cluster = Cluster(nodes, 8, Link(gbps, latency_us), borders=True)
+    cluster = Cluster.of_gpus(nodes, 8, Link(gbps, latency_us))
     return answer(timeline(**options.pop("model", {})), cluster, plan or Plan(), **options)
 
 
@@ -135,7 +135,7 @@ def test_a_method_that_a_layout_cannot_run_is_refused() -> None:
 def test_a_ring_waits_for_the_borders_of_nodes_alone() -> None:
     def latency(nodes: int, ranks: int) -> float:
         inside = Link(1e9, 5.0)
-        return Cluster(nodes, ranks, Link(1e9, 1000.0), inside, borders=True).all_reduce(8.0).ms
+        return Cluster.of_gpus(nodes, ranks, Link(1e9, 1000.0), inside).all_reduce(8.0).ms
 
     assert latency(2, 8) == pytest.approx(2 * 1.0 + 2 * 14 * 0.005, rel=1e-3)
     assert latency(2, 1) == pytest.approx(2.0, rel=1e-3)

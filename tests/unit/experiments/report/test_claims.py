@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from birder.predict import METHODS, Cluster, Link
+from experiments import predict
 from experiments.cells import claimed
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import claims, replayed
@@ -158,6 +160,19 @@ def test_no_v100_is_faster_than_its_peak(rows: list[Claim]) -> None:
 
 
 # ---- the predictions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["resnet50", "bert_base"])
+def test_predicted_rows_are_what_their_command_answers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = {"resnet50": 32, "bert_base": 12}[model]
+    found = []
+    for rate in ("tf32", "amp"):
+        command = [f"timeline={model}_b{batch}_{rate}", "methods=birder,birder_hierarchical", "--json"]
+        assert predict.main(command) == 0
+        ms = {row["method"]: row["ms"] for row in json.loads(capsys.readouterr().out)["rows"]}
+        found += [ms["fp32"] / ms[form] for form in ("birder", "birder_hierarchical")]
+    claimed_there = evidence.predicted([], 0.0, name="", model=model, batch=batch)["factors"]
+    assert [factor for factor, _ in claimed_there] == pytest.approx(found)
 
 
 def test_shapes_are_those_of_the_models() -> None:

@@ -150,9 +150,8 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
         assert grid["models"][m] == label
         for n, nodes in enumerate(SMALL.nodes):
             for g, gbps in enumerate(SMALL.gbps):
-                p = predict(
-                    timelines.load(name), Cluster(nodes, 8, Link(gbps, prediction.LATENCY_US)), prediction.METHODS
-                )
+                there = Cluster.of_gpus(nodes, 8, Link(gbps, prediction.LATENCY_US))
+                p = predict(timelines.load(name), there, prediction.METHODS)
                 assert grid["ms"][m][n][g] == [round(p[method].ms, 3) for method in prediction.METHODS]
                 place = grid["wins"][m][n][g]
                 assert (None if place is None else prediction.METHODS[place]) == winner(p)

@@ -33,7 +33,7 @@ def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
     work = architectures.work(Asked("torchvision:resnet18", 64, "bf16"))
     gpu = gpus.find("rtx4090")
     found = answer(
-        work.timeline(gpu), Cluster(8, 8, Link(10, 20.0), gpu.link, borders=True), methods=pay.SHOWN, unsure=gpus.UNSURE
+        work.timeline(gpu), Cluster.of_gpus(8, 8, Link(10, 20.0), gpu.link), methods=pay.SHOWN, unsure=gpus.UNSURE
     )
     cell = content["cells"][0][1][1][0][1][1]
     assert cell[:-2] == [pytest.approx(found.prediction[m].ms, rel=1e-3) for m in pay.SHOWN]
@@ -51,7 +51,7 @@ def test_the_page_advises_by_the_accuracy_that_the_command_line_goes_by(content:
     first = [pay.SHOWN[i] for i in found["compressed"]]
     assert first == ["onebit_adam", "birder", "birder_hierarchical", "powersgd4"]
     gpu = gpus.find("rtx4090")
-    there = Cluster(8, 8, Link(10, 20.0), gpu.link, borders=True)
+    there = Cluster.of_gpus(8, 8, Link(10, 20.0), gpu.link)
     work = architectures.work(Asked("torchvision:resnet18", 64, "bf16"))
     best = answer(work.timeline(gpu), there, methods=pay.SHOWN, unsure=gpus.UNSURE, lost=lost).best
     ms = found["cells"][0][1][1][0][1][1]
