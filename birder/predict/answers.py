@@ -1,13 +1,14 @@
 """The answer first: one or two plain sentences and six rows, from a model's timeline, a cluster and a plan. Imports no torch.
 
 A method's saving against bf16 is 1 - t_method / t_bf16 of the same step. Its interval holds that of computing `UNSURE` faster
-and slower, of encoding that delays backward, and of the model of communication (table.py).
+and slower, of encoding that delays backward, and of the model of communication, for both of them (table.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from birder.predict.cluster import Cluster
@@ -15,18 +16,24 @@ from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
 from birder.predict.layouts import DDP, Plan, fits
 from birder.predict.methods import Method, find
-from birder.predict.table import NEAR, Prediction, Row, aligned, no_gain, predict, size
+from birder.predict.table import NEAR, Prediction, Row, advised, aligned, no_gain, predict, savings, size
 from birder.predict.timeline import Timeline
 
 NEEDS = {
     "birder": "birder.Birder",
     "birder_one_phase": "birder.Birder(..., reduce='one_phase')",
+    "sigma_delta": "birder.SigmaDeltaAdam",
+    "sigma_delta_local": "birder.SigmaDeltaAdam(..., variance='local')",
+    "sigma_delta_one_phase": "birder.SigmaDeltaAdam(..., reduce='one_phase')",
+    "lion": "birder.Lion",
     "onebit_adam": "birder.OneBitAdam",
+    "onebit_adam_fused": "birder.OneBitAdam",
+    "deepspeed": "birder.OneBitAdam",
     "onebit_lamb": "birder.OneBitLAMB",
+    "ef21_sgdm": "birder.EF21SGDM",
+    "ef_sgd": "birder.EFSGD",
 }
 """What a method's name is in a script."""
-TIE = 0.02
-"""Steps that differ by less, relative, are as good as equal."""
 FAR = 1.5
 """A method whose ranks' models differ is mentioned where it is so many times as fast as what is advised."""
 LIKE_DILOCO = 1.1
@@ -49,22 +56,21 @@ class Answer:
 
     def saving(self, name: str) -> tuple[float, float, float]:
         """(share of the step that a method saves against bf16, low, high)."""
-        found = []
-        for p in (self.prediction, *self.ends):
-            base, row = p["bf16"].ms, p[name]
-            found += [1 - ms / base for ms in (row.ms, row.low, row.high)]
-        return found[0], min(found), max(found)
+        return savings((self.prediction, *self.ends), name)
 
     @property
     def best(self) -> Row | None:
-        """The fastest compressed method whose ranks have one model and which fits; None: there is none.
+        """The method that is advised; where none pays the fastest that could be; None: there is none."""
+        return self._advised[0]
 
-        Of those that are `TIE` the one that lost the fewest studies of accuracy, then the first in the table.
-        """
-        rows = [r for r in self.prediction.rows if not (r.method.dense or r.method.local) and self.fits(r.name)]
-        least = min((r.ms for r in rows), default=0.0)
-        ties = [r for r in rows if r.ms <= (1 + TIE) * least]
-        return min(ties, key=lambda r: self.lost.get(r.name, 1.0), default=None)
+    @property
+    def pays(self) -> bool:
+        """Whether it is advised to compress."""
+        return self._advised[1] is True
+
+    @cached_property
+    def _advised(self) -> tuple[Row | None, bool | None]:
+        return advised((self.prediction, *self.ends), self.lost, self.fits)
 
     @property
     def far(self) -> Row | None:
@@ -78,14 +84,6 @@ class Answer:
 
     def fits(self, name: str) -> bool:
         return self.gpu is None or name not in self.memory or fits(self.memory[name], self.gpu)
-
-    @property
-    def pays(self) -> bool:
-        """Whether it is advised to compress: a gain of `NEAR` over bf16 that the interval does not take back."""
-        p = self.prediction
-        if self.best is None or p["bf16"].step.ms <= (1 + NEAR) * p["none"].ms:
-            return False
-        return p.speedup(self.best.name, "bf16")[0] >= 1 + NEAR and self.saving(self.best.name)[1] > 0
 
     def sentences(self, accuracy: str = "") -> list[str]:
         """The answer. accuracy: what the best method costs there, in words, without a full stop."""
@@ -102,7 +100,7 @@ class Answer:
             share = 1 - bound.ms / bf16.ms
             said.append(
                 "Do not compress: FSDP over all ranks has no replicas to compress between; "
-                f"{share:.0%} of its step is waiting."
+                f"{100 * share:.0f} % of its step is waiting."
             )
             if share > NEAR:
                 said[-1] += " sharding=hsdp keeps its collectives inside the nodes."
@@ -112,7 +110,7 @@ class Answer:
         else:
             value, low, high = self.saving(best.name)
             speed = p.speedup(best.name, "bf16")[0]
-            text = f"Compress: {best.method.label} saves {value:.0%} of the step [{100 * low:.0f}, {100 * high:.0f}] "
+            text = f"Compress: {best.method.label} saves {100 * value:.0f} % of the step [{100 * low:.0f}, {100 * high:.0f}] "
             text += f"against bf16, {speed:.2f}x as fast as bf16"
             said.append(text + (f"; {accuracy}." if accuracy else "."))
             said.append(self._needs(best.method))
@@ -125,20 +123,21 @@ class Answer:
         return said
 
     def _not(self) -> str:
-        best = self.best
+        best, pays = self._advised
         why = no_gain(self.prediction, best)
         if why or best is None:
             return f"Do not compress: {why}."
         value, low, high = self.saving(best.name)
-        return (
-            f"Do not compress: {best.method.label}, the fastest, saves {value:.0%} of bf16's step "
-            f"[{100 * low:.0f}, {100 * high:.0f}], no more than this prediction can tell."
-        )
+        said = f"{best.method.label}, the fastest whose ranks share one model, saves {100 * value:.0f} % of bf16's step"
+        said += f" [{100 * low:.0f}, {100 * high:.0f}]"
+        if pays is None:
+            return f"Not decided: {said}, which is within what this prediction can tell."
+        return f"Do not compress: {said}, less than is worth a change."
 
     def _needs(self, method: Method) -> str:
         if method.name.startswith("powersgd"):
             return "It needs PyTorch's PowerSGD hook."
-        optimizer = NEEDS.get(method.name.removesuffix("_hierarchical"), method.label)
+        optimizer = NEEDS[method.name.removesuffix("_hierarchical")]
         if self.plan.sharding == "hsdp":
             return f"It needs `{optimizer}` and `birder.attach(model, optimizer, mesh=mesh)`."
         more = ", hierarchical=True" if method.hierarchical else ""

@@ -102,7 +102,7 @@ class Work:
             gradients=tuple(gradients),
             intra_node=IntraNode.of(self.elements, gpus_per_node),
             source="the architecture",
-            note=f"{self.tflop:.3g} TFLOP; assumed shares of the data sheet's rates, +-{UNSURE:.0%}",
+            note=f"{self.tflop:.3g} TFLOP; assumed shares of the data sheet's rates, ±{100 * UNSURE:g} %",
             update_ms=gpu.ms(0.0, UPDATE[optimizer] * self.elements, self.precision) / faster,
         )
 

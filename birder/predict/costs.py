@@ -101,5 +101,7 @@ class Costs:
         except ValueError as error:
             raise ValueError(f"no memory bandwidth known of {name!r}: {error}") from None
         rate = REACHED * gpu.gb_per_s
-        text = f"{name.lower()}: {REACHED:.0%} of {gpu.gb_per_s:g} GB/s, {LAUNCH_US:g} us to start a kernel; assumed"
+        text = (
+            f"{name.lower()}: {100 * REACHED:g} % of {gpu.gb_per_s:g} GB/s, {LAUNCH_US:g} µs to start a kernel; assumed"
+        )
         return Costs.of_bandwidth(rate, source=text)

@@ -12,7 +12,7 @@ A speedup's interval divides the far ends of the two rows by each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from birder.predict.cluster import Cluster
@@ -26,6 +26,8 @@ MODEL_ERROR = 0.10
 """Relative. The bound, which communication does not touch, is the timeline's and has none of it."""
 NEAR = 0.05
 """Where bf16 is that near to the bound, and where a method gains less than that over bf16, nothing is worth a change."""
+TIE = 0.02
+"""Steps that differ by less, relative, are as good as equal."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,45 @@ def _interval(
     return low - unsure, high + unsure
 
 
-def decide(p: Prediction) -> tuple[str | None, str]:
-    """(`Prediction.winner`, one sentence). The one rule for the command line, the page and its pictures.
+def savings(found: Sequence[Prediction], name: str) -> tuple[float, float, float]:
+    """(share of bf16's step that a method saves by the first prediction, low, high by all of them)."""
+    each = [p.speedup(name, "bf16") for p in found]
+    return 1 - 1 / each[0][0], 1 - 1 / min(low for _, low, _ in each), 1 - 1 / max(high for *_, high in each)
 
-    Methods whose models differ between ranks are not advised: their accuracy is not in the table.
+
+def advised(
+    found: Sequence[Prediction],
+    lost: Mapping[str, float] | None = None,
+    fits: Callable[[str], bool] = lambda name: True,
+) -> tuple[Row | None, bool | None]:
+    """(a method, whether it pays; None: not decided). The one rule for the command line, the page and its pictures.
+
+    A method pays that gains `NEAR` over bf16 by the first prediction, and whose saving is above 0 in all of them. Of those
+    within `TIE` of the fastest that pays the one with least of `lost` is advised, then the first in the table. Where
+    nothing pays the method is the fastest. Methods whose models differ between ranks are not advised, nor what does not fit.
     """
+    p = found[0]
+    rows = [r for r in p.rows if not (r.method.dense or r.method.local) and fits(r.name)]
+    fastest = min(rows, key=lambda r: r.ms, default=None)
+    gaining = [r for r in rows if p.speedup(r.name, "bf16")[0] >= 1 + NEAR]
+    if no_gain(p, fastest) or not gaining:
+        return fastest, False
+    paying = [r for r in gaining if savings(found, r.name)[1] > 0]
+    if not paying:
+        return fastest, None
+    least = min(r.ms for r in paying)
+    ties = [r for r in paying if r.ms <= (1 + TIE) * least]
+    return min(ties, key=lambda r: (lost or {}).get(r.name, 1.0)), True
+
+
+def decide(p: Prediction) -> tuple[str | None, str]:
+    """(`Prediction.winner`, one sentence), by `advised`."""
     if not (p.has("bf16") and p.has("none")):
         best = min((r for r in p.rows if r.name != "none"), key=lambda r: r.ms, default=None)
         if best is None:
             return None, "nothing was predicted."
         return best.name, f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
-    best = min((r for r in p.rows if not (r.method.dense or r.method.local)), key=lambda r: r.ms, default=None)
+    best, pays = advised((p,))
     why = no_gain(p, best)
     if why or best is None:
         return "bf16", f"do not compress: {why}."
@@ -175,9 +205,9 @@ def decide(p: Prediction) -> tuple[str | None, str]:
     wins = f"{best.method.label} is {ratio:.2f}x as fast as bf16 ({low:.2f} to {high:.2f})"
     if p.has("fp32"):
         wins += f" and {p.speedup(best.name)[0]:.2f}x as fast as fp32"
-    if ratio < 1 + NEAR:
-        return "bf16", f"do not compress: {wins}, less than {NEAR:.0%} more."
-    if low <= 1:
+    if pays is False:
+        return "bf16", f"do not compress: {wins}, less than {100 * NEAR:g} % more."
+    if pays is None:
         return None, f"not decided: {wins}, which is within what the prediction can tell."
     return best.name, f"{wins}: {best.ms:.4g} ms a step, the bound is {p['none'].ms:.4g}."
 
@@ -186,7 +216,7 @@ def no_gain(p: Prediction, best: Row | None) -> str | None:
     """Why the best of the compressed methods can gain nothing over bf16; None: it may."""
     bf16, bound = p["bf16"], p["none"]
     if bf16.step.ms <= (1 + NEAR) * bound.ms:  # costs that were not simulated do not justify compressing
-        return f"bf16 is within {NEAR:.0%} of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
+        return f"bf16 is within {100 * NEAR:g} % of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
     if best is None or best.ms > bf16.ms:
         return f"bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster"
     return None

@@ -13,7 +13,7 @@ function between(values, wanted) {
 }
 
 function payAt(c, gbps) {
-  const table = (b) => pay.cells[c.model][b][c.gpu][c.ranks], count = pay.methods.length, sum = Array(count + 2).fill(0);
+  const table = (b) => pay.cells[c.model][b][c.gpu][c.ranks], count = pay.methods.length, sum = Array(3 * count).fill(0);
   between(pay.batches[c.model], c.batch).forEach(([b, x]) => between(pay.nodes, c.nodes).forEach(([n, y]) => between(pay.gbps, gbps).forEach(([g, z]) =>
     table(b)[n][g].forEach((value, i) => { sum[i] += x * y * z * (i < count ? Math.log(value) : value); }))));
   return sum.map((value, i) => i < count ? Math.exp(value) : value);
@@ -26,13 +26,17 @@ function chosenPay() {
 
 function payLine(c) {  // the rule of the command line
   const ms = payAt(c, c.gbps), bf16 = ms[pay.bf16], bound = ms[pay.bound];
-  const least = Math.min(...pay.compressed.map((i) => ms[i])), best = pay.compressed.find((i) => ms[i] <= (1 + pay.tie) * least);
-  const low = ms[pay.methods.length], high = ms[pay.methods.length + 1], gain = bf16 / ms[best];
+  const count = pay.methods.length, low = (i) => ms[count + i], high = (i) => ms[2 * count + i];
+  const gaining = pay.compressed.filter((i) => bf16 >= (1 + pay.near) * ms[i]), paying = gaining.filter((i) => low(i) > 0);
+  const some = paying.length ? paying : pay.compressed, least = Math.min(...some.map((i) => ms[i]));
+  const best = some.find((i) => ms[i] <= (1 + (paying.length ? pay.tie : 0)) * least);
   const near = Math.round(100 * pay.near) + " %";
   if (bf16 <= (1 + pay.near) * bound) return [false, "Do not compress: bf16 is within " + near + " of the bound.", best, ms];
-  if (gain < 1 + pay.near || low <= 0) return [false, "Do not compress: " + pay.methods[best] + ", the fastest, gains less than this prediction can tell.", best, ms];
+  const fastest = pay.methods[best] + ", the fastest whose ranks share one model, gains ";
+  if (!gaining.length) return [false, "Do not compress: " + fastest + "less than " + near + ".", best, ms];
+  if (!paying.length) return [false, "Not decided: " + fastest + "no more than this prediction can tell.", best, ms];
   const percent = (v) => Math.round(100 * v);
-  return [true, "Compress: " + pay.methods[best] + " saves " + percent(1 - ms[best] / bf16) + " % of the step [" + percent(low) + ", " + percent(high) + "] against bf16.", best, ms];
+  return [true, "Compress: " + pay.methods[best] + " saves " + percent(1 - ms[best] / bf16) + " % of the step [" + percent(low(best)) + ", " + percent(high(best)) + "] against bf16.", best, ms];
 }
 
 function showPay() {

@@ -3,13 +3,13 @@ which the page interpolates. No torch but for counting the models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from birder.predict import METHODS, Cluster, Link, gpus
-from birder.predict.answers import DDP, TIE, answer
-from birder.predict.table import NEAR
+from birder.predict.answers import DDP, answer
+from birder.predict.table import NEAR, TIE
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
 from experiments.report.prediction import LATENCY_US
@@ -56,8 +56,8 @@ class Choice:
 def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) -> dict[str, Any]:
     """JSON's types. lost: as of birder.predict.answers.Answer.
 
-    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the saving's low and high of the one
-    that is advised. compressed: places of compressed methods, in the order in which those of equal time are advised.
+    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the low ends of their savings, then the
+    high ones. compressed: places of compressed methods, in the order in which those of equal time are advised.
     gb[model][batch]: of a rank, with bf16 DDP.
     """
     choice, lost = choice or Choice(), lost or {}
@@ -65,7 +65,7 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
     cells, gb = [], []
     for model in choice.models:
         works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
-        cells.append([[_of(work, gpus.find(name), choice, lost) for name in choice.gpus] for work in works])
+        cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
         a100 = [w.timeline(gpus.find("a100")) for w in works]
         some = Cluster(2, 8, Link(10.0))
         gb.append(
@@ -96,19 +96,18 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
     }
 
 
-def _of(work: Any, gpu: gpus.GPU, choice: Choice, lost: Mapping[str, float]) -> list[Any]:
+def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
     t = work.timeline(gpu)
     return [
         [
-            [_cell(t, Cluster.of_gpus(nodes, ranks, Link(rate, LATENCY_US), gpu.link), lost) for rate in choice.gbps]
+            [_cell(t, Cluster.of_gpus(nodes, ranks, Link(rate, LATENCY_US), gpu.link)) for rate in choice.gbps]
             for nodes in choice.nodes
         ]
         for ranks in choice.ranks
     ]
 
 
-def _cell(t: Any, cluster: Cluster, lost: Mapping[str, float], methods: Sequence[str] = SHOWN) -> list[float]:
-    found = answer(t, cluster, methods=methods, unsure=gpus.UNSURE, lost=lost)
-    low, high = found.saving(found.best.name)[1:] if found.best else (0.0, 0.0)
-    ms = [float(f"{found.prediction[m].ms:.4g}") for m in methods]
-    return [*ms, round(low, 3), round(high, 3)]
+def _cell(t: Any, cluster: Cluster) -> list[float]:
+    found = answer(t, cluster, methods=SHOWN, unsure=gpus.UNSURE)
+    ms = [float(f"{found.prediction[m].ms:.4g}") for m in SHOWN]
+    return [*ms, *(round(found.saving(m)[end], 3) for end in (1, 2) for m in SHOWN)]

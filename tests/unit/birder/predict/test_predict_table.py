@@ -23,7 +23,7 @@ def test_a_slow_link_asks_for_compression_and_a_fast_one_does_not() -> None:
     assert "x as fast as bf16" in slow.sentence
     assert slow.speedup("birder_hierarchical", "bf16")[0] > 2
     fast = predict(bert(), Cluster(8, 8, link(800.0)))
-    assert fast.sentence.startswith("do not compress: bf16 is within 5% of the bound")
+    assert fast.sentence.startswith("do not compress: bf16 is within 5 % of the bound")
 
 
 def test_intervals_hold_the_value_and_grow_with_what_is_not_known() -> None:
