@@ -57,6 +57,8 @@ SWEEPS: dict[str, tuple[float, ...]] = {
     "gbps": (0.5, 1, 2, 3, 5, 7, 10, 15, 25, 40, 100, 200, 400),
     "nodes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
 }
+CHANGING = ("seq", "compiled", "checkpointing")
+"""Keys that ask for other kernels than were recorded."""
 KINDS = ("hf", "torchvision", "params")
 """Models that are counted by their name; with another prefix it is a module's."""
 EXAMPLES = record.ROOT / "docs" / "predict_examples.md"
@@ -93,7 +95,11 @@ class Model:
 def model_of(q: Question) -> Model:
     """The model that is meant: recorded, recorded now, or counted. Raises UserError."""
     if q.timeline:
-        return Model(_scaled(timelines.load(q.timeline), q))
+        t = timelines.load(q.timeline)
+        gpu = q.gpu if q.gpu_rate != 1 or _same_gpu(t.gpu, q.gpu) else t.gpu
+        there = {"model": t.model, "batch": t.batch_per_gpu, "precision": t.precision, "gpu": gpu}
+        q.refuse_others(f"the recorded timeline {t.name}", {**there, **dict.fromkeys([*CHANGING, "steps"])})
+        return Model(_scaled(t, q))
     if not q.model:
         raise UserError(
             "say model=NAME, such as hf:gpt2-medium, torchvision:resnet101 or package.module:function; or say timeline=NAME "
@@ -103,7 +109,9 @@ def model_of(q: Question) -> Model:
     if rest and kind not in KINDS and (q.steps or q.gpu_rate != 1):
         from experiments.cells import timeline_tools
 
+        q.refuse_others("a function is recorded as it is and", dict.fromkeys((*CHANGING, "precision")))
         return Model(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps or STEPS), q))
+    q.refuse_others("a model that is not a function", {"steps": None})
     return (None if rest else _recorded(q)) or _counted(q)
 
 
@@ -112,7 +120,7 @@ def _recorded(q: Question) -> Model | None:
     precision = q.precision or "tf32"
     for t in (timelines.load(name) for name in timelines.names()):
         same = t.model == q.model and t.batch_per_gpu == q.batch and t.precision == precision
-        if same and q.seq is None and _plain(t.gpu).startswith(_plain(q.gpu)):
+        if same and not any(getattr(q, key) for key in CHANGING) and _same_gpu(t.gpu, q.gpu):
             return Model(_scaled(t, q))
     return None
 
@@ -135,8 +143,12 @@ def _counted(q: Question) -> Model:
     return Model(found, gpu, work.saved_bytes)
 
 
-def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+def _same_gpu(recorded: str, asked: str) -> bool:
+    """Whether both name one data sheet; a GPU without any is known by its name alone."""
+    try:
+        return gpus.find(recorded) == gpus.find(asked)
+    except ValueError:
+        return recorded == asked
 
 
 def _scaled(t: Timeline, q: Question) -> Timeline:

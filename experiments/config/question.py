@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import PrivateAttr
 
 from experiments.config import compose, validate
-from experiments.config.kinds import Count, Nodes, NotNegative, Positive, Ranks, Switch, Text, Words, doc
+from experiments.config.kinds import AtLeastOne, Count, Nodes, NotNegative, Positive, Ranks, Switch, Text, Words, doc
 from experiments.config.schema import Section
+from launch.errors import UserError
 
 Methods = Annotated[Text | list[Text], Words("names of methods, such as birder,bf16")]
 
@@ -20,7 +23,7 @@ class Cluster(Section):
     latency_us: NotNegative = doc("latency of a message between nodes, microseconds")
     inside_gb_per_s: Positive | None = doc("rate of a GPU's link inside the node, GB/s; null: that of the GPU")
     nics: Count = doc("NICs of a node, used side by side")
-    oversubscription: Positive = doc("the switches carry so many times less than the NICs of all nodes together")
+    oversubscription: AtLeastOne = doc("the switches carry so many times less than the NICs of all nodes together")
 
 
 class Question(Section):
@@ -48,6 +51,15 @@ class Question(Section):
     steps: Count | None = doc("a function's timeline is recorded here, on so many steps, instead of counted")
     methods: Methods | None = doc("rows of the table; null: the usual ones")
     cluster: Cluster = doc("the cluster that is asked about: cluster=NAME, a file of conf/predict/cluster")
+    _said: frozenset[str] = PrivateAttr(default=frozenset())
+
+    def refuse_others(self, what: str, fixed: Mapping[str, Any]) -> None:
+        """Raises UserError for a key that was said and is not as a recording has it; None: the recording does not say."""
+        for key in sorted(self._said & fixed.keys()):
+            asked, there = getattr(self, key), fixed[key]
+            if asked != there and not (there is None and asked is False):
+                has = "cannot change that" if there is None else f"has {key}={there}"
+                raise UserError(f"{key}={asked} asks for something else: {what} {has}; leave {key} out")
 
 
 FOLDER = compose.CONF / "predict"
@@ -60,6 +72,7 @@ def ask(overrides: Sequence[str]) -> Question:
     asked = compose.plain(typed, FOLDER)
     validate.check_section(Question, asked)
     found = Question.model_validate(asked)
+    found._said = frozenset(o.partition("=")[0] for o in overrides)
     if isinstance(found.methods, str):
         found.methods = found.methods.split(",")
     return found

@@ -119,6 +119,15 @@ def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("more", [["gpu=a10"], ["compiled=true"], ["gpu=a100-40gb"], ["batch=33"]])
+def test_a_recorded_timeline_answers_for_nothing_else(more: list[str]) -> None:
+    asked = ["model=resnet50", "batch=32", "precision=tf32"]
+    assert entry.model_of(entry.ask([*asked, "gpu=a100"])).gpu is None  # recorded
+    found = entry.model_of(entry.ask([*asked, *more])).gpu
+    assert found is not None
+    assert found.name == {"gpu=a10": "a10", "gpu=a100-40gb": "a100-sxm-40gb"}.get(more[0], "a100-sxm-80gb")
+
+
 def test_accuracy_is_read_from_the_table_that_the_records_give() -> None:
     """An answer need not read all records: their verdicts are written with the tables."""
     assert answered.known_verdicts(PUBLISHED) == answered.verdicts(read_all(PUBLISHED))
@@ -181,6 +190,14 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "cluster.nodes=0"], "cluster.nodes must be a whole number, 1 or more, not 0"),
         (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
+        (["timeline=resnet50_b32_tf32", "gpu=h100"], "gpu=h100 asks for something else"),
+        (["timeline=resnet50_b32_tf32", "batch=64"], "the recorded timeline resnet50_b32_tf32 has batch=32"),
+        (["timeline=resnet50_b32_tf32", "precision=bf16"], "has precision=tf32; leave precision out"),
+        (["timeline=resnet50_b32_tf32", "compiled=true"], "compiled=True asks for something else"),
+        (["model=tests.helpers.toy_module:make", "steps=2", "seq=9"], "seq=9 asks for something else"),
+        (["model=hf:gpt2", "steps=2"], "steps=2 asks for something else"),
+        (["model=resnet50", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
+        (["timeline=resnet50_b32_tf32", "cluster.oversubscription=0.5"], "cluster.oversubscription must be a number"),
         (["model=tests.helpers.toy_module:nothing"], "no attribute 'nothing'"),
         (["--evaluate"], "python studies/predicted.py"),
         (["--step-times"], "python studies/step_times.py"),
