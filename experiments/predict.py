@@ -109,7 +109,7 @@ def model_of(q: Question) -> Model:
     if rest and kind not in KINDS and (q.steps or q.gpu_rate != 1):
         from experiments.cells import timeline_tools
 
-        q.refuse_others("a function is recorded as it is and", dict.fromkeys((*CHANGING, "precision")))
+        q.refuse_others("a recording of a function", dict.fromkeys((*CHANGING, "precision")))
         return Model(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps or STEPS), q))
     q.refuse_others("a model that is not a function", {"steps": None})
     return (None if rest else _recorded(q)) or _counted(q)

@@ -266,7 +266,8 @@ def crossovers() -> bytes:
         point = f"The slower the link, the more compression wins: at {slowest} {' and '.join(gains)}"
         setting = (
             f"{NODES} nodes of {prediction.RANKS_PER_NODE} A100, TF32, {prediction.LATENCY_US:g} µs a message. Predicted, "
-            f"not measured on GPUs; accuracy not considered. DDP bf16: no method gains {NEAR:.0%} over it."
+            "not measured on GPUs; accuracy not considered. "
+            f"Where DDP bf16 is named no method gains {100 * NEAR:g} % over it."
         )
         figure.head(made, point, setting)
         return figure.png(made, drawn, MARK)

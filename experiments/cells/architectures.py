@@ -135,7 +135,12 @@ def config(name: str) -> Any:
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
     near = nearest(key, [*presets(), *CONFIG_MAPPING_NAMES], [*SHOWN, "... in conf/predict/models.yaml"])
-    raise UserError(f"no model hf:{name}; nothing is downloaded, but a folder with a config.json serves too{near}")
+    near = near.removeprefix("; ").removesuffix("?")
+    end = "?" if near.startswith("did") else "."
+    raise UserError(
+        f"no model hf:{name}. Models are not downloaded. {near[0].upper()}{near[1:]}{end} "
+        "A folder with config.json also works."
+    )
 
 
 def of_transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:

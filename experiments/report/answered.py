@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from birder.predict import METHODS, gpus
+from birder.predict import METHODS, Prediction, gpus, table
 from birder.predict.answers import Answer
 from experiments.records.record import ResultRecord, read_all
-from experiments.report.paired import WORSE
-from experiments.report.sentences import lines, say
+from experiments.report.paired import BETTER, OPEN, PARITY, WORSE
+from experiments.report.table import Table
 
 WIDTH = 80
 VERDICTS = Path("tables") / "accuracy_verdicts.json"
 """In a results folder: what `verdicts` says of its records, so that an answer need not read them all."""
+MAKER = re.compile(r" \([^)]*\)")
+"""Behind a method's name: who has made it."""
 ALL = "The whole table: --all (make: ARGS=--all). As data: --json. See docs/predict.md."
 
 
@@ -24,8 +27,9 @@ def verdicts(records: Sequence[ResultRecord]) -> list[list[list[str]]]:
     """Of every study the methods with their verdicts: [label, verdict]."""
     from experiments.report import accuracy_page, gaps
 
-    found = gaps.panels(accuracy_page.studies(records))
-    return [[[row.label, row.verdict] for row in panel.rows] for panel in found]
+    every = [t for groups in accuracy_page.studies(records).values() for group in groups for t in group]
+    found = [gaps.panel(table) for table in {t.slug: t for t in every}.values()]
+    return [[[row.label, row.verdict] for row in panel.rows] for panel in found if panel is not None]
 
 
 def known_verdicts(results: Path) -> list[list[list[str]]]:
@@ -38,9 +42,25 @@ def known_verdicts(results: Path) -> list[list[list[str]]]:
 
 def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
     """What a method costs in accuracy: in how many `verdicts` it was at parity, better, worse, or open."""
-    if not (found := _counted(label, studies)):
+    found = _counted(label, studies)
+    good, count = found[PARITY] + found[BETTER], found.total()
+    if not count:
         return "no study of its accuracy is published here"
-    return say("price", by=found)
+    others = [(WORSE, found[WORSE]), (OPEN, found[OPEN])]
+    if count == 1:
+        (verdict,) = found
+        return "accuracy at parity or better in the one study" if good else f"accuracy {verdict} in the one study"
+    if good:
+        return ", ".join(
+            [f"accuracy at parity or better in {good} of {count} studies", *(f"{v} in {n}" for v, n in others if n)]
+        )
+    return f"accuracy of {count} studies: " + ", ".join(f"{v} in {n}" for v, n in others if n)
+
+
+def warning(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
+    """What must be said of a method that is advised: empty where a study shows parity, or there is none."""
+    found = _counted(label, studies)
+    return "Faster, but no published study shows parity." if found and not found[PARITY] + found[BETTER] else ""
 
 
 def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
@@ -50,24 +70,46 @@ def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
 
 
 def _counted(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> Counter[str]:
-    """Verdicts on the very method, its options included; communication by nodes or flat."""
+    """Verdicts on the very method, its options included; a hierarchical one has those of the flat one too."""
     own = label.removesuffix(", hierarchical").removesuffix(" form")
-    return Counter(verdict for study in studies for name, verdict in study if name.partition(" (")[0] == own)
+    names = {own, f"{own} hierarchical"} if label.endswith(", hierarchical") else {own}
+    return Counter(verdict for study in studies for name, verdict in study if MAKER.sub("", name) in names)
 
 
 def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: bool = False) -> str:
     """The answer. studies: `verdicts`. everything: the whole table instead of six rows."""
     best = found.best
     said = found.sentences(price(best.method.label, studies) if best and found.pays else "")
-    parts = ["\n".join(line for one in said for line in textwrap.wrap(one, WIDTH))]
-    parts.append(str(found.prediction) if everything else "\n".join(found.table()))
-    parts.append("\n".join(line for one in assumed(found) for line in textwrap.wrap(one, WIDTH)))
-    return "\n\n".join(parts)
+    if best and found.pays and (caution := warning(best.method.label, studies)):
+        said.insert(1, caution)
+    parts = [_wrapped(said), _whole(found.prediction) if everything else "\n".join(found.table())]
+    return "\n\n".join([*parts, _wrapped(assumed(found))])
+
+
+def _wrapped(lines: Sequence[str]) -> str:
+    return "\n".join(line for one in lines for line in textwrap.wrap(one, WIDTH))
+
+
+def _whole(p: Prediction) -> str:
+    """Every method, as wide as the terminal."""
+    notes = _wrapped([f"{r.method.label}: {r.method.about}" for r in p.rows if r.method.about])
+    return Table.text(table.HEAD, table.cells(p)).drawn() + f"\n\n{notes}" * bool(notes)
 
 
 def assumed(found: Answer) -> list[str]:
     """Where the numbers come from, a line each."""
     p = found.prediction
     cheap = any(not r.method.dense and r.ms < p["none"].ms for r in found.rows())
-    full = None if all(found.fits(name) for name in found.memory) else found.gpu
-    return [*lines("assumed", found=found, p=p, unsure=gpus.UNSURE, cheap=cheap, full=full), ALL]
+    t, c, plan = p.timeline, p.cluster, found.plan
+    model = f"{t.name}: {t.elements / 1e6:.4g} M parameters, {t.step_ms:.4g} ms of forward and backward on {t.gpu}"
+    model += f" ±{100 * gpus.UNSURE:g} %, from the architecture and the data sheet" if found.ends else ""
+    model += f"; {plan.accumulation} micro-batches a step" if plan.accumulation > 1 else ""
+    between = f"{c.between.gbps:.3g} Gbit/s between nodes, {c.between.latency_us:g} µs"
+    link = between if c.nodes > 1 else f"{c.inside.gbps / 8:.3g} GB/s inside the node"
+    said = [f"{model}.", f"{c.nodes} x {c.ranks_per_node} ranks, {link}; {plan.sharding}."]
+    said.append(f"Kernels of methods: {p.costs.source}.")
+    if cheap:
+        said.append("Less than no communication: the method's update takes less time than the dense optimizer's.")
+    if found.gpu and not all(found.fits(name) for name in found.memory):
+        said.append(f"!: more than the {found.gpu.gb:g} GB of a {found.gpu.label}.")
+    return [*said, ALL]

@@ -207,6 +207,14 @@ class Facts:
         words = ["make predict", *named, *([f"ARGS={shlex.quote(others)}"] if others else [])]
         return {"command": _broken(words), "said": said}
 
+    def asked(self, title: str) -> str:
+        """The command of a worked example as a block of a page."""
+        return f"```bash\n{self.example(title)['command']}\n```"
+
+    def answered(self, title: str) -> str:
+        """What is answered first, as a block of a page."""
+        return f"```text\n{self.example(title)['said']}\n```"
+
     def _runs(self, folder: str, nodes: int) -> list[spreads.Run]:
         return spreads.runs(read_all(self.results / folder), "resnet50", nodes)
 
@@ -264,6 +272,14 @@ class Facts:
         claimed = {m: f"maximum speedup, {label}, testbed" for m, label in published.items()}
         factors = {m: float(claims.paper(quantity, "Birder")["value"]) for m, quantity in claimed.items()}
         return prediction.links_needed(factors, nodes=8).grid()
+
+    def on_gpus(self) -> str:
+        """How far forward and backward from the architecture are from what was recorded on a GPU here, a row each."""
+        lines = self.table_of("step_times", "The timelines that there are").splitlines()
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        places = [rows[0].index(name) for name in ("timeline", "there, ms", "from the architecture, ms", "step")]
+        seen = [[row[place] for place in places] for row in rows[2:] if row[0].endswith("_h100")]
+        return Table.text(["timeline", "measured, ms", "predicted, ms", "difference"], seen).grid()
 
     def replayed_rows(self) -> str:
         """The summary of the errors of replayed cells."""

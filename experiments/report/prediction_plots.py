@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from birder.predict import METHODS, Prediction
 from experiments.records.record import write_file
 from experiments.report import figure
-from experiments.report.formats import number
+from experiments.report.formats import number, times
 from experiments.report.sentences import MODELS, say
 from experiments.report.table import Table
 
@@ -32,7 +32,7 @@ def sweep_table(found: Sequence[Prediction], over: str) -> str:
     names = [r.name for r in found[0].rows]
     head = [over, *(METHODS[n].label for n in names)]
     rows = [[f"{_value(p, over):g}", *(number(p[n].ms) for n in names)] for p in found]
-    return Table.text(head, rows).grid().rstrip()
+    return Table.text(head, rows).drawn()
 
 
 def _value(p: Prediction, over: str) -> float:
@@ -67,10 +67,27 @@ def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
         grid[0].set_ylabel("predicted step, ms")
         t, c = found[0].timeline, found[0].cluster
         setting = say("sweep_setting", c=c, t=t, over=over, model=MODELS.get(t.model, t.model))
-        figure.head(picture, say("sweep_ends", ends=(found[0], found[-1]), over=over), setting)
+        figure.head(picture, point(found, over), setting)
         drawn = [[x, [[row.name, row.ms] for row in p.rows]] for p in found]
         write_file(path, figure.png(picture, drawn, MARK), "the plot")
         return path
+
+
+def point(found: Sequence[Prediction], over: str) -> str:
+    """What the first and the last value have come to, in one sentence."""
+    said = []
+    for p in (found[0], found[-1]):
+        nodes = "one node" if p.cluster.nodes == 1 else f"{p.cluster.nodes:,} nodes"
+        where = f"on {nodes}" if over == "nodes" else f"at {p.cluster.between.gbps:g} Gbit/s"
+        if p.cluster.nodes == 1:
+            said.append(f"{where} compression gains nothing")
+        elif p.winner is None:
+            said.append(f"{where} nothing is decided")
+        else:
+            gain = f"{times(p.speedup(p.winner)[0])} as fast as fp32" if p.has("fp32") else "the fastest"
+            said.append(f"{where} {p[p.winner].method.label} is predicted to be {gain}")
+    text = "; ".join(said)
+    return text[0].upper() + text[1:]
 
 
 def tints(names: Sequence[str]) -> list[str]:

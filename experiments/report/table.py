@@ -139,6 +139,13 @@ class Table:
             if note.kind in ("caution", "failure") or (verbose and note.kind == "plain"):
                 note.show(console)
 
+    def drawn(self) -> str:
+        """What `show` prints on the terminal that there is."""
+        console = terminal()
+        with console.capture() as printed:
+            self.show(console)
+        return "\n".join(line.rstrip() for line in printed.get().rstrip().splitlines())
+
     def laid_out(self, width: int) -> tuple[list[list[str]], list[int]]:
         """Headings and rows as they fit into `width` characters, and the widths of the columns that do."""
         headings, rows = self.printed()

@@ -16,7 +16,7 @@ from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
 from experiments.cells import claimed, suite
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
-from experiments.report import answered, prediction, replay_page, replayed
+from experiments.report import accuracy_page, answered, prediction, replay_page, replayed
 from experiments.report.formats import number
 from launch.errors import UserError
 from studies import predicted as study
@@ -150,6 +150,48 @@ def test_an_accuracy_is_that_of_the_very_method() -> None:
     assert answered.price("Sigma-delta Adam, one-phase", studies) == "no study of its accuracy is published here"
 
 
+def test_every_published_verdict_on_a_method_counts_once(records: list[ResultRecord]) -> None:
+    """Of each table of accuracies, not of one table for each experiment."""
+    every = [t for groups in accuracy_page.studies(records).values() for group in groups for t in group]
+    for label in ("Birder", "Sigma-delta Adam", "1-bit Adam"):
+        verdicts = [
+            t.verdict(c)
+            for t in {t.slug: t for t in every}.values()
+            for c in t.one_of_each
+            if c.records[0].method == label and (gap := t.compared(c)) is not None and gap.low is not None
+        ]
+        counted = [v for study in answered.known_verdicts(RESULTS) for name, v in study if name == label]
+        assert sorted(counted) == sorted(verdicts)
+        assert f" {len(verdicts)} studies" in answered.price(label, answered.known_verdicts(RESULTS))
+
+
+def test_what_a_method_costs_leaves_out_what_is_not_there() -> None:
+    """And who is advised a method that kept accuracy nowhere is told so."""
+    one = [[["Birder", "not decided"]]]
+    assert answered.price("Birder", one) == "accuracy not decided in the one study"
+    lost = [*one, [["Birder hierarchical", "worse"]]]
+    assert answered.price("Birder", lost) == answered.price("Birder", one)
+    assert answered.price("Birder, hierarchical", lost) == "accuracy of 2 studies: worse in 1, not decided in 1"
+    assert "no published study shows parity" in answered.warning("Birder", lost)
+    assert answered.warning("Birder", [*lost, [["Birder", "better"]]]) == answered.warning("Lion", lost) == ""
+
+
+@pytest.mark.parametrize("how", [["--all"], ["--sweep", "nodes"]])
+@pytest.mark.parametrize("columns", [60, 80, 110])
+def test_tables_fit_the_terminal(
+    how: list[str], columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    more = ["--out", str(tmp_path / "x.png")] if "nodes" in how else []
+    assert entry.main(["timeline=resnet50_b32_tf32", *how, *more]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("plot ")]
+    assert max(map(len, lines)) <= max(columns, answered.WIDTH)
+    assert max(len(line) for line in lines if line[:1] in "┃│") <= columns
+    assert not any(
+        line.startswith(("not decided", "do not compress")) or " as fast as bf16 (" in line for line in lines
+    )
+
+
 @pytest.mark.slow
 def test_worked_examples_are_answered_so_today(tmp_path: Path) -> None:
     assert entry.examples(tmp_path / "page.md").read_text() == entry.EXAMPLES.read_text()
@@ -160,7 +202,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
     path = tmp_path / "sweep.png"
     assert entry.main(["timeline=resnet50_b32_tf32", "--sweep", over, "--out", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([x for x in lines if x.startswith("|")]) == 2 + len(entry.SWEEPS[over])
+    assert [x.split()[1] for x in lines if x.startswith("│")] == [f"{value:g}" for value in entry.SWEEPS[over]]
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -176,7 +218,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline"], "cannot read the override"),
         (["timeline=nothing"], "no timeline nothing"),
         (["model=resnet51"], "did you mean resnet50"),
-        (["model=hf:gpt-2-medium"], "did you mean gpt2-medium?"),
+        (["model=hf:gpt-2-medium"], "Did you mean gpt2-medium"),
         (["model=torchvision:resnet51"], "did you mean resnet50"),
         (["model=hf:gpt2", "gpu=h1000"], "no GPU 'h1000' is known; did you mean h100"),
         (["model=hf:gpt2", "gpu=v100", "precision=bf16"], "V100 SXM 32 GB does not compute in bf16"),
