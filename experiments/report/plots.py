@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -303,7 +303,10 @@ def _by_bytes(axes: Axes, panel: Panel) -> list[Annotation]:
     return list(names)
 
 
-NEAR = (((4, 3), "left"), ((4, -9), "left"), ((-4, 3), "right"), ((-4, -9), "right"))
+NEAR: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...] = (
+    *(((4, 3), "left"), ((4, -9), "left")),
+    *(((-4, 3), "right"), ((-4, -9), "right")),
+)
 """Where a name may stand next to its point, in points, and how it is aligned; the first one that is free."""
 
 

@@ -157,7 +157,7 @@ def draw(ranks: Sequence[Kept], position: int, title: str, path: Path) -> None:
         here = [k.steps[position] for k in ranks]
         waits = 1000 * max(sum(s.seconds for s in spans if s.kind == "exposed") for *_, spans in here)
         whole = 1000 * max(seconds for _, _, seconds, _ in here)
-        figure.suptitle(f"{waits:.0f} of {whole:.0f} ms wait for communication alone\n{title}", fontsize=9)
+        figure.suptitle(f"{waits:.0f} of {whole:,.0f} ms are spent waiting for communication\n{title}", fontsize=9)
         figure.savefig(path, dpi=110)
 
 
