@@ -26,6 +26,11 @@ from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.watch import marks
 
+ALONE = (
+    "other ranks did not come to step {step} in time: one of them left the loop, or skipped the step. p.grad is each rank's "
+    "own, so let all ranks decide by what is the same on all of them, such as an averaged loss ({why})"
+)
+
 
 def _arguments(method: type) -> frozenset[str]:
     """Names of the arguments of the class and of its bases: other attributes are the script's own."""
@@ -248,8 +253,10 @@ class BucketOptimizer(Guards):
                 loss = closure()
         try:
             run(self.comm, self.stepping())
-        except BaseException:
+        except BaseException as error:
             self.give_up()
+            if isinstance(error, RuntimeError) and "Timed out" in str(error):
+                raise RuntimeError(ALONE.format(step=self.steps + 1, why=str(error).splitlines()[0])) from error
             raise
         return loss
 

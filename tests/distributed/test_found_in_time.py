@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import attach
 from birder.optim.watch import FIRST, ONE_OF, looked_at
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
 
 WARMUP, LATE = 5, 10
 METHODS: dict[str, dict[str, Any]] = {
@@ -138,6 +140,34 @@ def wrapped_often(rank: int, world: int) -> list[int]:
 def test_models_that_are_dropped_leave_no_threads_and_no_connections() -> None:
     for counts in run_ranks(wrapped_often, 2):
         assert max(counts[2:]) <= counts[1] + 1
+
+
+def left_alone(rank: int, world: int, overlap: bool) -> str:
+    """Rank 1 ends its loop by the norm of its own gradient."""
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
+    model = nn.Linear(8, 3)
+    optimizer = birder.Birder(model.parameters(), lr=0.05)
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer, overlap=overlap)
+    for step in range(1, 6):
+        ddp(torch.ones(4, 8) * (0.0 if (rank, step) == (1, 3) else 1.0)).square().mean().backward()
+        if float(model.weight.grad.norm()) < 1e-9:  # type: ignore[union-attr]
+            time.sleep(5)
+            return "left"
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return "never"
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_who_waits_for_a_rank_that_has_left_says_so(overlap: bool) -> None:
+    """torch's message was of a receive operation."""
+    waited, left = fresh_world(left_alone, 2, overlap, grouped=False)
+    assert left == "left"
+    assert waited.startswith("other ranks did not come to step 3 in time")
 
 
 def masked(rank: int, world: int, name: str) -> int:
