@@ -43,7 +43,7 @@ class Agreement:
     ) -> Callable[[], Requests[None]]:
         """What compares all that was noted, `values` and `of_now`: names are the same in all calls."""
         steps, self._noted = [*self._noted, values], []
-        own = {name: [step[name] for step in steps] for name in values} | of_now
+        own = {name: [step.get(name) for step in steps] for name in values} | of_now
         digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
         self._names = list(own)
 

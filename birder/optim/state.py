@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Mean, Requests, run
+from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import parts
 from birder.optim.contract import Method
 from birder.optim.layout import Unit
@@ -245,6 +246,7 @@ class MethodState(Method):
             self.pipeline.wait()
             self._feeding = self._unstepped = False
             self._watch.forget()
+            self._agreement = Agreement()  # torch may add names to `defaults` too
             if state_dict["units"] is None:  # saved before the first step: the optimizer is as new
                 self._reset_units()
             elif not live:

@@ -61,15 +61,15 @@ class Panel:
 
 
 def chosen(studies: Studies) -> list[AccuracyTable]:
-    """Of each experiment the study with most seeds; of several the longer one, then that with most runs."""
+    """Of each experiment the longest study; of several the one with most methods, then with most seeds, then most runs."""
     return [max((t for tables in every for t in tables), key=_weight) for every in studies.values()]
 
 
-def _weight(table: AccuracyTable) -> tuple[int, int, int]:
+def _weight(table: AccuracyTable) -> tuple[int, int, int, int]:
     train = table.first.config.get("train", {})
     whole = 0 if train.get("max_steps") is not None else int(train.get("epochs") or 0)
-    seeds = max((len(c.by_seed) for c in table.chosen), default=0)
-    return seeds, whole, sum(len(c.records) for c in table.cells)
+    seeds = [len(c.by_seed) for c in table.chosen if len(c.by_seed) > 1]
+    return whole, len(seeds), max(seeds, default=0), sum(len(c.records) for c in table.cells)
 
 
 def panels(studies: Studies) -> list[Panel]:
