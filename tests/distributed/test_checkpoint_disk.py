@@ -86,13 +86,15 @@ def fill(rank: int, world: int, root: str, big_rank: int) -> tuple[str, str, flo
 @pytest.mark.xdist_group("sandbox")  # whose tests compare what is mounted before and after
 @pytest.mark.parametrize(("world", "big_rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path, world: int, big_rank: int) -> None:
-    where = f" (rank {big_rank})" if world > 1 else ""
+    # While the large file fills the disk rank 0's small ones may find no room either, and the first that failed is named.
+    named = {""} if world == 1 else {f" (rank {rank})" for rank in (0, big_rank)}
     results = [fill(0, 1, str(small_disk), 0)] if world == 1 else fresh_world(fill, world, str(small_disk), big_rank)
     for kind, message, took, _, steps in results:
-        assert (kind, message) == (
-            "OSError",
-            f"checkpoint step-00000002 was not written: No space left on device{where}",
-        )
+        assert kind == "OSError"
+        assert message in {
+            f"checkpoint step-00000002 was not written: No space left on device{where}" for where in named
+        }
+        assert message == results[0][1]
         assert took < SOON_S
         assert steps == [1, 2]
     assert results[0][3] == ["step-00000001"]
