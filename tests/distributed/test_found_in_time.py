@@ -77,9 +77,8 @@ def lowered_once(rank: int, world: int, name: str, overlap: bool) -> tuple[str, 
     random = torch.Generator().manual_seed(rank)
     for step in range(1, SPIKE + 10):
         optimizer.zero_grad()
-        (
-            ddp(torch.randn(16, 8, generator=random)) * (100.0 if (rank, step) == (1, SPIKE) else 1.0)
-        ).square().mean().backward()
+        scale = 100.0 if (rank, step) == (1, SPIKE) else 1.0
+        (ddp(torch.randn(16, 8, generator=random)) * scale).square().mean().backward()
         spike = float(model.weight.grad.norm()) > 50  # type: ignore[union-attr]
         optimizer.param_groups[0]["lr"] = 0.005 if spike else 0.05
         try:
@@ -143,7 +142,7 @@ def test_models_that_are_dropped_leave_no_threads_and_no_connections() -> None:
 
 
 def left_alone(rank: int, world: int, overlap: bool) -> str:
-    """Rank 1 ends its loop by the norm of its own gradient."""
+    """Rank 1 leaves its loop because its own gradient is small."""
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
     model = nn.Linear(8, 3)
     optimizer = birder.Birder(model.parameters(), lr=0.05)

@@ -166,7 +166,7 @@ def test_every_published_verdict_on_a_method_counts_once(records: list[ResultRec
 
 
 def test_what_a_method_costs_leaves_out_what_is_not_there() -> None:
-    """And who is advised a method that kept accuracy nowhere is told so."""
+    """A method for which no study shows parity is advised with a warning."""
     one = [[["Birder", "not decided"]]]
     assert answered.price("Birder", one) == "accuracy not decided in the one study"
     lost = [*one, [["Birder hierarchical", "worse"]]]
