@@ -20,6 +20,7 @@ from tests.cluster.test_emulated import RUN, made, read
 from tests.cluster.test_network import interfaces, mounts, needs_sandbox
 from tests.helpers import emulated_run
 from tests.helpers.stub_run import make_spec
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox")]
 
@@ -43,10 +44,7 @@ def running(launcher: subprocess.Popen[str], folder: Path) -> dict[int, int]:
 
 def assert_nothing_left(processes: dict[int, int], outside: tuple[str, str], within_s: float) -> None:
     assert len(processes) >= 4  # unshare, the first process inside, two ranks
-    deadline = time.monotonic() + within_s
-    while any(map(process.alive, processes.values())) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [p for p in processes.values() if process.alive(p)] == []
+    until(lambda: not any(map(process.alive, processes.values())), "no process is left", within_s)
     assert (interfaces(), mounts()) == outside
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from launch import process
 from launch.emulated import measure, network, sandbox
 from tests.helpers import ROOT, sandboxed
 from tests.helpers.emulated_run import RATE, skip_reason
+from tests.helpers.waiting import until
 
 RUN = str(ROOT / "tests/helpers/emulated_run.py")
 OVER = 1.2
@@ -139,18 +139,13 @@ def test_killed_sandbox_leaves_nothing(sig: signal.Signals, tmp_path: Path) -> N
     outside = interfaces()
     command = sandboxed.script("--nodes", "2", "--mbit", "100", "--", "sh", "-c", f"touch {tmp_path}/up; sleep 600")
     starter = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"])
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((tmp_path / "up").exists, "the sandbox")
     (unshare,) = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
     inside = list(sandbox.processes(int(unshare)).values())
     assert len(inside) >= 3
     starter.send_signal(sig)  # the sandbox loses its parent
     starter.wait()
-    deadline = time.monotonic() + 20
-    while any(map(process.alive, [int(unshare), *inside])) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [p for p in [int(unshare), *inside] if process.alive(p)] == []
+    until(lambda: not any(map(process.alive, [int(unshare), *inside])), "no process is left", 20)
     assert interfaces() == outside
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 from experiments.records import record
 from launch.errors import UserError
 from launch.slurm.launcher import SlurmLauncher
-from tests.helpers import ROOT, slurm_site
+from tests.helpers import ROOT, slurm_site, waiting
 from tests.helpers.slurm_site import Site
 from tests.helpers.stub_run import make_spec
 
@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm")]
 
 STUB = ROOT / "tests/helpers/slurm_stub.py"
 WAIT_S = 240
+until = functools.partial(waiting.until, within_s=WAIT_S, every_s=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +61,6 @@ def start(site: Site) -> Iterator[Callable[..., subprocess.Popen]]:
     for program in programs:
         program.kill()
         program.communicate()
-
-
-def until(true: Callable[[], Any], within_s: float = WAIT_S) -> Any:
-    """Waits for `true()`, and returns it."""
-    deadline = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.1)
-    return found
 
 
 def running(site: Site) -> list[str]:

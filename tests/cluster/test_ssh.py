@@ -9,8 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from experiments.records import record
 from launch.base import ROOT
 from tests.helpers import ssh_site
 from tests.helpers.ssh_site import HOSTS, Site
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ssh")]
 
@@ -37,18 +37,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def assert_nothing_left(site: Site, within_s: float = 30, only: range = range(HOSTS)) -> None:
-    deadline = time.monotonic() + within_s
-    while left := {k: found for k in only if (found := site.running(k))}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.5)
+    def left() -> dict[int, Any]:
+        return {k: found for k in only if (found := site.running(k))}
+
+    until(lambda: not left(), left, within_s, every_s=0.5)
 
 
 def wait_for_ranks(folder: Path, number: int) -> dict[int, dict[str, Any]]:
     """Waits until stub ranks train in a shared folder: their rank files by node."""
-    deadline = time.monotonic() + 120
-    while not all((folder / f"run/env{r}.json").exists() for r in range(number)):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.1)
+    until(lambda: all((folder / f"run/env{r}.json").exists() for r in range(number)), "the ranks train", 120)
     files = [json.loads((folder / f"run/ranks/rank{r}.json").read_text()) for r in range(number)]
     return {f["node"]: f for f in files}
 
@@ -229,10 +226,3 @@ def test_training_on_four_hosts(site: Site, tmp_path: Path) -> None:
     assert (tmp_path / "results" / str(found.curve)).exists()
     assert "Birder" in (tmp_path / "results/tables/digits.md").read_text()
     assert_nothing_left(site, within_s=0)
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 30) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -17,7 +17,7 @@ from launch.base import ROOT
 from launch.errors import UserError
 from launch.ssh import connection
 from launch.ssh.launcher import SshLauncher
-from tests.cluster.test_ssh import wait_until
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ssh")]
 
@@ -97,7 +97,7 @@ def test_host_ends_what_its_command_leaves(tmp_path: Path, how: str) -> None:
     script = f"(setsid sh -c {shlex.quote(left)} &) ; while [ ! -s {tmp_path}/pid ]; do sleep 0.05; done; "
     started = agent(tmp_path / "run", script + ("exit 3" if how == "command ends" else "sleep 600"))
     try:
-        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip() != "")
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip() != "")
         orphan = int((tmp_path / "pid").read_text())
         if how == "input ends":
             assert orphan in process.descendants(started.pid)

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from launch import process
+from tests.helpers.waiting import came_true
 
 NODES = 4
 # slurmd and slurmctld are daemons of the namespace's first process, a shell that collects what they leave.
@@ -165,9 +166,7 @@ def end(daemons: subprocess.Popen) -> None:
     inside = process.descendants(daemons.pid)
     daemons.kill()
     daemons.wait()
-    deadline = time.monotonic() + 20
-    while any(process.alive(p) for p in inside) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    came_true(lambda: not any(process.alive(p) for p in inside), 20)
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from launch.errors import UserError
 from launch.local import LocalLauncher
 from tests.helpers import ROOT
 from tests.helpers.stub_run import make_spec
+from tests.helpers.waiting import until
 
 STUB = ROOT / "tests/helpers/stub_run.py"
 
@@ -40,20 +40,13 @@ def finish(what: str, folder: Path) -> tuple[int, str, str]:
 
 def wait_for_ranks(folder: Path) -> dict[int, int]:
     """Waits until both ranks train; rank -> process id."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if all((folder / "run" / f"env{r}.json").exists() for r in (0, 1)):
-            files = (folder / "run" / "ranks").glob("*.json")
-            return {f["rank"]: f["pid"] for f in (json.loads(p.read_text()) for p in files)}
-        time.sleep(0.05)
-    raise AssertionError("the ranks did not start")
+    until(lambda: all((folder / "run" / f"env{r}.json").exists() for r in (0, 1)), "the ranks train")
+    files = (folder / "run" / "ranks").glob("*.json")
+    return {f["rank"]: f["pid"] for f in (json.loads(p.read_text()) for p in files)}
 
 
 def assert_all_gone(pids: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while any(process.alive(p) for p in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [p for p in pids if process.alive(p)] == []
+    until(lambda: not any(process.alive(p) for p in pids), "no process is left", within_s)
 
 
 @pytest.mark.slow
@@ -129,8 +122,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_an_interrupt_after_the_result_keeps_the_record(tmp_path: Path) -> None:
     launcher = start("recorded, then sleep", tmp_path)
     wait_for_ranks(tmp_path)
-    while not list(tmp_path.glob("results/records/*.json")):
-        time.sleep(0.05)
+    until(lambda: list(tmp_path.glob("results/records/*.json")), "the record")
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=60)
     assert (launcher.returncode, err.count("\n")) == (143, 1)

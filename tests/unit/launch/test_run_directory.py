@@ -24,6 +24,7 @@ from launch.spec import RunSpec
 from tests.helpers import ROOT
 from tests.helpers.stub_run import make_spec
 from tests.helpers.tiers import slow
+from tests.helpers.waiting import until
 from tests.unit.launch.test_launch import start, wait_for_ranks
 
 
@@ -97,17 +98,17 @@ def _write_for_ever(path: str) -> None:
 
 
 def test_a_spec_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
-    files.write_whole(tmp_path / "spec.yaml", "id: none")
+    file = tmp_path / "spec.yaml"
     for _ in range(5):
+        files.write_whole(file, "id: none")
         writer = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(str(tmp_path),))
         writer.start()
+        until(lambda: file.read_text() != "id: none", "the first spec")
         time.sleep(0.2)
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-        if (tmp_path / "spec.yaml").read_text() != "id: none":
-            assert RunSpec.load(tmp_path / "spec.yaml").id == "id"
-    assert RunSpec.load(tmp_path / "spec.yaml").command == "x" * 100_000
+        assert RunSpec.load(file).command == "x" * 100_000
 
 
 @pytest.mark.xdist_group("sandbox")  # whose tests compare what is mounted before and after

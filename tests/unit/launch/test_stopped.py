@@ -15,6 +15,7 @@ import pytest
 
 from launch import failure, process, supervise
 from launch.supervise import StoppedWatch
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -25,9 +26,7 @@ RANKS = "BIRDER_NODE=0 RANK=0 sleep 600 & BIRDER_NODE=1 RANK=1 sleep 600 & wait"
 def agent() -> Iterator[subprocess.Popen]:
     """A shell that stands for torchrun, with two ranks."""
     shell = subprocess.Popen(["sh", "-c", RANKS], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(ranks_of(shell)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(ranks_of(shell)) == 2, "two ranks", every_s=0.01)
     yield shell
     os.killpg(shell.pid, signal.SIGKILL)
     shell.wait()
