@@ -136,7 +136,21 @@ def check_gradient(g: torch.Tensor) -> None:
         raise RuntimeError("gradients must be dense, got a sparse one: use torch.nn.Embedding(..., sparse=False)")
 
 
+def become(optimizer: Any, method: type, old: str) -> None:
+    """Makes the optimizer one of the class `method`, which an old argument, `old`, has asked for, and says what to write.
+
+    Raises ValueError for a class of the caller's own, which says itself from which one it is derived.
+    """
+    mine = type(optimizer)
+    if issubclass(mine, method):
+        return
+    if mine is not method.__base__:
+        raise ValueError(f"{old} is an old way to say birder.{method.__name__}: derive {mine.__name__} from that")
+    warn_of_old_way(f"{mine.__name__}({old})", f"birder.{method.__name__}(...)")
+    optimizer.__class__ = method
+
+
 @functools.cache
 def warn_of_old_way(old: str, new: str) -> None:
     """Says once in a process what to write instead."""
-    warnings.warn(f"{old} is an old way to say {new}: use that", FutureWarning, stacklevel=4)
+    warnings.warn(f"{old} is an old way to say {new}: use that", FutureWarning, stacklevel=5)

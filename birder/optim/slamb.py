@@ -40,12 +40,12 @@ from birder.comm.late import Late
 from birder.kernels.philox import LANES, ORDER_STREAM, uniform16
 from birder.optim.base import WIRES, BucketOptimizer, Plan, Unit
 from birder.optim.checks import (
+    become,
     pair,
     require_choice,
     require_flag,
     require_number,
     require_whole,
-    warn_of_old_way,
 )
 
 SMALLEST = 2.0**-15
@@ -79,7 +79,6 @@ class SLAMB(BucketOptimizer):
     local_models: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "tau": "copy", "chunk": "copy"}
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "eps", "weight_decay"})
-    form: ClassVar[str] = "paper"
     first_sync: ClassVar[int] = 0
     """sync_phase where none is given."""
 
@@ -112,13 +111,9 @@ class SLAMB(BucketOptimizer):
         self.max_coeff = require_number("max_coeff", max_coeff)
         self.min_coeff = require_number("min_coeff", min_coeff, f"from 0 to max_coeff = {max_coeff}", high=max_coeff)
         self.bias_correction = require_flag("bias_correction", bias_correction)
-        self.rules: type[SLAMB] = type(self)
-        """The class whose equations count: this one, unless the old argument names another."""
-        if form not in ("paper", self.form):
-            warn_of_old_way(f"SLAMB(form={form!r})", f"birder.SLAMB{form}(...)")
-            self.rules = FORMS[form]
-        first = self.rules.first_sync
-        self.sync_phase = first if sync_phase is None else require_whole("sync_phase", sync_phase, 0)
+        if form != "paper":
+            become(self, FORMS[form], f"form={form!r}")
+        self.sync_phase = self.first_sync if sync_phase is None else require_whole("sync_phase", sync_phase, 0)
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
         self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
         self._powers: dict[torch.device, Tensor] = {}
@@ -127,10 +122,6 @@ class SLAMB(BucketOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         require_number("eps", group["eps"], "above 0", above=True)
-
-    @property
-    def kind(self) -> str:
-        return (self.rules if type(self) is SLAMB else type(self)).__name__
 
     def syncs(self, step: int) -> bool:
         """Whether parameters are averaged at the end of step number `step` (from 1)."""
@@ -148,7 +139,7 @@ class SLAMB(BucketOptimizer):
 
     def init_unit(self, unit: Unit) -> None:
         unit.keep("m", "v")
-        self.rules.init_ages(self, unit)
+        self.init_ages(unit)
 
     def mask(self, unit: Unit, step: int) -> Tensor:
         """M_t of (2): bool[padded], the same on all ranks."""
@@ -157,7 +148,7 @@ class SLAMB(BucketOptimizer):
             if self.is_dense(p):
                 view.fill_(True)
             else:
-                self.rules.choose(self, unit, i, step, view)
+                self.choose(unit, i, step, view)
         return mask
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
@@ -168,7 +159,7 @@ class SLAMB(BucketOptimizer):
         chosen = torch.nonzero_static(mask, size=count).view(-1)
         if count:  # the same on all ranks
             m.index_copy_(0, chosen, (yield Mean(m.index_select(0, chosen), WIRES[self.wire])))  # (2)
-        self.rules.grow_older(self, unit, mask)  # tau of (3)
+        self.grow_older(unit, mask)  # tau of (3)
         unit.result = mask
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
@@ -196,7 +187,7 @@ class SLAMB(BucketOptimizer):
     def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
             for i, p in enumerate(unit.params):
-                self.rules.move(self, unit, i, p, step)
+                self.move(unit, i, p, step)
         if self.syncs(step):
             yield from self.average_parameters()  # (7)
 
@@ -204,7 +195,7 @@ class SLAMB(BucketOptimizer):
         """r of (4) for parameter i, in a new tensor."""
         beta1, beta2 = unit.group["betas"]
         first, root = (1 - beta1**step, (1 - beta2**step) ** 0.5) if self.bias_correction else (1.0, 1.0)
-        eps = self.rules.scaled_eps(self, unit.group["eps"], root)
+        eps = self.scaled_eps(unit.group["eps"], root)
         v = unit.view(unit.state["v"], i)
         r = unit.view(unit.state["m"], i).div(v.sqrt().add_(eps)).mul_(root / first)
         return r.masked_fill_(v == 0, 0.0) if self.unseen == "hold" else r
@@ -244,7 +235,7 @@ class SLAMB(BucketOptimizer):
             fresh = unit.view(unit.result, i)
             phi1 = self.ratio(x * fresh, r * fresh, 1.0).clamp_(low, high)  # (5)
             phi0 = self.ratio(x * ~fresh, r * ~fresh, 0.0).clamp_(0.0, high)
-            s = self.rules.freshness(self, unit, i, step)
+            s = self.freshness(unit, i, step)
             rate = s * (phi1 * lr) + (1 - s) * (phi0 * (lr / self.comm.world_size**0.5))
         if decay:
             r.add_(x * decay)
@@ -260,7 +251,7 @@ class SLAMB(BucketOptimizer):
 class SLAMBv1(SLAMB):
     """SLAMB by the released code's plain form: chunks of a fixed permutation in the place of (2); (5') and (6')."""
 
-    form, first_sync = "v1", 1
+    first_sync = 1
 
     def init_ages(self, unit: Unit) -> None:
         unit.state["chunk"] = unit.zeros(dtype=torch.uint8 if self.chunks <= 256 else torch.int16)
@@ -294,7 +285,7 @@ class SLAMBv1(SLAMB):
         else:
             fresh = unit.view(unit.result, i)
             phi1, phi0 = self.ratio(x * fresh, r * fresh, 1.0), self.ratio(x * ~fresh, r * ~fresh, 1.0)
-            s = self.rules.freshness(self, unit, i, step)
+            s = self.freshness(unit, i, step)
             phi = (s * phi1 + (1 - s) * phi0).clamp_(low, high)
             rate = phi.mul_(s * lr + (1 - s) * (lr / self.comm.world_size**0.5))
         p.sub_(r.mul_(rate))  # (6')
@@ -303,7 +294,7 @@ class SLAMBv1(SLAMB):
 class SLAMBv2(SLAMB):
     """SLAMB by the released code's fused form: as the paper's, but in (4) eps is added to the uncorrected root."""
 
-    form, first_sync = "v2", 1
+    first_sync = 1
 
     def scaled_eps(self, eps: float, root: float) -> float:
         return eps

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests, ShardMean
 from birder.optim import zero_one_schedule as schedule
-from birder.optim.checks import pair, require_choice, require_whole, warn_of_old_way
+from birder.optim.checks import become, pair, require_choice, require_whole
 from birder.optim.contract import WIRES, Plan
 from birder.optim.layout import Unit
 from birder.optim.onebit import OneBitMethod
@@ -86,7 +86,6 @@ class ZeroOneAdam(OneBitMethod):
         "last": "copy",
         "sums": "copy",
     }
-    variant: ClassVar[str] = "paper"
     aligned: ClassVar[bool] = False
     """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
 
@@ -110,25 +109,18 @@ class ZeroOneAdam(OneBitMethod):
         self.local_doubling = require_whole("local_doubling", local_doubling)
         self.local_limit = require_whole("local_limit", local_limit)
         require_choice("variant", variant, "paper", "deepspeed")
-        self.rules: type[ZeroOneAdam] = type(self)
-        """The class whose rules count: this one, unless the old argument names another."""
-        if variant not in ("paper", self.variant):
-            warn_of_old_way(f"ZeroOneAdam(variant={variant!r})", "birder.DeepSpeedZeroOneAdam(...)")
-            self.rules = DeepSpeedZeroOneAdam
+        if variant != "paper":
+            become(self, DeepSpeedZeroOneAdam, f"variant={variant!r}")
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
-
-    @property
-    def kind(self) -> str:
-        return (self.rules if type(self) is ZeroOneAdam else type(self)).__name__
 
     # ---- the schedule ------------------------------------------------------------------------------------------------
 
     def synced(self, step: int) -> bool:
         """Whether all ranks have the same model after step `step`."""
-        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.rules.aligned)
+        return schedule.sync(step, self.warmup_steps, self.local_doubling, self.local_limit, self.aligned)
 
     def has_variance_round(self, step: int) -> bool:
-        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.rules.aligned)
+        return step in schedule.variance_steps(self.warmup_steps, self.kappa, self.aligned)
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
@@ -148,10 +140,7 @@ class ZeroOneAdam(OneBitMethod):
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         self.note_lost(unit, grad, step)
-        unit.result = yield from self.rules.rounds(self, unit, grad, step)
-
-    def update(self, step: int, plan: Plan) -> Requests[None]:
-        yield from self.rules.apply(self, step, plan)
+        unit.result = yield from self.rounds(unit, grad, step)
 
     def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
         """(1), (2) and the rounds of the step."""
@@ -174,9 +163,9 @@ class ZeroOneAdam(OneBitMethod):
             state["m"].mul_(mask)
         state["u"].add_(state["m"], alpha=lr)
         state["sums"][0] += lr
-        self.rules.sum_decay(self, unit, lr, unit.group["weight_decay"])
+        self.sum_decay(unit, lr, unit.group["weight_decay"])
 
-    def apply(self, step: int, plan: Plan) -> Requests[None]:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         """(3), or (5) to (8)."""
         changed = False
         if not self.synced(step - 1):
@@ -210,7 +199,7 @@ class ZeroOneAdam(OneBitMethod):
         u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
         if changed:
-            start, kept = (yield Mean(self._steps_taken_back(unit))), self.rules.kept(self, unit)
+            start, kept = (yield Mean(self._steps_taken_back(unit))), self.kept(unit)
         self.write_mean(unit, u, signs)
         if not self.synced(step - 1):
             torch._foreach_copy_(unit.params, unit.views(start))
@@ -225,7 +214,7 @@ class ZeroOneAdam(OneBitMethod):
 
     def _steps_taken_back(self, unit: Unit) -> Tensor:
         """This rank's x, with its local steps since the last sync added to it again: fp32[padded]."""
-        done = unit.state["u"] - self.rules.summed_now(self, unit)  # this step's part of u has not moved x
+        done = unit.state["u"] - self.summed_now(unit)  # this step's part of u has not moved x
         return self.flat_parameters(unit).add_(self._quotient(unit, done))
 
     def _subtract(self, unit: Unit, numerator: Tensor, rate: float) -> None:
@@ -249,7 +238,7 @@ class ZeroOneAdam(OneBitMethod):
         unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
         self.forget_support(unit)
 
-    # ---- where the reference implementation has other rules ----------------------------------------------------------
+    # ---- what the reference implementation does otherwise ----------------------------------------------------------
 
     def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
         """What of (6) belongs to weight decay."""
@@ -267,7 +256,6 @@ class ZeroOneAdam(OneBitMethod):
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
     """0/1 Adam by the reference implementation's rules (see the module's docstring for the equations)."""
 
-    variant: ClassVar[str] = "deepspeed"
     aligned: ClassVar[bool] = True
 
     def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
@@ -275,14 +263,14 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
                 unit.state["worker_error"].zero_()
                 unit.state["server_error"].zero_()
-            return (yield from ZeroOneAdam.rounds(self, unit, grad, step))
+            return (yield from super().rounds(unit, grad, step))
         if self.has_variance_round(step):
             return (yield Mean(grad, WIRES[self.wire])), None
         return None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
 
-    def apply(self, step: int, plan: Plan) -> Requests[None]:
+    def update(self, step: int, plan: Plan) -> Requests[None]:
         if step > self.warmup_steps:
-            yield from ZeroOneAdam.apply(self, step, plan)
+            yield from super().update(step, plan)
             return
         for unit in self.units:
             mean, signs = unit.result
@@ -300,7 +288,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             unit.state["u"].addcmul_(x, self.denominator(unit), value=lr * decay)  # (2')
 
     def summed_now(self, unit: Unit) -> Tensor:
-        rate, added = float(unit.group["lr"]) * unit.group["weight_decay"], ZeroOneAdam.summed_now(self, unit)
+        rate, added = float(unit.group["lr"]) * unit.group["weight_decay"], super().summed_now(unit)
         return added.addcmul_(self.flat_parameters(unit), self.denominator(unit), value=rate) if rate else added
 
     def kept(self, unit: Unit) -> float:

@@ -62,14 +62,17 @@ def test_the_old_argument_trains_as_the_class_that_it_names(
     assert pickle.loads(pickle.dumps(optimizer)).kind == wanted.__name__ == other.kind
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_class_of_ones_own_stays_what_it_is_and_has_the_rules_that_it_asks_for() -> None:
+def test_a_class_of_ones_own_says_itself_from_which_form_it_is_derived() -> None:
     class Mine(SLAMB):
         pass
 
-    values, optimizer = trained(Mine, FEW | {"form": "v1"})
-    assert type(optimizer) is Mine
-    assert optimizer.kind == "Mine"
+    class First(SLAMBv1):
+        pass
+
+    with pytest.raises(ValueError, match=r"form='v1' is an old way to say birder.SLAMBv1: derive Mine from that"):
+        Mine(parameters(), **FEW, form="v1")
+    values, optimizer = trained(First, FEW | {"form": "v1"})
+    assert (type(optimizer), optimizer.kind) == (First, "First")
     assert torch.equal(values, trained(SLAMBv1, FEW)[0])
 
 
