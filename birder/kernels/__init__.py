@@ -47,18 +47,19 @@ def _reason(error: BaseException) -> str:
 
 
 @functools.cache
-def _cuda() -> ModuleType:
+def _cuda(device: torch.device) -> ModuleType:
+    """For this GPU, which need not be the current one: a context on another costs memory there."""
     there = torch.cuda.is_available()
     if there:
-        torch.zeros(8, device="cuda")
-        torch.cuda.synchronize()  # raises errors of the GPU itself, which Triton did not cause
+        torch.zeros(8, device=device)
+        torch.cuda.synchronize(device)  # raises errors of the GPU itself, which Triton did not cause
     try:
         from birder.kernels import cuda
 
-        cuda.pack_signs(torch.zeros(8, device="cuda"))  # Triton builds its launcher at the first use, with a C compiler
+        cuda.pack_signs(torch.zeros(8, device=device))  # Triton builds its launcher at the first use, with a C compiler
     except Exception as error:  # not installed, no compiler, a GPU that it does not know: the reference serves them all
         if there:
-            torch.cuda.synchronize()  # raises where the GPU has failed meanwhile
+            torch.cuda.synchronize(device)  # raises where the GPU has failed meanwhile
         warnings.warn(
             f"no Triton, 1-bit kernels run unfused in torch, several times slower: {_reason(error)}", stacklevel=3
         )
@@ -70,7 +71,7 @@ def backend(device: torch.device) -> ModuleType:
     """The module whose functions serve tensors on `device`."""
     if device.type == "cpu":
         return _cpu()
-    return _cuda() if device.type == "cuda" else reference
+    return _cuda(device) if device.type == "cuda" else reference
 
 
 def _by_offset(offsets: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,51 @@ CHUNK = 2048
 """Elements of a tensor that one program works on."""
 COLUMNS = 5
 """Of the table, before the addresses: first element in memory, elements from there on, place in the flat buffer, I, K."""
-KEPT = 256
-"""Of what `launches` has made, so much is kept at a time. A step needs a few for each unit."""
+ROOM, MOST = 256, 8192
+"""Of what `launches` has made, so much is kept at a time: at first, and at most. A step needs a few for each unit."""
 
 Order = tuple[int, int]
 """(I, K) of the module's docstring."""
 IN_ORDER: Order = (1, 1)
 """Of memory in logical order."""
 
-_made: OrderedDict[tuple, tuple[list[Launch], list[int]]] = OrderedDict()
+
+class Kept:
+    """What was made last. Where some of it is asked for again after it was dropped, there is room for as much from then on.
+
+    Each step asks for the same in the same order: with room for less, nothing of it would ever be found.
+    """
+
+    def __init__(self) -> None:
+        self.room = ROOM
+        self._asked = 0
+        self._made: OrderedDict[tuple, tuple[int, Any]] = OrderedDict()
+        self._dropped: OrderedDict[int, int] = OrderedDict()
+        """By the hash of what was dropped: after how many questions it was last wanted."""
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, key: tuple) -> Any:
+        self._asked += 1
+        if key not in self._made:
+            return None
+        found = self._made.pop(key)[1]
+        self._made[key] = self._asked, found
+        return found
+
+    def put(self, key: tuple, value: Any) -> None:
+        since = self._asked - self._dropped.pop(hash(key), self._asked)
+        self.room = min(max(self.room, since), MOST)
+        self._made[key] = self._asked, value
+        if len(self._made) > self.room:
+            gone, (wanted, _) = self._made.popitem(last=False)
+            self._dropped[hash(gone)] = wanted
+        if len(self._dropped) > MOST:
+            self._dropped.popitem(last=False)
+
+
+_made = Kept()
 
 
 def order(t: Tensor) -> Order | None:
@@ -66,8 +103,7 @@ def launches(
     forms = tuple(map(Tensor.size, tensors)), tuple(map(Tensor.stride, tensors)), tuple([t.dtype for t in tensors])
     key = (device, stream, places, forms, tuple(offsets), kinds)
     if (found := _made.get(key)) is not None:
-        _made.move_to_end(key)
-        return found
+        return found  # type: ignore[no-any-return]
     together, rest = by_order(tensors, kinds)
     made: list[Launch] = []
     for (dtype, ordered), members in together.items():
@@ -82,9 +118,7 @@ def launches(
         if device.type == "cuda":  # from pinned memory, so that nothing waits for it
             host = host.pin_memory().to(device, non_blocking=True)
         made.append((dtype, ordered, aligned, host))
-    _made[key] = made, rest
-    if len(_made) > KEPT:
-        _made.popitem(last=False)
+    _made.put(key, (made, rest))
     return made, rest
 
 

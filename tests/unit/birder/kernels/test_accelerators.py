@@ -98,7 +98,7 @@ class Gpu:
         monkeypatch.setattr(torch, "zeros", lambda *size, device=None: (self.ask(), zeros(*size))[1])
         kernels._cuda.cache_clear()
 
-    def ask(self) -> None:
+    def ask(self, device: torch.device | None = None) -> None:
         if self.sticky:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
