@@ -9,6 +9,12 @@ Worker i keeps Adam's moments of its own gradient g_i; V is the same on all work
     (4) x = x - lr q - lr weight_decay x
 
 The local form leaves (0) out, and (2) has v_i and t in the place of V and t_V.
+
+Adam's own v is that of the mean gradient, to which the noise of n workers adds n times less than to theirs. `of_mean`
+estimates it, taking the mean momentum for the signal, and then needs no gain in the quantizer:
+
+    (0') V = s^2 + (mean_i v_i - s^2) / n,   s^2 = min( (1 - beta2^t) (mean_i m_i/(1 - beta1^t))^2, mean_i v_i )
+
 One-process reference: `SigmaDelta` in tests/helpers/reference_sigma_delta.py.
 """
 
@@ -34,12 +40,13 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
     """Sigma-delta Adam (see the module's docstring for the equations).
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW. Every coordinate moves by exactly lr in each step.
-    variance:     "shared": V of (0). "local": every worker's own v_i, so that nothing but bits is sent.
+    variance:     "shared": V of (0). "of_mean": V of (0'), for which m is sent too. "local": every worker's own v_i, so that
+                  nothing but bits is sent.
     share_growth: by what factor the steps of (0) grow, at least 1: after step k comes max(k + 1, floor(share_growth k)). 1.1:
                   each of the first ten, then 11, 12, ..., 20, 22, 24, ... 1: every step.
-    wire:         what (0) sends V as: "fp32" or "bf16".
-    gamma:        gain of the server; None: the root of the number of workers, with which Adam's lr fits. 1: the quantizer's
-                  error is bounded for all times, and lr wants to be larger.
+    wire:         what (0) sends as: "fp32" or "bf16".
+    gamma:        gain of the server; None: that with which Adam's lr fits, the root of the number of workers, or 1 with
+                  "of_mean". 1: the quantizer's error is bounded for all times; with another V lr then wants to be larger.
     reduce:       "two_phase": all-to-all and all-gather. "one_phase": one all-gather of half the bytes.
     errors:       how the errors are kept: "fp32", or "int8" for a quarter of their memory.
     start:        how workers' errors begin: "uniform" in [-1, 1), so that workers' bits do not move in step, or "zero".
@@ -84,7 +91,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         wire: str = "fp32",
         **options: Any,
     ) -> None:
-        self.variance = require_choice("variance", variance, "shared", "local")
+        self.variance = require_choice("variance", variance, "shared", "of_mean", "local")
         self.idle = require_choice("idle", idle, "decay", "hold")
         self.share_growth = require_number("share_growth", share_growth, "at least 1", low=1.0)
         # Most variances are too small for fp16, and 0 stands for a coordinate without gradient.
@@ -92,15 +99,16 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         self.gamma, self.reduce, self.errors, self.start = gamma, reduce, errors, start
         defaults = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, wire=wire, **options)
-        self._modulator = Modulator(gamma=gamma, reduce=reduce, errors=errors, start=start, seed=self.seed)
+        gain = 1.0 if gamma is None and variance == "of_mean" else gamma
+        self._modulator = Modulator(gamma=gain, reduce=reduce, errors=errors, start=start, seed=self.seed)
 
     def shared_at(self, step: int) -> int:
         """t_V: the last step up to `step` in which V is shared; in the local form `step` itself."""
-        return last_shared(step, float(self.share_growth)) if self.variance == "shared" else step
+        return last_shared(step, float(self.share_growth)) if self.variance != "local" else step
 
     def init_unit(self, unit: Unit) -> None:
         kept = unit.padded // self.comm.shards
-        unit.keep("m", "v", *(["shared_v"] if self.variance == "shared" else []), numel=kept)
+        unit.keep("m", "v", *(["shared_v"] if self.variance != "local" else []), numel=kept)
         self._modulator.init_unit(unit, self.comm)
         self.init_seen(unit)
 
@@ -113,6 +121,10 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
             kernels.adam_moments(mean, m, v, beta1=beta1, beta2=beta2, hold=hold)  # (1)
             g = None
             V.copy_((yield WorkerMean(v, WIRES[self.wire])))  # (0)
+            if self.variance == "of_mean":
+                signal = (yield WorkerMean(m, WIRES[self.wire])) * (math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
+                signal = signal.square_().minimum(V)
+                V.div_(comm.workers).add_(signal, alpha=1.0 - 1.0 / comm.workers)  # (0')
         error, encoding = unit.state[self._modulator.name], self._modulator.encoding(unit, comm, step)
         kernels.modulate_adam(g, m, v, error, V, **self._ratio(unit.group, step), hold=hold, **encoding)  # (1)-(3)
         unit.result = yield from self._modulator.exchange(unit, comm, step)

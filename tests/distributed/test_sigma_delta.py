@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"uniform": False, "hold": True, "betas": (0.8, 0.99)},
     ),
     "shared rarely, large eps": ({"share_growth": 2.5, "eps": 1e-3}, {"growth": 2.5, "eps": 1e-3}),
+    "of the mean": ({"variance": "of_mean"}, {"of_mean": True}),
     "one phase": ({"reduce": "one_phase", "seed": 5}, {"seed": 5}),
 }
 """Of each variant: options of the optimizer, and the same of the reference."""
@@ -40,6 +41,7 @@ REAL = ("default", "one phase")
 SIZES: list[tuple[dict[str, Any], bool, int, int]] = [
     ({}, False, 16, 4),
     ({}, True, 16, 4),
+    ({"variance": "of_mean"}, True, 16, 4),
     ({"variance": "local"}, False, 12, 4),
     ({"errors": "int8"}, False, 13, 1),
     ({"reduce": "one_phase"}, False, 16, 0),
@@ -154,8 +156,13 @@ def counted(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("options", "nbytes", "phases"),
-    [({}, 4, 2), ({"wire": "bf16"}, 2, 2), ({"variance": "local", "reduce": "one_phase"}, 0, 1)],
-    ids=["shared", "bf16", "local, one phase"],
+    [
+        ({}, 4, 2),
+        ({"wire": "bf16"}, 2, 2),
+        ({"variance": "of_mean"}, 2 * 4, 2),
+        ({"variance": "local", "reduce": "one_phase"}, 0, 1),
+    ],
+    ids=["shared", "bf16", "of the mean", "local, one phase"],
 )
 def test_bytes_are_a_bit_each_way_and_the_variance_in_its_steps(
     options: dict[str, Any], nbytes: int, phases: int

@@ -40,6 +40,7 @@ class SigmaDelta:
         weight_decay: float = 0.0,
         *,
         local: bool = False,
+        of_mean: bool = False,
         growth: float = 1.1,
         gamma: float | None = None,
         uniform: bool = True,
@@ -49,8 +50,15 @@ class SigmaDelta:
     ) -> None:
         """parts: for the one-phase form (start, end, size) of each unit: its elements, and those of one shard."""
         self.params, self.workers, self.lr, self.betas, self.eps = params, workers, lr, betas, eps
-        self.weight_decay, self.local, self.hold, self.seed, self.parts = weight_decay, local, hold, seed, parts
-        self.gamma = math.sqrt(workers) if gamma is None else gamma
+        self.weight_decay, self.local, self.of_mean, self.hold, self.seed, self.parts = (
+            weight_decay,
+            local,
+            of_mean,
+            hold,
+            seed,
+            parts,
+        )
+        self.gamma = (1.0 if of_mean else math.sqrt(workers)) if gamma is None else gamma
         self.shares = shared_steps(growth, 10_000)
         self.elements = element_numbers(params)
         self.m = [torch.zeros(workers, p.numel()) for p in params]
@@ -84,6 +92,11 @@ class SigmaDelta:
             v.copy_(torch.where((g == 0) & self.hold, v, v * b2 + (g * g) * (1 - b2)))
         if self.steps in self.shares:
             self.V[i].copy_(sum(self.v[i][1:], self.v[i][0]) / self.workers)
+            if self.of_mean:
+                mean = sum(self.m[i][1:], self.m[i][0]) / self.workers
+                signal = (mean * (math.sqrt(1 - b2**self.steps) / (1 - b1**self.steps))) ** 2
+                signal = torch.minimum(signal, self.V[i])
+                self.V[i].copy_(self.V[i] / self.workers + signal * (1 - 1 / self.workers))
         last = self.steps if self.local else max(k for k in self.shares if k <= self.steps)
         root = math.sqrt(1 - b2**last)
         found = []

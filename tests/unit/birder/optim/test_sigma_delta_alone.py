@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from birder import SigmaDeltaAdam
+from birder.comm import Topology
+from birder.comm.runtime import OwnTurn, lockstep
+from birder.comm.virtual import communicators
 from birder.optim.sigma_delta import last_shared
 
 
@@ -33,7 +36,7 @@ def test_the_schedule_does_not_depend_on_what_was_asked_before() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"variance": "mean"}, "variance must be shared or local"),
+        ({"variance": "mean"}, "variance must be shared, of_mean or local"),
         ({"share_growth": 0.9}, "share_growth must be at least 1"),
         ({"gamma": 0.0}, "gamma must be positive or None"),
         ({"errors": "bf16"}, "errors must be fp32 or int8"),
@@ -50,7 +53,9 @@ def test_wrong_arguments_are_one_line(options: dict[str, Any], words: str) -> No
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"variance": "of_mean"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}]
+)
 def test_a_coordinate_moves_from_the_step_of_its_first_gradient(options: dict[str, Any]) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
     optimizer = SigmaDeltaAdam([p], lr=1.0, **options)
@@ -100,7 +105,8 @@ def test_what_is_not_finite_counts_as_0() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}, {"gamma": 1.0}]
+    "options",
+    [{}, {"variance": "of_mean"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}, {"gamma": 1.0}],
 )
 def test_it_follows_adam(options: dict[str, Any]) -> None:
     """On one worker the whole run is off Adam's clipped path by a few steps of lr, whatever its length."""
@@ -114,3 +120,23 @@ def test_it_follows_adam(options: dict[str, Any]) -> None:
             optimizer.step()
     assert (x - y).abs().max() < 0.06
     assert (x - target).abs().mean() < 0.06
+
+
+def test_the_variance_of_the_mean_gradient_is_found_without_sending_it() -> None:
+    """Workers' gradients are a signal and noise of their own: from none to ten times the noise."""
+    workers, d = 4, 4096
+    signals = torch.tensor([0.0, 0.1, 1.0, 10.0])
+    params = [torch.nn.Parameter(torch.zeros(d)) for _ in range(workers)]
+    optimizers = [SigmaDeltaAdam([p], lr=0.0, betas=(0.9, 0.99), variance="of_mean", share_growth=1.0) for p in params]
+    comms = communicators(Topology(workers, 1), False)
+    for optimizer, comm in zip(optimizers, comms, strict=True):
+        optimizer.bind(comm, OwnTurn())
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        for p in params:
+            p.grad = signals.repeat_interleave(d // 4) + torch.randn(d, generator=noise)
+        with torch.no_grad():
+            lockstep(comms, [optimizer.stepping() for optimizer in optimizers], lambda rank: None)
+    found = optimizers[0].units[0].state["shared_v"][:d].view(4, -1).mean(1) / (1 - 0.99**400)
+    assert torch.allclose(found, signals.square() + 1 / workers, rtol=0.1)
+    assert all(torch.equal(o.units[0].state["shared_v"], optimizers[0].units[0].state["shared_v"]) for o in optimizers)
