@@ -18,7 +18,7 @@ from pathlib import Path
 from jinja2 import Environment, TemplateError
 
 from experiments.records.record import PUBLISHED, ROOT
-from experiments.report import sentences
+from experiments.report import claims, sentences
 from experiments.report.facts import Facts
 from launch.errors import UserError
 
@@ -32,7 +32,7 @@ def environment(facts: Facts) -> Environment:
     """What documents can say: `Facts.words`."""
     made = sentences.environment()
     made.globals.update(facts.words())
-    made.filters["from_docs"] = from_docs
+    made.filters |= {"from_docs": from_docs, "claim_rows": claims.checked}
     return made
 
 

@@ -39,11 +39,10 @@ from experiments.report import (
 )
 from experiments.report import spread as spreads
 from experiments.report.accuracy import AccuracyTable, Cell
-from experiments.report.claims_evidence import newest
 from experiments.report.formats import DASH, mean_sd, number, percent, size, times
 from experiments.report.paired import difference
 from experiments.report.replayed import Results
-from experiments.report.speedup import SpeedupTable
+from experiments.report.speedup import SpeedupTable, newest
 from experiments.report.table import Table
 
 MAKE = {
@@ -162,6 +161,7 @@ OTHERS: dict[str, Any] = {
     "placed": replay_words.placed,
     "timeline": timelines.load,
     "keys": reference.tables,
+    "cited": claims.cited,
     "volume": lambda kind: [value for value, _ in volume.measured(volume.Setting(), kind)],
 }
 """Functions that need no records."""
@@ -312,9 +312,9 @@ class Facts:
 
     # ---- papers and parts of other pages ------------------------------------------------------------------------------
 
-    def claims(self) -> str:
-        """The table of the papers' claims."""
-        return claims.grid(claims.collect(self._records))
+    def evidence(self, name: str, *claimed: Any, **given: Any) -> list[dict[str, Any]]:
+        """What was found of a paper's claim (`claims.evidence`)."""
+        return list(claims.evidence(self._records, name, *claimed, **given))
 
     def paper(self, quantity: str, source: str) -> str:
         """A published value, with its unit."""

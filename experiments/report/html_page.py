@@ -18,7 +18,6 @@ from birder.predict import METHODS
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy, curves, gaps, methods_table, prediction, sentences, speedup
-from experiments.report.claims_evidence import newest
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import metric_axis, metric_unit, size
 from experiments.report.paired import Difference
@@ -58,7 +57,7 @@ def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = 
 def speedups(records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
     """The main table on emulated links, the latest for each cluster: ms, speedups, their 95 % intervals or null."""
     found = []
-    for table in newest(records, EXP):
+    for table in speedup.newest(records, EXP):
         r = table.records[0]
         rows = [
             {

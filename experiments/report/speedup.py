@@ -9,6 +9,7 @@ same table; where there are several, the fastest. The run without communication 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -150,6 +151,15 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
         slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
         tables.append(SpeedupTable(slug, r.group or "", tuple(members)))
     return tables
+
+
+def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
+    """The latest table for each shape of a cluster, emulated links by default, the fewest nodes first."""
+    found: dict[tuple[int, int], SpeedupTable] = {}
+    mine = [r for r in records if r.exp == exp and r.cluster == cluster]
+    for table in sorted(build(mine), key=lambda t: t.latest):
+        found[table.records[0].nodes, table.records[0].ranks_per_node] = table
+    return [found[shape] for shape in sorted(found)]
 
 
 def _intended(link: dict[str, Any]) -> dict[str, Any]:
