@@ -38,7 +38,7 @@ from birder import BucketOptimizer
 from birder.checkpoint import elastic
 from experiments.config import compose
 from experiments.records.record import LOCAL, PUBLISHED, write_file
-from experiments.report import documents, paired, tables
+from experiments.report import documents, metrics, tables
 from experiments.report.formats import DASH
 from experiments.report.table import Table, terminal
 from experiments.runs import command
@@ -203,7 +203,7 @@ def share(values: dict[int, float], base: dict[int, float]) -> str:
     lost = sum(not (math.isfinite(value) and math.isfinite(base[seed])) for seed, value in values.items())
     if lost:
         return f"diverged in {lost} of {len(values)} runs"
-    found = paired.difference(values, base, relative=True)
+    found = metrics.difference(values, base, relative=True)
     return found.text(relative=True) if found else DASH
 
 

@@ -21,7 +21,7 @@ from experiments.config.data_files import Data, DataFiles
 
 
 class Section(Data):
-    """A part of the page (experiments/report/replay_sections.py). terminal: shown there too. columns: heading -> quantity."""
+    """A part of the page (experiments/report/replay_page.py). terminal: shown there too. columns: heading -> quantity."""
 
     kind: Literal[
         "summary", "reproduced", "fastest", "plot", "check", "predicted", "times", "memory", "details", "kernels"
@@ -218,6 +218,10 @@ class Suite(Data):
     def timeline(self, model: str, rate: str | None) -> Timeline:
         """What a model's computation replays. Raises UserError."""
         return timelines.load((self.models[model].timeline or f"{model}_{{rate}}").format(rate=rate))
+
+    def rate(self, place: Place | Cell) -> str:
+        """What the rate of a place is called; empty in suites without rates."""
+        return self.rates.get(place.rate or "", "")
 
     def architecture(self, model: str) -> str:
         return self.models[model].architecture or model

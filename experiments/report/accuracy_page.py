@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from experiments.records import labels
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy
-from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.accuracy import AccuracyTable
+from experiments.report.comparison import Cell
 from experiments.report.formats import DASH, mean_sd
 from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table

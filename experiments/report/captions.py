@@ -12,7 +12,7 @@ from typing import Any
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
-from experiments.report.formats import between, number, percent, times
+from experiments.report.formats import number, percent, times
 from experiments.report.metrics import FASTER, OPEN, SLOWER, Speedup
 from experiments.report.sentences import say
 from experiments.report.speedup import Row, SpeedupTable
@@ -28,14 +28,14 @@ def faster(found: Speedup | None, same: bool = False) -> str:
     """A speedup: 3.75x, and its interval where there is one: 3.75x [3.61, 3.82]; a tie is marked. same: with itself."""
     if found is None or same:
         return _times(found)
-    return f"{times(found.value)}{between(found.low, found.high)}{TIE if found.tie else ''}"
+    return f"{times(found.value)}{found.between()}{TIE if found.tie else ''}"
 
 
 def share(found: Speedup | None, same: bool = False) -> str:
     """A share of the bound's rate: 97 %, or 97 % [95, 99]."""
     if found is None or same:
         return percent(None if found is None else found.value)
-    return percent(found.value) + between(found.low, found.high, 0, 100)
+    return percent(found.value) + found.between(0, 100)
 
 
 def versus(table: SpeedupTable, row: Row, wire: str) -> str:

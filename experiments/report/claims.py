@@ -18,9 +18,10 @@ from experiments.records.record import ResultRecord
 from experiments.report import accuracy as accuracies
 from experiments.report import captions, published, volume
 from experiments.report import replayed as replays
-from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.accuracy import AccuracyTable
+from experiments.report.comparison import Cell
 from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, times
-from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Parity
+from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE, Parity
 from experiments.report.sentences import say
 from experiments.report.speedup import newest
 
@@ -152,7 +153,7 @@ def endings(records: Records, value: float, optimizer: str) -> Words | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method against the best of the dense ones that a claim names, on one task. verdict: one of paired.py's."""
+    """A method against the best of the dense ones that a claim names, on one task. verdict: one of `ORDER`."""
 
     task: str
     where: str

@@ -17,8 +17,9 @@ import pandas as pd
 
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
-from experiments.report.accuracy import AccuracyTable, Cell
-from experiments.report.paired import Difference, difference
+from experiments.report.accuracy import AccuracyTable
+from experiments.report.comparison import Cell
+from experiments.report.metrics import Difference, difference
 from launch.errors import UserError
 
 WINDOW = 0.05

@@ -31,16 +31,17 @@ from experiments.report import (
     methods_table,
     metrics,
     prediction,
-    replay_sections,
+    replay_page,
     replay_words,
     replayed,
     speedup_table,
     volume,
 )
 from experiments.report import spread as spreads
-from experiments.report.accuracy import AccuracyTable, Cell
+from experiments.report.accuracy import AccuracyTable
+from experiments.report.comparison import Cell
 from experiments.report.formats import DASH, mean_sd, number, percent, size, times
-from experiments.report.paired import difference
+from experiments.report.metrics import difference
 from experiments.report.replayed import Results
 from experiments.report.speedup import SpeedupTable, newest
 from experiments.report.table import Table
@@ -156,8 +157,8 @@ OTHERS: dict[str, Any] = {
     "off_arithmetic": lambda tables: number(max(_misses(c for t in tables for c in arithmetic.of_runs(t.records)))),
     "checks": lambda results: _misses(replay_words.checks(results)),
     # The blocks of a section of a suite's page; the step times of a model over nodes.
-    "said": lambda results, kind: replay_sections.SECTIONS[kind](results, results.suite.report.sections[0]),
-    "cells": lambda results, model, link: replay_sections.grid(results, results.suite.across((model, None, link)), ""),
+    "said": lambda results, kind: replay_page.SECTIONS[kind](results, results.suite.report.sections[0]),
+    "cells": lambda results, model, link: replay_page.grid(results, results.suite.across((model, None, link)), ""),
     "placed": replay_words.placed,
     "timeline": timelines.load,
     "keys": reference.tables,

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from matplotlib import style
 from matplotlib.artist import Artist
@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from experiments.records.labels import is_compressed
+from experiments.report.metrics import Estimate
 
 MARK = "Made by make tables"
 DPI = 110
@@ -108,17 +109,9 @@ def key(figure: Figure, columns: int) -> None:
     figure.legend(handles=list(shown.values()), loc="outside lower center", ncols=columns)
 
 
-class Ends(Protocol):
-    """What has an interval, or None for its ends."""
-
-    @property
-    def low(self) -> float | None: ...
-
-    @property
-    def high(self) -> float | None: ...
-
-
-def interval(axes: Axes, x: float, y: float, of: Ends, tint: str, *, dot: float = 0.0, upright: bool = False) -> None:
+def interval(
+    axes: Axes, x: float, y: float, of: Estimate, tint: str, *, dot: float = 0.0, upright: bool = False
+) -> None:
     """The interval of a value, across or upright, where it has one. dot: size of the value's mark; 0: it is drawn already."""
     value = y if upright else x
     low, high = (value, value) if of.low is None or of.high is None else (of.low, of.high)

@@ -26,13 +26,6 @@ def percent(value: float | None) -> str:
     return DASH if value is None else f"{100 * value:.0f} %"
 
 
-def between(low: float | None, high: float | None, digits: int = 2, scale: float = 1.0) -> str:
-    """An interval as it stands behind its value: " [0.95, 1.05]"; empty where there is none."""
-    if low is None or high is None:
-        return ""
-    return f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
-
-
 def size(value: float | None) -> str:
     """Bytes in decimal units: 102 MB."""
     if value is None:

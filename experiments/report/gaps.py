@@ -13,11 +13,12 @@ from statistics import fmean
 
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
-from experiments.report.accuracy import AccuracyTable, Cell, full_precision
+from experiments.report.accuracy import AccuracyTable, full_precision
+from experiments.report.comparison import Cell
 from experiments.report.curves import baseline
 from experiments.report.formats import metric_axis, metric_unit
 from experiments.report.methods_table import Line, MethodsTable
-from experiments.report.paired import BETTER, OPEN, PARITY, WORSE, Difference, difference
+from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE, Difference, difference
 from experiments.report.sentences import say
 
 Studies = dict[str, list[list[AccuracyTable]]]

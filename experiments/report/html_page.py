@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from jinja2 import Template
 from birder.predict import METHODS
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
-from experiments.report import accuracy, curves, gaps, methods_table, prediction, sentences, speedup
+from experiments.report import accuracy, curves, gaps, methods_table, prediction, sentences, speedup, speedup_table
 from experiments.report.curves import Curve, Curves
-from experiments.report.formats import metric_axis, metric_unit, size
-from experiments.report.paired import Difference
+from experiments.report.formats import metric_axis, metric_unit
+from experiments.report.metrics import Difference
 from launch.words import count
 
 FOLDER = Path(__file__).parent
@@ -46,7 +46,6 @@ class Grid:
 def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = Grid()) -> dict[str, Any]:
     """All that the page shows, as JSON's types. Raises UserError for a curve that is gone."""
     return {
-        "speedups": speedups(records),
         "accuracy": accuracies(records),
         "tasks": tasks(results_dir, records),
         "replays": replays(results_dir),
@@ -54,31 +53,25 @@ def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = 
     }
 
 
-def speedups(records: Sequence[ResultRecord]) -> list[dict[str, Any]]:
-    """The main table on emulated links, the latest for each cluster: ms, speedups, their 95 % intervals or null."""
+MEASURED = {
+    "method": "method",
+    "step time, median (p10–p90), ms": "ms a step here (p10–p90)",
+    "speedup vs fp32": "vs fp32 DDP",
+    "speedup vs bf16": "vs bf16 DDP",
+    "payload per node and step": "sent per node",
+}
+"""Columns of the main table that the page shows, and what they are called there."""
+
+
+def measured(records: Sequence[ResultRecord]) -> list[dict[str, str]]:
+    """The main table on emulated links as HTML, the latest for each cluster."""
     found = []
     for table in speedup.newest(records, EXP):
         r = table.records[0]
-        rows = [
-            {
-                "method": row.label,
-                "ms": 1000 * row.seconds,
-                "payload": size(row.payload),
-                **{base: _versus(table, row, base) for base in ("fp32", "bf16")},
-            }
-            for row in table.rows
-            if row.seconds
-        ]
         title = f"{count(r.nodes, 'node')} of {count(r.ranks_per_node, 'rank')}"
-        found.append({"slug": table.slug, "title": title, "caveats": sentences.caveats(table.records), "rows": rows})
+        shown = speedup_table.as_table(table).pick(MEASURED)
+        found.append({"title": title, "caveats": sentences.caveats(table.records), "table": shown.html()})
     return found
-
-
-def _versus(table: speedup.SpeedupTable, row: speedup.Row, base: str) -> dict[str, float | None]:
-    found = table.compared(row, base)
-    if found is not None and row is table.baseline(base):
-        found = replace(found, low=None, high=None)
-    return {end: getattr(found, end, None) for end in ("value", "low", "high")}
 
 
 def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
@@ -193,11 +186,11 @@ def predicted(grid: Grid) -> dict[str, Any]:
     }
 
 
-def html(content: dict[str, Any], library: str) -> str:
-    """The page. library: the text of plotly's script."""
+def html(content: dict[str, Any], tables: Sequence[dict[str, str]], library: str) -> str:
+    """The page. content: of `data`; tables: of `measured`; library: the text of plotly's script."""
     # Within a script element nothing may look like its end.
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     parts = {"css": "page.css", "js": "page.js", "pay": "pay.js"}
     own = {name: FOLDER.joinpath(file).read_text(encoding="utf-8") for name, file in parts.items()}
     page = Template(FOLDER.joinpath("page.html").read_text(encoding="utf-8"), keep_trailing_newline=True)
-    return page.render(**own, data=text, plotly=library)
+    return page.render(**own, data=text, measured=tables, plotly=library)

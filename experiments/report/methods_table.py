@@ -11,7 +11,8 @@ from rich.console import Console
 
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import accuracy, arithmetic, captions, metrics, published, speedup_table
-from experiments.report.accuracy import HELD_OUT, AccuracyTable, Cell
+from experiments.report.accuracy import HELD_OUT, AccuracyTable
+from experiments.report.comparison import Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.sentences import say

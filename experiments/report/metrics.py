@@ -1,4 +1,4 @@
-"""Speedups: how many times as fast, how sure that is, and what it decides: the one definition. Imports no torch.
+"""Speedups and differences: how large, how sure that is, and what it decides: the one definition. Imports no torch.
 
 A speedup is t_baseline / t_method: medians of the step time, or means where a method's steps differ in what they send.
 
@@ -14,16 +14,27 @@ with 4 rounds as with 12 (tests/unit/experiments/report/test_metrics.py).
 
 Runs that were made one after the other have no interval. Then the spreads of their steps, 10th to 90th percentile, decide:
 where they overlap, or are not known, nothing is decided.
+
+A difference is that of a method's metric to a baseline's. For each seed s the difference d_s is that of two runs which began
+with the same weights and read the same batches: what they share drops out. The interval is Student's, of the mean of d_s with
+n - 1 degrees of freedom. What difference counts as none, the margin, is part of the configuration (`parity`), so that it is
+stated before the runs and kept in their records. Where several methods are held against one baseline, "better" is said only
+of a difference that Holm's correction over all of them leaves (`holm`); what was lost needs none to be said.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict
 
+from experiments.config import schema
 from experiments.records.record import ResultRecord
 
 LEVEL = 0.95
@@ -31,6 +42,32 @@ RESAMPLES = 4000
 LEAST_ROUNDS = 4
 """With fewer rounds there is no interval."""
 FASTER, SLOWER, OPEN = "faster", "slower", "not decided"
+PARITY, BETTER, WORSE = "parity", "better", "worse"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value, and the ends of the interval that holds the true one with a probability of `LEVEL`; None: there is none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def between(self, digits: int = 2, scale: float = 1.0) -> str:
+        """The interval as it stands behind the value: " [0.95, 1.05]"; empty where there is none."""
+        if self.low is None or self.high is None:
+            return ""
+        return f" [{scale * self.low:.{digits}f}, {scale * self.high:.{digits}f}]"
+
+
+def students_t(n: int) -> float:
+    """Student's t that a mean of `n` values stays within with a probability of `LEVEL`."""
+    from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, which takes a second to load
+
+    return float(stdtrit(n - 1, (1 + LEVEL) / 2))
+
+
+# ---- speedups ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,16 +90,12 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Speedup:
-    """How many times as fast a run is as another one.
+class Speedup(Estimate):
+    """How many times as fast a run is as another one; no interval where the two did not take turns.
 
-    low, high: of the interval that holds the true value with a probability of at least `LEVEL`; None where the two did not
-    take turns. apart: whether the spreads of their steps do not overlap.
+    apart: whether the spreads of their steps do not overlap.
     """
 
-    value: float
-    low: float | None = None
-    high: float | None = None
     apart: bool = False
 
     @property
@@ -136,8 +169,6 @@ def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Speedup | None:
     """Step time of `base` over that of `other`, paired by rounds. None for too few rounds, or not as many of both."""
     if len(base.ms) != len(other.ms) or len(base.ms) < LEAST_ROUNDS:
         return None
-    from scipy.special import stdtrit
-
     data = [np.array(part, dtype=float) for part in (base.ms, base.steps, other.ms, other.steps)]
 
     def statistic(base_ms: np.ndarray, base_steps: np.ndarray, ms: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -148,7 +179,7 @@ def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Speedup | None:
         return Speedup(value, value, value)
     drawn = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
     error = float(np.log(statistic(*(part[drawn] for part in data))).std()) * math.sqrt(n / (n - 1))
-    reach = math.exp(float(stdtrit(n - 1, (1 + LEVEL) / 2)) * error)  # (1)
+    reach = math.exp(students_t(n) * error)  # (1)
     return Speedup(value, value / reach, value * reach)
 
 
@@ -156,3 +187,93 @@ def _typical(ms: np.ndarray, steps: np.ndarray, mean: bool) -> np.ndarray:
     if mean:
         return (ms * steps).sum(axis=-1) / steps.sum(axis=-1)
     return np.asarray(np.median(ms, axis=-1))
+
+
+# ---- differences of a metric -------------------------------------------------------------------------------------------
+
+
+class Parity(schema.Parity):
+    """What a comparison was stated to be, before it was made. baseline: in any case of letters."""
+
+    model_config = ConfigDict(frozen=True)
+
+    baseline: str
+    margin: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Parity | None:
+        """As a configuration says; None where it says nothing."""
+        said = config.get("parity") or {}
+        return cls(**said) if said.get("baseline") and said.get("margin") else None
+
+    def text(self) -> str:
+        """The margin as tables show it."""
+        return f"{100 * self.margin:g} %" if self.relative else f"{self.margin:g}"
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """Mean of method - baseline over `n` seeds; no interval for a single one."""
+
+    n: int = 1
+
+    @property
+    def p(self) -> float:
+        """Of Student's t, both sides, that the mean is 0; 1 without an interval."""
+        if self.low is None or self.high is None:
+            return 1.0
+        from scipy.special import stdtr
+
+        reach = (self.high - self.low) / 2
+        if reach == 0:
+            return float(self.value == 0)
+        return 2 * float(stdtr(self.n - 1, -abs(self.value) / reach * students_t(self.n)))
+
+    def times(self, scale: float) -> Difference:
+        """In another unit: 100 makes per cent of shares."""
+        low, high = (None if end is None else scale * end for end in (self.low, self.high))
+        return replace(self, value=scale * self.value, low=low, high=high)
+
+    def verdict(self, margin: float, higher_is_better: bool) -> str:
+        """What the interval decides.
+
+        parity:      it lies within the margin on either side of 0.
+        better, worse: it does not, and lies on one side of 0.
+        not decided: neither, or there is no interval.
+        """
+        if self.low is None or self.high is None:
+            return OPEN
+        if -margin <= self.low and self.high <= margin:
+            return PARITY
+        if self.low > 0:
+            return BETTER if higher_is_better else WORSE
+        if self.high < 0:
+            return WORSE if higher_is_better else BETTER
+        return OPEN
+
+    def text(self, relative: bool, digits: int = 2) -> str:
+        """ "+0.31 [-0.12, 0.74]", in per cent where differences are relative."""
+        scale, unit = (100, " %") if relative else (1, "")
+        return f"{scale * self.value:+.{digits}f}{self.between(digits, scale)}{unit}"
+
+
+def difference(method: Mapping[int, float], baseline: Mapping[int, float], relative: bool = False) -> Difference | None:
+    """Of the seeds that both have: values by seed. None without any, and where a baseline of 0 has no shares."""
+    shared = sorted(set(method) & set(baseline))
+    if not shared or (relative and any(baseline[s] == 0 for s in shared)):
+        return None
+    d = [method[s] / baseline[s] - 1 if relative else method[s] - baseline[s] for s in shared]
+    mean = statistics.fmean(d)
+    if len(d) < 2:
+        return Difference(mean)
+    reach = students_t(len(d)) * statistics.stdev(d) / math.sqrt(len(d))
+    return Difference(mean, mean - reach, mean + reach, len(d))
+
+
+def holm(found: Sequence[Difference]) -> list[float]:
+    """p of each of several differences to one baseline, by Holm's method: in rising order p_k (m - k + 1), never falling."""
+    order, least = sorted(range(len(found)), key=lambda i: found[i].p), 0.0
+    corrected = [1.0] * len(found)
+    for rank, i in enumerate(order):
+        least = corrected[i] = min(1.0, max(least, found[i].p * (len(found) - rank)))
+    return corrected

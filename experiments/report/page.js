@@ -18,10 +18,6 @@ const times = (v) => v === null ? DASH : v.toFixed(2) + "x";
 const share = (v) => !v ? DASH : Math.abs(v - 1) < 0.005 ? "1" : v > 1 ? times(v) : "1/" + number(1 / v);
 const signed = (v, digits) => (v < 0 ? "\u2212" : "+") + Math.abs(v).toFixed(digits);
 
-function interval(found) {
-  return times(found.value) + (found.low === null ? "" : " [" + found.low.toFixed(2) + ",\u00a0" + found.high.toFixed(2) + "]");
-}
-
 function difference(found, digits, unit) {
   if (found === null) return DASH;
   const between = found.low === null ? "" : " [" + signed(found.low, digits) + ",\u00a0" + signed(found.high, digits) + "]";
@@ -108,24 +104,6 @@ function showWins(m, n, g) {
   })]);
   const caption = "What wins, and how many times as fast as fp32 DDP it is: " + grid.models[m] + ", by nodes and Gbit/s";
   fill($("wins"), caption, ["nodes", ...grid.gbps.map(String)], rows, n, g + 1);
-}
-
-// Measured
-
-function showMeasured() {
-  data.speedups.forEach((found) => {
-    const note = document.createElement("p"), box = document.createElement("div"), table = document.createElement("table");
-    note.className = "note";
-    note.textContent = found.caveats + ".";
-    box.className = "scroll";
-    box.tabIndex = 0;
-    box.setAttribute("role", "region");
-    box.setAttribute("aria-label", found.title);
-    box.append(table);
-    fill(table, found.title, ["method", "ms a step here", "vs fp32 DDP", "vs bf16 DDP", "sent per node"],
-      found.rows.map((r) => [r.method, number(r.ms), interval(r.fp32), interval(r.bf16), r.payload]), -1);
-    $("speedups").append(box, note);
-  });
 }
 
 // Accuracy against bytes: a row for each method, those that send most on top
@@ -278,7 +256,6 @@ if (data.tasks.length) offerMethods();
 $("task").addEventListener("input", () => { offerMethods(); showLosses(); });
 $("shown").addEventListener("input", showLosses);
 document.querySelectorAll("form").forEach((form) => form.addEventListener("submit", (event) => event.preventDefault()));
-showMeasured();
 startPay();
 showAll();
 [dark, narrow].forEach((query) => query.addEventListener("change", showAll));

@@ -17,7 +17,7 @@ from experiments.report.accuracy import AccuracyTable
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number
 from experiments.report.gaps import Against, Panel, Point, Row, Studies
-from experiments.report.paired import BETTER, OPEN, PARITY, WORSE
+from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE
 from experiments.report.speedup import SpeedupTable
 from experiments.report.time_to_loss import GBPS, GPUS, OURS, Race
 

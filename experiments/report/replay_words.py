@@ -9,12 +9,15 @@ from experiments.cells.suite import Place
 from experiments.cells.timelines import BUCKET_MB, bucket_delay_ms, nic_bytes
 from experiments.report import arithmetic, captions, published
 from experiments.report.arithmetic import WIRES, WITHIN, Check
-from experiments.report.formats import between, number, percent, times
+from experiments.report.formats import number, percent, times
 from experiments.report.metrics import FASTER, LEAST_ROUNDS, OPEN, SLOWER
 from experiments.report.replayed import Results
 from experiments.report.sentences import say
 from experiments.report.table import Note, Table
 from experiments.training import machine
+
+Best = tuple[float, Place, str]
+"""The largest speedup of a setting over its numbers of nodes, where, and over which baseline."""
 
 
 def caveats(results: Results) -> str:
@@ -85,49 +88,49 @@ def headline(results: Results, model: str) -> tuple[str, float | None]:
     return "", None
 
 
+def against_published(results: Results) -> Iterator[tuple[str, str, float, list[Best]]]:
+    """(architecture, the paper's sentence, its factor, the best over nodes of every setting), of what has been measured."""
+    suite = results.suite
+    for architecture, model in {suite.architecture(m): m for m in results.models}.items():
+        quoted, factor = headline(results, model)
+        found: list[Best] = []
+        for setting in (s for s in results.settings() if suite.architecture(s[0]) == architecture):
+            for base in ("fp32", "bf16"):
+                if best := results.best(setting, suite.report.ours, base):
+                    found.append((*best, base))
+        if factor is not None and found:
+            yield architecture, quoted, factor, found
+
+
 def placed(results: Results) -> list[dict[str, str]]:
     """For each architecture and baseline: the range of the best factors over all assumptions, and where the paper's lies."""
-    suite, said = results.suite, []
-    for architecture, model in {suite.architecture(m): m for m in results.models}.items():
-        _, factor = headline(results, model)
-        for base in ("fp32", "bf16"):
-            mine = [s for s in results.settings() if suite.architecture(s[0]) == architecture]
-            best = [found[0] for s in mine if (found := results.best(s, suite.report.ours, base)) is not None]
-            if factor is None or not best:
-                continue
-            outside = "below all of them" if factor < min(best) else "above all of them"
-            where = "between them" if min(best) <= factor <= max(best) else outside
-            known = {"factor": times(factor), "least": times(min(best)), "most": times(max(best))}
-            said.append({"model": architecture, "wire": base, "where": where, **known})
+    said = []
+    for model, _, factor, found in against_published(results):
+        for wire in dict.fromkeys(base for *_, base in found):
+            best = sorted(value for value, _, base in found if base == wire)
+            outside = "below all of them" if factor < best[0] else "above all of them"
+            where = "between them" if best[0] <= factor <= best[-1] else outside
+            known = {"factor": times(factor), "least": times(best[0]), "most": times(best[-1])}
+            said.append({"model": model, "wire": wire, "where": where, **known})
     return said
 
 
 def reproduced(results: Results) -> list[str]:
     """For each architecture, which assumptions give the paper's factor and which do not, from the numbers."""
     suite, said = results.suite, []
-    for architecture, model in {suite.architecture(m): m for m in results.models}.items():
-        quoted, factor = headline(results, model)
+    for _, quoted, factor, every in against_published(results):
         found: list[captions.Found] = []
-        for setting in results.settings():
-            for base in ("fp32", "bf16"):
-                best = results.best(setting, suite.report.ours, base)
-                if best is not None and suite.architecture(setting[0]) == architecture:
-                    rate, link = suite.rates.get(setting[1] or ""), suite.links[setting[2]].gbit
-                    where = f"{suite.models[setting[0]].short}, {rate}, {link:g} Gbit/s, against {base}"
-                    found.append((best[0], where, results.versus(best[1], suite.report.ours, base)))
-        if factor is not None and found:
-            said.append(_reproduced(quoted, factor, found))
+        for value, place, base in every:
+            link = f"{suite.links[place.link].gbit:g} Gbit/s"
+            where = f"{suite.models[place.model].short}, {suite.rate(place)}, {link}, against {base}"
+            found.append((value, where, results.versus(place, suite.report.ours, base)))
+        # How far off in either direction: half of a factor is as far from it as twice.
+        ordered = sorted(found, key=lambda f: (max(f[0] / factor, factor / f[0]), f[1]))
+        close, below, above = captions.by_factor(factor, found)
+        shown = {"near": [f for f in ordered if f in close], "nearest": ordered[:1], "below": below, "above": above}
+        listed = {name: "; ".join(f"{where} ({text})" for _, where, text in some) for name, some in shown.items()}
+        said.append(say("factor", quoted=quoted, within=percent(captions.NEAR), **listed))
     return said
-
-
-def _reproduced(quoted: str, factor: float, found: list[captions.Found]) -> str:
-    # How far off in either direction: half of a factor is as far from it as twice.
-    ordered = sorted(found, key=lambda f: (max(f[0] / factor, factor / f[0]), f[1]))
-    close, below, above = captions.by_factor(factor, found)
-    near = [f for f in ordered if f in close]
-    shown = {"near": near, "nearest": ordered[:1], "below": below, "above": above}
-    listed = {name: "; ".join(f"{where} ({text})" for _, where, text in some) for name, some in shown.items()}
-    return say("factor", quoted=quoted, within=percent(captions.NEAR), **listed)
 
 
 def fastest(results: Results) -> list[str]:
@@ -149,7 +152,7 @@ def _fastest(results: Results, place: Place) -> Iterator[str]:
     if suite.links[place.link].goodput_mbit is None and ranking:
         name = ranking[0][1]
         if (found := results.compared(place, "fp32", name)) is not None:
-            longer = f"takes {found.value:.2f}{between(found.low, found.high)} times as long as fp32 DDP"
+            longer = f"takes {found.value:.2f}{found.between()} times as long as fp32 DDP"
             advice = {FASTER: "do not compress: ", OPEN: "not decided whether to compress: ", SLOWER: ""}[found.verdict]
             yield f"{where}: {advice}{suite.methods[name].label}, the fastest compressed method, {longer}."
 
@@ -180,7 +183,7 @@ def checks(results: Results) -> list[Check]:
         gbit = suite.links[str(cell.link)].gbit
         where = f"{cell.nodes} nodes, {cell.link if gbit is None else f'{gbit:g} Gbit/s'}"
         sends = f"{method.wire}, {'with' if how['overlap'] else 'without'} overlap"
-        name = ", ".join(filter(None, [cell.model, suite.rates.get(cell.rate or ""), where, sends]))
+        name = ", ".join(filter(None, [cell.model, suite.rate(cell), where, sends]))
         found.append(Check(name, results.clock(cell), ms, arithmetic.off_by(r)))
     return found
 

@@ -1,4 +1,4 @@
-"""One table, two renderers: `Table.markdown` and `Table.grid` for pages, `Table.show` for a terminal. No torch.
+"""One table, two renderers: `Table.markdown`, `Table.grid` and `Table.html` for pages, `Table.show` for a terminal. No torch.
 
 A column is added in one place, the list of columns of its table (`speedup_table.columns`, `accuracy.columns`, ...):
 
@@ -101,14 +101,21 @@ class Table:
         lines = [[c.name for c in self.columns], ruler, *self.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
+    def html(self) -> str:
+        """The columns and rows alone, as HTML."""
+        import pandas as pd  # which a start should not wait for
+
+        return pd.DataFrame(self.rows, columns=[c.name for c in self.columns]).to_html(index=False, border=0)
+
     def picked(self, columns: Mapping[str, str]) -> str:
-        """`grid` of these columns alone, under other headings: {name: heading}. Raises KeyError for an unknown name."""
+        """`grid` of `pick`."""
+        return self.pick(columns).grid().rstrip()
+
+    def pick(self, columns: Mapping[str, str]) -> Table:
+        """These columns alone, under other headings: {name: heading}. Raises KeyError for an unknown name."""
         places = {c.name: place for place, c in enumerate(self.columns)}
-        kept = [places[name] for name in columns]
-        head = [
-            replace(self.columns[place], name=heading) for place, heading in zip(kept, columns.values(), strict=True)
-        ]
-        return Table(tuple(head), tuple(tuple(row[place] for place in kept) for row in self.rows)).grid().rstrip()
+        head = tuple(replace(self.columns[places[name]], name=heading) for name, heading in columns.items())
+        return Table(head, tuple(tuple(row[places[name]] for name in columns) for row in self.rows))
 
     def markdown(self, level: int = 3) -> str:
         """A section of a page: heading, notes, grid, footnotes, with an empty line after each."""

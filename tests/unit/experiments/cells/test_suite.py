@@ -13,7 +13,7 @@ import yaml
 from experiments import replay
 from experiments.cells import engine, suite
 from experiments.records.record import ROOT
-from experiments.report import figure, replay_page, replay_sections, replayed
+from experiments.report import figure, replay_page, replayed
 from launch.errors import UserError
 
 PUBLISHED = ROOT / "results/published"
@@ -38,7 +38,7 @@ def test_published_pages_are_those_of_the_published_records(name: str) -> None:
 def test_what_a_suite_names_exists(name: str) -> None:
     made = suite.load(name)
     assert made.name == name
-    assert {c for s in made.report.sections for c in s.columns.values()} <= set(replay_sections.QUANTITIES)
+    assert {c for s in made.report.sections for c in s.columns.values()} <= set(replay_page.QUANTITIES)
     assert {made.report.ours, *made.report.ratios} <= set(made.rows)
     assert all(m.checks is None or m.checks in made.rows for m in made.methods.values())
 

@@ -16,6 +16,7 @@ from birder.predict import METHODS, Cluster, Link, Prediction, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import accuracy, curves, html_page, methods_table, prediction, speedup
+from experiments.report.formats import number
 from experiments.report.html_page import Grid
 from tests.helpers import BROWSER
 from tests.helpers.tiers import slow
@@ -35,20 +36,23 @@ def content(records: list[ResultRecord]) -> dict[str, Any]:
     return html_page.data(PUBLISHED, records, SMALL)
 
 
-def test_speedups_are_those_of_the_records(records: list[ResultRecord], content: dict[str, Any]) -> None:
+def test_speedups_are_those_of_the_records(records: list[ResultRecord]) -> None:
     emulated = [r for r in records if r.exp == "resnet50" and r.cluster == "emulated"]
-    tables = {t.slug: t for t in speedup.build(emulated)}
-    assert {t["slug"] for t in content["speedups"]} <= set(tables)
-    assert len(content["speedups"]) == len({(r.nodes, r.ranks_per_node) for r in emulated}) >= 3
-    for shown in content["speedups"]:
-        table, rows = tables[shown["slug"]], {row["method"]: row for row in shown["rows"]}
+    tables = {(t.records[0].nodes, t.records[0].ranks_per_node): t for t in speedup.newest(records, "resnet50")}
+    shown = html_page.measured(records)
+    assert len(shown) == len(tables) == len({(r.nodes, r.ranks_per_node) for r in emulated}) >= 3
+    for page, table in zip(shown, tables.values(), strict=True):
+        rows = [re.findall(r"<td>(.*?)</td>", row) for row in page["table"].split("<tr>")]
+        cells = {row[0]: row[1:] for row in rows if row}
         for row in (row for row in table.rows if row.seconds):
-            mine = rows[row.label]
-            assert mine["ms"] == 1000 * (row.seconds or 0)
-            assert mine["fp32"]["value"] == table.speedup(row, "fp32")
-            ratio = table.compared(row, "fp32")
-            if ratio is not None and ratio.low is not None and row is not table.baseline("fp32"):
-                assert (mine["fp32"]["low"], mine["fp32"]["high"]) == (ratio.low, ratio.high)
+            ms, over_fp32, over_bf16, _ = cells[row.label]
+            assert number(1000 * (row.seconds or 0)) in ms
+            for wire, said in (("fp32", over_fp32), ("bf16", over_bf16)):
+                found = table.compared(row, wire)
+                assert found is not None
+                assert said.startswith(f"{found.value:.2f}x")
+                if found.low is not None and row is not table.baseline(wire):
+                    assert f"[{found.low:.2f}, {found.high:.2f}]" in said
 
 
 def test_accuracies_are_those_of_the_records(records: list[ResultRecord], content: dict[str, Any]) -> None:
@@ -175,7 +179,7 @@ def winner(p: Prediction) -> str | None:
 
 
 def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -> None:
-    made = html_page.html(content, "/* a library with </b> and /*DATA*/ in it */")
+    made = html_page.html(content, [], "/* a library with </b> and /*DATA*/ in it */")
     held = re.search(r'<script id="data" type="application/json">(.*?)</script>', made, re.DOTALL)
     assert held is not None
     assert json.loads(held[1]) == json.loads(json.dumps(content))
@@ -221,7 +225,7 @@ document.body.append(told);
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 @pytest.mark.parametrize(("begin", "place", "width"), [("1,1,1", "0,1,0", 400), slow("0,0,0", "1,0,1", 1600)])
 def test_a_browser_shows_the_numbers(
-    content: dict[str, Any], tmp_path: Path, begin: str, place: str, width: int
+    records: list[ResultRecord], content: dict[str, Any], tmp_path: Path, begin: str, place: str, width: int
 ) -> None:
     """Headless, plotly in the page: controls are moved, tables and sentences have the records' and the grid's numbers."""
     from plotly.offline import get_plotlyjs
@@ -229,7 +233,7 @@ def test_a_browser_shows_the_numbers(
     m, n, g = map(int, place.split(","))
     moves = MOVES.replace("MODEL", str(m)).replace("NODES", str(n)).replace("GBPS", str(g))
     path = tmp_path / "index.html"
-    made = html_page.html(content, get_plotlyjs())
+    made = html_page.html(content, html_page.measured(records), get_plotlyjs())
     path.write_text(made.replace("</body>", f"<script>{moves}</script></body>"), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{begin}"]

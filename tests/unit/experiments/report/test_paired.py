@@ -11,7 +11,7 @@ import pytest
 from experiments.config import compose
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy
-from experiments.report.paired import Difference, Parity, difference, holm
+from experiments.report.metrics import Difference, Parity, difference, holm
 from launch.errors import UserError
 from tests.helpers.records import score
 

@@ -91,7 +91,7 @@ def test_a_browser_answers_between_the_points(content: dict[str, Any], tmp_path:
         " shown: document.getElementById('paycurves').data.filter((x) => x.visible === true).length});"
         " document.body.append(t);</script></body>"
     )
-    path.write_text(html_page.html(whole, get_plotlyjs()).replace("</body>", told), encoding="utf-8")
+    path.write_text(html_page.html(whole, [], get_plotlyjs()).replace("</body>", told), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{hash_}"]
     dom = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=120, check=True).stdout
