@@ -138,8 +138,13 @@ def find(name: str) -> GPU:
     return max(variants, key=lambda g: sum(w in g.name.split("-") for w in said))  # the first of equals
 
 
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """The names that were probably meant, the nearest first; none where nothing is near."""
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+
+
 def nearest(name: str, known: Iterable[str], shown: Iterable[str] = ()) -> str:
     """What follows on "is unknown": the nearest names, or where nothing is near, all that are `shown`, by default `known`."""
     every = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, every, n=3, cutoff=0.6)
+    close = near(name, every)
     return f"; did you mean {', '.join(close)}?" if close else f"; there are: {', '.join(list(shown) or every)}"

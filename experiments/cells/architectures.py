@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from birder.predict.gpus import nearest
+from birder.predict.gpus import near, nearest
 from launch.errors import UserError
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "predict" / "models.yaml"
@@ -88,8 +88,8 @@ def named(model: str) -> str:
     known = models.list_models(module=models)
     if model in known:
         return f"torchvision:{model}"
-    near = nearest(key, [*presets(), *known], [*(f"hf:{n}" for n in SHOWN), "... in conf/predict/models.yaml"])
-    raise UserError(f"no model {model}; say hf:NAME, torchvision:NAME, package.module:function or params:SIZE{near}")
+    said = nearest(key, [*presets(), *known], [*(f"hf:{n}" for n in SHOWN), "... in conf/predict/models.yaml"])
+    raise UserError(f"no model {model}; say hf:NAME, torchvision:NAME, package.module:function or params:SIZE{said}")
 
 
 def slug(q: Asked) -> str:
@@ -134,13 +134,10 @@ def config(name: str) -> Any:
             ) from None
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
-    near = nearest(key, [*presets(), *CONFIG_MAPPING_NAMES], [*SHOWN, "... in conf/predict/models.yaml"])
-    near = near.removeprefix("; ").removesuffix("?")
-    end = "?" if near.startswith("did") else "."
-    raise UserError(
-        f"no model hf:{name}. Models are not downloaded. {near[0].upper()}{near[1:]}{end} "
-        "A folder with config.json also works."
-    )
+    close = near(key, dict.fromkeys((*presets(), *CONFIG_MAPPING_NAMES)))
+    listed = f"There are: {', '.join(SHOWN)}, ... in conf/predict/models.yaml."
+    said = f"Did you mean {', '.join(close)}?" if close else listed
+    raise UserError(f"no model hf:{name}. Models are not downloaded. {said} A folder with config.json also works.")
 
 
 def of_transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:

@@ -53,16 +53,21 @@ PROFILES = (
 )
 
 
+SHAPES = tuple[tuple[str, tuple[int, ...]], ...]
+"""Parameters with their shapes, in the model's order. What is of one dimension stands together: (6, h) are six vectors."""
+
+
+def _attention(h: int) -> SHAPES:
+    return tuple((name, (h, h)) for name in ("query", "key", "value", "output"))
+
+
+def _layers(prefix: str, count: int, parts: SHAPES) -> SHAPES:
+    """So many layers of the same parts."""
+    return tuple((f"{prefix}{i}.{name}", shape) for i in range(count) for name, shape in parts)
+
+
 def evenly(
-    name: str,
-    gpu: str,
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    forward: float,
-    backward: float,
-    *,
-    precision: str,
-    batch: int = 1,
-    **about: Any,
+    name: str, gpu: str, shapes: SHAPES, forward: float, backward: float, precision: str, batch: int = 1, **about: Any
 ) -> Timeline:
     """A model whose gradients come evenly over backward, the last parameter's first. Times in ms."""
     total = len(shapes)
@@ -76,29 +81,12 @@ def evenly(
 def bert_large(forward: float, backward: float, update: float, batch: int) -> Timeline:
     """BERT-Large for pre-training. Gradients come evenly over backward; the decoder's weight is the word embedding's."""
     h, f = HIDDEN, FEED
-    shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("embeddings.word", (WORDS, h)),
-        ("embeddings.position", (PLACES, h)),
-        ("embeddings.type", (2, h)),
-        ("embeddings.norm", (2, h)),
-    ]
-    for i in range(LAYERS):
-        layer = f"layer.{i}"
-        shapes += [(f"{layer}.{name}", (h, h)) for name in ("query", "key", "value", "output")]
-        shapes += [(f"{layer}.attention.vectors", (6, h))]
-        shapes += [
-            (f"{layer}.in", (f, h)),
-            (f"{layer}.in.bias", (f,)),
-            (f"{layer}.out", (h, f)),
-            (f"{layer}.vectors", (3, h)),
-        ]
-    shapes += [
-        ("pooler", (h, h)),
-        ("head", (h, h)),
-        ("head.vectors", (4, h)),
-        ("head.bias", (WORDS,)),
-        ("next", (2, h)),
-    ]
+    embeddings = (("embeddings.word", (WORDS, h)), ("embeddings.position", (PLACES, h)))
+    norms = (("embeddings.type", (2, h)), ("embeddings.norm", (2, h)))
+    feed = (("in", (f, h)), ("in.bias", (f,)), ("out", (h, f)), ("vectors", (3, h)))
+    layers = _layers("layer.", LAYERS, (*_attention(h), ("attention.vectors", (6, h)), *feed))
+    last = (("pooler", (h, h)), ("head", (h, h)), ("head.vectors", (4, h)), ("head.bias", (WORDS,)), ("next", (2, h)))
+    shapes = (*embeddings, *norms, *layers, *last)
     about: dict[str, Any] = {"precision": "fp16", "batch": batch, "source": "1-bit Adam, Table 1", "update_ms": update}
     return evenly("bert_large", "v100", shapes, forward, backward, **about)
 
@@ -113,11 +101,10 @@ PEAK_TFLOPS = 312.0
 """Of an A100 in bf16 or fp16, from its maker's data sheet."""
 V100_TFLOPS = {False: 15.7, True: 125.0}
 """Of a V100-SXM2 in fp32 and, its tensor cores, in fp16, from its maker's data sheet."""
-SHAPES = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def wrn_40_8(classes: int = 100) -> SHAPES:
-    """Parameters of WRN-40-8, in the model's order."""
+    """WRN-40-8."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("first", (16, 3, 3, 3))]
     have = 16
     for group, width in enumerate((128, 256, 512)):
@@ -132,13 +119,10 @@ def wrn_40_8(classes: int = 100) -> SHAPES:
 
 
 def bert_xl() -> SHAPES:
-    """Parameters of a BERT with 2.76 B of them."""
-    h, f = XL["hidden"], 4 * XL["hidden"]
-    shapes: list[tuple[str, tuple[int, ...]]] = [("words", (XL["words"], h)), ("places", (514, h))]
-    for i in range(XL["layers"]):
-        shapes += [(f"{i}.{name}", (h, h)) for name in ("query", "key", "value", "output")]
-        shapes += [(f"{i}.in", (f, h)), (f"{i}.out", (h, f)), (f"{i}.vectors", (13, h))]
-    return (*shapes, ("head", (h, h)))
+    """A BERT with 2.76 B parameters."""
+    h = XL["hidden"]
+    layers = _layers("", XL["layers"], (*_attention(h), ("in", (4 * h, h)), ("out", (h, 4 * h)), ("vectors", (13, h))))
+    return (("words", (XL["words"], h)), ("places", (514, h)), *layers, ("head", (h, h)))
 
 
 def even(name: str, gpu: str, shapes: SHAPES, compute_ms: float) -> Timeline:

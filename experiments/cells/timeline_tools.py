@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from birder.predict import recording
+from birder.predict import architecture, recording
 from birder.predict.timeline import Gradient, IntraNode, Timeline
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
@@ -52,19 +52,13 @@ def work_until_ready(model: str) -> list[tuple[str, tuple[int, ...], float]]:
     Counted on a real forward and backward without data: convolutions and matrix products, nothing else. What lies
     between two of them (normalisation, embeddings) counts as free.
     """
-    net, loss = build(model, 2, "meta")
-    done: dict[str, float] = {}
-    counter = FlopCounterMode(display=False)
-    for name, p in net.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: done.__setitem__(name, counter.get_total_flops()))
-    with counter:
-        value = loss()
-        forward = counter.get_total_flops()
-        value.backward()
-        total = counter.get_total_flops()
-    if lost := [name for name, _ in net.named_parameters() if name not in done]:
-        raise UserError(f"{model}: the parameter {lost[0]} gets no gradient")
-    return [(n, tuple(p.shape), (done[n] - forward) / (total - forward)) for n, p in net.named_parameters()]
+    try:
+        work = architecture.count(*build(model, 2, "meta"), "fp32")
+    except ValueError as error:
+        raise UserError(f"{model}: {error}") from None
+    done = list(itertools.accumulate((k.flops for k in work.kernels), initial=0.0))
+    forward, total = done[work.forward], done[-1]
+    return [(name, s, (done[work.ready[name]] - forward) / (total - forward)) for name, s in work.shapes.items()]
 
 
 def make(options: argparse.Namespace) -> Timeline:

@@ -12,7 +12,8 @@ from pathlib import Path
 from birder.predict import METHODS, Prediction, gpus, table
 from birder.predict.answers import Answer
 from experiments.records.record import ResultRecord, read_all
-from experiments.report.paired import BETTER, OPEN, PARITY, WORSE
+from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE
+from experiments.report.sentences import lines, say
 from experiments.report.table import Table
 
 WIDTH = 80
@@ -43,18 +44,8 @@ def known_verdicts(results: Path) -> list[list[list[str]]]:
 def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
     """What a method costs in accuracy: in how many `verdicts` it was at parity, better, worse, or open."""
     found = _counted(label, studies)
-    good, count = found[PARITY] + found[BETTER], found.total()
-    if not count:
-        return "no study of its accuracy is published here"
-    others = [(WORSE, found[WORSE]), (OPEN, found[OPEN])]
-    if count == 1:
-        (verdict,) = found
-        return "accuracy at parity or better in the one study" if good else f"accuracy {verdict} in the one study"
-    if good:
-        return ", ".join(
-            [f"accuracy at parity or better in {good} of {count} studies", *(f"{v} in {n}" for v, n in others if n)]
-        )
-    return f"accuracy of {count} studies: " + ", ".join(f"{v} in {n}" for v, n in others if n)
+    others = {verdict: found[verdict] for verdict in (WORSE, OPEN) if found[verdict]}
+    return say("price", count=found.total(), good=found[PARITY] + found[BETTER], others=others)
 
 
 def warning(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
@@ -86,8 +77,8 @@ def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: 
     return "\n\n".join([*parts, _wrapped(assumed(found))])
 
 
-def _wrapped(lines: Sequence[str]) -> str:
-    return "\n".join(line for one in lines for line in textwrap.wrap(one, WIDTH))
+def _wrapped(said: Sequence[str]) -> str:
+    return "\n".join(line for one in said for line in textwrap.wrap(one, WIDTH))
 
 
 def _whole(p: Prediction) -> str:
@@ -98,18 +89,7 @@ def _whole(p: Prediction) -> str:
 
 def assumed(found: Answer) -> list[str]:
     """Where the numbers come from, a line each."""
-    p = found.prediction
+    p, gpu = found.prediction, found.gpu
     cheap = any(not r.method.dense and r.ms < p["none"].ms for r in found.rows())
-    t, c, plan = p.timeline, p.cluster, found.plan
-    model = f"{t.name}: {t.elements / 1e6:.4g} M parameters, {t.step_ms:.4g} ms of forward and backward on {t.gpu}"
-    model += f" ±{100 * gpus.UNSURE:g} %, from the architecture and the data sheet" if found.ends else ""
-    model += f"; {plan.accumulation} micro-batches a step" if plan.accumulation > 1 else ""
-    between = f"{c.between.gbps:.3g} Gbit/s between nodes, {c.between.latency_us:g} µs"
-    link = between if c.nodes > 1 else f"{c.inside.gbps / 8:.3g} GB/s inside the node"
-    said = [f"{model}.", f"{c.nodes} x {c.ranks_per_node} ranks, {link}; {plan.sharding}."]
-    said.append(f"Kernels of methods: {p.costs.source}.")
-    if cheap:
-        said.append("Less than no communication: the method's update takes less time than the dense optimizer's.")
-    if found.gpu and not all(found.fits(name) for name in found.memory):
-        said.append(f"!: more than the {found.gpu.gb:g} GB of a {found.gpu.label}.")
-    return [*said, ALL]
+    full = gpu if gpu and not all(found.fits(name) for name in found.memory) else None
+    return [*lines("assumed", found=found, unsure=100 * gpus.UNSURE, cheap=cheap, full=full), ALL]
