@@ -280,22 +280,18 @@ def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager
         return CheckpointPolicy.MUST_SAVE
 
     first, again = create_selective_checkpoint_contexts(policy)
-    return first, _Again(again, counter)
+    return first, _again(again, counter)
 
 
-class _Again:
+@contextmanager
+def _again(inner: AbstractContextManager[Any], counter: _Counter) -> Iterator[None]:
     """Forward's second time under `products_kept`: attention is there already."""
-
-    def __init__(self, inner: AbstractContextManager[Any], counter: _Counter) -> None:
-        self.inner, self.counter = inner, counter
-
-    def __enter__(self) -> None:
-        self.counter.attention_kept = True
-        self.inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        self.counter.attention_kept = False
+    counter.attention_kept = True
+    try:
+        with inner:
+            yield
+    finally:
+        counter.attention_kept = False
 
 
 class _Loss(torch.autograd.Function):

@@ -61,11 +61,11 @@ def measure_link(
         "between": [[ranks[n * local + i] for n in range(topology.nodes)] for i in range(local)],
     }
     for where, members in parts.items():
-        if len(members[0]) == 1:
-            continue
-        own = part(world, members[mine // local if where == "inside" else mine % local])
-        sharing = local if where == "between" else 1
-        found[where] = _measure(Collectives(own, topology, ByteCounter()), device, sizes, where, sharing, world, times)
+        if len(members[0]) > 1:
+            own = part(world, members[mine // local if where == "inside" else mine % local])
+            link, sharing = Collectives(own, topology, ByteCounter()), local if where == "between" else 1
+            found[where], taken = _measure(link, device, sizes, sharing, world)
+            times += [(where, *one) for one in taken]
     return Links(found["between"], found["inside"], tuple(times))
 
 
@@ -80,11 +80,10 @@ def _measure(
     link: Collectives,
     device: torch.device,
     sizes: tuple[int, ...],
-    where: str,
     sharing: int,
     world: dist.ProcessGroup,
-    times: list[tuple[str, str, int, float]],
-) -> Link:
+) -> tuple[Link, list[tuple[str, int, float]]]:
+    """The link, and the ms of each collective and size. sharing: ranks that send over it at once."""
     n = link.size
     medians: dict[tuple[str, int], float] = {}
     rates: list[float] = []
@@ -99,7 +98,6 @@ def _measure(
         for name, task in tasks.items():
             spent = _agreed([_ms(task, device) for _ in range(ROUNDS + 1)][1:], world, device)
             medians[name, nbytes] = statistics.median(spent)
-            times.append((where, name, nbytes, medians[name, nbytes]))
             if name == "all_reduce" and nbytes == max(sizes):
                 sent = sharing * 2 * (n - 1) / n * nbytes
                 rates = sorted(sent * 8 / (ms * 1e6) for ms in spent)
@@ -107,13 +105,14 @@ def _measure(
     small = min(sizes)
     hop = 1e3 * medians["all_reduce", small] / (2 * (n - 1))
     message = 1e3 * medians["all_gather", small] / (n - 1)
-    return Link(
+    found = Link(
         gbps=rate,
         latency_us=min(hop, message),
         message_us=max(0.0, message - hop) / sharing,
         spread=min(0.5, (rates[-1] - rates[0]) / 2 / rate),
         source=f"measured: {n} ranks, {dist.get_backend(link.group)}",
     )
+    return found, [(name, nbytes, ms) for (name, nbytes), ms in medians.items()]
 
 
 def _agreed(spent: list[float], world: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from birder.predict import Cluster, Link
 from birder.predict import timeline as files
 from birder.predict.methods import low_rank_numbers
 from birder.predict.timeline import Gradient, Timeline
@@ -64,14 +65,12 @@ def nic_bytes(method: str, elements: int, nodes: int, gpus: int, *, ring: bool =
     """Bytes that one node's NIC sends per step, without padding and scales. method: fp32, bf16, flat, hierarchical, none."""
     if nodes == 1 or method == "none":
         return 0.0
-    share = (nodes - 1) / nodes
     if method in ("fp32", "bf16"):
-        return 2 * share * elements * (4 if method == "fp32" else 2)
-    bits = elements / 8
+        return Cluster(nodes, gpus, Link(1.0), ring=False).all_reduce(elements * (4 if method == "fp32" else 2)).nbytes
+    there, bits = Cluster(nodes, gpus, Link(1.0), ring=ring), elements / 8
     if method == "hierarchical":
-        return 2 * share * bits
-    n = nodes * gpus
-    return bits * (gpus * share + ((n - 1) / n if ring else gpus * share))
+        return 2 * there.by_nodes(bits).nbytes
+    return (there.all_to_all(bits) + there.all_gather(bits)).nbytes
 
 
 # ---- a model scaled down: parts of its tensors, or some of them whole -------------------------------------------------

@@ -13,7 +13,7 @@ from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord, is_finite
 from experiments.report.comparison import Cell, Comparison, Setting
 from experiments.report.differences import order, variants
-from experiments.report.formats import DASH, mean_sd, task
+from experiments.report.formats import DASH, mean_sd, numbered, task
 from experiments.report.metrics import Difference, Parity
 from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
@@ -220,17 +220,12 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
         for setting, members in settings.items():
             if setting == Setting.of(r, setting.data):
                 members.append(r)
-    tables = []
-    counts: dict[str, int] = {}
     split = [(setting, *of) for setting, every in sorted(settings.items()) for of in _by_comparison(every)]
-    for setting, against, members in sorted(split, key=lambda one: one[1] != ""):  # first studies have the first slugs
-        cells = _cells(members)
-        if any(cell.valid for cell in cells):
-            slug = f"{setting.exp}_{setting.scale}_{setting.nodes}x{setting.ranks_per_node}"
-            counts[slug] = counts.get(slug, 0) + 1
-            slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
-            tables.append(AccuracyTable(slug, setting, tuple(cells), against))
-    return tables
+    split.sort(key=lambda one: one[1] != "")  # first studies have the first slugs
+    every = [(setting, tuple(_cells(members)), against) for setting, against, members in split]
+    shown = [one for one in every if any(cell.valid for cell in one[1])]
+    slugs = numbered(f"{s.exp}_{s.scale}_{s.nodes}x{s.ranks_per_node}" for s, *_ in shown)
+    return [AccuracyTable(slug, *one) for slug, one in zip(slugs, shown, strict=True)]
 
 
 def _by_comparison(records: list[ResultRecord]) -> list[tuple[str, list[ResultRecord]]]:

@@ -34,6 +34,7 @@ from experiments.report import (
     replay_page,
     replay_words,
     replayed,
+    sentences,
     speedup_table,
     volume,
 )
@@ -105,19 +106,14 @@ class Study:
 
     def gap(self, name: str, base: str | None = None, unit: str = "") -> str:
         """The paired difference to `base`, the stated baseline if None, as tables have it: "-0.1 [-0.6, 0.4] points"."""
-        theirs = self.table.held_against if base is None else self.cell(base)
-        if theirs is None:
-            raise LookupError(f"{self.table.title!r} has no baseline")
-        return self._gap(name, theirs, unit)
+        return self.beyond(name, self, base, unit)
 
-    def beyond(self, name: str, other: Study, base: str, unit: str = "") -> str:
+    def beyond(self, name: str, other: Study, base: str | None, unit: str = "") -> str:
         """The same to a method of another study with the same seeds."""
-        return self._gap(name, other.cell(base), unit)
-
-    def _gap(self, name: str, theirs: Cell, unit: str) -> str:
-        found = difference(self.cell(name).by_seed, theirs.by_seed, self.table.relative)
-        if found is None:
-            raise LookupError(f"{name} and {theirs.label} share no seed in {self.table.title!r}")
+        theirs = other.table.held_against if base is None else other.cell(base)
+        found = theirs and difference(self.cell(name).by_seed, theirs.by_seed, self.table.relative)
+        if not found:
+            raise LookupError(f"{name} shares no seed with {base or 'a baseline'} in {other.table.title!r}")
         return found.text(self.table.relative, digits=1) + f" {unit}" * bool(unit)
 
     def verdict(self, name: str) -> str:
@@ -151,7 +147,6 @@ def _misses(checks: Iterable[arithmetic.Check]) -> list[float]:
 OTHERS: dict[str, Any] = {
     **{f.__name__: f for f in (number, times, percent, size, minutes)},
     "shown": speedup_table.as_table,
-    "versus": captions.versus,
     "compression": captions.compression,
     # By what percentage a dense row of these tables misses arithmetic at most; the same of each dense cell of a suite.
     "off_arithmetic": lambda tables: number(max(_misses(c for t in tables for c in arithmetic.of_runs(t.records)))),
@@ -269,9 +264,9 @@ class Facts:
 
     def links_needed(self) -> str:
         """Under which links the paper's speedups come out."""
-        published = {"resnet50": "ResNet-50", "bert_base": "BERT-Base"}
-        claimed = {m: f"maximum speedup, {label}, testbed" for m, label in published.items()}
-        factors = {m: float(claims.paper(quantity, "Birder")["value"]) for m, quantity in claimed.items()}
+        models = ("resnet50", "bert_base")
+        quoted = {m: claims.cited(f"maximum speedup, {sentences.MODELS[m]}, testbed", "Birder") for m in models}
+        factors = {m: float(found["value"]) for m, found in quoted.items()}
         return prediction.links_needed(factors, nodes=8).grid()
 
     def on_gpus(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 DASH = "—"
 
@@ -83,6 +85,16 @@ def metric_gap(name: str, value: float | None, relative: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return DASH
     return f"{100 * value:+.1f} %" if relative else f"{value:+.2f}{metric_unit(name)}"
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Names, of which those that come again have their number: a, b, a-2."""
+    counts: Counter[str] = Counter()
+    found = []
+    for name in names:
+        counts[name] += 1
+        found.append(f"{name}-{counts[name]}" if counts[name] > 1 else name)
+    return found
 
 
 TASKS = {

@@ -18,6 +18,7 @@ from experiments.records.labels import DENSE, class_name, is_virtual
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
 from experiments.report.differences import order, variants
+from experiments.report.formats import numbered
 from experiments.report.metrics import Speedup
 
 # Hyper-parameters that do not change what a step costs.
@@ -142,15 +143,9 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
     # A group in which everything failed is shown only where there is nothing better.
     timed = {shared for shared, machine in found if machine}
     kept = {key: rs for key, rs in found.items() if key[1] or key[0] not in timed}
-    tables: list[SpeedupTable] = []
-    counts: dict[str, int] = {}
-    for _, members in sorted(kept.items()):
-        r = members[0]
-        slug = f"{r.exp}_{r.scale}_{r.cluster}_{r.nodes}x{r.ranks_per_node}"
-        counts[slug] = counts.get(slug, 0) + 1
-        slug += f"-{counts[slug]}" if counts[slug] > 1 else ""
-        tables.append(SpeedupTable(slug, r.group or "", tuple(members)))
-    return tables
+    shown = [members for _, members in sorted(kept.items())]
+    slugs = numbered(f"{r.exp}_{r.scale}_{r.cluster}_{r.nodes}x{r.ranks_per_node}" for r, *_ in shown)
+    return [SpeedupTable(slug, of[0].group or "", tuple(of)) for slug, of in zip(slugs, shown, strict=True)]
 
 
 def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:

@@ -175,13 +175,10 @@ def print_places(console: Console, results: Path, group: str) -> None:
 
 def plots_of(everything: Sequence[ResultRecord], results: Path, group: str) -> list[Path]:
     """Where the plots of a group of runs lie, or would. everything: the records of `results`."""
-    drawn = [f"{t.slug}_step_time.png" for t in speedup.build(list(everything)) if t.group == group]
-    drawn += [
-        f"{t.slug}_curve.png"
-        for t in accuracy.build(list(everything))
-        if any(r.group == group for cell in t.cells for r in cell.records)
-    ]
-    return [results / "plots" / name for name in drawn]
+    timed = [t for t in speedup.build(list(everything)) if t.group == group]
+    scored = [t for t in accuracy.build(list(everything)) if group in {r.group for c in t.cells for r in c.records}]
+    drawn = [*(f"{t.slug}_step_time" for t in timed), *(f"{t.slug}_curve" for t in scored)]
+    return [results / "plots" / f"{name}.png" for name in drawn]
 
 
 # ---- files on disk ----------------------------------------------------------------------------------------------------
