@@ -16,6 +16,7 @@ from experiments.report.formats import number, percent, times
 from experiments.report.metrics import FASTER, OPEN, SLOWER, Speedup
 from experiments.report.sentences import say
 from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.table import Note
 from experiments.training import machine
 
 TIE = " ="
@@ -123,13 +124,12 @@ def _times(found: Speedup | None) -> str:
 # ---- how the numbers came about ---------------------------------------------------------------------------------------
 
 
-def notes(records: Sequence[ResultRecord]) -> list[tuple[str, bool]]:
-    """Sentences about how the rounds came about, and whether each is a caution. None for records without rounds."""
-    said: list[tuple[str, bool]] = []
+def notes(records: Sequence[ResultRecord]) -> list[Note]:
+    """How the rounds came about, and what makes them doubtful. None for records without rounds."""
+    said = []
     for about in {r.turns["world"]: r.turns for r in records if r.turns}.values():
-        said.append((say("rounds", about=about), False))
-        if cautious := caution(about):
-            said.append((cautious, True))
+        said.append(Note(say("rounds", about=about)))
+        said += [Note(doubt, "caution")] if (doubt := caution(about)) else []
     return said
 
 

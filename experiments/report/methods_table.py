@@ -165,7 +165,7 @@ def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Tabl
         Note(say("methods", t=table, edge=accuracy.EDGE)),
         Note(say("clock", timed=table.timed), "caution"),
     ]
-    notes += [Note(said, "caution" if cautious else "plain") for said, cautious in captions.notes(table.timed)]
+    notes += captions.notes(table.timed)
     if checked := arithmetic.of_runs(table.timed):
         notes.append(Note(arithmetic.listed(checked)))
     return Table.of(

@@ -80,8 +80,8 @@ def show(
     console = console or terminal()
     if results.records and not kernels_only:
         Note(replay_words.caveats(results), "caution").show(console)
-        for said, cautious in replay_words.rounds(results):
-            Note(said, "caution" if cautious else "plain").show(console)
+        for note in replay_words.rounds(results):
+            note.show(console)
     for section in suite.report.sections:
         if section.terminal and (section.kind == "kernels" or not kernels_only):
             for block in _blocks(results, section):

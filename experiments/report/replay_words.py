@@ -48,16 +48,16 @@ def share(fraction: float) -> str:
     return "1" if fraction == 1 else f"1/{1 / fraction:.3g}"
 
 
-def rounds(results: Results) -> list[tuple[str, bool]]:
-    """Sentences about how methods were compared, and whether each is a caution."""
+def rounds(results: Results) -> list[Note]:
+    """How methods were compared, and what makes it doubtful."""
     compared = [r for c, r in results.records.items() if c.nodes > 1]
     if not compared:
         return []
     timed = [r for r in compared if r.turns]
     steps = _range([r.timing["steps"] for r in compared if not r.turns], str)
-    alone = say("replay_alone", steps=steps, cells=len(compared), timed=len(timed))
+    alone = Note(say("replay_alone", steps=steps, cells=len(compared), timed=len(timed)))
     if not timed:
-        return [(alone, False)]
+        return [alone]
     counts = [len(r.turns["ms"]) for r in timed]
     summary = say(
         "replay_rounds",
@@ -66,13 +66,13 @@ def rounds(results: Results) -> list[tuple[str, bool]]:
         rebuilt=sum(r.turns["held"] == "one" for r in timed),
         cells=len(timed),
     )
-    said = [(summary, False)] + [(alone, False)] * (len(timed) < len(compared))
+    said = [Note(summary)] + [alone] * (len(timed) < len(compared))
     worlds = {r.turns["world"]: r.turns for r in timed}.values()
     busy = [about for about in worlds if machine.is_busy(about["busy"])]
     if busy:
         worst = max(busy, key=lambda about: about["busy"]["others"] + about["busy"]["steal"])
         caution = captions.caution(worst)
-        said.append((say("replay_busy", busy=len(busy), worlds=len(worlds), caution=caution), True))
+        said.append(Note(say("replay_busy", busy=len(busy), worlds=len(worlds), caution=caution), "caution"))
     return said
 
 

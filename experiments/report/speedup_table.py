@@ -64,12 +64,9 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tabl
     said = sentences.caveats(table.records)
     notes = [Note(f"{said}.", "caution")] if said else []
     notes.append(Note(f"{sentences.hardware(r)}. Group `{table.group}`."))
-    footnotes = failures(table)
-    for sentence, cautious in captions.notes([row.record for row in table.rows]):
-        if cautious:
-            notes.append(Note(sentence, "caution"))
-        else:
-            footnotes.append(Note(sentence))
+    rounds = captions.notes([row.record for row in table.rows])
+    notes += [note for note in rounds if note.kind == "caution"]
+    footnotes = [*failures(table), *(note for note in rounds if note.kind == "plain")]
     if any(_label(row) != row.label for row in table.rows):
         footnotes.append(Note(f"{OFF_MARK.strip()} {sentences.say('off', share=OFF)}"))
     if any(row.uneven for row in table.rows):

@@ -49,6 +49,10 @@ class Note:
     text: str
     kind: Kind = "plain"
 
+    @property
+    def markdown(self) -> str:
+        return self.text if self.kind == "plain" else f"**{self.text}**"
+
     def show(self, console: Console) -> None:
         console.print(_plain(self.text), style=STYLES[self.kind], markup=False, highlight=False)
 
@@ -181,7 +185,7 @@ def _paragraphs(notes: Sequence[Note]) -> list[str]:
             last = place + 1 == len(notes) or notes[place + 1].kind != "failure"
             lines += [f"- {note.text}", *[""] * last]
         else:
-            lines += [note.text if note.kind == "plain" else f"**{note.text}**", ""]
+            lines += [note.markdown, ""]
     return lines
 
 

@@ -15,6 +15,7 @@ from experiments.cells.held import Setups
 from experiments.cells.suite import Cell
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import arithmetic, replay_page, replay_words, replayed, speedup
+from experiments.report.table import Note
 from tests.distributed import test_bench
 from tests.helpers.ranks import run_ranks
 from tests.helpers.records import run
@@ -156,20 +157,17 @@ def test_ties_are_marked_and_verdicts_go_by_intervals() -> None:
 def test_a_page_says_which_records_have_no_rounds_and_when_the_machine_was_busy() -> None:
     old = test_paper_table.grid(nodes=(8,))
     assert replay_words.rounds(replayed.collect(PAPER, old)) == [
-        (
-            "The cells on more than one node were measured one after the other, 2 steps each: no interval is known.",
-            False,
-        )
+        Note("The cells on more than one node were measured one after the other, 2 steps each: no interval is known.")
     ]
     busy = grid(busy={"others": 0.2, "steal": 0.01, "load": 5.0, "cores": 2})
     mixed = replayed.collect(PAPER, [*(r for r in old if "fp32" in r.id), *(r for r in busy if "fp32" not in r.id)])
     assert mixed.compared(AT, "birder").low is None
     assert mixed.versus(AT, "birder") == mixed.versus(AT, "birder").partition(" ")[0]
     told = replay_words.rounds(mixed)
-    assert "1 of the 6 cells on more than one node were measured one after the other" in told[1][0]
-    assert told[2] == (told[2][0], True)
-    assert "In 1 of 1 comparisons other programs were at work; at worst: The machine was busy" in told[2][0]
-    assert f"**{told[2][0]}**" in replay_page.markdown(mixed)
+    assert "1 of the 6 cells on more than one node were measured one after the other" in told[1].text
+    assert told[2].kind == "caution"
+    assert "In 1 of 1 comparisons other programs were at work; at worst: The machine was busy" in told[2].text
+    assert f"**{told[2].text}**" in replay_page.markdown(mixed)
     # Of different comparisons there are no pairs.
     apart = [*grid({"fp32": 100.0}, world="a"), *grid({"birder": 50.0}, world="b")]
     assert replayed.collect(PAPER, apart).compared(AT, "birder").low is None
