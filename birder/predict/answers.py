@@ -87,49 +87,40 @@ class Answer:
 
     def sentences(self, accuracy: str = "") -> list[str]:
         """The answer. accuracy: what the best method costs there, in words, without a full stop."""
-        p, best = self.prediction, self.best
-        bf16, bound = p["bf16"], p["none"]
-        said = []
+        p, best, far = self.prediction, self.best, self.far
+        bf16, said = p["bf16"].ms, []
         if self.gpu and not any(self.fits(r.name) for r in p.rows):
-            least = min(self.memory.values())
-            said.append(
-                f"It does not fit: {least:.3g} GB of {self.gpu.gb:g} GB on a {self.gpu.label}. Shard it (sharding=hsdp),"
-            )
-            said[-1] += " or take a smaller batch or checkpointing=true."
+            there = f"{min(self.memory.values()):.3g} GB of {self.gpu.gb:g} GB on a {self.gpu.label}"
+            more = "Shard it (sharding=hsdp), or take a smaller batch or checkpointing=true."
+            said.append(f"It does not fit: {there}. {more}")
         if self.plan.sharding == "fsdp":
-            share = 1 - bound.ms / bf16.ms
-            said.append(
-                "Do not compress: FSDP over all ranks has no replicas to compress between; "
-                f"{100 * share:.0f} % of its step is waiting."
-            )
-            if share > NEAR:
-                said[-1] += " sharding=hsdp keeps its collectives inside the nodes."
-            return said
+            share = 1 - p["none"].ms / bf16
+            why = "FSDP over all ranks has no replicas to compress between"
+            more = " sharding=hsdp keeps its collectives inside the nodes." if share > NEAR else ""
+            return [*said, f"Do not compress: {why}; {100 * share:.0f} % of its step is waiting.{more}"]
         if best is None or not self.pays:
             said.append(self._not())
         else:
-            value, low, high = self.saving(best.name)
-            speed = p.speedup(best.name, "bf16")[0]
-            text = f"Compress: {best.method.label} saves {100 * value:.0f} % of the step [{100 * low:.0f}, {100 * high:.0f}] "
-            text += f"against bf16, {speed:.2f}x as fast as bf16"
-            said.append(text + (f"; {accuracy}." if accuracy else "."))
+            speed = f"{p.speedup(best.name, 'bf16')[0]:.2f}x as fast as bf16"
+            saves = "saves {} % of the step [{}, {}] against bf16".format(*self._percent(best.name))
+            said.append(f"Compress: {best.method.label} {saves}, {speed}{f'; {accuracy}' if accuracy else ''}.")
             said.append(self._needs(best.method))
-        if self.far:
-            gain = bf16.ms / self.far.ms
-            said.append(
-                f"{self.far.method.label} ({self.far.method.about}) would be {gain:.3g}x as fast as bf16, "
-                "with a model of its own on every rank."
-            )
+        if far:
+            gain = f"{far.method.label} ({far.method.about}) would be {bf16 / far.ms:.3g}x as fast as bf16"
+            said.append(f"{gain}, with a model of its own on every rank.")
         return said
+
+    def _percent(self, name: str) -> list[str]:
+        """`saving` in per cent."""
+        return [f"{100 * share:.0f}" for share in self.saving(name)]
 
     def _not(self) -> str:
         best, pays = self._advised
         why = no_gain(self.prediction, best)
         if why or best is None:
             return f"Do not compress: {why}."
-        value, low, high = self.saving(best.name)
-        said = f"{best.method.label}, the fastest whose ranks share one model, saves {100 * value:.0f} % of bf16's step"
-        said += f" [{100 * low:.0f}, {100 * high:.0f}]"
+        saves = "saves {} % of bf16's step [{}, {}]".format(*self._percent(best.name))
+        said = f"{best.method.label}, the fastest whose ranks share one model, {saves}"
         if pays is None:
             return f"Not decided: {said}, which is within what this prediction can tell."
         return f"Do not compress: {said}, less than is worth a change."
@@ -154,22 +145,16 @@ class Answer:
 
     def table(self) -> list[str]:
         """Lines of at most 80 columns."""
+
+        def line(r: Row) -> tuple[str, ...]:
+            value, low, high = self._percent(r.name)
+            saves = ("", "") if r.name == "bf16" else (f"{value} %", f"[{low}, {high}]")
+            gb = f"{self.memory[r.name]:.1f}{'' if self.fits(r.name) else ' !'}" if r.name in self.memory else ""
+            sent = size(r.step.nic_bytes) if r.step.nic_bytes else "0"
+            return (r.method.label, _ms(r.ms), *saves, sent, gb)
+
         head = ("method", "ms/step", "saves", "interval", "NIC/step", "GB/rank")
-        body = []
-        for r in self.rows():
-            value, low, high = self.saving(r.name)
-            gb = self.memory.get(r.name)
-            body.append(
-                (
-                    r.method.label,
-                    _ms(r.ms),
-                    "" if r.name == "bf16" else f"{100 * value:.0f} %",
-                    "" if r.name == "bf16" else f"[{100 * low:.0f}, {100 * high:.0f}]",
-                    size(r.step.nic_bytes) if r.step.nic_bytes else "0",
-                    "" if gb is None else f"{gb:.1f}" + ("" if self.fits(r.name) else " !"),
-                )
-            )
-        return aligned([head, *body], left=(0,))
+        return aligned([head, *map(line, self.rows())], left=(0,))
 
     def plain(self) -> dict[str, Any]:
         """For --json. Times in ms, memory in GB, shares from 0 to 1."""

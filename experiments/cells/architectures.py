@@ -142,7 +142,6 @@ def config(name: str) -> Any:
 
 def of_transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     """The model of a configuration of transformers, for its task, and its loss on made-up data. Raises UserError."""
-    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -162,27 +161,35 @@ def of_transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
     net.train()
     if q.checkpointing:
         _checkpoint(net, q.checkpointing)
+    return net, _loss(net, task, q)
+
+
+def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
+    """The loss of a model of transformers on made-up data. Raises UserError."""
+    import torch
+
+    config = net.config
     if task == "ImageClassification":
         size = getattr(config, "image_size", PIXELS)
         pixels = (size, size) if isinstance(size, int) else (size[0], size[1])
         images = torch.randn(q.batch, getattr(config, "num_channels", 3), *pixels)
         labels = torch.zeros(q.batch, dtype=torch.long)
-        return net, lambda: net(pixel_values=images, labels=labels).loss
+        return lambda: net(pixel_values=images, labels=labels).loss
     longest = getattr(config, "max_position_embeddings", None)
     if q.seq and longest and q.seq > longest and config.model_type in ("gpt2", "bert", "roberta", "opt"):
         raise UserError(f"{q.model} takes {longest} tokens at most, not seq={q.seq}")
     tokens = torch.zeros(q.batch, q.seq or min(SEQ, longest or SEQ), dtype=torch.long)
     if task == "QuestionAnswering":
         at = torch.zeros(q.batch, dtype=torch.long)
-        return net, lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
+        return lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
     if task == "PreTraining" and config.model_type == "bert":
         next_one = torch.zeros(q.batch, dtype=torch.long)
-        return net, lambda: net(input_ids=tokens, labels=tokens, next_sentence_label=next_one).loss
+        return lambda: net(input_ids=tokens, labels=tokens, next_sentence_label=next_one).loss
     if q.fused_loss:
         from birder.predict.architecture import fused_loss
 
-        return net, lambda: fused_loss(net(input_ids=tokens).logits)
-    return net, lambda: net(input_ids=tokens, labels=tokens).loss
+        return lambda: fused_loss(net(input_ids=tokens).logits)
+    return lambda: net(input_ids=tokens, labels=tokens).loss
 
 
 def _checkpoint(net: Any, how: str) -> None:
