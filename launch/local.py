@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -69,13 +71,12 @@ class LocalLauncher(Launcher):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses. Raises UserError when there is none."""
-    try:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            return int(s.getsockname()[1])
-    except OSError as error:
-        raise UserError(f"no free port on 127.0.0.1 ({error.strerror}): end other programs or wait a minute") from error
+    """A TCP port of the loopback interface that nobody uses, below those that the system gives to connections meanwhile."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise UserError("no free port on 127.0.0.1: end other programs or wait a minute")
 
 
 def terminal_fd() -> int:

@@ -8,10 +8,12 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 gc.disable()  # until all tests are collected: what is imported and collected stays, and is looked through in vain
@@ -29,6 +31,7 @@ from hydra._internal.config_repository import ConfigRepository  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from experiments.config import compose  # noqa: E402
+from experiments.tracking import wandb_run  # noqa: E402
 from launch.base import Launcher  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inherits it, and would hand it on
@@ -36,6 +39,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job inh
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as in a pipe
 os.environ["WANDB_MODE"] = "disabled"  # what wandb=auto, the default, goes by; tests of W&B choose a mode themselves
+os.environ["WANDB__SERVICE_WAIT"] = "600"  # for its service process, 30 s otherwise: a busy machine needs longer
+wandb_run.INIT_S = wandb_run.FINISH_S = 600.0
+# The same examples in every run: one that is found once in a hundred runs is to be found on purpose.
+EVERY = list(hypothesis.HealthCheck)  # how long examples take to make, for one
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None, suppress_health_check=EVERY)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,6 +136,12 @@ def composed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "_compose", kept)
         yield
+
+
+@pytest.fixture(autouse=True)
+def draws_do_not_depend_on_the_tests_before() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

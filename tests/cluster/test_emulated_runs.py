@@ -6,13 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from experiments.records import record
-from launch import process
 from launch.emulated.launcher import network, sandbox
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -20,7 +18,7 @@ from tests.cluster.test_emulated import RUN, made, read
 from tests.cluster.test_network import interfaces, mounts, needs_sandbox
 from tests.helpers import emulated_run
 from tests.helpers.stub_run import make_spec
-from tests.helpers.waiting import until
+from tests.unit.launch.test_launch import assert_all_gone, wait_for_ranks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox")]
 
@@ -32,19 +30,14 @@ def start(what: str, folder: Path) -> subprocess.Popen[str]:
 
 def running(launcher: subprocess.Popen[str], folder: Path) -> dict[int, int]:
     """Process ids inside -> outside of a run whose ranks train."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and launcher.poll() is None:
-        if all((folder / "run" / f"env{r}.json").exists() for r in (0, 1)):
-            (unshare,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-            return {**sandbox.processes(int(unshare)), 0: int(unshare)}
-        time.sleep(0.05)
-    launcher.kill()
-    raise AssertionError(launcher.communicate())
+    wait_for_ranks(folder)
+    (unshare,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return {**sandbox.processes(int(unshare)), 0: int(unshare)}
 
 
-def assert_nothing_left(processes: dict[int, int], outside: tuple[str, str], within_s: float) -> None:
+def assert_nothing_left(processes: dict[int, int], outside: tuple[str, str]) -> None:
     assert len(processes) >= 4  # unshare, the first process inside, two ranks
-    until(lambda: not any(map(process.alive, processes.values())), "no process is left", within_s)
+    assert_all_gone(list(processes.values()))
     assert (interfaces(), mounts()) == outside
 
 
@@ -60,9 +53,9 @@ def test_ended_launcher_leaves_nothing(sig: signal.Signals, code: int, said: str
     launcher.send_signal(sig)
     if sig == signal.SIGKILL:
         launcher.wait()
-        assert_nothing_left(processes, outside, within_s=20)
-    _, err = launcher.communicate(timeout=60)
-    assert_nothing_left(processes, outside, within_s=1)
+        assert_nothing_left(processes, outside)
+    _, err = launcher.communicate()
+    assert_nothing_left(processes, outside)
     assert launcher.returncode == code
     assert err.startswith(said)
     assert err.count("\n") == bool(said)
@@ -75,10 +68,10 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     processes = running(launcher, tmp_path)
     os.kill(processes[read(tmp_path, "ranks/rank1.json")["pid"]], signal.SIGKILL)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate()
     # Without torchrun between, a rank's own process is the node's agent.
     assert (launcher.returncode, err) == (1, "error: node 1: its torchrun agent was ended by SIGKILL\n")
-    assert_nothing_left(processes, outside, within_s=1)
+    assert_nothing_left(processes, outside)
 
 
 @needs_sandbox
@@ -87,10 +80,10 @@ def test_killed_sandbox_is_told(tmp_path: Path) -> None:
     launcher = start("sleep", tmp_path)
     processes = running(launcher, tmp_path)
     os.kill(processes[1], signal.SIGKILL)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate()
     assert launcher.returncode == 1
     assert err.splitlines()[-1].startswith("error: the sandbox of the emulated nodes ended")
-    assert_nothing_left(processes, outside, within_s=1)
+    assert_nothing_left(processes, outside)
 
 
 @needs_sandbox

@@ -41,7 +41,7 @@ def run(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedPr
     """`python tests/helpers/sandboxed.py ARGUMENTS`, with other words before it."""
     command = [*before, *(sandboxed.script(*arguments)[bool(before) :])]
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_ways_into_a_sandbox(before: tuple[str, ...], tmp_path: Path) -> None:
     if before:
         for python in (sys.executable, "/usr/bin/python3"):  # the first may lie where only root looks
             tried = [*before, python, "-c", "import launch.emulated.sandbox; print(*launch.emulated.sandbox.prefix())"]
-            done = subprocess.run(tried, capture_output=True, text=True, timeout=60, cwd=ROOT)
+            done = subprocess.run(tried, capture_output=True, text=True, cwd=ROOT)
             if done.returncode == 0:
                 break
         else:
@@ -145,7 +145,7 @@ def test_killed_sandbox_leaves_nothing(sig: signal.Signals, tmp_path: Path) -> N
     assert len(inside) >= 3
     starter.send_signal(sig)  # the sandbox loses its parent
     starter.wait()
-    until(lambda: not any(map(process.alive, [int(unshare), *inside])), "no process is left", 20)
+    until(lambda: not any(map(process.alive, [int(unshare), *inside])), "no process is left")
     assert interfaces() == outside
 
 

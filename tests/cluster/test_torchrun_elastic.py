@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from experiments.config import compose
 from experiments.runs import start
 from launch import process
 from launch.errors import UserError
+from launch.local import free_port
 from tests.helpers import ROOT
-from tests.helpers.ranks import free_port
+from tests.helpers.waiting import until
 
 RENDEZVOUS = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
 """Seconds instead of torchrun's half minute: the tests wait for them. The last call holds both agents' imports."""
@@ -57,12 +57,15 @@ class Nodes:
 
     def wait_for_checkpoint(self, root: Path) -> None:
         """Of all that have come: on a busy machine one node may have begun without the other."""
-        deadline, nodes = time.monotonic() + 120, range(len(self.agents))
-        while (last := checkpoint.latest(root)) is None or read_manifest(last[1]).world_size < len(self.agents):
-            told = "".join(map(self.said, nodes))
-            assert time.monotonic() < deadline, told
-            assert all(a.poll() is None for a in self.agents), told
-            time.sleep(0.02)
+
+        def told() -> str:
+            return "".join(map(self.said, range(len(self.agents))))
+
+        def saved() -> bool:
+            assert all(a.poll() is None for a in self.agents), told()
+            return (last := checkpoint.latest(root)) and read_manifest(last[1]).world_size == len(self.agents)
+
+        until(saved, told, every_s=0.02)
 
     def lose(self, node: int) -> None:
         """The whole node at once: its agent and its ranks."""
@@ -94,7 +97,7 @@ def test_the_example_goes_on_alone(nodes: Any, tmp_path: Path) -> None:
     there = nodes("examples/elastic.py", str(tmp_path / "kept"), "4000")
     there.wait_for_checkpoint(tmp_path / "kept")
     there.lose(1)
-    assert there.agents[0].wait(timeout=120) == 0, there.said(0)
+    assert there.agents[0].wait() == 0, there.said(0)
     (went_on,) = re.findall(r"step (\d+) of 2 ranks, now 1", there.said(0))
     assert 0 < int(went_on) < 4000
     assert float(re.findall(r"step 4000: loss ([\d.]+)", there.said(0))[0]) < 0.3  # of 0.69 at the start
@@ -123,7 +126,7 @@ def test_a_run_of_the_harness_goes_on_alone(nodes: Any, tmp_path: Path) -> None:
     there = nodes("experiments/run.py", *asked)
     there.wait_for_checkpoint(tmp_path / "outputs/digits/elastic/checkpoints")
     there.lose(1)
-    assert there.agents[0].wait(timeout=120) == 0, there.said(0)
+    assert there.agents[0].wait() == 0, there.said(0)
     (path,) = (tmp_path / "results/records").glob("*.json")
     told = json.loads(path.read_text())
     assert (told["status"], told["nodes"], told["ranks_per_node"]) == ("completed", 1, 1)

@@ -19,8 +19,8 @@ from birder.checkpoint import files as checkpoint_files
 from birder.checkpoint.files import rank_file
 from tests.helpers.ranks import run_ranks
 
-SOON_S = 30.0
-"""Far less than the 90 s after which gloo gives a barrier up; ample for a loaded machine."""
+SOON_S = 150.0
+"""Far less than the 300 s after which gloo gives a barrier up; ample for a loaded machine."""
 
 
 def write(rank: int, world: int, root: str, steps: list[int], keep: int = 9) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -336,21 +336,31 @@ def test_ranks_at_different_steps_of_a_warm_up_are_told_so() -> None:
 
 
 def averaged_late(rank: int, world: int) -> list[str]:
-    """Rank 1 comes to `averaged` a second after rank 0; what rank 0 is warned of."""
+    """Rank 1 comes to `averaged` once rank 0 has been warned; of what."""
     model = Trunk()
     optimizer = LOCAL["QSparse"](model.parameters())
     attachment = attach(DistributedDataParallel(model), optimizer)
-    usual, state.ALONE_S = state.ALONE_S, 0.2
+    store, usual, seen = dist.distributed_c10d._get_default_store(), state.ALONE_S, []
+
+    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if category is RuntimeWarning:
+            seen.append(str(message))
+            store.set("warned", "")
+
     try:
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
-            time.sleep(rank)
+            warnings.showwarning = show  # type: ignore[assignment]
+            if rank == 0:
+                state.ALONE_S = 0.2
+            else:
+                store.wait(["warned"])
             with optimizer.averaged():
                 pass
     finally:
         state.ALONE_S = usual
         attachment.close()
-    return [str(w.message) for w in seen if w.category is RuntimeWarning]
+    return seen
 
 
 def test_a_rank_that_waits_in_averaged_says_for_whom() -> None:

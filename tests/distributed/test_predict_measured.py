@@ -198,7 +198,6 @@ def test_three_lines_under_torchrun() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "1 x 2 ranks" in done.stdout

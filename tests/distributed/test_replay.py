@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder.comm import Topology, TwoPhase
 from birder.predict.timeline import Timeline, parse
+from experiments.cells import model as cells_model
 from experiments.cells import timelines
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode
@@ -36,36 +37,49 @@ def timeline(sizes: list[int] | None = None) -> Timeline:
     return parse(content, "test")
 
 
-def test_a_step_takes_the_dilated_time_and_gradients_come_in_order() -> None:
+class Clock:
+    """Stands for the module `time`: it moves while somebody sleeps, and only then."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(cells_model, "time", made)
+    return made
+
+
+def test_a_step_takes_the_dilated_time_and_gradients_come_in_order(clock: Clock) -> None:
     model = ReplayModel(timeline(), 5.0)
     came: list[tuple[str, float]] = []
     for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: came.append((name, time.perf_counter())))
-    began = time.perf_counter()
+        p.register_post_accumulate_grad_hook(lambda p, name=name: came.append((name, clock.now)))
     loss = model(torch.zeros(1)).sum()
-    forward = time.perf_counter() - began
+    assert clock.now == pytest.approx(0.05)
     loss.backward()
-    took = time.perf_counter() - began
-    assert 0.05 <= forward < 0.15
-    assert 0.2 <= took < 0.4
+    assert clock.now == pytest.approx(0.2)
     assert [name for name, _ in came][:2] == ["c.weight", "b.weight"]
     assert {name for name, _ in came[2:]} == {"a.weight", "a.bias"}
-    for (_, at), due in zip(came, (0.1, 0.15, 0.2, 0.2), strict=True):
-        assert at - began >= due
+    assert [at for _, at in came] == pytest.approx([0.1, 0.15, 0.2, 0.2])
     for p in model.parameters():
         assert p.grad is not None
         assert bool((p.grad != 0).all())
 
 
-def test_dilation_zero_does_not_wait_and_a_delay_moves_every_gradient() -> None:
+def test_dilation_zero_does_not_wait_and_a_delay_moves_every_gradient(clock: Clock) -> None:
     model = ReplayModel(timeline(), 0.0)
-    began = time.perf_counter()
     model(torch.zeros(1)).sum().backward()
-    assert time.perf_counter() - began < 0.1
+    assert clock.now == 0
     model.follow(timeline(), 2.0, delay_ms=100.0)
-    began = time.perf_counter()
     model(torch.zeros(1)).sum().backward()
-    assert time.perf_counter() - began >= 2 * 0.14
+    assert clock.now == pytest.approx(2 * 0.14)
 
 
 def test_names_shapes_and_fractions_are_those_of_the_timeline() -> None:

@@ -34,7 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(whole, copy)
     build = f"from setuptools import build_meta as b; b.build_wheel({str(out)!r}); b.build_sdist({str(out)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True, timeout=200)
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
     return out
 
 
@@ -44,7 +44,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("target")
     (wheel,) = built.glob("*.whl")
     options = ["--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "--target", str(target)]
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *options, str(wheel)], check=True, timeout=200)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *options, str(wheel)], check=True)
     return target
 
 
@@ -59,9 +59,7 @@ def test_the_readmes_script_runs_from_the_wheel(installed: Path, tmp_path: Path)
     (block,) = blocks("README.md", "python")
     (tmp_path / "script.py").write_text(block + '\nimport birder\nprint(f"from {birder.__file__}")\n')
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=environment(installed), cwd=tmp_path
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(installed), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"rank \d sent \d+ bytes", done.stdout)) == 2
     assert done.stdout.count(f"from {installed / 'birder/__init__.py'}") == 2
@@ -84,7 +82,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(built: Path) -> None:
 def test_an_index_takes_both(built: Path) -> None:
     """Their metadata and the README as it would be shown."""
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(built.iterdir()))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2
 
@@ -135,7 +133,6 @@ def test_the_other_package_in_the_same_folder_is_noticed(installed: Path, tmp_pa
             capture_output=True,
             text=True,
             env=environment(target),
-            timeout=60,
             cwd=tmp_path,
         )
 

@@ -13,7 +13,6 @@ import io
 import multiprocessing as mp
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -26,13 +25,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from launch.local import free_port
+
 _context = mp.get_context("forkserver")
 # The server imports torch once; every rank is then a fork of it.
 _context.set_forkserver_preload(["tests.helpers.preload", "tests.helpers.ranks"])
 
-ANSWER_S = 120.0
-"""How long a call may take."""
-OTHERS_S = 10.0
+ANSWER_S = 600.0
+"""How long a call may take: ample on a busy machine, less than pytest gives a test."""
+OTHERS_S = 30.0
 """How long the other ranks have once one has failed: its end breaks their connections."""
 WATCHED = ("birder", "experiments", "launch")
 """Packages whose modules and classes a function must leave as they were."""
@@ -67,7 +68,7 @@ def _call(fn: Callable[..., Any], rank: int, world: int, local: int, store: str,
         return fn(rank, world, *args)
     # gloo's default is to look up the host's own name, which need not resolve.
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=90)
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     return fn(rank, world, *args)
 
@@ -258,10 +259,3 @@ def _answers(pipes: list[Connection]) -> tuple[list[str], list[Any]]:
 def _failures(kinds: list[str], values: list[Any]) -> str:
     failed = [(rank, value) for rank, (kind, value) in enumerate(zip(kinds, values, strict=True)) if kind == "error"]
     return "\n".join(f"rank {rank}: {value}" for rank, value in failed)
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

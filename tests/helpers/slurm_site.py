@@ -13,13 +13,13 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from launch import process
-from tests.helpers.waiting import came_true
+from launch.local import free_port
+from tests.helpers.waiting import until
 
 NODES = 4
 # slurmd and slurmctld are daemons of the namespace's first process, a shell that collects what they leave.
@@ -90,12 +90,10 @@ class Site:
         self.daemons = daemons
         self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
 
-    def call(self, *command: str, timeout: float = 60) -> str:
+    def call(self, *command: str) -> str:
         """Runs a SLURM command; its output. Raises CalledProcessError."""
         env = {**os.environ, **self.env}
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=timeout, check=True
-        ).stdout.strip()
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
     def tasks(self) -> list[str]:
         """Command lines of all processes that jobs have started here and that still run."""
@@ -125,7 +123,9 @@ def site() -> Iterator[Site]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (folder / "munge.key").chmod(0o600)
-        ports = free_ports(NODES + 1)
+        ports: list[int] = []
+        while len(ports) <= NODES:
+            ports += {free_port()} - set(ports)
         nodes = "\n".join(
             f"NodeName=node{k} NodeHostName={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[k]} CPUs=2 State=UNKNOWN"
             for k in range(NODES)
@@ -146,19 +146,16 @@ def site() -> Iterator[Site]:
         yield made
 
 
-def wait_until_idle(made: Site, within_s: float = 90) -> None:
-    """Waits until every node is free for jobs. Raises RuntimeError with the logs."""
-    deadline = time.monotonic() + within_s
-    states = ""
-    while time.monotonic() < deadline:
-        try:
-            states = made.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", timeout=20)
-            if states.split() == ["idle"] * NODES:
-                return
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            states = str(error)
-        time.sleep(0.3)
-    raise RuntimeError(f"the site's nodes are {states!r}\n{made.logs()}")
+def wait_until_idle(made: Site) -> None:
+    """Waits until every node is free for jobs."""
+
+    def idle() -> bool:
+        with suppress(subprocess.CalledProcessError):
+            states = made.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t")
+            return states.split() == ["idle"] * NODES
+        return False
+
+    until(idle, made.logs, every_s=0.3)
 
 
 def end(daemons: subprocess.Popen) -> None:
@@ -166,19 +163,4 @@ def end(daemons: subprocess.Popen) -> None:
     inside = process.descendants(daemons.pid)
     daemons.kill()
     daemons.wait()
-    came_true(lambda: not any(process.alive(p) for p in inside), 20)
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody uses, below those that the system hands out by itself."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found
+    until(lambda: not any(map(process.alive, inside)), "the site has ended")

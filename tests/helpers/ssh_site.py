@@ -30,6 +30,7 @@ from launch.process import Stopped
 from launch.spec import RunSpec
 from launch.ssh.launcher import SshLauncher
 from tests.helpers import sandboxed, stub_run
+from tests.helpers.waiting import until
 
 HOSTS = 4
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
@@ -74,7 +75,7 @@ class Site:
         self.folder = folder
         for name in ("key", "host_key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name)]
-            subprocess.run(command, check=True, timeout=60)
+            subprocess.run(command, check=True)
         (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
         host_key = " ".join((folder / "host_key.pub").read_text().split()[:2])
         self.addresses = [network.address(k) for k in range(HOSTS)]
@@ -88,15 +89,13 @@ class Site:
         self._wait()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and self.process.poll() is None:
+        def answer() -> bool:
+            assert self.process.poll() is None, (self.folder / "log").read_text()
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            if children:
-                self.net = f"/proc/{children[0]}/ns/net"
-                if all(self.try_on(k, "true").returncode == 0 for k in range(HOSTS)):
-                    return
-            time.sleep(0.2)
-        raise AssertionError((self.folder / "log").read_text())
+            self.net = f"/proc/{children[0]}/ns/net" if children else ""
+            return bool(children) and all(self.try_on(k, "true").returncode == 0 for k in range(HOSTS))
+
+        until(answer, (self.folder / "log").read_text, every_s=0.2)
 
     def enter(self) -> list[str]:
         """Put before a command, it runs in the network that reaches all hosts, and nowhere else."""
@@ -105,9 +104,7 @@ class Site:
     def try_on(self, host: int, command: str) -> subprocess.CompletedProcess[str]:
         """Runs a shell command on one host, over ssh."""
         ssh = ["ssh", *self.options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", self.addresses[host], command]
-        done = subprocess.run(
-            [*self.enter(), *ssh], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run([*self.enter(), *ssh], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         return done
 
     def on(self, host: int, command: str) -> str:
@@ -156,7 +153,7 @@ class Site:
         """Starts a launcher and waits for its exit status, output and errors."""
         launcher = self.start(request)
         try:
-            out, err = launcher.communicate(timeout=250)
+            out, err = launcher.communicate()
         finally:
             launcher.kill()
         return launcher.returncode, out, err

@@ -19,9 +19,9 @@ _context.set_forkserver_preload(
     ["tests.helpers.preload", "tests.distributed.habits.catalogue", "tests.distributed.habits.world"]
 )
 
-COLLECTIVE_S = 12
+COLLECTIVE_S = 30
 """A rank that waits so long for the others has been left alone."""
-CELL_S = 150
+CELL_S = 600
 """A cell that takes so long hangs."""
 
 

@@ -52,7 +52,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "step-00000001"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(place=st.sampled_from(PLACES), value=json_values)
 def test_any_manifest_is_understood_or_refused(written: Path, place: list[str], value: Any) -> None:
     path = written / checkpoint.MANIFEST
@@ -78,7 +78,7 @@ def test_a_manifest_that_is_none(written: Path, text: str) -> None:
         path.write_text(whole)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(file=st.integers(0, 2), position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_found(written: Path, file: int, position: int, bit: int) -> None:
     """Or, between the manifest's words, means nothing: then what is read is what was written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -34,7 +35,7 @@ def start(what: str, folder: Path, **options: Any) -> subprocess.Popen:
 
 def finish(what: str, folder: Path) -> tuple[int, str, str]:
     launcher = start(what, folder)
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate()
     return launcher.returncode, out, err
 
 
@@ -45,8 +46,8 @@ def wait_for_ranks(folder: Path) -> dict[int, int]:
     return {f["rank"]: f["pid"] for f in (json.loads(p.read_text()) for p in files)}
 
 
-def assert_all_gone(pids: list[int], within_s: float) -> None:
-    until(lambda: not any(process.alive(p) for p in pids), "no process is left", within_s)
+def assert_all_gone(pids: list[int]) -> None:
+    until(lambda: not any(map(process.alive, pids)), "no process is left")
 
 
 @pytest.mark.slow
@@ -54,8 +55,12 @@ def test_two_nodes_on_a_terminal(tmp_path: Path) -> None:
     """The world is as asked for; rank 0 talks to the user's terminal, the others to their logs."""
     ours, theirs = pty.openpty()
     launcher = start("ok", tmp_path, stdout=theirs, stderr=theirs)
-    assert launcher.wait(timeout=60) == 0
-    shown = os.read(ours, 65536).decode()
+    os.close(theirs)
+    shown = ""
+    with contextlib.suppress(OSError):  # nobody writes any more
+        while True:
+            shown += os.read(ours, 65536).decode()
+    assert launcher.wait() == 0
     assert "rank 0 says hello, terminal: True" in shown
     assert "rank 1" not in shown
     assert "rank 1 says hello, terminal: False" in (tmp_path / "run/logs/rank1.log").read_text()
@@ -99,10 +104,10 @@ def test_killed_rank_ends_the_run(tmp_path: Path) -> None:
     everything = process.descendants(launcher.pid)
     assert set(ranks.values()) <= set(everything)
     os.kill(ranks[1], signal.SIGKILL)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate()
     assert launcher.returncode == 1
     assert err.splitlines()[-1].startswith("error: rank 1 on node 1 was killed")
-    assert_all_gone(everything, within_s=1)
+    assert_all_gone(everything)
 
 
 @pytest.mark.slow
@@ -111,10 +116,10 @@ def test_ctrl_c(tmp_path: Path) -> None:
     wait_for_ranks(tmp_path)
     everything = process.descendants(launcher.pid)
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate()
     assert (launcher.returncode, err.count("\n")) == (130, 1)
     assert "interrupted" in err
-    assert_all_gone(everything, within_s=1)
+    assert_all_gone(everything)
     assert record.read_all(tmp_path / "results")[0].reason == "interrupted by Ctrl-C"
 
 
@@ -124,7 +129,7 @@ def test_an_interrupt_after_the_result_keeps_the_record(tmp_path: Path) -> None:
     wait_for_ranks(tmp_path)
     until(lambda: list(tmp_path.glob("results/records/*.json")), "the record")
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate()
     assert (launcher.returncode, err.count("\n")) == (143, 1)
     (kept,) = record.read_all(tmp_path / "results")
     assert (kept.status, kept.reason) == ("completed", None)
@@ -137,7 +142,7 @@ def test_killed_launcher_leaves_nothing_and_holds_nothing(tmp_path: Path) -> Non
     everything = process.descendants(launcher.pid)
     assert len(everything) >= 4  # two agents, two ranks
     launcher.kill()
-    assert_all_gone(everything, within_s=15)
+    assert_all_gone(everything)
     launcher.communicate()
     with lock.held(tmp_path / "run"):  # though run.owner is still there
         assert (tmp_path / "run/run.owner").exists()

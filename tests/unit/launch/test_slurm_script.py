@@ -168,7 +168,7 @@ def test_more_than_a_line_is_refused_in_one(tmp_path: Path, monkeypatch: pytest.
         assert not any((tmp_path / p).exists() for p in ("run", Path(value.replace("\0", "")) / "run")), value
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@settings(max_examples=500)
 @given(value=st.text(max_size=40) | st.integers() | st.booleans() | st.none() | st.floats())
 def test_any_value_is_one_argument_or_refused(value: Any) -> None:
     if value is not None and not str(value).isprintable():

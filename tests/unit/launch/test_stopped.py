@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,50 +42,64 @@ def ranks_of(shell: subprocess.Popen) -> list[int]:
     return [found[r] for r in sorted(found)]
 
 
-def look_for(watch: StoppedWatch, agent: subprocess.Popen, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        watch.look([agent.pid])
-        time.sleep(0.02)
-
-
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "LOOK_S", 0.05)
+def look(monkeypatch: pytest.MonkeyPatch, agent: subprocess.Popen) -> Callable[..., None]:
+    """Has a watch look once a second, on a clock that nothing else moves; `unseen_s`: after so many more seconds."""
+    clock = itertools.count()
+    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(supervise, "LOOK_S", 1.0)
     monkeypatch.setattr(supervise, "LATER_S", 0.0)
 
+    def look(watch: StoppedWatch, times: int, unseen_s: int = 0) -> None:
+        for _ in itertools.islice(clock, unseen_s):
+            pass
+        for _ in range(times):
+            watch.look([agent.pid])
 
-def test_a_stopped_rank_is_killed_and_named(tmp_path: Path, agent: subprocess.Popen, quick: None) -> None:
-    os.kill(ranks_of(agent)[1], signal.SIGSTOP)
-    watch = StoppedWatch(tmp_path, 0.5)
-    look_for(watch, agent, 0.2)
+    return look
+
+
+def signalled(rank: int, sent: signal.Signals) -> None:
+    """Once the process of that id is stopped, or goes on."""
+    os.kill(rank, sent)
+    until(lambda: process.is_stopped(rank) == (sent == signal.SIGSTOP), "the signal")
+
+
+def test_a_stopped_rank_is_killed_and_named(tmp_path: Path, agent: subprocess.Popen, look: Callable[..., None]) -> None:
+    signalled(ranks_of(agent)[1], signal.SIGSTOP)
+    watch = StoppedWatch(tmp_path, 10.0)
+    look(watch, 9)
     assert len(ranks_of(agent)) == 2  # not yet
-    look_for(watch, agent, 1.0)
+    look(watch, 2)
     assert [json.loads(p.read_text())["rank"] for p in (tmp_path / "errors").iterdir()] == [1]
-    assert len(ranks_of(agent)) == 1
+    until(lambda: len(ranks_of(agent)) == 1, "it is killed")
     cause = failure.explain(tmp_path, [], 0, 1)
     assert cause.reason.startswith("rank 1 on node 1: Stopped: its process has been stopped for ")
     assert not cause.user_error
 
 
-def test_one_that_goes_on_in_time_is_left_alone(tmp_path: Path, agent: subprocess.Popen, quick: None) -> None:
-    watch = StoppedWatch(tmp_path, 1.0)
+def test_one_that_goes_on_in_time_is_left_alone(
+    tmp_path: Path, agent: subprocess.Popen, look: Callable[..., None]
+) -> None:
+    watch, first = StoppedWatch(tmp_path, 10.0), ranks_of(agent)[0]
     for _ in range(4):
-        os.kill(ranks_of(agent)[0], signal.SIGSTOP)
-        look_for(watch, agent, 0.4)
-        os.kill(ranks_of(agent)[0], signal.SIGCONT)
-        look_for(watch, agent, 0.15)
+        signalled(first, signal.SIGSTOP)
+        look(watch, 8)
+        signalled(first, signal.SIGCONT)
+        look(watch, 1)
     assert len(ranks_of(agent)) == 2
     assert not (tmp_path / "errors").exists()
 
 
-def test_time_in_which_nobody_looked_is_not_counted(tmp_path: Path, agent: subprocess.Popen, quick: None) -> None:
-    watch = StoppedWatch(tmp_path, 0.5)
-    os.kill(ranks_of(agent)[0], signal.SIGSTOP)
-    watch.look([agent.pid])
-    time.sleep(1.0)
-    watch.look([agent.pid])
+def test_time_in_which_nobody_looked_is_not_counted(
+    tmp_path: Path, agent: subprocess.Popen, look: Callable[..., None]
+) -> None:
+    watch = StoppedWatch(tmp_path, 10.0)
+    signalled(ranks_of(agent)[0], signal.SIGSTOP)
+    look(watch, 1)
+    look(watch, 1, unseen_s=100)
     assert len(ranks_of(agent)) == 2
+    assert not (tmp_path / "errors").exists()
 
 
 def test_ranks_that_have_met_find_it_first_and_the_limit_of_a_minute_is_kept() -> None:

@@ -38,9 +38,7 @@ print(kernels.backend(p.device).__name__, len(said), float(p[0]), *said)
 def step(before: str, *path: Path) -> str:
     """What a step in a process of its own says; before: what happens there before this package is imported."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", before + STEP], env=environment, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, "-c", before + STEP], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

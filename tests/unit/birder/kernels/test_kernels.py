@@ -51,7 +51,7 @@ def test_elements_beyond_2_to_the_35_have_numbers_of_their_own():
     assert not torch.equal(low, high)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     bytes_=st.integers(0, 700),
     dtype=st.sampled_from(kernel_checks.DTYPES),
@@ -77,7 +77,7 @@ def test_half_precision_gradients_are_taken_as_they_are():
             assert torch.equal(mine, wide)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(workers=st.integers(1, 70), bytes_=st.integers(0, 300), seed=st.integers(0, 2**63))
 def test_fused_server_and_signs_equal_the_reference(workers, bytes_, seed):
     kernel_checks.server(cpu, "cpu", workers, bytes_, seed)
@@ -89,7 +89,7 @@ def test_fused_server_counts_more_workers_than_a_byte_holds():
         kernel_checks.server(cpu, "cpu", workers, 20)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     bytes_=st.integers(0, 700),
     workers=st.integers(1, 9),

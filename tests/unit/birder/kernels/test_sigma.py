@@ -18,7 +18,7 @@ TINY = 2e-4
 """What rounding of fp32 adds to a bound over the steps here."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bytes_=st.integers(0, 400),
     dtype=st.sampled_from(kernel_checks.DTYPES),
@@ -31,7 +31,7 @@ def test_fused_equals_the_reference(bytes_: int, dtype: torch.dtype, steps: bool
     kernel_checks.modulated(cpu, "cpu", 8 * bytes_, dtype, steps, limit, hold=hold, seed=seed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(workers=st.integers(1, 600), count=st.integers(0, 300), steps=st.booleans(), seed=st.integers(0, 2**30))
 def test_fused_server_equals_the_reference(workers: int, count: int, steps: bool, seed: int):
     kernel_checks.served(cpu, "cpu", workers, count, steps, seed=seed)
@@ -56,7 +56,7 @@ def signs(bits: Tensor) -> Tensor:
     return unpack(bits).float() * 2 - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(run=runs, spread=st.booleans())
 def test_with_gain_1_the_error_of_the_whole_run_is_at_most_2(run: tuple[Tensor, Tensor, Tensor], spread: bool):
     """|sum_t q_t - sum_t mean_i u_i(t)| <= 2 after every step where errors start at 0, else <= 4."""
@@ -70,7 +70,7 @@ def test_with_gain_1_the_error_of_the_whole_run_is_at_most_2(run: tuple[Tensor, 
         assert (off.abs() <= (4 if spread else 2) + TINY).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(run=runs)
 def test_with_gain_1_no_clip_changes_anything(run: tuple[Tensor, Tensor, Tensor]):
     u, e, s = run
@@ -83,7 +83,7 @@ def test_with_gain_1_no_clip_changes_anything(run: tuple[Tensor, Tensor, Tensor]
         assert ((a - q).abs() <= 1 + 1e-6).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(run=runs)
 def test_one_phase_is_bounded_by_what_its_workers_hold(run: tuple[Tensor, Tensor, Tensor]):
     """Owners in turn: |r_i| <= 2 for all times, and the sum of all that is owed is what the run is off by."""

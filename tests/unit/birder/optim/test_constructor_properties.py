@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -110,7 +110,7 @@ def outcome(name: str, kind: str, options: dict[str, Any]) -> str:
     return ""
 
 
-@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES)
 @given(calls())
 def test_any_value_for_any_option(call: tuple[str, str, dict[str, Any]]) -> None:
     said = outcome(*call)

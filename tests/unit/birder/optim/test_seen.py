@@ -46,7 +46,7 @@ def unite(bs: list[Tensor], actives: list[Tensor], numels: list[int], shards: in
     """Each rank unites a unit of which it keeps `b`, one shard or the whole, and `active`, in place."""
     ranks, padded = len(bs), len(actives[0])
     table: list[Tensor | None] = [None] * ranks
-    barrier = threading.Barrier(ranks, timeout=30)
+    barrier = threading.Barrier(ranks)
     peers = [Peer(rank, ranks, table, barrier, shards) for rank in range(ranks)]
     params = [torch.empty(n) for n in numels]
     failed: list[BaseException] = []

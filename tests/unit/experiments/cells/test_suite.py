@@ -109,5 +109,5 @@ def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percenti
 def test_reports_need_no_torch() -> None:
     names = [f"experiments.report.{p.stem}" for p in (ROOT / "experiments" / "report").glob("[!_]*.py")]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -111,7 +111,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 @pytest.mark.parametrize("examples", [EXAMPLES, slow(MORE_EXAMPLES)])
 def test_any_value_for_any_key(examples: int) -> None:
-    @settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples)
     @given(command_lines())
     def sound(overrides: list[str]) -> None:
         found = outcome(overrides)
@@ -140,7 +140,7 @@ def test_circles_are_refused_at_once(override: str, words: str) -> None:
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.lists(st.text()), st.none(), st.booleans()))
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=300)
 def test_values_are_shown_on_one_short_line(value: Any) -> None:
     assert shown(value).isprintable()
     assert len(shown(value)) <= 65

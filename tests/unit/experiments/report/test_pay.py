@@ -94,7 +94,7 @@ def test_a_browser_answers_between_the_points(content: dict[str, Any], tmp_path:
     path.write_text(html_page.html(whole, [], get_plotlyjs()).replace("</body>", told), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=10000"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{hash_}"]
-    dom = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, check=True).stdout
     found = re.search(r'id="told">(.*?)</p>', dom, re.DOTALL)
     assert found is not None
     got = json.loads(found[1].replace("&amp;", "&"))

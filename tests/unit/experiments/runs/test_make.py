@@ -18,7 +18,7 @@ from tests.helpers.tiers import slow
 
 def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NODES", "VENV")}
-    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, env=env)
 
 
 @pytest.mark.parametrize("nodes", ["four", slow("0"), slow("-1")])

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.config import compose
 from experiments.training.loop import train
-from tests.helpers.ranks import free_port
+from launch.local import free_port
 from tests.helpers.tiers import slow
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))

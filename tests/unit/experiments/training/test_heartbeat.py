@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from experiments.training import heartbeat
 from experiments.training.heartbeat import Heartbeat, Peer, PeerLost
 from tests.helpers import ROOT
+from tests.helpers.waiting import until
 
 NOBODY = "9 127.0.0.1 1 word"
 """A rank that is not there: nothing listens on port 1."""
@@ -74,22 +76,14 @@ def peer(told: str) -> Peer:
     return Peer(1, int(node), host, int(port), token)
 
 
-def states_until(asked: Callable[[], str], wanted: str) -> str:
-    """The last answer: a loaded machine may need several attempts."""
-    deadline = time.monotonic() + 30
-    while (state := asked()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return state
-
-
 def test_what_a_probe_tells(other: tuple[subprocess.Popen, str]) -> None:
     process, told = other
     assert peer(told).node == 5
-    assert states_until(lambda: heartbeat.probe(peer(told)), "answers") == "answers"
+    until(lambda: heartbeat.probe(peer(told)) == "answers", "it answers")
     process.send_signal(signal.SIGSTOP)
-    assert states_until(lambda: heartbeat.probe(peer(told), 0.5), "silent") == "silent"
+    until(lambda: heartbeat.probe(peer(told), 0.5) == "silent", "it is stopped")
     process.send_signal(signal.SIGCONT)
-    assert states_until(lambda: heartbeat.probe(peer(told)), "answers") == "answers"
+    until(lambda: heartbeat.probe(peer(told)) == "answers", "it answers again")
     process.kill()
     process.wait()
     assert heartbeat.probe(peer(told)) == "gone"
@@ -104,7 +98,7 @@ def test_another_program_on_the_port() -> None:
                 connection.sendall(b"SSH-2.0")
 
         threading.Thread(target=greet, daemon=True).start()
-        assert heartbeat.probe(peer(f"0 127.0.0.1 {server.getsockname()[1]} word")) == "gone"
+        assert heartbeat.probe(peer(f"0 127.0.0.1 {server.getsockname()[1]} word"), 600) == "gone"
 
 
 def test_no_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,31 +112,39 @@ def test_no_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str]) -> None:
+def test_silence_ends_the_watch(other: tuple[subprocess.Popen, str], monkeypatch: pytest.MonkeyPatch) -> None:
     process, told = other
+    probe, states = heartbeat.probe, []
+    monkeypatch.setattr(heartbeat, "probe", lambda asked: states.append(probe(asked)) or states[-1])
     lost: queue.SimpleQueue[tuple[PeerLost, list[dict[str, Any]]]] = queue.SimpleQueue()
     keys = {"birder/heartbeat/1": told.encode(), "birder/heartbeat/2": NOBODY.encode()}
-    watch = Heartbeat(Store(keys), 0, 3, heartbeat_timeout_s=4.0, join_s=1, on_lost=lambda *found: lost.put(found))
+    watch = Heartbeat(Store(keys), 0, 3, heartbeat_timeout_s=10.0, join_s=1, on_lost=lambda *found: lost.put(found))
     try:
-        time.sleep(5)
-        assert lost.empty()  # rank 1 answers; it is not this rank's turn to watch rank 2
+        until(lambda: states.count("answers") >= 3, "rank 1 answers")
+        assert lost.empty()  # it is not this rank's turn to watch rank 2
         process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        error, peers = lost.get(timeout=40)
-        assert 2 < time.monotonic() - began < 30
-        assert str(error).startswith("rank 1 on node 5 has not answered for ")
+        error, peers = lost.get()
+        said = re.fullmatch(r"rank 1 on node 5 has not answered for (\d+) s", str(error))
+        assert said is not None
+        assert int(said[1]) >= 10
         assert peers == [{"rank": 1, "node": 5, "state": "silent"}, {"rank": 2, "node": 9, "state": "gone"}]
     finally:
         watch.stop()
 
 
-def test_a_stopped_watch_says_nothing() -> None:
+def test_a_stopped_watch_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where it is stopped while it asks."""
     lost: list[Any] = []
-    watch = Heartbeat(
-        Store({"birder/heartbeat/1": NOBODY.encode()}), 0, 2, heartbeat_timeout_s=0.4, join_s=1, on_lost=lost.append
-    )
+    asked, stopped = threading.Event(), threading.Event()
+    monkeypatch.setattr(heartbeat, "probe", lambda _: asked.set() or (stopped.wait() and "gone"))
+    store, others = Store({"birder/heartbeat/1": NOBODY.encode()}), set(threading.enumerate())
+    watch = Heartbeat(store, 0, 2, heartbeat_timeout_s=1e-3, join_s=1, on_lost=lambda *found: lost.append(found))
+    asked.wait()
     watch.stop()
-    time.sleep(1.5)
+    stopped.set()
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "heartbeat-_watch":
+            thread.join()
     assert lost == []
 
 

@@ -196,8 +196,14 @@ def test_a_server_that_does_not_answer_costs_nothing_but_the_upload(
 ) -> None:
     """One that accepts connections and never answers is the slowest: the run waits INIT_S for it, no longer."""
     pytest.importorskip("wandb")
-    monkeypatch.setattr(wandb_run, "INIT_S", 1.0)
-    monkeypatch.setattr(wandb_run, "FINISH_S", 1.0)
+    init = wandb_run._init
+
+    def waiting(about: wandb_run.About, mode: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wandb_run, "INIT_S", 1.0 if mode == "online" else wandb_run.INIT_S)
+            return init(about, mode)
+
+    monkeypatch.setattr(wandb_run, "_init", waiting)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -318,7 +324,7 @@ def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(elsewhere)}
     command = [sys.executable, "-c", code, str(run_dir / "spec.yaml")]
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     _, told, progress = done.stdout.splitlines()
     assert progress == "step 1/1  loss 0.5"
