@@ -24,7 +24,7 @@ kernels = Path(os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).paren
 worker = os.environ.get("PYTEST_XDIST_WORKER")
 if worker and kernels.name != worker:
     if kernels.is_dir() and not (kernels / worker).exists():
-        shutil.copytree(kernels, kernels / worker, ignore=shutil.ignore_patterns("gw*"))
+        shutil.copytree(kernels, kernels / worker, ignore=shutil.ignore_patterns("gw*", "*.tmp.*"))
     os.environ["NUMBA_CACHE_DIR"] = str(kernels / worker)
 
 from hydra._internal.config_repository import ConfigRepository  # noqa: E402
