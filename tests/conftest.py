@@ -43,7 +43,9 @@ os.environ["WANDB__SERVICE_WAIT"] = "600"  # for its service process, 30 s other
 wandb_run.INIT_S = wandb_run.FINISH_S = 600.0
 # The same examples in every run: one that is found once in a hundred runs is to be found on purpose.
 EVERY = list(hypothesis.HealthCheck)  # how long examples take to make, for one
-hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None, suppress_health_check=EVERY)
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, database=None, suppress_health_check=EVERY
+)
 hypothesis.settings.load_profile("same")
 
 

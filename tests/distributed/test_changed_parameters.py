@@ -286,10 +286,7 @@ def resumed(rank: int, world: int, names: tuple[str, ...]) -> dict[str, bool]:
 
 
 def advance(optimizer: Any, ddp: torch.nn.Module, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, rank, steps)
 
 
 @pytest.mark.parametrize("names", PARTS, ids=["few", "rest"])

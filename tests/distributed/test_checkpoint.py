@@ -31,10 +31,7 @@ def build(kind: str, hierarchical: bool = False):
 
 
 def advance(rank, ddp, optimizer, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, rank, range(first, last + 1))
 
 
 def interrupted(rank: int, world: int, kind: str, folder: str, at: int, hierarchical: bool) -> tuple:

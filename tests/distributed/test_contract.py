@@ -323,10 +323,7 @@ def threads(rank: int, world: int) -> dict[str, list[int]]:
         ddp = DistributedDataParallel(model)
         optimizer = getattr(birder, name)(model.parameters(), lr=1e-3, **options)
         attachment = attach(ddp, optimizer, unit_mb=0.0008)
-        for step in range(1, 4):
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
+        toy.train(ddp, optimizer, rank, range(1, 4))
         work = [s for s in optimizer.pipeline.trace.last if s.kind == "work" and s.unit is not None]
         found[name] = [len({s.thread for s in work if s.unit == u.index}) for u in optimizer.units]
         attachment.close()

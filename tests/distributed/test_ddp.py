@@ -204,10 +204,7 @@ def no_communication(rank: int, world: int) -> tuple:
     ddp = wrap(model)
     optimizer = Birder(model.parameters(), lr=0.01)
     attachment = attach(ddp, optimizer, communicate=False)
-    for step in range(1, 6):
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, rank, range(1, 6))
     return toy.flat(model).numpy(), attachment.counter.total
 
 
@@ -247,10 +244,7 @@ def left_over(rank: int, world: int) -> list[str]:
         options = {"warmup_steps": 1} if name == "OneBitAdam" else {}
         optimizer = getattr(birder, name if own else "SGDM")(base.parameters(), lr=0.01, **options)
         attachment: Any = attach(ddp, optimizer) if own else hooks.attach_hook(ddp, optimizer, name)
-        for step in range(3):
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
+        toy.train(ddp, optimizer, rank, range(3))
         attachment.close()
         there |= {f"{name}'s {type(x).__name__}": weakref.ref(x) for x in (ddp, optimizer, attachment)}
         del ddp, optimizer, attachment

@@ -30,10 +30,7 @@ def spelled(rank: int, world: int, spelling: str | None) -> tuple:
         optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=2)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
         attach(ddp, optimizer, unit_mb=0.001)
-        for step in range(1, 9):
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
+        toy.train(ddp, optimizer, rank, range(1, 9))
         return toy.flat(model).numpy(), type(optimizer.pipeline).__name__
     finally:
         dist.destroy_process_group()
@@ -153,10 +150,7 @@ def two_groups(rank: int, world: int, hierarchical: bool) -> tuple:
     if rank >= 2:
         dist.barrier()
     attachment = attach(ddp, optimizer)
-    for step in range(1, 6):
-        optimizer.zero_grad()
-        toy.loss(ddp, member, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, member, range(1, 6))
     if rank < 2:
         dist.barrier()
     return toy.flat(model).numpy(), attachment.counter.intra, attachment.counter.inter

@@ -38,10 +38,7 @@ def again(rank: int, world: int, times: int) -> dict[str, Any]:
             base.parameters(), lr=0.01, warmup_steps=1
         )  # fmt: skip
         attachment = birder.attach(ddp, optimizer, hierarchical=world == 4)
-        for step in range(3):
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
+        toy.train(ddp, optimizer, rank, range(3))
         attachment.close()
         groups.add(optimizer.comm.all.group.group_name)  # type: ignore[attr-defined]
         ends.append(toy.flat(base).numpy())
@@ -68,10 +65,7 @@ def sharded_again(rank: int, world: int, times: int) -> None:
         fully_shard(model, mesh=mesh["shard"])
         optimizer = birder.Birder(model.parameters(), lr=0.01)
         attachment = birder.attach(model, optimizer, mesh=mesh)
-        for step in range(2):
-            optimizer.zero_grad()
-            toy.loss(model, rank, step).backward()
-            optimizer.step()
+        toy.train(model, optimizer, rank, range(2))
         attachment.close()
         if number == 1:
             few = psutil.Process().num_threads() + 3

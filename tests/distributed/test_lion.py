@@ -121,11 +121,3 @@ def test_a_single_worker_is_lion() -> None:
         x = x - 0.01 * (torch.sign(0.9 * m + 0.1 * g) + 0.1 * x)
         m = 0.99 * m + 0.01 * g
     assert torch.allclose(p.detach(), x, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"), [({"vote": "mean"}, "vote"), ({"betas": (1.0, 0.9)}, "betas"), ({"lr": -1.0}, "lr")]
-)
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Lion([torch.nn.Parameter(torch.zeros(3))], **options)

@@ -55,10 +55,7 @@ def train(rank: int, options: dict[str, Any], how: dict[str, Any]) -> dict[str, 
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
     optimizer = SigmaDeltaAdam(model.parameters(), lr=0.01, **options)
     attachment = attach(ddp, optimizer, unit_mb=0.002, **how)  # three units: each costs messages
-    for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, rank, range(1, STEPS + 1))
     attachment.close()
     return outcome(toy.flat(model), optimizer)
 
@@ -232,10 +229,7 @@ def quantized(rank: int, world: int) -> dict[str, np.ndarray]:
         ddp = DistributedDataParallel(model)
         optimizer = Birder(model.parameters(), lr=0.01, bits="sigma_delta", **options)
         attachment = attach(ddp, optimizer, unit_mb=0.0008, **how)
-        for step in range(1, STEPS + 1):
-            optimizer.zero_grad()
-            toy.loss(ddp, rank, step).backward()
-            optimizer.step()
+        toy.train(ddp, optimizer, rank, range(1, STEPS + 1))
         attachment.close()
         found[name] = toy.flat(model).numpy()
     return found
@@ -277,10 +271,7 @@ def begun(options: dict[str, Any]) -> tuple[DistributedDataParallel, SigmaDeltaA
 
 
 def go_on(ddp: DistributedDataParallel, optimizer: SigmaDeltaAdam, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
+    toy.train(ddp, optimizer, rank, steps)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:

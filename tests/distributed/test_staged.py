@@ -50,10 +50,7 @@ def trained(rank: int, world: int, stage: bool) -> list:
                 overlap=name != "OneBitAdam",
                 unit_mb=0.001,
             )
-            for step in range(5):
-                optimizer.zero_grad()
-                toy.loss(ddp, rank, step).backward()
-                optimizer.step()
+            toy.train(ddp, optimizer, rank, range(5))
             attachment.close()
             results.append(toy.flat(model).numpy())
     return [*results, count]

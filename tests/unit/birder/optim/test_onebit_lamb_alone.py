@@ -79,23 +79,3 @@ def test_the_loss_falls_on_in_the_compressed_stage() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[39] / 10
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"warmup_steps": 0}, r"^warmup_steps must be a whole number"),
-        ({"warmup_steps": 1.5}, r"^warmup_steps must be a whole number"),
-        ({"eps": 0.0}, "^eps must be above 0"),
-        ({"min_coeff": -1.0}, "^min_coeff must be at least 0"),
-        ({"min_coeff": 2.0, "max_coeff": 1.0}, "^max_coeff must be above 0, at least min_coeff"),
-        ({"coeff_beta": 1.0}, "^coeff_beta must be in"),
-        ({"factor_min": 1.5}, "^factor_min must be in"),
-        ({"factor_max": 0.9}, "^factor_max must be at least 1"),
-        ({"factor_threshold": 1.0}, "^factor_threshold must be in"),
-        ({"wire": "int8"}, "^wire must be one of"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        alone(torch.nn.Parameter(torch.zeros(1)), **options)

@@ -34,26 +34,6 @@ def test_the_schedule_does_not_depend_on_what_was_asked_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"variance": "mean"}, "variance must be shared, of_mean or local"),
-        ({"share_growth": 0.9}, "share_growth must be at least 1"),
-        ({"gamma": 0.0}, "gamma must be positive or None"),
-        ({"errors": "bf16"}, "errors must be fp32 or int8"),
-        ({"start": "one"}, "start must be uniform or zero"),
-        ({"reduce": "three"}, "reduce must be two_phase or one_phase"),
-        ({"idle": "stay"}, "idle must be decay or hold"),
-        ({"wire": "fp16"}, "wire must be fp32 or bf16"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
-    ],
-)
-def test_wrong_arguments_are_one_line(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as error:
-        SigmaDeltaAdam([torch.nn.Parameter(torch.zeros(3))], **options)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     "options", [{}, {"variance": "of_mean"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}]
 )
 def test_a_coordinate_moves_from_the_step_of_its_first_gradient(options: dict[str, Any]) -> None:

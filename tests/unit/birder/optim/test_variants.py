@@ -74,10 +74,3 @@ def test_a_class_of_ones_own_says_itself_from_which_form_it_is_derived() -> None
     values, optimizer = trained(First, FEW | {"form": "v1"})
     assert (type(optimizer), optimizer.kind) == (First, "First")
     assert torch.equal(values, trained(SLAMBv1, FEW)[0])
-
-
-def test_a_name_that_nobody_has_is_refused_by_the_method() -> None:
-    with pytest.raises(ValueError, match="form must be paper, v1 or v2"):
-        SLAMB(parameters(), form="v3")
-    with pytest.raises(ValueError, match="variant must be paper or deepspeed"):
-        ZeroOneAdam(parameters(), warmup_steps=2, variant="v1")

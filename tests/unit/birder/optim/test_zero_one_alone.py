@@ -129,15 +129,3 @@ def test_the_plan_is_a_function_of_the_step_alone():
     assert plans == [optimizer.plan(t) for t in range(39, 0, -1)][::-1]
     assert plans[:12] == [Plan.COMPRESSED] * 12
     assert {Plan.SKIP, Plan.COMPRESSED} == set(plans[12:])
-
-
-@pytest.mark.parametrize("name", ["warmup_steps", "kappa", "local_doubling", "local_limit"])
-@pytest.mark.parametrize("value", [0, -1, 1.5])
-def test_numbers_must_be_whole_and_positive(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} must be a whole number"):
-        lonely(1, **{name: value})
-
-
-def test_the_variant_must_be_known():
-    with pytest.raises(ValueError, match=r"^variant must be paper or deepspeed"):
-        lonely(1, variant="0/1")
