@@ -5,21 +5,20 @@ Virtual ranks; on real ones a single unit, nodes, broken gradients and what is r
 
 from __future__ import annotations
 
-import copy
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import OneBitLAMB, attach
+from birder import OneBitLAMB
 from birder.comm import ByteCounter
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_onebit_lamb import OneBitLAMB as Reference
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World
+from tests.helpers.virtual import World, begun, resumed
 
 WARMUP, STEPS, LR, DECAY = 20, 64, 0.02, 0.01
 SMALL = {"unit_mb": 0.0008}  # several units in a model this small
@@ -32,22 +31,10 @@ def rate(step: int) -> float:
     return LR * (1 - (step - 1) / (2 * STEPS))
 
 
-def build(options: dict, how: dict) -> tuple:
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+def build(options: dict, rank: int, ranks: int = 0, **how: Any) -> World:
+    """So many virtual ranks, or with 0 the own one."""
     options = {"warmup_steps": WARMUP, "weight_decay": DECAY, **options}
-    optimizer = OneBitLAMB(model.parameters(), LR, **options)
-    return model, ddp, optimizer, attach(ddp, optimizer, **how)
-
-
-def advance(rank: int, ddp, optimizer, first: int, last: int, broken: tuple[int, ...] = ()) -> None:
-    """broken: in these steps rank 1 has gradients that are not finite."""
-    for step in range(first, last + 1):
-        optimizer.param_groups[0]["lr"] = rate(step)
-        optimizer.zero_grad()
-        value = toy.loss(ddp, rank, step)
-        (value * float("nan") if rank == 1 and step in broken else value).backward()
-        optimizer.step()
+    return begun(lambda p: OneBitLAMB(p, LR, **options), rank, ranks, **how)
 
 
 def of_step(optimizer: OneBitLAMB, counter: ByteCounter) -> tuple:
@@ -71,25 +58,14 @@ def outcome(model: torch.nn.Module, optimizer: OneBitLAMB, steps: list[tuple]) -
     }
 
 
-def hook_run(rank: int, world: int, options: dict, how: dict, broken: tuple[int, ...] = (), last: int = STEPS) -> dict:
-    model, ddp, optimizer, attachment = build(options, how)
-    steps = []
+def hook_run(
+    rank: int, world: int, options: dict, how: dict, broken: tuple[int, ...] = (), last: int = STEPS
+) -> list[dict]:
+    """Of every rank here. broken: in these steps rank 1 has gradients that are not finite."""
+    made = build(options, rank, **how)
+    steps: list[list[tuple]] = [[] for _ in made.optimizers]
     for step in range(1, last + 1):
-        attachment.counter.reset()
-        advance(rank, ddp, optimizer, step, step, broken)
-        steps.append(of_step(optimizer, attachment.counter))
-    return outcome(model, optimizer, steps)
-
-
-def virtual_run(rank: int, world: int, ranks: int, options: dict) -> list[dict]:
-    """`hook_run` on so many virtual ranks, in several units."""
-    options = {"warmup_steps": WARMUP, "weight_decay": DECAY, **options}
-    made = World(lambda p: OneBitLAMB(p, LR, **options), ranks, **SMALL)
-    steps: list[list[tuple]] = [[] for _ in range(ranks)]
-    for step in range(1, STEPS + 1):
-        made.ranks.counter.reset()
-        made.set_lr(rate(step))
-        made.step(step)
+        made.train([step], rate, [(1, step)] if step in broken else [])
         for mine, optimizer, counter in zip(steps, made.optimizers, made.counters, strict=True):
             mine.append(of_step(optimizer, counter))
     results = []
@@ -99,9 +75,14 @@ def virtual_run(rank: int, world: int, ranks: int, options: dict) -> list[dict]:
     return results
 
 
+def real_run(world: int, *arguments: Any, ranks_per_node: int | None = None) -> list[dict]:
+    return [of_rank[0] for of_rank in run_ranks(hook_run, world, *arguments, ranks_per_node=ranks_per_node)]
+
+
 @functools.cache
 def small_run(world: int, decay: float = DECAY) -> list[dict]:
-    return run_ranks(virtual_run, 1, world, {"weight_decay": decay})[0]
+    """On virtual ranks, in several units."""
+    return run_ranks(hook_run, 1, {"weight_decay": decay}, {"ranks": world, **SMALL})[0]
 
 
 def oracle_run(
@@ -137,7 +118,7 @@ def test_hook_equals_the_reference_bit_for_bit(world: int) -> None:
 
 @pytest.mark.slow
 def test_real_ranks_equal_the_reference_bit_for_bit() -> None:
-    check_all(run_ranks(hook_run, 3, {}, SMALL))
+    check_all(real_run(3, {}, SMALL))
 
 
 def check_all(results: list[dict]) -> None:
@@ -153,14 +134,14 @@ def check_all(results: list[dict]) -> None:
 
 
 def test_one_unit_is_one_fused_message() -> None:
-    results = run_ranks(hook_run, 2, {}, {})
+    results = real_run(2, {}, {})
     assert len(results[0]["units"]) == 1
     check(results, *oracle_run(results[0]["units"], 2))
 
 
 def test_hierarchical_equals_the_reference_with_nodes_as_workers() -> None:
     how = {"hierarchical": True, **FEW}
-    results = run_ranks(hook_run, 4, {}, how, (), STEPS // 2, ranks_per_node=2)
+    results = real_run(4, {}, how, (), STEPS // 2, ranks_per_node=2)
     check(results, *oracle_run(results[0]["units"], 2, 2, STEPS // 2))
     assert results[0]["worker_error"].size == results[0]["m"].size // 2
     padded, units = sum(results[0]["padded"]), len(results[0]["padded"])
@@ -183,7 +164,7 @@ def test_bytes_and_collectives_are_those_of_the_formula(world: int) -> None:
 
 @pytest.mark.slow
 def test_a_half_precision_wire_halves_the_warmup_alone() -> None:
-    full, half = (run_ranks(hook_run, 2, options, FEW) for options in ({}, {"wire": "bf16"}))
+    full, half = (real_run(2, options, FEW) for options in ({}, {"wire": "bf16"}))
     assert half[0]["sent"][0][0] * 2 == full[0]["sent"][0][0]
     assert half[0]["sent"][-1] == full[0]["sent"][-1]
     assert (half[0]["x"] == half[1]["x"]).all()
@@ -218,33 +199,17 @@ def test_coordinates_without_gradient_in_the_warmup_only_decay() -> None:
 
 def test_gradients_that_are_not_finite_leave_all_ranks_consistent() -> None:
     """One step in the warm-up and one after it."""
-    results = run_ranks(hook_run, 2, {}, FEW, (WARMUP - 3, WARMUP + 3), STEPS // 2)
+    results = real_run(2, {}, FEW, (WARMUP - 3, WARMUP + 3), STEPS // 2)
     for r in results:
         assert (r["x"] == results[0]["x"]).all()
         assert all(torch.from_numpy(r[name]).isfinite().all() for name in ("x", *NAMES))
 
 
-def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> tuple:
-    model, ddp, optimizer, attachment = build({}, FEW)
-    saved, done = [], 0
-    for stop in stops:
-        advance(rank, ddp, optimizer, done + 1, stop)
-        saved.append((copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())))
-        done = stop
-    advance(rank, ddp, optimizer, done + 1, STEPS // 2)
-    attachment.close()
-    ends = []
-    for stop, (parameters, state) in zip(stops, saved, strict=True):
-        fresh, ddp, optimizer, attachment = build({}, FEW)
-        fresh.load_state_dict(parameters)
-        optimizer.load_state_dict(state)
-        advance(rank, ddp, optimizer, stop + 1, STEPS // 2)
-        attachment.close()
-        ends.append(toy.flat(fresh).numpy())
-    return toy.flat(model).numpy(), ends
+def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> list[tuple]:
+    return [ends for at in stops for ends in resumed(lambda: build({}, rank, **FEW), at, STEPS // 2, rate)]
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit() -> None:
     """From within the warm-up, from its last step, and from within the compressed stage."""
-    for straight, ends in run_ranks(resumed_run, 2, (WARMUP - 7, WARMUP, WARMUP + 5)):
-        assert all((end == straight).all() for end in ends)
+    for ends in run_ranks(resumed_run, 2, (WARMUP - 7, WARMUP, WARMUP + 5)):
+        assert all((again == straight).all() for straight, again in ends)

@@ -5,7 +5,6 @@ Virtual ranks; on real ones the paper's form, nodes, and what is interrupted.
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import SLAMB, attach
+from birder import SLAMB
 from birder.comm import ByteCounter
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_slamb import Slamb, mean
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World
+from tests.helpers.virtual import World, begun, resumed
 
 STEPS, EVERY = 60, 7
 OPTIONS: dict[str, Any] = {
@@ -34,21 +32,6 @@ OPTIONS: dict[str, Any] = {
 }
 """`embed` (207 elements) and `first.weight` (333) are masked, `second.weight` (185) and what has one dimension is not."""
 STOP = 17  # within the third interval
-
-
-def build(options: dict, how: dict) -> tuple:
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    optimizer = SLAMB(model.parameters(), **options)
-    return model, ddp, optimizer, attach(ddp, optimizer, **{"unit_mb": 0.0015, **how})
-
-
-def advance(rank: int, ddp: nn.Module, optimizer: SLAMB, step: int) -> list:
-    optimizer.zero_grad()
-    toy.loss(ddp, rank, step).backward()
-    local = [p.grad.clone().flatten().numpy() for p in ddp.parameters() if p.grad is not None]
-    optimizer.step()
-    return local
 
 
 def by_parameter(optimizer: SLAMB, model: nn.Module, name: str) -> list:
@@ -79,34 +62,28 @@ def columns(rows: list[dict]) -> dict:
     return {key: [row[key] for row in rows] for key in rows[0]}
 
 
-def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
-    model, ddp, optimizer, attachment = build(options, how)
+def build(options: dict, rank: int, ranks: int = 0, **how: Any) -> World:
+    """So many virtual ranks, or with 0 the own one."""
+    return begun(lambda p: SLAMB(p, **options), rank, ranks, unit_mb=0.0015, **how)
+
+
+def hook_run(rank: int, world: int, options: dict, ranks: int = 0, broken: tuple = (), **how: Any) -> list[dict]:
+    """Of every rank here. broken: as for `World.train`."""
+    made = build(options, rank, ranks, **how)
     random.seed(5)
     torch.manual_seed(5)
-    states, rows = (random.getstate(), torch.get_rng_state().clone()), []
-    for step in range(1, STEPS + 1):
-        attachment.counter.reset()
-        local = advance(rank, ddp, optimizer, step)
-        rows.append({"gradients": local, **of_step(model, optimizer, attachment.counter)})
-    assert random.getstate() == states[0]
-    assert torch.equal(torch.get_rng_state(), states[1])
-    with optimizer.averaged():
-        average = toy.flat(model).numpy()
-    assert (toy.flat(model).numpy() == rows[-1]["models"]).all()
-    return {**columns(rows), "average": average, **outcome(model, optimizer)}
-
-
-def virtual_run(rank: int, world: int, ranks: int, options: dict, broken: bool) -> list[dict]:
-    """`hook_run` on so many virtual ranks. broken: in step 10 the last one's gradient is not a number."""
-    made = World(lambda p: SLAMB(p, **options), ranks, unit_mb=0.0015)
-    rows: list[list[dict]] = [[] for _ in range(ranks)]
+    states = random.getstate(), torch.get_rng_state().clone()
+    rows: list[list[dict]] = [[] for _ in made.optimizers]
     for step in range(1, STEPS + 1):
         made.ranks.counter.reset()
-        local = made.step(step, [ranks - 1] if broken and step == 10 else ())
+        local = made.step(step, [w for w, at in broken if at == step])
         for w, optimizer in enumerate(made.optimizers):
             with made.ranks.turn(w):
                 found = of_step(made.model, optimizer, made.counters[w])
             rows[w].append({"gradients": [g.flatten().numpy() for g in local[w]], **found})
+    if not ranks:
+        assert random.getstate() == states[0]
+        assert torch.equal(torch.get_rng_state(), states[1])
     with made.ranks.averaged():
         averages = made.models()
     results = []
@@ -117,6 +94,11 @@ def virtual_run(rank: int, world: int, ranks: int, options: dict, broken: bool) 
     return results
 
 
+def real_run(world: int, options: dict, ranks_per_node: int | None = None, **how: Any) -> list[dict]:
+    found = run_ranks(functools.partial(hook_run, **how), world, options, ranks_per_node=ranks_per_node)
+    return [of_rank[0] for of_rank in found]
+
+
 VARIANTS: dict[str, dict] = {"broken": {}, "everything": {"fraction": 1.0}}
 
 
@@ -124,7 +106,7 @@ VARIANTS: dict[str, dict] = {"broken": {}, "everything": {"fraction": 1.0}}
 def run(world: int, name: str) -> list[dict]:
     """On every virtual rank: a form by its name; "broken": with a NaN on the last rank; "everything": with k = 1."""
     options = {**OPTIONS, **VARIANTS.get(name, {"form": name})}
-    return run_ranks(virtual_run, 1, world, options, name == "broken")[0]
+    return run_ranks(hook_run, 1, options, world, ((world - 1, 10),) if name == "broken" else ())[0]
 
 
 def gradients(model: nn.Module, worker: int, step: int) -> list[torch.Tensor]:
@@ -165,7 +147,7 @@ def test_models_and_state_equal_the_reference_bit_for_bit(world: int, form: str)
 
 @pytest.mark.parametrize("form", ["paper", slow("v1"), slow("v2")])
 def test_real_ranks_equal_the_reference_bit_for_bit(form: str) -> None:
-    check(run_ranks(hook_run, 3, {**OPTIONS, "form": form}, {}), form)
+    check(real_run(3, {**OPTIONS, "form": form}), form)
 
 
 def check(results: list[dict], form: str) -> None:
@@ -247,7 +229,7 @@ def test_with_all_elements_sent_the_momentum_is_the_dense_one() -> None:
 
 @pytest.mark.slow
 def test_hierarchical_averages_over_all_ranks() -> None:
-    results = run_ranks(hook_run, 4, OPTIONS, {"hierarchical": True}, ranks_per_node=2)
+    results = real_run(4, OPTIONS, hierarchical=True, ranks_per_node=2)
     synced = STEPS // EVERY * EVERY
     for r in results:
         assert (r["models"][synced - 1] == results[0]["models"][synced - 1]).all()
@@ -258,23 +240,12 @@ def test_hierarchical_averages_over_all_ranks() -> None:
     assert abs(results[0]["models"][EVERY - 1] - flat).max() < 1e-4
 
 
-def interrupted(rank: int, world: int, options: dict) -> tuple:
-    model, ddp, optimizer, _ = build(options, {})
-    for step in range(1, STOP + 1):
-        advance(rank, ddp, optimizer, step)
-    state, parameters = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    for step in range(STOP + 1, 3 * EVERY + 4):
-        advance(rank, ddp, optimizer, step)
-    fresh, ddp, optimizer, _ = build(options, {})
-    fresh.load_state_dict(parameters)
-    optimizer.load_state_dict(state)
-    for step in range(STOP + 1, 3 * EVERY + 4):
-        advance(rank, ddp, optimizer, step)
-    return toy.flat(model).numpy(), toy.flat(fresh).numpy()
+def interrupted(rank: int, world: int, options: dict) -> list[tuple]:
+    return resumed(lambda: build(options, rank), STOP, 3 * EVERY + 3)
 
 
 @pytest.mark.parametrize("form", ["paper", "v1"])
 def test_resumed_within_an_interval_equals_uninterrupted(form: str) -> None:
     results = run_ranks(interrupted, 3, {**OPTIONS, "form": form})
-    assert all((straight == resumed).all() for straight, resumed in results)
-    assert (results[0][0] != results[1][0]).any()
+    assert all((straight == again).all() for ((straight, again),) in results)
+    assert (results[0][0][0] != results[1][0][0]).any()

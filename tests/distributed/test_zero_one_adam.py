@@ -5,21 +5,19 @@ Virtual ranks; on real ones a flat world, nodes, broken gradients and what is in
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import ZeroOneAdam, attach
+from birder import ZeroOneAdam
 from birder.optim import zero_one_schedule as schedule
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_zero_one_adam import ZeroOneAdam as Reference
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World
+from tests.helpers.virtual import World, begun, resumed
 
 WARMUP, KAPPA, DOUBLING, LIMIT = 12, 3, 11, 4
 STEPS, LR, DECAY, EPS = 64, 0.02, 0.05, 1e-3
@@ -33,69 +31,47 @@ def rate(step: int) -> float:
     return LR * min(1.0, (step - 1) / WARMUP) * 0.5 ** (max(0, step - WARMUP) / DOUBLING)
 
 
-def build(variant: str, how: dict):
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    optimizer = ZeroOneAdam(model.parameters(), LR, eps=EPS, weight_decay=DECAY, variant=variant, **OPTIONS)
-    return model, ddp, optimizer, attach(ddp, optimizer, **how)
-
-
-def advance(rank: int, ddp, optimizer: ZeroOneAdam, step: int, broken: tuple = ()) -> None:
-    for group in optimizer.param_groups:  # before backward, in which the message is made
-        group["lr"] = rate(step)
-    optimizer.zero_grad()
-    (toy.loss(ddp, rank, step) * (float("nan") if (rank, step) in broken else 1.0)).backward()
-    optimizer.step()
-
-
-def outcome(optimizer: ZeroOneAdam, xs: list[np.ndarray], sent: list[tuple[int, int]], average: np.ndarray) -> dict:
-    state = {k: v.numpy() for k, v in optimizer.units[0].state.items()}
-    return {"x": np.stack(xs), "sent": sent, "average": average, "units": len(optimizer.units), **state}
-
-
-def one_run(rank: int, variant: str, how: dict, broken: tuple = ()) -> dict:
-    model, ddp, optimizer, attachment = build(variant, how)
-    xs, sent, average = [], [], None
-    for step in range(1, STEPS + 1):
-        attachment.counter.reset()
-        advance(rank, ddp, optimizer, step, broken)
-        sent.append((attachment.counter.total, attachment.counter.collectives))
-        xs.append(toy.flat(model).numpy().copy())
-        if step == LOCAL:
-            with optimizer.averaged():
-                average = toy.flat(model).numpy().copy()
-            assert (toy.flat(model).numpy() == xs[-1]).all()
-    assert average is not None
-    return outcome(optimizer, xs, sent, average)
-
-
-def hook_run(rank: int, world: int, variants: list[str], how: dict, broken: tuple = ()) -> list[dict]:
-    return [one_run(rank, variant, how, broken) for variant in variants]
-
-
-def virtual_run(rank: int, world: int, ranks: int, variant: str, ranks_per_node: int = 0) -> list[dict]:
-    """`one_run` on so many virtual ranks. ranks_per_node: nodes are the workers."""
+def build(variant: str, rank: int, ranks: int = 0, ranks_per_node: int = 1, **how) -> World:
+    """So many virtual ranks, or with 0 the own one."""
     options = {"eps": EPS, "weight_decay": DECAY, "variant": variant, **OPTIONS}
-    how = {"hierarchical": ranks_per_node > 0}
-    made = World(lambda p: ZeroOneAdam(p, LR, **options), ranks, ranks_per_node or 1, **how)
+    return begun(lambda p: ZeroOneAdam(p, LR, **options), rank, ranks, ranks_per_node, **how)
+
+
+def run(rank: int, world: int, variant: str, broken: tuple = (), **where) -> list[dict]:
+    """Of every rank here. broken: as for `World.train`; where: as for `build`."""
+    made = build(variant, rank, **where)
     xs, sent, averages = [], [], []
     for step in range(1, STEPS + 1):
-        made.ranks.counter.reset()
-        made.set_lr(rate(step))
-        made.step(step)
-        sent.append([(counter.total, counter.collectives) for counter in made.counters])
+        sent += zip(*made.train([step], rate, broken), strict=True)
         xs.append([x.numpy() for x in made.models()])
         if step == LOCAL:
             with made.ranks.averaged():
                 averages = [x.numpy() for x in made.models()]
             assert all((a.numpy() == b).all() for a, b in zip(made.models(), xs[-1], strict=True))
-    found = zip(made.optimizers, zip(*xs, strict=True), zip(*sent, strict=True), averages, strict=True)
-    return [outcome(optimizer, list(x), list(s), average) for optimizer, x, s, average in found]
+    results = []
+    for optimizer, x, s, average in zip(
+        made.optimizers, zip(*xs, strict=True), zip(*sent, strict=True), averages, strict=True
+    ):
+        state = {k: v.numpy() for k, v in optimizer.units[0].state.items()}
+        found = {"x": np.stack(x), "sent": s, "average": average, "units": len(optimizer.units)}
+        results.append({**found, **state})
+    return results
+
+
+def run_all(rank: int, world: int, cases: list[dict]) -> list[list[dict]]:
+    return [run(rank, world, **case) for case in cases]
+
+
+def real_run(world: int, *cases: dict, **how) -> list[list[dict]]:
+    """For each case what `run` gives on real ranks."""
+    return [
+        [of_rank[0] for of_rank in case] for case in zip(*run_ranks(run_all, world, list(cases), **how), strict=True)
+    ]
 
 
 @functools.cache
 def plain_run(world: int, variant: str) -> list[dict]:
-    return run_ranks(virtual_run, 1, world, variant)[0]
+    return run_ranks(run_all, 1, [{"variant": variant, "ranks": world}])[0][0]
 
 
 @functools.cache
@@ -151,7 +127,7 @@ def test_hook_equals_the_reference_bit_for_bit(world, variant):
 
 @pytest.mark.parametrize(("world", "variant"), [(2, "paper"), slow(3, "paper"), slow(3, "deepspeed")])
 def test_real_ranks_equal_the_reference_bit_for_bit(world, variant):
-    check([of_rank[0] for of_rank in run_ranks(hook_run, world, [variant], {})], variant)
+    check(*real_run(world, {"variant": variant}), variant)
 
 
 def check(results: list[dict], variant: str) -> None:
@@ -218,8 +194,9 @@ def test_a_row_without_gradient_only_decays():
 
 @pytest.mark.slow
 def test_hierarchical_agrees_on_all_ranks():
-    (real,) = zip(*run_ranks(hook_run, 4, ["paper"], {"hierarchical": True}, ranks_per_node=2), strict=True)
-    virtual = run_ranks(virtual_run, 1, 4, "deepspeed", 2)[0]
+    nodes = [{"variant": variant, "hierarchical": True} for variant in VARIANTS]
+    (real,) = real_run(4, nodes[0], ranks_per_node=2)
+    (virtual,) = run_ranks(run_all, 1, [{**nodes[1], "ranks": 4, "ranks_per_node": 2}])[0]
     for variant, results in zip(VARIANTS, (real, virtual), strict=True):
         for step in range(1, STEPS + 1):
             if schedule.sync(step, WARMUP, DOUBLING, LIMIT, variant == "deepspeed"):
@@ -231,53 +208,24 @@ def test_hierarchical_agrees_on_all_ranks():
 def test_a_gradient_that_is_not_finite_leaves_ranks_consistent():
     # A step with a variance round, one with a 1-bit round alone, a local step.
     broken = ((1, 6), (0, 7), (1, LOCAL))
-    for variant, results in zip(
-        VARIANTS, zip(*run_ranks(hook_run, 2, list(VARIANTS), {}, broken), strict=True), strict=True
-    ):
+    cases = [{"variant": variant, "broken": broken} for variant in VARIANTS]
+    for variant, results in zip(VARIANTS, real_run(2, *cases), strict=True):
         assert all(np.isfinite(r["x"]).all() for r in results)
         last = max(t for t in range(STEPS + 1) if schedule.sync(t, WARMUP, DOUBLING, LIMIT, variant == "deepspeed"))
         assert (results[0]["x"][last - 1] == results[1]["x"][last - 1]).all()
         assert (results[0]["v"] == results[1]["v"]).all()
 
 
-def interrupted(rank: int, world: int, cases: list[tuple[str, int]]) -> list[tuple]:
-    found, until = [], LOCAL + 8
-    for variant, at in cases:
-        model, ddp, optimizer, _ = build(variant, {"unit_mb": 0.0015})
-        for step in range(1, until + 1):
-            advance(rank, ddp, optimizer, step)
-            if step == at:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        fresh, ddp, optimizer, _ = build(variant, {"unit_mb": 0.0015})
-        assert len(optimizer.units) > 1
-        fresh.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        for step in range(at + 1, until + 1):
-            advance(rank, ddp, optimizer, step)
-        found.append((toy.flat(model).numpy(), toy.flat(fresh).numpy()))
-    return found
-
-
-def interrupted_virtually(rank: int, world: int, cases: list[tuple[str, int]]) -> list[list[tuple]]:
-    """For each case the two ends of each of two ranks."""
-    found = []
-    for variant, at in cases:
-        options = {"eps": EPS, "weight_decay": DECAY, "variant": variant, **OPTIONS}
-        whole, fresh = (World(lambda p: ZeroOneAdam(p, LR, **options), 2, unit_mb=0.0015) for _ in range(2))  # noqa: B023
-        for step in range(1, LOCAL + 9):
-            if step == at + 1:
-                fresh.load(whole.saved())
-            for made in (whole, fresh) if step > at else (whole,):
-                made.set_lr(rate(step))
-                made.step(step)
-        found.append(list(zip(whole.models(), fresh.models(), strict=True)))
-    return found
+def interrupted(rank: int, world: int, ranks: int, cases: list[tuple[str, int]]) -> list[list[tuple]]:
+    """For each case the two ends of each rank here."""
+    how = {"rank": rank, "ranks": ranks, "unit_mb": 0.0015}
+    return [resumed(functools.partial(build, variant, **how), at, LOCAL + 8, rate) for variant, at in cases]
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit():
     """Within the warm-up, at its last step, and within a local interval; the last on real ranks too."""
     cases = [(variant, at) for variant in VARIANTS for at in (5, WARMUP, LOCAL)]
-    for case, ends in zip(cases, run_ranks(interrupted_virtually, 1, cases)[0], strict=True):
-        assert all((straight == resumed).all() for straight, resumed in ends), case
-    for ((straight, resumed),) in run_ranks(interrupted, 2, [("paper", LOCAL)]):
-        assert (straight == resumed).all()
+    for case, ends in zip(cases, run_ranks(interrupted, 1, 2, cases)[0], strict=True):
+        assert all((straight == again).all() for straight, again in ends), case
+    for (((straight, again),),) in run_ranks(interrupted, 2, 0, [("paper", LOCAL)]):
+        assert (straight == again).all()
