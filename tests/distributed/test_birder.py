@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,48 +16,34 @@ from birder import Birder, attach
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World
+from tests.helpers.virtual import begun
 
 STEPS = 30
+
+
+def run(rank: int, world: int, options: dict, ranks: int = 0, ranks_per_node: int = 1, **how) -> list[dict]:
+    """Of every rank here: so many virtual ones, or with 0 the own one. Three units, as each costs messages."""
+    made = begun(lambda p: Birder(p, **{"lr": 0.01, **options}), rank, ranks, ranks_per_node, unit_mb=0.002, **how)
+    sent = made.train(range(1, STEPS + 1))
+    return [outcome(*found) for found in zip(made.models(), made.optimizers, sent, strict=True)]
+
+
+def really(ranks: int, options: dict, ranks_per_node: int | None = None, **how) -> list[dict]:
+    """On real ranks; ranks_per_node: nodes are the workers."""
+    how = {"hierarchical": ranks_per_node is not None, **how}
+    return [of[0] for of in run_ranks(functools.partial(run, **how), ranks, options, ranks_per_node=ranks_per_node)]
+
+
+def virtually(ranks: int, options: dict, ranks_per_node: int | None = None) -> list[dict]:
+    """The same on virtual ones."""
+    how = {"ranks_per_node": ranks_per_node or 1, "hierarchical": ranks_per_node is not None}
+    return run_ranks(functools.partial(run, **how), 1, options, ranks)[0]
 
 
 @functools.cache
 def plain_run() -> list[dict]:
     """Flat training of two ranks with default options, for all tests that look at its outcome."""
-    return run_ranks(hook_run, 2, {}, {})
-
-
-def hook_run(rank: int, world: int, options: dict, how: dict) -> dict:
-    """Trains through DDP; small buckets, so that DDP has several and rebuilds them in another order."""
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    optimizer = Birder(model.parameters(), **{"lr": 0.01, **options})
-    attachment = attach(ddp, optimizer, unit_mb=0.002, **how)  # three units: each costs messages
-    sent = []
-    for step in range(1, STEPS + 1):
-        attachment.counter.reset()
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
-        sent.append((attachment.counter.total, attachment.counter.collectives))
-    return outcome(toy.flat(model), optimizer, sent)
-
-
-def virtual_run(rank: int, world: int, ranks: int, options: dict, ranks_per_node: int | None) -> list[dict]:
-    how = {"unit_mb": 0.0008, "hierarchical": ranks_per_node is not None}
-    made = World(lambda p: Birder(p, **{"lr": 0.01, **options}), ranks, ranks_per_node or 1, **how)
-    sent = []
-    for step in range(1, STEPS + 1):
-        made.ranks.counter.reset()
-        made.step(step)
-        sent.append([(counter.total, counter.collectives) for counter in made.counters])
-    found = zip(made.models(), made.optimizers, zip(*sent, strict=True), strict=True)
-    return [outcome(x, optimizer, list(mine)) for x, optimizer, mine in found]
-
-
-def virtually(ranks: int, options: dict, ranks_per_node: int | None = None) -> list[dict]:
-    """`hook_run` on virtual ranks; ranks_per_node: nodes are the workers."""
-    return run_ranks(virtual_run, 1, ranks, options, ranks_per_node)[0]
+    return really(2, {})
 
 
 def outcome(x: torch.Tensor, optimizer: Birder, sent: list[tuple[int, int]]) -> dict:
@@ -92,7 +79,7 @@ def oracle_run(workers: int, per_worker: int, options: dict) -> torch.Tensor:
 @pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
 def test_flat_hook_equals_the_reference_bit_for_bit(world):
     options = {"lr": 0.01, "weight_decay": 0.1, "seed": 2**40 + 7}
-    results = run_ranks(hook_run, world, options, {})
+    results = really(world, options)
     expected = oracle_run(world, 1, options).numpy()
     assert results[0]["units"] > 1
     for r in results:
@@ -102,11 +89,52 @@ def test_flat_hook_equals_the_reference_bit_for_bit(world):
 
 @pytest.mark.parametrize(("nodes", "local"), [slow(1, 2), (2, 2), slow(3, 1), slow(2, 4), slow(1, 3)])
 def test_hierarchical_hook_equals_the_reference_with_nodes_as_workers(nodes, local):
-    results = run_ranks(hook_run, nodes * local, {}, {"hierarchical": True}, ranks_per_node=local)
+    results = really(nodes * local, {}, local)
     expected = oracle_run(nodes, local, {"lr": 0.01}).numpy()
     for r in results:
         assert (r["x"] == expected).all()
         assert r["bounded"]
+
+
+def expected(nodes: int, local: int, options: dict, results: list[dict]) -> np.ndarray:
+    """What the reference makes of these options, with nodes of `local` ranks as workers."""
+    given = {"lr": 0.01, "beta2": options.get("beta2"), "weyl": options.get("bits") == "weyl"}
+    parts = {"parts": results[0]["parts"]} if options.get("reduce") == "one_phase" else {}
+    return oracle_run(nodes, local, given | parts).numpy()
+
+
+ONE_PHASE, WEYL = {"reduce": "one_phase"}, {"bits": "weyl", "beta2": 0.999}
+SHAPES = [(1, 1), slow(2, 1), (3, 1), slow(4, 1), slow(8, 1), (2, 2), slow(3, 2), slow(1, 3)]
+
+
+@pytest.mark.parametrize("options", [ONE_PHASE, WEYL, WEYL | ONE_PHASE], ids=["one phase", "weyl", "weyl, one phase"])
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_other_forms_equal_the_reference_bit_for_bit(nodes, local, options):
+    results = virtually(nodes * local, options, local if local > 1 else None)
+    assert results[0]["units"] > 1
+    assert all((r["x"] == expected(nodes, local, options, results)).all() for r in results)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "options"),
+    [
+        (3, 1, ONE_PHASE),
+        (2, 2, ONE_PHASE),
+        slow(8, 1, ONE_PHASE),
+        (2, 2, WEYL),
+        slow(3, 2, WEYL | ONE_PHASE),
+        slow(8, 1, WEYL),
+    ],
+)
+def test_other_forms_on_real_ranks_equal_the_reference_bit_for_bit(nodes, local, options):
+    results = really(nodes * local, options, local if local > 1 else None)
+    assert all((r["x"] == expected(nodes, local, options, results)).all() for r in results)
+
+
+@pytest.mark.parametrize("options", [{"bits": "weyl"}, {"beta2": 0.999}], ids=["weyl", "beta2"])
+def test_each_option_alone_equals_the_reference(options):
+    results = virtually(2, options)
+    assert (results[1]["x"] == expected(2, 1, options, results)).all()
 
 
 def test_a_single_node_is_a_single_worker():
@@ -136,7 +164,7 @@ def test_options_equal_the_reference(options):
 
 def test_communicating_inside_step_changes_nothing():
     outside = plain_run()[0]["x"]
-    inside = run_ranks(hook_run, 2, {}, {"overlap": False})[0]["x"]
+    inside = really(2, {}, overlap=False)[0]["x"]
     assert (outside == inside).all()
 
 

@@ -5,18 +5,16 @@ Virtual ranks for all forms of the family; on real ones one of each class, and w
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import CSER, EF21SGDM, EFSGD, QSparseLocalSGD, attach
+from birder import CSER, EF21SGDM, EFSGD, QSparseLocalSGD
 from tests.helpers import reference_cser, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World
+from tests.helpers.virtual import World, begun, resumed
 
 STEPS, BLOCK, SEED = 22, 24, 5
 BASE = {"weight_decay": 0.01, "block": BLOCK, "seed": SEED}
@@ -55,30 +53,10 @@ def lr_of(step: int) -> float:
     return 0.2 * (1 - step / (2 * STEPS))
 
 
-class Run:
-    """One rank's model, optimizer and attachment for a case."""
-
-    def __init__(self, name: str, how: dict) -> None:
-        cls, options = CASES[name]
-        self.model = toy.make()
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.0005)
-        self.optimizer = cls(self.model.parameters(), **{**BASE, **options})
-        self.attachment = attach(self.ddp, self.optimizer, **how)
-        self.layout = reference_cser.Layout(self.model)
-
-    def advance(self, rank: int, first: int, last: int, poison: tuple[int, int] | None = None) -> list[tuple[int, int]]:
-        """(bytes, collectives) of each step. poison: (rank, step) at which this rank's gradient is not a number."""
-        sent = []
-        for step in range(first, last + 1):
-            self.attachment.counter.reset()
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr_of(step)
-            self.optimizer.zero_grad()
-            loss = toy.loss(self.ddp, rank, step)
-            (loss * float("nan") if poison == (rank, step) else loss).backward()
-            self.optimizer.step()
-            sent.append((self.attachment.counter.total, self.attachment.counter.collectives))
-        return sent
+def build(name: str, rank: int, ranks: int = 0, **how) -> World:
+    """So many virtual ranks, or with 0 the own one."""
+    cls, options = CASES[name]
+    return begun(lambda p: cls(p, **{**BASE, **options}), rank, ranks, **how)
 
 
 def state(optimizer, name: str, d: int):
@@ -104,50 +82,36 @@ def outcome(optimizer, x: torch.Tensor, average: torch.Tensor, sent: list[tuple[
     }
 
 
-def hook_run(rank: int, world: int, names: list[str], how: dict, poison: tuple[int, int] | None = None) -> dict:
-    results = {}
+def run(rank: int, world: int, names: list[str], ranks: int = 0, poison: tuple = (), **how) -> list[dict]:
+    """Of every rank here. poison: (rank, step) at which this rank's gradient is not a number."""
+    results: dict[str, list[dict]] = {}
     for name in names:
-        run = Run(name, how)
-        sent = run.advance(rank, 1, STEPS, poison)
-        x = run.layout.parameters()
-        with run.optimizer.averaged():
-            average = run.layout.parameters()
-        assert torch.equal(run.layout.parameters(), x)
-        results[name] = outcome(run.optimizer, x, average, sent)
-        run.attachment.close()
-    return results
-
-
-def virtual_run(rank: int, world: int, names: list[str], ranks: int, how: dict) -> list[dict]:
-    """`hook_run` on so many virtual ranks."""
-    results: list[dict] = [{} for _ in range(ranks)]
-    for name in names:
-        cls, options = CASES[name]
-        made = World(lambda p, cls=cls, options=options: cls(p, **{**BASE, **options}), ranks, **how)
-        layout, sent = reference_cser.Layout(made.model), []
-        for step in range(1, STEPS + 1):
-            made.ranks.counter.reset()
-            made.set_lr(lr_of(step))
-            made.step(step)
-            sent.append([(counter.total, counter.collectives) for counter in made.counters])
+        made = build(name, rank, ranks, **how)
+        layout = reference_cser.Layout(made.model)
+        sent = made.train(range(1, STEPS + 1), lr_of, [poison] if poison else ())
         x = made.each(layout.parameters)
         with made.ranks.averaged():
             averages = made.each(layout.parameters)
         assert all(torch.equal(*both) for both in zip(x, made.each(layout.parameters), strict=True))
-        for w, optimizer in enumerate(made.optimizers):
-            results[w][name] = outcome(optimizer, x[w], averages[w], [of_step[w] for of_step in sent])
-    return results
+        results[name] = [outcome(*found) for found in zip(made.optimizers, x, averages, sent, strict=True)]
+        made.close()
+    return [dict(zip(results, of_rank, strict=True)) for of_rank in zip(*results.values(), strict=True)]
+
+
+def really(world: int, names: list[str], poison: tuple = (), ranks_per_node: int | None = None, **how) -> list[dict]:
+    of_ranks = run_ranks(functools.partial(run, **how), world, names, 0, poison, ranks_per_node=ranks_per_node)
+    return [of_rank[0] for of_rank in of_ranks]
 
 
 @functools.cache
 def plain_run(world: int) -> list[dict]:
-    return run_ranks(virtual_run, 1, list(CASES), world, SMALL if world == 3 else {})[0]
+    return run_ranks(functools.partial(run, **(SMALL if world == 3 else {})), 1, list(CASES), world)[0]
 
 
 @functools.cache
 def real_run(world: int, chosen: bool) -> list[dict]:
     """chosen: the cases of REAL; or else the others."""
-    return run_ranks(hook_run, world, [n for n in CASES if (n in REAL) == chosen], SMALL if world == 3 else {})
+    return really(world, [n for n in CASES if (n in REAL) == chosen], **(SMALL if world == 3 else {}))
 
 
 @functools.cache
@@ -299,43 +263,24 @@ def test_bytes_are_those_of_the_chosen_elements(name):
         assert r[name]["sent"] == [expected_bytes(name, 4, step, d) for step in range(1, STEPS + 1)]
 
 
-def ended(optimizer, layout) -> list:
-    x = layout.parameters()
-    return [x.numpy(), *(state(optimizer, s, len(x)) for s in ("momentum", "error", "common", "known"))]
+def interrupted(rank: int, world: int, ranks: int, cases: dict[str, int]) -> dict[str, list]:
+    """For every rank here its states in the end: in one go, and resumed."""
 
+    def ended(made: World) -> list:
+        found = []
+        for w, optimizer in enumerate(made.optimizers):
+            with made.ranks.turn(w):
+                x = reference_cser.Layout(made.model).parameters()
+                kept = (state(optimizer, s, len(x)) for s in ("momentum", "error", "common", "known"))
+                found.append([x.numpy(), *kept])
+        return found
 
-def resumed_run(rank: int, world: int, cases: dict[str, int]) -> dict:
     results = {}
     for name, at in cases.items():
-        run = Run(name, SMALL)
-        run.advance(rank, 1, at)
-        saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-        run.advance(rank, at + 1, 24)
-        fresh = Run(name, SMALL)
-        fresh.model.load_state_dict(saved[0])
-        fresh.optimizer.load_state_dict(saved[1])
-        fresh.advance(rank, at + 1, 24)
-        results[name] = [ended(run.optimizer, run.layout), ended(fresh.optimizer, fresh.layout)]
-        run.attachment.close()
-        fresh.attachment.close()
-    return results
-
-
-def resumed_virtually(rank: int, world: int, ranks: int, cases: dict[str, int]) -> list[dict]:
-    results: list[dict] = [{} for _ in range(ranks)]
-    for name, at in cases.items():
-        cls, options = CASES[name]
-        run, fresh = (World(lambda p: cls(p, **{**BASE, **options}), ranks, **SMALL) for _ in range(2))  # noqa: B023
-        for step in range(1, 25):
-            if step == at + 1:
-                fresh.load(run.saved())
-            for made in (run, fresh) if step > at else (run,):
-                made.set_lr(lr_of(step))
-                made.step(step)
-        for made in (run, fresh):
-            for w, optimizer in enumerate(made.optimizers):
-                with made.ranks.turn(w):
-                    results[w].setdefault(name, []).append(ended(optimizer, reference_cser.Layout(made.model)))
+        both = resumed(functools.partial(build, name, rank, ranks, **SMALL), at, 24, lr_of)
+        results[name] = list(zip(*map(ended, both), strict=True))
+        for made in both:
+            made.close()
     return results
 
 
@@ -346,14 +291,15 @@ AT = {"I": 8, "II": 12, "released": 8, "cser_pl": 6, "qsparse": 8, "ef_sgd relea
 @pytest.mark.parametrize("real", [True, slow(False)])
 def test_resumed_equals_uninterrupted_from_within_an_interval(real):
     few = {name: AT[name] for name in ("I", "qsparse", "ef21_sgdm")}
-    for result in run_ranks(resumed_run, 2, few) if real else run_ranks(resumed_virtually, 1, 3, AT)[0]:
-        for name, (straight, resumed) in result.items():
-            assert all((a == b).all() for a, b in zip(straight, resumed, strict=True)), name
+    for result in run_ranks(interrupted, 2, 0, few) if real else run_ranks(interrupted, 1, 3, AT):
+        for name, ends in result.items():
+            for straight, again in ends:
+                assert all((a == b).all() for a, b in zip(straight, again, strict=True)), name
 
 
 def test_a_nan_on_one_rank_counts_as_no_gradient():
     names, poison = ["I", "II", "released", "qsparse", "ef_sgd", "ef21_sgdm"], (1, 7)
-    for w, result in enumerate(run_ranks(hook_run, 2, names, {}, poison)):
+    for w, result in enumerate(really(2, names, poison)):
         for name in names:
             expected = oracle_run(2, name, poison)
             assert (result[name]["x"] == expected.x[w].numpy()).all()
@@ -363,7 +309,7 @@ def test_a_nan_on_one_rank_counts_as_no_gradient():
 @pytest.mark.slow
 def test_nodes_as_workers_keep_the_invariants():
     names = ["I", "ef_sgd", "csea", "I top_k", "qsparse top_k"]
-    results = run_ranks(hook_run, 4, names, {"hierarchical": True}, ranks_per_node=2)
+    results = really(4, names, ranks_per_node=2, hierarchical=True)
     first = results[0]
     for r in results[1:]:
         assert (r["I"]["z"] == first["I"]["z"]).all()

@@ -1,4 +1,4 @@
-"""Birder's one-phase form: the law of two phases from half the bytes."""
+"""Birder's one-phase form: the law of two phases from half the bytes. Against the reference: test_birder.py."""
 
 from __future__ import annotations
 
@@ -7,35 +7,10 @@ import torch
 
 from birder import kernels
 from experiments.records import labels
-from tests.distributed.test_birder import hook_run, of_a_step, oracle_run, virtually
-from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import slow
+from tests.distributed.test_birder import of_a_step, virtually
 
 FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
 SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
-
-
-@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
-def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
-    results = virtually(world, {"reduce": "one_phase"})
-    expected = oracle_run(world, 1, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
-    assert results[0]["units"] > 1
-    assert all((r["x"] == expected).all() for r in results)
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), slow(3, 2), slow(1, 3)])
-def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
-    results = virtually(nodes * local, {"reduce": "one_phase"}, local)
-    expected = oracle_run(nodes, local, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
-    assert all((r["x"] == expected).all() for r in results)
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(3, 1), (2, 2), slow(8, 1)])
-def test_real_ranks_equal_the_reference_bit_for_bit(nodes: int, local: int) -> None:
-    how = {"hierarchical": local > 1}
-    results = run_ranks(hook_run, nodes * local, {"reduce": "one_phase"}, how, ranks_per_node=local)
-    expected = oracle_run(nodes, local, {"lr": 0.01, "parts": results[0]["parts"]}).numpy()
-    assert all((r["x"] == expected).all() for r in results)
 
 
 def test_half_the_bytes_and_half_the_collectives() -> None:

@@ -6,12 +6,12 @@ import functools
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from birder import OneBitAdam, attach
+from birder import OneBitAdam
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import OwnRank
 
 WARMUP, STEPS, LR = 12, 60, 0.003
 
@@ -21,24 +21,15 @@ TOLERANCE = 5 * LR
 
 
 def hook_run(rank: int, world: int, how: dict) -> dict:
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    optimizer = OneBitAdam(model.parameters(), LR, warmup_steps=WARMUP)
-    attachment = attach(ddp, optimizer, **how)
-    sent = []
-    for step in range(1, STEPS + 1):
-        attachment.counter.reset()
-        optimizer.zero_grad()
-        toy.loss(ddp, rank, step).backward()
-        optimizer.step()
-        sent.append(attachment.counter.total)
-    (unit,) = optimizer.units
+    made = OwnRank(lambda p: OneBitAdam(p, LR, warmup_steps=WARMUP), rank, **how)
+    (sent,) = made.train(range(1, STEPS + 1))
+    (unit,) = made.optimizers[0].units
     return {
-        "x": toy.flat(model).numpy(),
+        "x": toy.flat(made.model).numpy(),
         "m": unit.state["m"].numpy(),
         "v": unit.state["v"].numpy(),
         "worker_error": unit.state["worker_error"].numpy(),
-        "sent": sent,
+        "sent": [total for total, _ in sent],
     }
 
 

@@ -18,7 +18,7 @@ from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_onebit_lamb import OneBitLAMB as Reference
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World, begun, resumed
+from tests.helpers.virtual import World, begun, ends, resumed
 
 WARMUP, STEPS, LR, DECAY = 20, 64, 0.02, 0.01
 SMALL = {"unit_mb": 0.0008}  # several units in a model this small
@@ -206,10 +206,10 @@ def test_gradients_that_are_not_finite_leave_all_ranks_consistent() -> None:
 
 
 def resumed_run(rank: int, world: int, stops: tuple[int, ...]) -> list[tuple]:
-    return [ends for at in stops for ends in resumed(lambda: build({}, rank, **FEW), at, STEPS // 2, rate)]
+    return [both for at in stops for both in ends(resumed(lambda: build({}, rank, **FEW), at, STEPS // 2, rate))]
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit() -> None:
     """From within the warm-up, from its last step, and from within the compressed stage."""
-    for ends in run_ranks(resumed_run, 2, (WARMUP - 7, WARMUP, WARMUP + 5)):
-        assert all((again == straight).all() for straight, again in ends)
+    for found in run_ranks(resumed_run, 2, (WARMUP - 7, WARMUP, WARMUP + 5)):
+        assert all((again == straight).all() for straight, again in found)

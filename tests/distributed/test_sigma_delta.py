@@ -6,6 +6,7 @@ All forms on virtual ranks, those of REAL on real ones too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.helpers import hsdp, reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_sigma_delta import SigmaDelta, shared_steps
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World
+from tests.helpers.virtual import begun
 
 STEPS = 25
 """V is shared in the first 20, and in 22 and 24."""
@@ -49,17 +50,6 @@ SIZES: list[tuple[dict[str, Any], bool, int, int]] = [
 """Options, whether nodes are workers, bytes of state for each element and for each that a server has."""
 
 
-def train(rank: int, options: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """Through DDP; small buckets, so that DDP has several and rebuilds them in another order."""
-    model = toy.make()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    optimizer = SigmaDeltaAdam(model.parameters(), lr=0.01, **options)
-    attachment = attach(ddp, optimizer, unit_mb=0.002, **how)  # three units: each costs messages
-    toy.train(ddp, optimizer, rank, range(1, STEPS + 1))
-    attachment.close()
-    return outcome(toy.flat(model), optimizer)
-
-
 def outcome(x: torch.Tensor, optimizer: SigmaDeltaAdam) -> dict[str, Any]:
     shards = optimizer.comm.shards
     return {
@@ -69,19 +59,19 @@ def outcome(x: torch.Tensor, optimizer: SigmaDeltaAdam) -> dict[str, Any]:
     }
 
 
-def real_run(rank: int, world: int, names: list[str], how: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: train(rank, VARIANTS[name][0], how) for name in names}
+def run(rank: int, world: int, names: Iterable[str], *where: int, **how: Any) -> list[dict[str, dict[str, Any]]]:
+    """Of every rank here: so many virtual ones and how many a node has, or the own one. Three units: each costs messages."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        made = begun(lambda p, o=VARIANTS[name][0]: SigmaDeltaAdam(p, lr=0.01, **o), rank, *where, unit_mb=0.002, **how)  # type: ignore[misc]
+        made.train(range(1, STEPS + 1))
+        results[name] = [outcome(x, o) for x, o in zip(made.models(), made.optimizers, strict=True)]  # type: ignore[arg-type]
+        made.close()
+    return [dict(zip(results, of_rank, strict=True)) for of_rank in zip(*results.values(), strict=True)]
 
 
-def virtual_run(rank: int, world: int, nodes: int, local: int, how: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
-    results: list[dict[str, dict[str, Any]]] = [{} for _ in range(nodes * local)]
-    for name, (options, _) in VARIANTS.items():
-        made = World(lambda p, o=options: SigmaDeltaAdam(p, lr=0.01, **o), nodes * local, local, unit_mb=0.0008, **how)  # type: ignore[misc]
-        for step in range(1, STEPS + 1):
-            made.step(step)
-        for of_rank, x, optimizer in zip(results, made.models(), made.optimizers, strict=True):
-            of_rank[name] = outcome(x, optimizer)  # type: ignore[arg-type]
-    return results
+def virtually(nodes: int, local: int, **how: Any) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(functools.partial(run, **how), 1, tuple(VARIANTS), nodes * local, local)[0]
 
 
 def oracle(workers: int, per_worker: int, options: dict[str, Any]) -> np.ndarray:
@@ -107,7 +97,7 @@ def compare(found: list[dict[str, dict[str, Any]]], workers: int, per_worker: in
 
 @functools.cache
 def flat(world: int) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(virtual_run, 1, world, 1, {})[0]
+    return virtually(world, 1)
 
 
 @pytest.mark.parametrize("world", [1, 3, slow(4)])
@@ -117,14 +107,15 @@ def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "local"), [slow(2, 2), slow(3, 2), slow(1, 3)])
 def test_hierarchical_equals_the_reference_with_nodes_as_workers(nodes: int, local: int) -> None:
-    compare(run_ranks(virtual_run, 1, nodes, local, {"hierarchical": True})[0], nodes, local)
+    compare(virtually(nodes, local, hierarchical=True), nodes, local)
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize("names", [REAL, slow([name for name in VARIANTS if name not in REAL])], ids=["chosen", "rest"])
 def test_real_ranks_equal_the_reference_bit_for_bit(nodes: int, local: int, names: list[str]) -> None:
-    how = {"hierarchical": local > 1}
-    compare(run_ranks(real_run, nodes * local, names, how, ranks_per_node=local), nodes, local)
+    on_nodes = functools.partial(run, hierarchical=local > 1)
+    found = run_ranks(on_nodes, nodes * local, names, ranks_per_node=local)
+    compare([of_rank[0] for of_rank in found], nodes, local)
 
 
 def test_coordinates_without_gradient_do_not_move() -> None:
@@ -249,29 +240,25 @@ def resumed(rank: int, world: int, folder: str) -> list[tuple[np.ndarray, np.nda
     """24 steps in one go, and the same with a stop after 13, on an optimizer that begins anew: of each form."""
     found = []
     for options in ({}, {"errors": "int8"}, {"errors": "int8", "reduce": "one_phase"}):
-        whole, optimizer = begun(options)
-        go_on(whole, optimizer, rank, range(1, 14))
+        whole, optimizer = ddp_of(options)
+        toy.train(whole, optimizer, rank, range(1, 14))
         state = {"model": whole.module.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, Path(folder) / f"{rank}.pt")
-        go_on(whole, optimizer, rank, range(14, 25))
-        again, other = begun(options)
+        toy.train(whole, optimizer, rank, range(14, 25))
+        again, other = ddp_of(options)
         kept = torch.load(Path(folder) / f"{rank}.pt")
         again.module.load_state_dict(kept["model"])
         other.load_state_dict(kept["optimizer"])
-        go_on(again, other, rank, range(14, 25))
+        toy.train(again, other, rank, range(14, 25))
         found.append((toy.flat(whole.module).numpy(), toy.flat(again.module).numpy()))
     return found
 
 
-def begun(options: dict[str, Any]) -> tuple[DistributedDataParallel, SigmaDeltaAdam]:
+def ddp_of(options: dict[str, Any]) -> tuple[DistributedDataParallel, SigmaDeltaAdam]:
     ddp = DistributedDataParallel(toy.make())
     optimizer = SigmaDeltaAdam(ddp.module.parameters(), lr=0.01, **options)
     attach(ddp, optimizer, unit_mb=0.002)
     return ddp, optimizer
-
-
-def go_on(ddp: DistributedDataParallel, optimizer: SigmaDeltaAdam, rank: int, steps: range) -> None:
-    toy.train(ddp, optimizer, rank, steps)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:

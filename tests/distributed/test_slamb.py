@@ -19,7 +19,7 @@ from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_slamb import Slamb, mean
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World, begun, resumed
+from tests.helpers.virtual import World, begun, ends, resumed
 
 STEPS, EVERY = 60, 7
 OPTIONS: dict[str, Any] = {
@@ -241,7 +241,7 @@ def test_hierarchical_averages_over_all_ranks() -> None:
 
 
 def interrupted(rank: int, world: int, options: dict) -> list[tuple]:
-    return resumed(lambda: build(options, rank), STOP, 3 * EVERY + 3)
+    return ends(resumed(lambda: build(options, rank), STOP, 3 * EVERY + 3))
 
 
 @pytest.mark.parametrize("form", ["paper", "v1"])

@@ -12,8 +12,7 @@ from birder import Birder, kernels
 from birder.kernels import reference, weyl
 from experiments.config import compose
 from experiments.records import labels
-from tests.distributed.test_birder import hook_run, of_a_step, oracle_run, virtually
-from tests.helpers.ranks import run_ranks
+from tests.distributed.test_birder import of_a_step, oracle_run, virtually
 from tests.helpers.tiers import slow
 
 FALSE_ALARM = 1e-6  # the chance that a statistical test here fails for correct code with another seed; seeds are fixed
@@ -21,47 +20,6 @@ SIGMAS = 4.9  # two-sided normal quantile of FALSE_ALARM
 BOTH = {"bits": "weyl", "beta2": 0.999}
 ROUNDING = 1e-5
 """What rounding in another order makes of parameters of size 1 over the steps of a test; a step is 0.01."""
-
-
-def expected(workers: int, per_worker: int, options: dict, parts: list) -> torch.Tensor:
-    given = {"lr": 0.01, "beta2": options.get("beta2"), "weyl": options.get("bits") == "weyl"}
-    if options.get("reduce") == "one_phase":
-        given["parts"] = parts
-    return oracle_run(workers, per_worker, given).numpy()
-
-
-@pytest.mark.parametrize("reduce", ["two_phase", "one_phase"])
-@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4), slow(8)])
-def test_flat_equals_the_reference_bit_for_bit(world: int, reduce: str) -> None:
-    options = {**BOTH, "reduce": reduce}
-    results = virtually(world, options)
-    x = expected(world, 1, options, results[0]["parts"])
-    assert all((r["x"] == x).all() for r in results)
-
-
-@pytest.mark.parametrize("options", [{"bits": "weyl"}, {"beta2": 0.999}], ids=["weyl", "beta2"])
-def test_each_option_alone_equals_the_reference(options: dict) -> None:
-    results = virtually(2, options)
-    assert (results[1]["x"] == expected(2, 1, options, [])).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduce", ["two_phase", "one_phase"])
-def test_hierarchical_equals_the_reference_with_nodes_as_workers(reduce: str) -> None:
-    options = {**BOTH, "reduce": reduce}
-    results = virtually(6, options, 2)
-    x = expected(3, 2, options, results[0]["parts"])
-    assert all((r["x"] == x).all() for r in results)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "local", "reduce"), [(2, 2, "two_phase"), slow(3, 2, "one_phase"), slow(8, 1, "two_phase")]
-)
-def test_real_ranks_equal_the_reference_bit_for_bit(nodes: int, local: int, reduce: str) -> None:
-    options = {**BOTH, "reduce": reduce}
-    results = run_ranks(hook_run, nodes * local, options, {"hierarchical": local > 1}, ranks_per_node=local)
-    x = expected(nodes, local, options, results[0]["parts"])
-    assert all((r["x"] == x).all() for r in results)
 
 
 @pytest.mark.parametrize(("nodes", "local"), [slow(1, 1), slow(3, 1), (2, 2)])

@@ -17,7 +17,7 @@ from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_zero_one_adam import ZeroOneAdam as Reference
 from tests.helpers.tiers import slow
-from tests.helpers.virtual import World, begun, resumed
+from tests.helpers.virtual import World, begun, ends, resumed
 
 WARMUP, KAPPA, DOUBLING, LIMIT = 12, 3, 11, 4
 STEPS, LR, DECAY, EPS = 64, 0.02, 0.05, 1e-3
@@ -219,13 +219,13 @@ def test_a_gradient_that_is_not_finite_leaves_ranks_consistent():
 def interrupted(rank: int, world: int, ranks: int, cases: list[tuple[str, int]]) -> list[list[tuple]]:
     """For each case the two ends of each rank here."""
     how = {"rank": rank, "ranks": ranks, "unit_mb": 0.0015}
-    return [resumed(functools.partial(build, variant, **how), at, LOCAL + 8, rate) for variant, at in cases]
+    return [ends(resumed(functools.partial(build, variant, **how), at, LOCAL + 8, rate)) for variant, at in cases]
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit():
     """Within the warm-up, at its last step, and within a local interval; the last on real ranks too."""
     cases = [(variant, at) for variant in VARIANTS for at in (5, WARMUP, LOCAL)]
-    for case, ends in zip(cases, run_ranks(interrupted, 1, 2, cases)[0], strict=True):
-        assert all((straight == again).all() for straight, again in ends), case
+    for case, both in zip(cases, run_ranks(interrupted, 1, 2, cases)[0], strict=True):
+        assert all((straight == again).all() for straight, again in both), case
     for (((straight, again),),) in run_ranks(interrupted, 2, 0, [("paper", LOCAL)]):
         assert (straight == again).all()

@@ -39,6 +39,9 @@ class World:
         self.counters: list[ByteCounter] = list(self.ranks.counter.counters)
         """Of each rank."""
 
+    def close(self) -> None:
+        """So that others may take the groups. Virtual ranks have none."""
+
     def step(self, number: int, broken: Iterable[int] = ()) -> list[list[Tensor]]:
         """One step of all ranks; the gradients of each. broken: the ranks whose gradients are not numbers."""
         gradients = []
@@ -110,7 +113,8 @@ class OwnRank(World):
         )  # several, which DDP rebuilds in another order
         optimizer = make(self.model.parameters())
         self.optimizers = [optimizer]
-        self.close = (attachment := attach(self.ddp, optimizer, **how)).close
+        attachment = attach(self.ddp, optimizer, **how)
+        self.close = attachment.close  # type: ignore[method-assign]
         self.counters = [attachment.counter]
 
         def step() -> None:
@@ -129,8 +133,8 @@ def begun(make: Make, rank: int, ranks: int = 0, ranks_per_node: int = 1, **how:
 
 def resumed(
     make: Callable[[], World], at: int, last: int, rate: Callable[[int], float] | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """For every rank the parameters after `last` steps: in one go, and by new optimizers from the state after step `at`."""
+) -> tuple[World, World]:
+    """After `last` steps: what has trained in one go, and what has gone on from the other's state after step `at`."""
     whole = make()
     whole.train(range(1, at + 1), rate)
     saved = whole.saved()
@@ -139,4 +143,9 @@ def resumed(
     assert len(fresh.optimizers[0].units) > 1
     fresh.load(saved)
     fresh.train(range(at + 1, last + 1), rate)
-    return list(zip(whole.models(), fresh.models(), strict=True))
+    return whole, fresh
+
+
+def ends(worlds: tuple[World, World]) -> list[tuple[Tensor, Tensor]]:
+    """For every rank the parameters in both."""
+    return list(zip(worlds[0].models(), worlds[1].models(), strict=True))
