@@ -128,7 +128,7 @@ def apart(composed: Sequence[Composed]) -> str | None:
 def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     """Runs what is missing and prints the table. Returns the exit status; raises UserError before anything has run."""
     base = compose.compose([f"+exp={EXP}", *plan.overrides])
-    if any(o.split("=")[0] in ("optimizer", "optimizer.lr", "seed", "tune") for o in plan.overrides):
+    if any(compose.key_of(o) in ("optimizer", "optimizer.lr", "seed", "tune") for o in plan.overrides):
         raise UserError("optimizers, learning rates and seeds are the table's own: use --methods and --seeds")
     rows = variants(base, methods)
     resolved = compose.resolve(base)

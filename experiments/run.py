@@ -33,10 +33,11 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from experiments.config import compose
 from experiments.records import record
@@ -57,20 +58,23 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(manual(__doc__))
         return 0
-    # Hydra wants its flags before the overrides; users write them anywhere.
-    typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
-    arguments = compose.as_of_now(compose.quote_hosts(sorted(typed_in, key=_is_override)))
-    sys.argv[1:] = arguments
+    # Hydra wants its flags before the overrides; users write them anywhere. "--": a flag may take a value, or none (--info).
+    typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:] if a != "--"]
+    overrides = compose.as_of_now(compose.readable([a for a in typed_in if _is_override(a)]))
+    sys.argv[1:] = [*(a for a in typed_in if not _is_override(a)), "--", *overrides]
     jobs: list[Job] = []
     bugs: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         hydra_config = HydraConfig.get()
-        composed = compose.composed(config, dict(hydra_config.runtime.choices), list(hydra_config.overrides.task))
+        # Unresolved: a reference that was typed (key=${...}) is one to this configuration, not to Hydra's own.
+        task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+        assert isinstance(task, list)
+        composed = compose.composed(config, dict(hydra_config.runtime.choices), [str(o) for o in task])
         mine = Job(composed.overrides)
         jobs.append(mine)
         if hydra_config.mode is RunMode.MULTIRUN and not start.under_torchrun():
-            say(f"job {len(jobs)} of {count(arguments)}: {' '.join(composed.overrides)}")
+            say(f"job {len(jobs)} of {count(overrides)}: {' '.join(composed.overrides)}")
         try:
             line = command.typed("run", composed.overrides)
             if start.under_torchrun():
@@ -91,7 +95,7 @@ def main() -> int:
     except compose.CONFIG_ERRORS as error:
         if bugs:
             raise
-        return command.report(compose.explain(error, [a for a in arguments if _is_override(a)]))
+        return command.report(compose.explain(error, overrides))
     except (KeyboardInterrupt, Stopped, UserError) as error:
         return command.report(error)
     failed = [one for one in jobs if one.status]
@@ -121,9 +125,9 @@ class Job:
         return record.read(path) if path is not None and path.is_file() else None
 
 
-def count(arguments: Sequence[str]) -> int:
-    """How many jobs the overrides of a sweep make."""
-    parsed = OverridesParser.create().parse_overrides([a for a in arguments if _is_override(a)])
+def count(overrides: Sequence[str]) -> int:
+    """How many jobs the overrides of a sweep make. Of Hydra's running application, which knows the groups (glob)."""
+    parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
     return math.prod(len(list(o.sweep_iterator())) for o in parsed if o.is_sweep_override())
 
 

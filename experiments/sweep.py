@@ -41,7 +41,7 @@ def sweep(
 
     others: as in `Study`. wandb_group: as in `SweepQueue`.
     """
-    if wrong := [o for o in given if o.lstrip("+").partition("=")[0] in ("exp", "optimizer", "optimizer.lr", "seed")]:
+    if wrong := [o for o in given if compose.key_of(o) in ("exp", "optimizer", "optimizer.lr", "seed")]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
     if not rows:
         raise UserError("nothing is left to run: --methods, --rates or --seeds are empty")

@@ -73,7 +73,7 @@ class Request:
     @classmethod
     def of(cls, arguments: Sequence[str], dry_run: bool = False) -> Request:
         """Raises UserError for values that are missing, out of range or not numbers."""
-        given = [(argument, *argument.partition("=")[::2]) for argument in arguments]
+        given = [(argument, compose.key_of(argument), argument.partition("=")[2]) for argument in arguments]
         if wrong := [a for a, key, _ in given if key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs")]:
             raise UserError(f"{wrong[0]}: rates, seeds and lengths are the tuner's own; give span=, seeds= and rungs=")
         own = {key: command.value(value) for _, key, value in given if key in Budget.model_fields}
@@ -88,7 +88,7 @@ class Request:
     @property
     def wandb_group(self) -> str:
         """The group of all runs in W&B, unless the user gives another one: the same after an interruption."""
-        named = [o.partition("=")[2] for o in self.overrides if o.lstrip("+").startswith("exp=")]
+        named = [o.partition("=")[2] for o in self.overrides if compose.key_of(o) == "exp"]
         return f"tune-{named[-1] if named else 'custom'}"
 
     def compose(self, optimizer: str, *more: str) -> Composed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 import secrets
 import sys
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from experiments.workloads.base import Workload
 
 
+_HOSTS = re.compile(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""")
+_PATH = re.compile(r"""^(\+*(?:data\.path|output_dir|results_dir)=)(["']?)(?!\w+\(|\[)([^"'{},]+)\2$""")
 _warned: set[str] = set()
 """What `_warn` has said: a comparison composes each of its variants."""
 
@@ -62,7 +65,7 @@ class Composed:
 
 def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
-    overrides = as_of_now(quote_hosts(overrides))
+    overrides = as_of_now(readable(overrides))
     try:
         full = _compose(overrides, config_dir)
     except CONFIG_ERRORS as error:
@@ -89,16 +92,28 @@ def compared(composed: Composed) -> list[list[str]]:
     return [[str(o) for o in variant] for variant in listed] if isinstance(listed, list) else []
 
 
+def key_of(override: str) -> str:
+    """What an override sets, adds or removes: `key` of key=value, +key=value, ++key=value and ~key."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def unless_given(own: Sequence[str], given: Sequence[str]) -> list[str]:
     """Those of `own` overrides that the user's do not replace. Whoever chooses a cluster chooses all of it."""
-    keys = {o.lstrip("+").partition("=")[0] for o in given}
-    kept = [o for o in own if o.lstrip("+").partition("=")[0] not in keys]
+    keys = set(map(key_of, given))
+    kept = [o for o in own if key_of(o) not in keys]
     return [o for o in kept if not (o.startswith("cluster") and "cluster" in keys)]
 
 
-def quote_hosts(overrides: Sequence[str]) -> list[str]:
-    """`overrides` with the value of cluster.hosts=a,b,c in quotes: Hydra would take it for three runs."""
-    return [re.sub(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
+def readable(overrides: Sequence[str]) -> list[str]:
+    """`overrides` as Hydra reads what was meant. In quotes: cluster.hosts=a,b,c, which it would take for three runs, and
+    a path with a character that its grammar lacks (one with a comma may be a sweep over two). ~ is the home folder."""
+    return [_HOSTS.sub(r'\1"\2"', _PATH.sub(_path, o)) for o in overrides]
+
+
+def _path(match: re.Match[str]) -> str:
+    key, quote, path = match.groups()
+    quote = quote or ('"' if re.search(r"[^ -~]|[()=#&!;<>^`~\[\]]", path) else "")
+    return f"{key}{quote}{os.path.expanduser(path)}{quote}"
 
 
 def as_of_now(overrides: Sequence[str]) -> list[str]:
@@ -121,7 +136,7 @@ def composed(config: DictConfig, choices: dict[str, str], overrides: Sequence[st
     """What Hydra has composed, without the `hydra` node. Files may hold keys under their old names."""
     if old := old_keys.names(raw := _raw(config)):
         _warn([f"{name} is now {old_keys.RENAMED[name][0]}" for name in old])
-        typed = {o.lstrip("+~").partition("=")[0] for o in overrides}
+        typed = set(map(key_of, overrides))
         raw = old_keys.without(raw, [name for name in old if old_keys.RENAMED[name][0] in typed])
         config = OmegaConf.create(old_keys.config(raw))
     return Composed(config, choices, list(overrides))
@@ -216,11 +231,10 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: Path = CONF)
     """What an error of Hydra or OmegaConf means to the user, as one line."""
 
     def known(wrong: str) -> list[str]:
-        keys = sorted(p.name for p in config_dir.iterdir() if p.is_dir())
         others = [o for o in overrides if wrong not in o]
         with contextlib.suppress(*CONFIG_ERRORS, UserError):  # a second mistake: the names of the groups must do
-            keys += validate.keys_of(_raw(from_hydra(_compose(others, config_dir), others).config))
-        return keys
+            return validate.keys_of(_raw(from_hydra(_compose(others, config_dir), others).config))
+        return list(validate.GROUPS)
 
     return messages.explain(error, config_dir, known)
 
@@ -261,7 +275,7 @@ def _raw(config: DictConfig) -> dict[str, Any]:
 def _count_hosts(composed: Composed) -> None:
     """Where nodes are a list of hosts, their number is that of the list, unless the user typed one too."""
     cluster = composed.config.cluster
-    typed = any(o.lstrip("+").startswith("cluster.nodes=") for o in composed.overrides)
+    typed = "cluster.nodes" in map(key_of, composed.overrides)
     if "hosts" in cluster.keys() and not (typed and cluster.nodes is not None):  # noqa: SIM118
         cluster.nodes = len(hosts.parse(cluster.hosts))
 

@@ -40,10 +40,18 @@ def explain(error: Exception, config_dir: Path, known: Callable[[str], list[str]
     if "${workload}/${optimizer}" in text:
         return UserError("a run needs both a workload and an optimizer: choose them with workload=NAME optimizer=NAME")
     if isinstance(error, ConfigCompositionException):
-        if match := re.match(r"Could not (?:override|delete from config)[.]? '([^']+)'", text):
-            if match[1] == "exp":
+        if match := re.match(r"Could not (override|delete from config)[.]? '([^']+)'", text):
+            how, key = match.groups()
+            if key == "exp":
                 return UserError("an experiment is added with a plus: +exp=NAME")
-            return validate.unknown(match[1], known(match[1]))
+            if key not in (names := known(key)):
+                return validate.unknown(key, names)
+            if how == "override":
+                return UserError(f"{key} is not in this configuration yet: +{key}=VALUE adds it")
+            return UserError(f"{key} has no value that could be removed")
+        if match := re.match(r"Ambiguous value for argument '(.*)'", text):
+            how = "quote a text with a comma, write a list as [a,b]; run.py -m runs each"
+            return UserError(f"{one_line(match[1])} has several values: {how}")
         return UserError(one_line(text))
     if isinstance(error, omegaconf.errors.MissingMandatoryValue):
         key = error.full_key or text.rpartition(" ")[2]

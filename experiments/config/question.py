@@ -72,7 +72,7 @@ def ask(overrides: Sequence[str]) -> Question:
     asked = compose.plain(typed, FOLDER)
     validate.check_section(Question, asked)
     found = Question.model_validate(asked)
-    found._said = frozenset(o.partition("=")[0] for o in overrides)
+    found._said = frozenset(map(compose.key_of, overrides))
     if isinstance(found.methods, str):
         found.methods = found.methods.split(",")
     return found

@@ -109,8 +109,7 @@ def keys_of(config: dict[str, Any]) -> list[str]:
 
 def unknown(key: str, known: Sequence[str]) -> UserError:
     """What to say of a key that does not exist, with the nearest names: of its section, else of all."""
-    if key in known:
-        return UserError(f"{key} cannot be set like this: set its keys one by one")
+    known = list(dict.fromkeys(known))
     section, _, last = key.rpartition(".")
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     names = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in siblings], n=2, cutoff=0.6)

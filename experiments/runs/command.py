@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import shlex
 import sys
@@ -86,19 +87,22 @@ def names(option: str | None) -> list[str] | None:
 
 
 def numbers(name: str, option: str | None) -> list[float] | None:
-    """The numbers in the value of the option --name, separated by commas. Raises UserError."""
+    """The numbers in the value of the option --name, separated by commas, each once. Raises UserError."""
     try:
-        return None if option is None else [float(part) for part in option.split(",") if part]
+        found = None if option is None else [float(part) for part in option.split(",") if part]
     except ValueError:
-        raise UserError(f"--{name}={option}: give numbers, such as 0,1,2") from None
+        found = [math.nan]
+    if found is not None and not all(map(math.isfinite, found)):
+        raise UserError(f"--{name}={option}: give numbers, such as 0,1,2")
+    return None if found is None else list(dict.fromkeys(found))
 
 
 def whole(name: str, option: str | None) -> list[int] | None:
-    """The same of whole numbers of 0 or more, each once."""
+    """The same of whole numbers of 0 or more."""
     found = numbers(name, option)
     if found is not None and any(n < 0 or n != int(n) for n in found):
         raise UserError(f"--{name}={option}: give whole numbers, such as 0,1,2")
-    return None if found is None else list(dict.fromkeys(int(n) for n in found))
+    return None if found is None else [int(n) for n in found]
 
 
 def value(text: str) -> int | float | str:

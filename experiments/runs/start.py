@@ -73,7 +73,7 @@ def how_to_resume(spec: RunSpec) -> str:
     steps = sorted(int(p.name[5:]) for p in spec.path.glob("checkpoints/step-*") if p.name[5:].isdigit())
     if not steps:
         return "no checkpoint was saved: checkpoint.every=N saves one every N steps"
-    kept = [o for o in spec.overrides if o.partition("=")[0] not in ("run_name", "resume")]
+    kept = [o for o in spec.overrides if compose.key_of(o) not in ("run_name", "resume")]
     again = typed("run", [*kept, f"run_name={spec.path.name}", "resume=auto"])
     return f"a checkpoint of step {steps[-1]} is saved; to resume:\n  {again}"
 
@@ -81,7 +81,7 @@ def how_to_resume(spec: RunSpec) -> str:
 def print_banner(composed: Composed, workload: Workload) -> None:
     """Prints what the numbers of a run are and are not."""
     resolved = compose.resolve(composed)
-    nodes_given = any(o.startswith("cluster.nodes=") for o in composed.overrides)
+    nodes_given = "cluster.nodes" in map(compose.key_of, composed.overrides)
     say(headline(resolved, workload, nodes_given=nodes_given, shaped=calibrate.shapes(resolved)))
 
 

@@ -144,6 +144,14 @@ def test_betas(betas: str) -> None:
         (["nodes=2"], "did you mean cluster.nodes"),
         (["a[b"], "cannot read the override 'a[b'"),
         (["~nothing"], "no key 'nothing'"),
+        (["optimzer=birder"], "did you mean optimizer?"),
+        (["evaluate=false"], "evaluate is not in this configuration yet: +evaluate=VALUE adds it"),
+        (["profile=step"], "+profile=VALUE adds it"),
+        (["~tune"], "tune has no value that could be removed"),
+        (
+            ["seed=1,2"],
+            "seed=1,2 has several values: quote a text with a comma, write a list as [a,b]; run.py -m runs each",
+        ),
     ],
 )
 def test_unknown_names(overrides: list[str], words: str) -> None:
@@ -197,6 +205,23 @@ def test_missing_value_names_its_key() -> None:
 def test_workload_with_unknown_argument() -> None:
     with pytest.raises(UserError, match=r"no key 'workload\.colour' in the configuration; did you mean workload\."):
         compose.check(compose.compose(["+exp=digits", "+workload.colour=blue"]))
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "a(b)", "a=b", "[a]", "it;s & #1"])
+@pytest.mark.parametrize("quote", ["", '"', "'"])
+def test_folders_with_any_name(name: str, quote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make DATA=FOLDER` passes them on; below the home folder too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / name).mkdir()
+    for typed in (f"{tmp_path}/{name}", f"~/{name}"):
+        made = resolved("+exp=digits", *(f"{key}={quote}{typed}{quote}" for key in ("data.path", "output_dir")))
+        assert [made["data"]["path"], made["output_dir"]] == [f"{tmp_path}/{name}"] * 2
+
+
+def test_a_path_is_passed_on_as_it_was_typed() -> None:
+    """Two runs are the same when their commands are: no old command may change. A comma is a sweep, a call Hydra's."""
+    typed = ["data.path=./a/../b/", "data.path='a b'", "output_dir=x,y", "data.path=glob(a)", "output_dir=${seed}/a"]
+    assert compose.readable(typed) == typed
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

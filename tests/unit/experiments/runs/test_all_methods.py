@@ -194,6 +194,7 @@ def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -
         (arguments(runs, "--only", "tea"), "--only=tea"),
         (arguments(runs, "--seeds", "a"), "--seeds=a"),
         (arguments(runs, "optimizer.lr=1"), "--methods and --seeds"),
+        (arguments(runs, "++seed=1"), "--methods and --seeds"),
         (arguments(runs, "data.path=/no/such/folder"), "no folder"),
     ):
         refused(all_methods.main, wrong, words, capsys)

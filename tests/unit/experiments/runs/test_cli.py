@@ -69,6 +69,7 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ["+exp=resnet50", "workload.image_size=3"],
         ["--cfg", "job", "--resolve", "+exp=nothing"],
         ["-m", "+exp=digits", "optimizer=sgdm,nothing"],
+        ["+exp=digits", "seed=${nosuch}"],
     ],
 )
 def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -288,6 +289,27 @@ def test_dry_run(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
     assert typed(monkeypatch, "+exp=digits", "cluster.nodes=3", flag) == 0
     assert capsys.readouterr().out.count("torch.distributed.run --nnodes 3") == 3
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_flag_that_may_have_a_value_takes_no_override_for_it() -> None:
+    done = script("run.py", "+exp=digits", "seed=3", "--info")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "seed: 3" in done.stdout
+
+
+def test_a_typed_reference_is_one_to_the_configuration(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """And stays one in what is recorded of the command."""
+    specs: list[RunSpec] = []
+    monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: specs.append(spec))
+    assert typed(monkeypatch, "+exp=digits", "seed=${train.epochs}", "train.epochs=7") == 0
+    assert (specs[0].seed, specs[0].overrides[1]) == (7, "seed=${train.epochs}")
+
+
+def test_a_sweep_over_names_by_pattern(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
+    assert typed(monkeypatch, "-m", "+exp=digits", "optimizer=glob(sg*)") == 0
+    jobs = re.findall(r"^job \d of 2: \+exp=digits (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert jobs == ["optimizer=sgdm", "optimizer=sgdm_nesterov"]
 
 
 def test_sweep_goes_on_after_a_failed_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

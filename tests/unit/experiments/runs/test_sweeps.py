@@ -73,6 +73,12 @@ def test_every_method_of_every_sweep_is_a_valid_run(name: str) -> None:
         assert resolved["exp"] == sweeps.load(name).exp
 
 
+def test_a_rate_that_is_typed_twice_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["sweep=cser_imagenet", "scale=quick", "--methods", "cser", "--seeds", "0,0", "--rates", "0.1,1e-1,0.2"]
+    assert sweep.main([*typed, "--dry-run"]) == 0
+    assert "6 runs to do" in capsys.readouterr().out  # 3 settings
+
+
 def test_a_part_of_a_grid() -> None:
     grid = sweeps.load("cser_cifar100")
     (only,) = sweeps.rows(grid, ["sgdm_nesterov"], [0.1], [3])
@@ -292,6 +298,8 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
         (["sweep=cser_imagenet", "--methods", ""], "nothing is left to run"),
         (["sweep=cser_imagenet", "--seeds", "x"], "--seeds=x: give numbers"),
         (["sweep=cser_imagenet", "--seeds", "0.5"], "--seeds=0.5: give whole numbers"),
+        (["sweep=cser_imagenet", "--seeds", "nan"], "--seeds=nan: give numbers"),
+        (["sweep=cser_imagenet", "--rates", "0.1,inf"], "--rates=0.1,inf: give numbers"),
         (["sweep=cser_imagenet", "seed=3"], "seed=3 is the sweep's own: use --methods, --rates and --seeds"),
         (["sweep=cser_imagenet", "scale=quick", "train.epoch=3"], "did you mean train.epochs"),
     ],

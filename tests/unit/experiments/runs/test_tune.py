@@ -125,6 +125,7 @@ def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]
         (["span=1"], "span must be a number above 1"),
         (["optimizer="], "optimizer=a,b,c"),
         (["optimizer.lr=0.1"], "rates, seeds and lengths"),
+        (["++seed=1"], "rates, seeds and lengths"),
         (["optimizer=tiger"], "tiger"),
         (["held_out=0"], "held_out must be"),
         (["trian.threads=1"], "train.threads"),
