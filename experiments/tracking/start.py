@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.tracking import tensorboard_run, wandb_run
-from experiments.tracking.tracked import About, TrackedRun, warn
+from experiments.tracking.tracked import About, TrackedRun, running, warn
 from launch.words import say
 
 
@@ -17,6 +17,8 @@ def start(about: About) -> TrackedRun:
         except Exception as error:
             warn(tracker.SERVICE, f"{error}; nothing is recorded there")
             run = TrackedRun()
+    if run.active:
+        running.append(run)
     if run.line:
         say(run.line)
     return run

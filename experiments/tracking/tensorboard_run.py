@@ -44,6 +44,7 @@ class TensorBoardRun(TrackedRun):
         self._step = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a process that is killed takes the rest with it
 
     def _table(self, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
         lines = [columns, ["---"] * len(columns), *[["" if c is None else str(c) for c in row] for row in rows]]

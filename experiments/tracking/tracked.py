@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 from launch.words import say
 
 Cell = str | int | float | None
+
+running: list[TrackedRun] = []
+"""Those that `start.start` has begun and that have not ended."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,11 @@ class TrackedRun:
     No method raises. The first failure prints one line, and from then on nothing more is recorded.
 
     line: what is recorded where, or that nothing is.
+    fresh: whether the tracker has begun another run for one that is resumed, which lacks the steps of before.
     """
 
     service = "tracker"
+    fresh = False
 
     def __init__(self, line: str = "") -> None:
         self.line = line
@@ -62,8 +68,9 @@ class TrackedRun:
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
         """Last values, and the end. exit_code: other than 0 marks the run as failed, where the tracker knows that."""
-        self._try(lambda: self._finish(summary, exit_code))
-        self.active = False
+        self._try(lambda: self._finish(summary, exit_code), last=True)
+        if self in running:
+            running.remove(self)
 
     def resume_hint(self) -> str:
         """What to do with what was recorded before a failure; empty: nothing can be done."""
@@ -77,14 +84,23 @@ class TrackedRun:
 
     def _finish(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], None], last: bool = False) -> None:
         if not self.active:
             return
+        self.active = not last
         try:
             call()
         except Exception as error:
             self.active = False
             warn(self.service, f"{error}; nothing more is recorded there{self.resume_hint()}")
+
+
+def end_all(exit_code: int, within_s: float = 3.0) -> None:
+    """Ends what runs, as this process is about to; called from any thread. A tracker drops what it has not written yet."""
+    for run in list(running):
+        ending = threading.Thread(target=run.finish, args=({}, exit_code), daemon=True)
+        ending.start()
+        ending.join(within_s)
 
 
 def warn(service: str, why: object) -> None:

@@ -95,6 +95,7 @@ class WandbRun(TrackedRun):
             self._restore()
             raise
         self._folder = Path(self._run.dir).parent
+        self.fresh = mode == "offline"  # such runs are joined by nobody
         if mode == "online":
             self.line = f"{SERVICE}: {self._run.url}"
         else:

@@ -29,15 +29,15 @@ class Curve:
 
     start: the step after which the run continues. Rows of later steps, written before the interruption, are dropped, and so
            is a last row that was torn; 0 begins a new file.
-    seconds: after construction, the time of the last row kept: where the clock of a resumed run starts.
+    kept: after construction, the rows of before. seconds: the time of the last of them: where a resumed run's clock starts.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
         self.path = path
-        rows = _kept(path, start) if start > 0 else []
-        self.seconds = float(rows[-1][1]) if rows else 0.0
+        self.kept = _kept(path, start) if start > 0 else []
+        self.seconds = float(self.kept[-1][1]) if self.kept else 0.0
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *self.kept])
         write_file(path, text.getvalue().encode(), "curve")
         self._file: TextIO = path.open("a", newline="", encoding="utf-8")
 
@@ -103,12 +103,16 @@ class Tracker:
         self._start = start
         self._stride = max(1, -(-total // CURVE_ROWS))
         self._curve = Curve(spec.path / "curve.csv", start)
-        self._begin = self._printed = time.monotonic()
         self._drawn = 0.0
         self._shown: dict[str, Any] = {}
         self._rate: float | None = None
         self._took: list[float] = []  # of each step since the last line, seconds a sample
         self._run = tracking.start(About(spec.id, spec.group, "train", spec.config, spec.path, start))
+        if self._run.fresh:
+            for step, *cells in self._curve.kept:
+                values = zip(COLUMNS[1:], cells, strict=True)
+                self._run.log(int(step), {name: float(cell) for name, cell in values if cell})
+        self._begin = self._printed = time.monotonic()  # a tracker may take seconds to begin
         self._bar = self._make_bar() if sys.stdout.isatty() else None
 
     def log(self, step: int, **values: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from experiments.tracking import tracked
 from experiments.training import heartbeat
 from launch import failure, process
 from launch.errors import UserError
@@ -112,6 +113,7 @@ class _Rank:
         self.save_error(error, peers)
         self.end(error)
         print(f"error: {error}", file=sys.stderr)
+        tracked.end_all(1)
         _flush()
         os._exit(1)
 
@@ -147,6 +149,7 @@ def _end_on_sigterm(me: _Rank) -> None:
         while True:
             if signal.SIGTERM in os.read(read, 64):
                 me.save("terminated")
+                tracked.end_all(128 + signal.SIGTERM)
                 _flush()
                 os._exit(128 + signal.SIGTERM)
 

@@ -20,6 +20,7 @@ from experiments.config import compose
 from experiments.config.schema import Config, Wandb
 from experiments.records.record import ROOT
 from experiments.tracking import wandb_run
+from experiments.tracking.tracked import TrackedRun
 from experiments.training import track
 from experiments.training.track import Curve, Tracker
 from launch.errors import UserError
@@ -333,6 +334,83 @@ def test_offline_wandb_is_silent_and_writes_below_the_run_only(tmp_path: Path) -
     assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
     assert list(elsewhere.rglob("*")) == []
     assert list((tmp_path / "home").rglob("*")) == []
+
+
+ENDED = """
+import os, sys, threading
+from experiments.training import worker
+from experiments.training.track import Tracker
+from launch.spec import RunSpec
+spec = RunSpec.load(sys.argv[1])
+me = worker._Rank(spec)
+me.begin()
+worker._end_on_sigterm(me)
+with Tracker(spec, True, total=9, start=int(sys.argv[2])) as tracker:
+    for step in (int(sys.argv[2]) + 1, int(sys.argv[2]) + 2):
+        tracker.log(step, loss=1 / step)
+    if sys.argv[3] == "lost":
+        me.end_alone(RuntimeError("rank 1 is lost"), [])
+    if sys.argv[3] == "waits":
+        print("waits", flush=True)
+        threading.Event().wait()  # as in a collective: no handler of Python's runs
+"""
+
+
+def ended(run_dir: Path, start: int, how: str, status: int) -> None:
+    """A rank that has taken two steps and is ended so."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "GROUP_RANK": "0"}
+    command = [sys.executable, "-c", ENDED, str(run_dir / "spec.yaml"), str(start), how]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        if how == "waits":
+            assert "waits\n" in rank.stdout
+            rank.terminate()
+        rank.stdout.read()
+        assert rank.wait(60) == status
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_wandb_has_all_of_a_run_that_is_ended_and_of_one_that_is_resumed(tmp_path: Path) -> None:
+    """SIGTERM (Ctrl-C at the launcher), a lost peer: the run has failed, and no step is missing. Offline W&B takes a resumed
+    run for another one, which therefore gets the steps of before."""
+    pytest.importorskip("wandb")
+    make_spec(tmp_path, "offline").save()
+    for start, how, status in ((0, "waits", 143), (2, "lost", 1), (4, "well", 0)):
+        earlier = set(tmp_path.rglob("offline-run-*"))
+        ended(tmp_path, start, how, status)
+        (folder,) = set(tmp_path.rglob("offline-run-*")) - earlier
+        run = wandb_file.read(folder)
+        assert run.exit_code == status
+        assert [(row["_step"], row["loss"]) for row in run.history] == [
+            (step, pytest.approx(1 / step, abs=1e-5)) for step in range(1, start + 3)
+        ]
+
+
+def test_a_tracker_that_begins_slowly_is_no_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+
+    def slow(about: object) -> TrackedRun:
+        clock[0] += 30
+        return TrackedRun()
+
+    monkeypatch.setattr(track.tracking, "start", slow)
+    monkeypatch.setattr(track.time, "monotonic", lambda: clock[0])
+    with Tracker(make_spec(tmp_path), True, total=1) as tracker:
+        clock[0] += 1
+        tracker.log(1, loss=1.0)
+    assert pd.read_csv(tmp_path / "curve.csv")["seconds"].tolist() == [1.0]
+
+
+def test_tensorboard_has_each_step_at_once(tmp_path: Path) -> None:
+    """So that a run that is killed and resumed has no gap."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    spec = make_spec(tmp_path)
+    spec.config["tracker"] = "tensorboard"
+    with Tracker(spec, True, total=2) as tracker:
+        tracker.log(1, loss=0.5)
+        found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        found.Reload()
+        assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 0.5)]
 
 
 def test_tensorboard_has_the_curve_and_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
