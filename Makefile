@@ -16,6 +16,11 @@ print(max(all, key=lambda k: d.SequenceMatcher(None, x.lower(), k.lower()).ratio
 TYPED := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$v))
 $(if $(TYPED),$(foreach v,$(filter-out $(USED),$(TYPED)),$(error no variable $v: did you mean $\
 $(shell $(PYTHON) -c '$(NEAR)' '$v' $(LISTED) 2>/dev/null || echo one of $(LISTED))? make help lists them)))
+# So would one of another target: those that help says are "of" some targets are of these alone.
+OF = $(shell sed -n 's/^.= $1 = of \([a-z -]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
+ASTRAY = $(if $(call OF,$1),$(filter-out help $(call OF,$1),$(MAKECMDGOALS)))
+$(foreach v,$(TYPED),$(if $(call ASTRAY,$v),$(error make $(firstword $(call ASTRAY,$v)) has no variable $v: $v is of make $\
+$(call OF,$v))))
 
 OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	$(if $(SEED),'seed=$(SEED)') $(if $(DATA),'data.path=$(DATA)') $(if $(CLUSTER),'cluster=$(CLUSTER)') \
@@ -152,21 +157,21 @@ help:  ## develop: show this text
 #= NODES = number of nodes; without a cluster all are on this machine
 #= RANKS = ranks (GPUs) per node
 #= OPT = which optimizers, e.g. sgdm,birder
-#= EXP = of make exp and make publish: a file of conf/exp
+#= EXP = of exp nodes publish: a file of conf/exp
 #= SEED = random seed
 #= DATA = folder or file of the data set
 #= CLUSTER = local, emulated, virtual, ssh, slurm (a file of conf/cluster)
 #= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
 #= SCALE = auto, quick or paper
-#= MODEL = for predict: hf:gpt2, torchvision:resnet101, 'params:1.3B ...'
-#= BATCH = for predict: samples per GPU
-#= GPU = for predict: e.g. a100, h100, rtx4090
-#= SEQ = for predict: tokens of a sample
-#= PRECISION = for predict: bf16, fp16, tf32 or fp32
-#= GBPS = for predict: Gbit/s of a node's NIC
+#= MODEL = of predict: hf:gpt2, torchvision:resnet101, 'params:1.3B ...'
+#= BATCH = of predict: samples per GPU
+#= GPU = of predict: e.g. a100, h100, rtx4090
+#= SEQ = of predict: tokens of a sample
+#= PRECISION = of predict: bf16, fp16, tf32 or fp32
+#= GBPS = of predict: Gbit/s of a node's NIC
 #= ARGS = anything else: ARGS="optimizer.lr=0.01 train.max_steps=50"
-#= GROUP = of make publish: the group of runs to move
-#= TORCH = of make test-torch: a version of torch
+#= GROUP = of publish: the group of runs to move
+#= TORCH = of test-torch: a version of torch
 #= PYTHON = the interpreter that makes .venv
 #= VENV = an environment to use instead of .venv
 

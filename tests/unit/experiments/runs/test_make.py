@@ -40,6 +40,20 @@ def test_make_with_an_unknown_variable(given: str, near: str) -> None:
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("goal", "given", "of"),
+    [("resnet50", "GBPS=100", "predict"), ("digits", "EXP=ptb", "exp nodes publish"), ("tables", "GROUP=a", "publish")],
+)
+def test_make_with_a_variable_of_another_target(goal: str, given: str, of: str) -> None:
+    """It would be ignored without a word: the links of `make resnet50 GBPS=100` would stand for 10 Gbit/s."""
+    done = make("-n", f"VENV={sys.prefix}", goal, given)
+    name = given.partition("=")[0]
+    assert done.returncode == 2
+    assert f"make {goal} has no variable {name}: {name} is of make {of}." in done.stderr
+    for target in of.split():
+        assert make("-n", f"VENV={sys.prefix}", target, given).returncode == 0
+
+
 def test_make_knows_the_variables_that_it_lists() -> None:
     listed = re.findall(r"^#= (\w+) = ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert make("-n", "help", *(f"{name}=x" for name in listed if name != "PYTHON")).returncode == 0
