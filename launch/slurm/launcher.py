@@ -295,5 +295,9 @@ def _check_option(key: str, value: Any, reserved: set[str]) -> None:
         raise UserError(f"cluster.sbatch.{key}: write sbatch's long options, without the leading dashes")
     if key in reserved:
         raise UserError(f"cluster.sbatch.{key} is set by other keys: see conf/cluster/slurm.yaml")
+    if key in ("array", "ntasks", "wrap", "test-only"):  # tasks of an array would all train into the same folder
+        raise UserError(
+            f"cluster.sbatch.{key} cannot be: a job is one run with a torchrun on each node; run.py -m makes several"
+        )
     if isinstance(value, Mapping | list) or not str(value).isprintable():
         raise UserError(f"cluster.sbatch.{key} must be one line of text, a number, true, false or null")

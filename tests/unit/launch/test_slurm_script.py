@@ -139,6 +139,13 @@ def test_bash_can_read_every_script(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [str(tmp_path / "wrong")]
 
 
+@pytest.mark.parametrize(("key", "value"), [("array", "1-3"), ("ntasks", 4), ("wrap", "true"), ("test-only", None)])
+def test_a_job_is_one_run(key: str, value: object) -> None:
+    """The tasks of an array would write over each other's files in the run's folder."""
+    with pytest.raises(UserError, match=f"cluster.sbatch.{key} cannot be: a job is one run"):
+        launcher(sbatch={key: value})
+
+
 @pytest.mark.parametrize("key", [*TEXTS, "comment", "output_dir", "cwd"])
 def test_more_than_a_line_is_refused_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
