@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.config.validate import shown
-from experiments.records import old_keys
+from experiments.records import old_keys, record
 from experiments.records.old_keys import CHANGED
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -92,8 +93,8 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
                 "; resume_resize=average resumes with another number of ranks" if key in ("world size", "nodes") else ""
             )
             raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
-    if not any(run_dir.glob("checkpoints/step-*")):
-        return earlier.id  # nothing of it is resumed
+    if not any(run_dir.glob("checkpoints/step-*")) and not record.ended_well(replace(earlier, config=resolved)):
+        return earlier.id  # there is nothing of it that this would resume, or write over
     changed = differences(then_config, resolved)
     unasked = [change for change in changed if not (resized and change[0] in _OF_THE_WORLD)]
     if unasked and not resolved["resume_allow_config_change"]:

@@ -82,7 +82,8 @@ class _Run:
                 f"before train.max_steps={self.length.short_of}"
             )
         done = self._resume()
-        if done >= self.length.total and self._recorded():
+        # Without a checkpoint nothing tells how far a run came but its record.
+        if (done >= self.length.total or (not done and self.config["resume"] == "auto")) and self._recorded():
             return
         names = {"sample": self.workload.sample, "metric": self.workload.metric}
         with Tracker(self.spec, self.main, total=self.length.total, start=done, **names) as tracker:

@@ -107,9 +107,10 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, opti
     assert losses[0] == losses[1]  # step and loss of every row: those after the checkpoint were dropped and came again
 
 
-def test_a_run_that_has_ended_keeps_its_record(tmp_path):
-    """The command that resumes, given once more: nothing is left to do, and what was measured stays."""
-    two, found = ["optimizer=sgdm", "cluster.nodes=2"], []
+@pytest.mark.parametrize("every", [5, 0])
+def test_a_run_that_has_ended_keeps_its_record(tmp_path, every):
+    """The command that resumes, given once more: nothing is left to do, what was measured stays. With no checkpoint too."""
+    two, found = ["optimizer=sgdm", "cluster.nodes=2", f"checkpoint.every={every}"], []
     for group in ("first", "again"):
         spec = replace(make_spec(tmp_path, "r", *two), group=group)
         spec.save()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.config import compose, same_run
+from experiments.records import record
 from launch.errors import UserError
 
 
@@ -83,6 +84,19 @@ def test_a_run_that_is_older_than_a_key_is_gone_on_with(begun: list[str]) -> Non
     assert same_run.differences(then, now) == []
     now["train"]["bf16_matmul"] = "fp32"
     assert same_run.differences(then, now) == [["train.bf16_matmul", "native", "fp32"]]
+
+
+def test_a_record_is_not_written_over_by_another_run(tmp_path: Path) -> None:
+    """A run that ended well has no checkpoint, and the command that would resume it asks for something else."""
+    at = ["+exp=digits", f"output_dir={tmp_path}", f"results_dir={tmp_path}/results", "run_name=mine"]
+    spec = compose.make_spec(compose.compose(at), command="")
+    spec.save()
+    record.write(record.failed(spec, "it was interrupted"), tmp_path / "results")
+    assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]), command="").id == spec.id
+    record.write(record.from_spec(spec), tmp_path / "results")
+    assert compose.make_spec(compose.compose([*at, "resume=auto"]), command="").id == spec.id
+    with pytest.raises(UserError, match="seed was 0, now it is 7"):
+        compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]), command="")
 
 
 def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:
