@@ -127,7 +127,8 @@ def check_parameter(p: torch.Tensor) -> None:
     if p.dtype in (torch.bfloat16, torch.float16):
         # Of numbers with 8 or 11 bits of mantissa a step of size lr moves few or none.
         raise ValueError(f"parameters must be float32, got {kind}: keep the model in float32 and use torch.autocast")
-    raise ValueError(f"parameters must be float32, got {kind}: convert the model with model.float()")
+    way = "make torch.view_as_real of it the parameter" if p.is_complex() else "convert the model with model.float()"
+    raise ValueError(f"parameters must be float32, got {kind}: {way}")
 
 
 def check_gradient(g: torch.Tensor) -> None:

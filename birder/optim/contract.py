@@ -86,9 +86,8 @@ class Method(torch.optim.Optimizer):
         require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
         self.wire, self.seed = wire, seed
         self.max_grad_norm = require_number("max_grad_norm", max_grad_norm, "positive or None", above=True, none=True)
-        self.steps = 0
-        """Completed steps. A step that a GradScaler skips does not count."""
         self.disconnect()
+        self.steps = 0
         super().__init__(params, defaults)
 
     def disconnect(self) -> None:
@@ -97,6 +96,8 @@ class Method(torch.optim.Optimizer):
         self.comm: Communicator = SingleProcess()
         self.pipeline = Pipeline()
         self._bound = False
+        self._counter = torch.zeros((), dtype=torch.int64, device="cpu")
+        """`steps` in what `state_dict` returns. As all other tensors there, it may be loaded in place."""
         self._feeding = False
         self._sharded = False
         self._where: dict[Tensor, tuple[Unit, int]] = {}
@@ -129,6 +130,16 @@ class Method(torch.optim.Optimizer):
         """Whether a backward pass has sent, or will send, messages for a step that has not come yet."""
         self.attachment: Any = None
         """The `birder.hooks.attachment.Attachment` that `attach` made last."""
+
+    @property
+    def steps(self) -> int:
+        """Completed steps. A step that a GradScaler skips does not count."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        self._counter.fill_(count)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError when a hyper-parameter of the group is out of range: of `USUAL`, and the method's others."""

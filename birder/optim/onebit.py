@@ -37,9 +37,10 @@ class Support:
     A coordinate that never has a gradient must not: one bit cannot say 0, it would get +-scale.
     """
 
-    def __init__(self, mask: Tensor, comm: Communicator) -> None:
-        """mask: bool[padded], the same on all ranks."""
+    def __init__(self, mask: Tensor, comm: Communicator, version: int) -> None:
+        """mask: bool[padded], the same on all ranks. version: of the variance that it was made of."""
         self.mask: Tensor | None = mask  # None: all of them
+        self.version = version
         self.shard, self.chunk = comm.shard_of(mask.numel()), comm.chunk_of(mask.numel())
         self.shard_count, self.chunk_count = mask[self.shard].sum(), mask[self.chunk].sum()
         self._whole = Late(mask.all())
@@ -122,15 +123,18 @@ class OneBitMethod(BucketOptimizer):
         return unit.state["v"] > 0
 
     def support(self, unit: Unit) -> Support:
-        """Of `taking_part`; computed once, until `forget_support`."""
-        if unit.index not in self._support:
-            self._support[unit.index] = Support(self.taking_part(unit), self.comm)
-        self._support[unit.index].forget_a_mask_of_all()
-        return self._support[unit.index]
+        """Of `taking_part`; computed once, and again when the variance has changed, by the method or by a script."""
+        known, variance = self._support.get(unit.index), unit.state["v"]
+        version = 0 if variance.is_inference() else variance._version
+        if known is None or known.version != version:
+            known = self._support[unit.index] = Support(self.taking_part(unit), self.comm, version)
+            if not self._sharded:
+                self._with_variance.pop(unit.index, None)
+        known.forget_a_mask_of_all()
+        return known
 
-    def forget_support(self, unit: Unit) -> None:
-        """For when what takes part may have changed."""
-        self._support.pop(unit.index, None)
+    def restores(self, name: str, step: int) -> bool:
+        return name != "v" or step <= self.warmup_steps  # frozen later
 
     def forget_derived(self) -> None:
         self._support.clear()
@@ -144,6 +148,7 @@ class OneBitMethod(BucketOptimizer):
             return
         self._warn_of_lost()
         for unit in self.units:
+            self.support(unit)
             if unit.index not in self._with_variance:
                 if self._sharded:  # `before_update` asks the other shards
                     continue
@@ -197,8 +202,9 @@ class OneBitMethod(BucketOptimizer):
         for i in (i for i, seen in enumerate(there.read()) if not seen):
             if (g := gradient(unit.wholes[i])) is not None and bool(g.any()):
                 raise RuntimeError(
-                    f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up: its "
-                    "variance is 0, so it would never move. Use a longer warm-up, or give it to another optimizer"
+                    f"{self.named(unit.wholes[i])} had no gradient in the {self.warmup_steps} steps of the warm-up, or a "
+                    "script has set its state to 0 since: its variance is 0, so it would never move. Use a longer warm-up, "
+                    "or give it to another optimizer"
                 )
 
 

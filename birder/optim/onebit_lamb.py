@@ -99,7 +99,8 @@ class OneBitLAMB(OneBitMethod):
         check_lamb(group)
 
     def restores(self, name: str, step: int) -> bool:
-        return step != self.warmup_steps or name not in ("fresh", "scale")  # (4) is for all tensors
+        of_all = step == self.warmup_steps and name in ("fresh", "scale")  # (4)
+        return not of_all and super().restores(name, step)
 
     def init_unit(self, unit: Unit) -> None:
         tensors = len(unit.params)

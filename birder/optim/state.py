@@ -203,7 +203,7 @@ class MethodState(Method):
             self.watch.look(unit, None if self._within is None else self.own_parameters(unit))
         return {
             "method": self.kind,
-            "steps": self.steps,
+            "steps": self._counter.fill_(self.steps),
             "signature": list(self.comm.signature),
             "rank": self.comm.rank,
             "fingerprint": self.fingerprint() if differ else None,
@@ -239,7 +239,8 @@ class MethodState(Method):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = replaced if (replaced := hook(self, state_dict)) is not None else state_dict
         self._check_state(state_dict)
-        live = self._is_live(state_dict["units"])
+        # Of a state that was loaded in place (torch.distributed.checkpoint) the tensors are in use, but nothing else is.
+        live = self._is_live(state_dict["units"]) and int(state_dict["steps"]) == self.steps
         if state_dict["units"] is not None and not self._bound:
             self._bind_alone()
         if self._bound:

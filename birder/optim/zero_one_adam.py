@@ -126,7 +126,7 @@ class ZeroOneAdam(OneBitMethod):
         return Plan.COMPRESSED if self.synced(step) else Plan.SKIP
 
     def restores(self, name: str, step: int) -> bool:
-        return name != "last"  # it repeats the parameters
+        return name != "last" and super().restores(name, step)  # it repeats the parameters
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,6 @@ class ZeroOneAdam(OneBitMethod):
         """(8). The mean is the same on all ranks, and so is the new support."""
         beta2 = unit.group["betas"][1]
         unit.state["v"].mul_(beta2).addcmul_(mean, mean, value=1.0 - beta2)
-        self.forget_support(unit)
 
     # ---- what the reference implementation does otherwise ----------------------------------------------------------
 

@@ -283,6 +283,7 @@ def test_parameters_are_float32(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         said = refusal(name, nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=dtype))]))
         assert said.startswith("parameters must be float32, got"), (dtype, said)
+    assert said.endswith("torch.view_as_real of it the parameter")  # model.float() leaves complex ones as they are
 
 
 @pytest.mark.parametrize("name", ["Birder", "OneBitAdam", "SGDM"])
