@@ -126,7 +126,7 @@ class Scale(Section):
 
 class Wandb(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = doc("auto: online where there is a key")
-    project: Text = doc("project of the runs")
+    project: Text | None = doc("project of the runs; null: WANDB_PROJECT, or birder")
     entity: Text | None = doc("account; null: the default one")
     group: Text | None = doc("group of the runs; null: that of the comparison")
 

@@ -51,7 +51,7 @@ def choose_mode(wanted: str) -> tuple[str, str]:
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "not installed: pip install wandb"
     if wanted == "auto":
-        named = os.environ.get("WANDB_MODE")
+        named = os.environ.get("WANDB_MODE", "").replace("dryrun", "offline")  # as W&B called it, and still reads it
         if named == "disabled":
             return "disabled", "WANDB_MODE=disabled"
         if named in ("online", "offline"):
@@ -159,7 +159,7 @@ def _init(about: About, mode: str) -> Any:
     options = about.config.get("wandb", {})
     return wandb.init(
         mode=mode,  # type: ignore[arg-type]
-        project=options.get("project") or "birder",
+        project=options.get("project") or os.environ.get("WANDB_PROJECT") or "birder",
         entity=options.get("entity"),
         group=options.get("group") or about.group,
         job_type=about.job,

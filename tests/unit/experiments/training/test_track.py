@@ -172,8 +172,12 @@ def test_mode_follows_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CI", "true")
     assert choose("auto") == "disabled"
     assert "CI" in wandb_run.choose_mode("auto")[1]
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("offline", "dryrun"):
+        monkeypatch.setenv("WANDB_MODE", name)
+        assert choose("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert choose("auto") == "offline"
+    monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.delenv("WANDB_MODE")
 
     netrc = tmp_path / "home" / ".netrc"
@@ -297,6 +301,18 @@ def test_wandb_is_told_what_the_run_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert ended == [0]
     assert (seen["project"], seen["group"], seen["id"], seen["mode"]) == ("birder", "g", "run-1", "online")
     assert seen["dir"] == str(tmp_path)
+
+
+def test_a_project_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in any script that names none; what is typed wins."""
+    seen = fake_wandb(monkeypatch, fake_run())
+    for named, typed, project in (("theirs", None, "theirs"), ("", None, "birder"), ("theirs", "typed", "typed")):
+        monkeypatch.setenv("WANDB_PROJECT", named)
+        spec = make_spec(tmp_path, "offline")
+        spec.config["wandb"]["project"] = typed
+        Tracker(spec, True, total=1).close()
+        assert seen["project"] == project
+    assert compose.resolve(compose.compose(["+exp=digits"]))["wandb"]["project"] is None
 
 
 def test_a_crash_reaches_wandb_as_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
