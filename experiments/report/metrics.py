@@ -121,47 +121,41 @@ def step_ms(r: ResultRecord) -> float | None:
     return float(ms) if ms and r.status == "completed" else None
 
 
-def rounds(r: ResultRecord, clock: float = 1.0) -> Rounds | None:
-    """The rounds in a record; None where it has none, as in the record of a single run. clock: as `speedup`."""
+def rounds(r: ResultRecord) -> Rounds | None:
+    """The rounds in a record; None where it has none, as in the record of a single run."""
     if r.status != "completed" or not r.turns or not r.turns.get("ms"):
         return None
-    return Rounds(tuple(ms / clock for ms in r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))
+    return Rounds(tuple(r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))
 
 
-def interval(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float] = (1.0, 1.0)) -> Speedup | None:
-    """Of the speedup of `own` over `base`; None unless both took turns in the same world. clocks: as `speedup`."""
-    theirs, mine = rounds(base, clocks[0]), rounds(own, clocks[1])
+def interval(base: ResultRecord, own: ResultRecord) -> Speedup | None:
+    """Of the speedup of `own` over `base`; None unless both took turns in the same world."""
+    theirs, mine = rounds(base), rounds(own)
     if theirs is None or mine is None or base.turns["world"] != own.turns["world"]:
         return None
     return ratio(theirs, mine)
 
 
-def speedup(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float] = (1.0, 1.0)) -> Speedup | None:
-    """How many times as fast `own` is as `base`; None where one of them has no step time.
-
-    clocks: what the times of the two are divided by, where records of one world have each its own clock.
-    """
+def speedup(base: ResultRecord, own: ResultRecord) -> Speedup | None:
+    """How many times as fast `own` is as `base`; None where one of them has no step time."""
     theirs, mine = step_ms(base), step_ms(own)
     if not theirs or not mine:
         return None
-    value = theirs / clocks[0] / (mine / clocks[1])
-    return replace(interval(base, own, clocks) or Speedup(value), value=value, apart=_apart(base, own, clocks))
+    value = theirs / mine
+    return replace(interval(base, own) or Speedup(value), value=value, apart=_apart(base, own))
 
 
-def _apart(base: ResultRecord, own: ResultRecord, clocks: tuple[float, float]) -> bool:
+def _apart(base: ResultRecord, own: ResultRecord) -> bool:
     """Whether the spreads of the steps do not overlap; False where one is unknown, or is of different kinds of step."""
-    if uneven(base) or uneven(own):
+    theirs, mine = _spread(base), _spread(own)
+    if uneven(base) or uneven(own) or theirs is None or mine is None:
         return False
-    (low, high), (least, most) = (_spread(r, clock) for r, clock in zip((base, own), clocks, strict=True))
-    if None in (low, high, least, most):
-        return False
-    return bool(high < least or most < low)  # type: ignore[operator]
+    return theirs[1] < mine[0] or mine[1] < theirs[0]
 
 
-def _spread(r: ResultRecord, clock: float) -> tuple[float | None, float | None]:
-    ends = ((r.timing.get(p, r.timing.get(end))) for p, end in (("p10_ms", "min_ms"), ("p90_ms", "max_ms")))
-    low, high = (None if ms is None else float(ms) / clock for ms in ends)
-    return low, high
+def _spread(r: ResultRecord) -> tuple[float, float] | None:
+    low, high = r.timing.get("p10_ms", r.timing.get("min_ms")), r.timing.get("p90_ms", r.timing.get("max_ms"))
+    return None if low is None or high is None else (float(low), float(high))
 
 
 @functools.lru_cache(maxsize=4096)

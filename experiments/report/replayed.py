@@ -40,8 +40,7 @@ class Results:
         found = [self.records[c] for c in cells if c in self.records]
         if len(found) < 2:
             return None
-        theirs, mine = found
-        return metrics.speedup(theirs, mine, (float(theirs.link["dilation"]), float(mine.link["dilation"])))
+        return metrics.speedup(*map(undilated, found))
 
     def versus(self, place: Place, method: str, base: str = "fp32", share: bool = False) -> str:
         """`compared` as text. share: as a percentage."""
@@ -69,6 +68,15 @@ class Results:
         """Compressed methods of a place, the fastest first."""
         found = [(self.ms(place, name), name) for name, m in self.suite.rows.items() if m.compressed]
         return sorted((ms, name) for ms, name in found if ms is not None)
+
+
+def undilated(r: ResultRecord) -> ResultRecord:
+    """A cell's record with its times on the cluster's clock: each cell has its own dilation."""
+    slower = float(r.link["dilation"])
+    timing = {
+        key: value / slower if key.endswith("_ms") else value for key, value in r.timing.items() if key != "steps_ms"
+    }
+    return replace(r, timing=timing, turns={**r.turns, "ms": [ms / slower for ms in r.turns.get("ms", ())]})
 
 
 def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
