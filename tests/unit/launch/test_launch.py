@@ -205,6 +205,15 @@ def test_ranks_may_share_a_gpu_where_that_is_asked_for(
         launcher.check(make_spec(tmp_path))
 
 
+def test_a_port_is_none_that_the_system_gives_to_connections() -> None:
+    """It would be taken before torchrun, which imports torch first, listens there."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(given.read_text().split()[0]) if given.exists() else 32_768
+    if first < 32_000:
+        pytest.skip("this machine gives away every port")
+    assert all(local.free_port() < first for _ in range(50))
+
+
 def test_no_free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def bind(self: socket.socket, address: object) -> None:
         raise OSError(98, "Address already in use")
