@@ -117,16 +117,16 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         (beta1, beta2), hold = unit.group["betas"], self.idle == "hold"
         mean = yield ShardMean(grad)
         g: Tensor | None = mean
+        ratio = self._ratio(unit.group, step)
         if V is not None and self.shared_at(step) == step:
             kernels.adam_moments(mean, m, v, beta1=beta1, beta2=beta2, hold=hold)  # (1)
             g = None
             V.copy_((yield WorkerMean(v, WIRES[self.wire])))  # (0)
             if self.variance == "of_mean":
-                signal = (yield WorkerMean(m, WIRES[self.wire])) * (math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
-                signal = signal.square_().minimum(V)
+                signal = ((yield WorkerMean(m, WIRES[self.wire])) * ratio["scale"]).square_().minimum(V)
                 V.div_(comm.workers).add_(signal, alpha=1.0 - 1.0 / comm.workers)  # (0')
         error, encoding = unit.state[self._modulator.name], self._modulator.encoding(unit, comm, step)
-        kernels.modulate_adam(g, m, v, error, V, **self._ratio(unit.group, step), hold=hold, **encoding)  # (1)-(3)
+        kernels.modulate_adam(g, m, v, error, V, **ratio, hold=hold, **encoding)  # (1)-(3)
         unit.result = yield from self._modulator.exchange(unit, comm, step)
 
     def _ratio(self, group: dict[str, Any], step: int) -> dict[str, float]:

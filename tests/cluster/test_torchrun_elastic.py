@@ -58,14 +58,14 @@ class Nodes:
     def wait_for_checkpoint(self, root: Path) -> None:
         """Of all that have come: on a busy machine one node may have begun without the other."""
 
-        def told() -> str:
+        def logs() -> str:
             return "".join(map(self.said, range(len(self.agents))))
 
         def saved() -> bool:
-            assert all(a.poll() is None for a in self.agents), told()
+            assert all(a.poll() is None for a in self.agents), logs()
             return (last := checkpoint.latest(root)) and read_manifest(last[1]).world_size == len(self.agents)
 
-        until(saved, told, every_s=0.02)
+        until(saved, logs, every_s=0.02)
 
     def lose(self, node: int) -> None:
         """The whole node at once: its agent and its ranks."""
@@ -128,10 +128,10 @@ def test_a_run_of_the_harness_goes_on_alone(nodes: Any, tmp_path: Path) -> None:
     there.lose(1)
     assert there.agents[0].wait() == 0, there.said(0)
     (path,) = (tmp_path / "results/records").glob("*.json")
-    told = json.loads(path.read_text())
-    assert (told["status"], told["nodes"], told["ranks_per_node"]) == ("completed", 1, 1)
-    assert told["config"]["resume_changed"][-1] == ["cluster.nodes", 2, 1]
-    steps = [int(row.split(",")[0]) for row in (tmp_path / "results" / told["curve"]).read_text().split()[1:]]
+    kept = json.loads(path.read_text())
+    assert (kept["status"], kept["nodes"], kept["ranks_per_node"]) == ("completed", 1, 1)
+    assert kept["config"]["resume_changed"][-1] == ["cluster.nodes", 2, 1]
+    steps = [int(row.split(",")[0]) for row in (tmp_path / "results" / kept["curve"]).read_text().split()[1:]]
     assert steps == list(range(1, 601))  # those after the checkpoint came again, none is missing
 
 

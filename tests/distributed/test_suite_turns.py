@@ -149,7 +149,7 @@ def test_ties_are_marked_and_verdicts_go_by_intervals() -> None:
     assert results.versus(AT, "birder_hierarchical", "birder").endswith("] =")
     (said,) = replay_words.fastest(results)
     assert "is not decided against Birder, flat, 42.3 ms" in said
-    # 2 % apart are told apart where rounds say so; without rounds they are not.
+    # 2 % apart differ where rounds say so; without rounds they are not.
     (said,) = replay_words.fastest(replayed.collect(PAPER, grid({**MS, "birder": 38.0})))
     assert "is not the fastest compressed method" in said
 
@@ -163,11 +163,11 @@ def test_a_page_says_which_records_have_no_rounds_and_when_the_machine_was_busy(
     mixed = replayed.collect(PAPER, [*(r for r in old if "fp32" in r.id), *(r for r in busy if "fp32" not in r.id)])
     assert mixed.compared(AT, "birder").low is None
     assert mixed.versus(AT, "birder") == mixed.versus(AT, "birder").partition(" ")[0]
-    told = replay_words.rounds(mixed)
-    assert "1 of the 6 cells on more than one node were measured one after the other" in told[1].text
-    assert told[2].kind == "caution"
-    assert "In 1 of 1 comparisons other programs were at work; at worst: The machine was busy" in told[2].text
-    assert f"**{told[2].text}**" in replay_page.markdown(mixed)
+    notes = replay_words.rounds(mixed)
+    assert "1 of the 6 cells on more than one node were measured one after the other" in notes[1].text
+    assert notes[2].kind == "caution"
+    assert "In 1 of 1 comparisons other programs were at work; at worst: The machine was busy" in notes[2].text
+    assert f"**{notes[2].text}**" in replay_page.markdown(mixed)
     # Of different comparisons there are no pairs.
     apart = [*grid({"fp32": 100.0}, world="a"), *grid({"birder": 50.0}, world="b")]
     assert replayed.collect(PAPER, apart).compared(AT, "birder").low is None

@@ -50,14 +50,8 @@ class SigmaDelta:
     ) -> None:
         """parts: for the one-phase form (start, end, size) of each unit: its elements, and those of one shard."""
         self.params, self.workers, self.lr, self.betas, self.eps = params, workers, lr, betas, eps
-        self.weight_decay, self.local, self.of_mean, self.hold, self.seed, self.parts = (
-            weight_decay,
-            local,
-            of_mean,
-            hold,
-            seed,
-            parts,
-        )
+        self.weight_decay, self.hold, self.seed, self.parts = weight_decay, hold, seed, parts
+        self.local, self.of_mean = local, of_mean
         self.gamma = (1.0 if of_mean else math.sqrt(workers)) if gamma is None else gamma
         self.shares = shared_steps(growth, 10_000)
         self.elements = element_numbers(params)
