@@ -156,10 +156,10 @@ def compared(head: Sequence[str], found: Sequence[Compared]) -> Table:
 # ---- what the paper's speedups need -----------------------------------------------------------------------------------
 
 
-def claims(name: str, form: str, costs: Costs | None = None, grid: int = GRID) -> tuple[Any, Any, Any]:
+def claims(name: str, form: str, grid: int = GRID) -> tuple[Any, Any, Any]:
     """(compute in ms, Gbit/s, speedup[gbps, compute] of Birder over fp32) on 64 GPUs, the timeline's shape scaled in time."""
     whole = timelines.load(name)
-    costs = costs or Costs.of_gpu(whole.gpu)
+    costs = Costs.of_gpu(whole.gpu)
     compute = np.geomspace(*COMPUTE_MS, grid)
     rates = np.geomspace(*RATES_GBPS, grid)
     found = np.empty((grid, grid))
@@ -184,6 +184,7 @@ def draw_paper(path: Path, grid: int = GRID) -> Path:
                     axes.contour(compute, rates, found, levels=[level], colors=[tint], linestyles=line)
                     axes.plot([], [], line, color=tint, label=f"{level:g}x, {METHODS[form].label}")
                 drawn.append([name, form, found.round(3).tolist()])
+            axes.grid(visible=False)
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xlabel("forward and backward, ms")
@@ -252,7 +253,6 @@ def crossovers() -> bytes:
             rate_axis(axes, prediction.GBPS)
             axes.set_yscale("log")
             figure.plain(axes.yaxis)
-            axes.grid(visible=True)
             axes.set_title(
                 f"{label}, batch {t.batch_per_gpu}; fastest:\n{textwrap.fill(sentence(found), 56)}",
                 loc="left",

@@ -191,7 +191,8 @@ class Recorded:
     @property
     def waits(self) -> float:
         """Share of the counted step in which the GPU waits for the host."""
-        return 1 - alone_ms(self.work, gpus.find(self.recorded.gpu)) / self.counted.step_ms
+        alone = replace(self.work, host_us=(0.0, 0.0)).timeline(gpus.find(self.recorded.gpu))
+        return 1 - alone.step_ms / self.counted.step_ms
 
     @property
     def error(self) -> float:
@@ -203,11 +204,6 @@ class Recorded:
         """How far a gradient's moment is off at most, as a share of the step."""
         found = {g.name: g.ready_ms / self.counted.step_ms for g in self.counted.gradients}
         return max(abs(found[g.name] - g.ready_ms / self.recorded.step_ms) for g in self.recorded.gradients)
-
-
-def alone_ms(work: Work, gpu: gpus.GPU) -> float:
-    """Forward and backward of a GPU whose host takes no time."""
-    return replace(work, host_us=(0.0, 0.0)).timeline(gpu).step_ms
 
 
 def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
@@ -227,19 +223,6 @@ def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
             work = architectures.work(asked, BertConfig(architectures=["BertForQuestionAnswering"]))
         found.append(Recorded(name, t, work))
     return found
-
-
-def profiled() -> list[tuple[claimed.Profile, Work]]:
-    """Each profile of BERT-Large on V100, and what is counted for its batch."""
-    from transformers import BertConfig
-
-    own = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-    own.architectures = ["BertForPreTraining"]
-    counted = {}
-    for batch in {p.batch for p in claimed.PROFILES}:
-        asked = Asked("hf:bert-large", batch, "fp16", 128, attention=EAGER)
-        counted[batch] = architectures.work(asked, own)
-    return [(p, counted[p.batch]) for p in claimed.PROFILES]
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------
@@ -266,11 +249,6 @@ COLUMNS = (
     Column("of peak", value=lambda found: f"{found.utilization:.0%}"),
     Column("why", value=why),
 )
-
-
-def rows(found: Sequence[Compared]) -> Table:
-    """One line for each published throughput."""
-    return Table.of(COLUMNS, found)
 
 
 def summary(found: Sequence[Compared]) -> Table:
@@ -313,15 +291,17 @@ OWN = (
 )
 
 
-def own(found: Sequence[Recorded]) -> Table:
-    """Timelines that exist next to those from the architecture."""
-    return Table.of(OWN, found)
-
-
 def profiles() -> Table:
-    """BERT-Large on V100."""
+    """BERT-Large on V100: each profile, and what is counted for its batch."""
+    from transformers import BertConfig
+
+    own = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    own.architectures = ["BertForPreTraining"]
+    asked = {p.batch: Asked("hf:bert-large", p.batch, "fp16", 128, attention=EAGER) for p in claimed.PROFILES}
+    counted_for = {batch: architectures.work(a, own) for batch, a in asked.items()}
     lines = []
-    for p, work in profiled():
+    for p in claimed.PROFILES:
+        work = counted_for[p.batch]
         there, counted = p.forward + p.backward, work.timeline(gpus.find("v100")).step_ms
         off = counted / there - 1
         said = (
@@ -335,8 +315,9 @@ def profiles() -> Table:
     return Table.text(head, lines)
 
 
-def markdown(there: Sequence[Compared], timelines_: Sequence[Recorded], large: Table) -> str:
-    """The page."""
+def markdown() -> str:
+    """Counts everything; the page."""
+    there = [compared(row) for row in shapes()]
     return sentences.page(
         "step_times",
         unsure=f"{gpus.UNSURE:.0%}",
@@ -345,25 +326,19 @@ def markdown(there: Sequence[Compared], timelines_: Sequence[Recorded], large: T
         ready=f"{READY:.0%}",
         host_us=[f"{us:g}" for us in HOST_US],
         summary=summary(there).grid(),
-        rows=rows(there).grid(),
+        rows=Table.of(COLUMNS, there).grid(),
         sources=sources(),
-        timelines=own(timelines_).grid(),
-        large=large.grid(),
+        timelines=Table.of(OWN, recorded()).grid(),
+        large=profiles().grid(),
     )
-
-
-def write() -> Path:
-    """Counts everything and writes the page."""
-    made = markdown([compared(row) for row in shapes()], recorded(), profiles())
-    write_file(PAGE, made.encode(), "the page of step times")
-    return PAGE
 
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     command.parser(__doc__).parse_args(arguments)
-    print(write())
+    write_file(PAGE, markdown().encode(), "the page of step times")
+    print(PAGE)
     return 0
 
 

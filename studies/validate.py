@@ -123,18 +123,10 @@ def _recorded(results: Path) -> list[ResultRecord]:
 def table(found: Sequence[Trained]) -> Table:
     """One line for each row."""
     head = ("experiment", "nodes", "Gbit/s", "method", "predicted, ms", "trained, ms", "difference")
-    lines = [
-        [
-            t.record.exp,
-            str(t.record.nodes),
-            number(t.record.link.get("link_gbps")),
-            t.record.method,
-            number(t.predicted_ms),
-            number(t.measured_ms),
-            f"{t.error:+.1%}",
-        ]
-        for t in found
-    ]
+    lines = []
+    for t in found:
+        ms = [number(t.predicted_ms), number(t.measured_ms), f"{t.error:+.1%}"]
+        lines.append([t.record.exp, str(t.record.nodes), number(t.record.link.get("link_gbps")), t.record.method, *ms])
     return Table.text(head, lines)
 
 

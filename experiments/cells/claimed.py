@@ -103,19 +103,14 @@ V100_TFLOPS = {False: 15.7, True: 125.0}
 """Of a V100-SXM2 in fp32 and, its tensor cores, in fp16, from its maker's data sheet."""
 
 
-def wrn_40_8(classes: int = 100) -> SHAPES:
-    """WRN-40-8."""
-    shapes: list[tuple[str, tuple[int, ...]]] = [("first", (16, 3, 3, 3))]
-    have = 16
-    for group, width in enumerate((128, 256, 512)):
-        for block in range(6):
-            name = f"{group}.{block}"
-            shapes += [(f"{name}.norm1", (2, have)), (f"{name}.conv1", (width, have, 3, 3))]
-            shapes += [(f"{name}.norm2", (2, width)), (f"{name}.conv2", (width, width, 3, 3))]
-            if have != width:
-                shapes.append((f"{name}.shortcut", (width, have, 1, 1)))
-            have = width
-    return (*shapes, ("norm", (2, have)), ("head", (classes, have)), ("head.bias", (classes,)))
+def wrn_40_8() -> SHAPES:
+    """WRN-40-8 of 100 classes. Imports torch."""
+    import torch
+
+    from experiments.workloads import cifar_models
+
+    with torch.device("meta"):
+        return tuple((n, tuple(p.shape)) for n, p in cifar_models.build("wrn_40_8", 3, 100).named_parameters())
 
 
 def bert_xl() -> SHAPES:

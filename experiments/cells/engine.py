@@ -26,15 +26,14 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from experiments.cells import scaling
-from experiments.cells.held import Setups
+from experiments.cells import suite
 from experiments.cells.model import ReplayModel
-from experiments.cells.scaling import Scaled
-from experiments.cells.setup import Setup
-from experiments.cells.suite import Cell, Suite
+from experiments.cells.setups import Setup, Setups
+from experiments.cells.suite import Cell, Scaled, Suite
 from experiments.records import record
-from experiments.training import machine, step_profile, worker
+from experiments.training import machine, step_profile, traffic, worker
 from experiments.training.world import gathered, joined
+from experiments.workloads.base import Shard
 from launch import link_file
 from launch.emulated.measure import TOLERANCE
 from launch.emulated.network import GOODPUT
@@ -71,6 +70,7 @@ class Node:
         self.suite = Suite.model_validate(self.plan["suite"])
         self.cells = [Cell(**c) for c in self.plan["cells"]]
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.shard = Shard(self.rank, self.size)
         self.link = link_file.read(spec.path)
         self.rate = carried(self.link, float(self.plan["mbit"]))
         self.rounds = int(self.plan.get("steps") or self.suite.rounds_on(self.size))
@@ -81,9 +81,9 @@ class Node:
         """Measures everything. Setups are kept for the cells of an architecture, as far as memory holds them."""
         self._begin()
         for _, group in itertools.groupby(self.cells, key=lambda c: self.suite.architecture(c.model)):
-            cells = [scaling.scale(self.suite, c, self.rate) for c in group]
+            cells = [suite.scale(self.suite, c, self.rate) for c in group]
             with Setups(self.suite, cells) as setups:
-                for compared in scaling.comparisons(cells):
+                for compared in suite.comparisons(cells):
                     self._measure(compared, setups)
 
     def _begin(self) -> None:
@@ -106,33 +106,24 @@ class Node:
                 with setups.use(same[0]) as setup:
                     for s in same:
                         setup.follow(s.replayed, s.dilation)
-                        mine[s.cell].append(setup.turn(1))
+                        mine[s.cell].append(setup.turn())
                         if number + 1 == self.rounds and self.plan.get("profile"):
                             self._profile(s, setup)
             if self.rank == 0:
                 left = (time.monotonic() - began) * (self.rounds / (number + 1) - 1)
                 say(f"{name}, {self.size} nodes: round {number + 1}/{self.rounds}, {left:.0f} s left")
         busy = machine.busy(before, gathered(machine.read()))
-        everyone = gathered({cell: together(turns) for cell, turns in mine.items()})
-        about = {"world": f"{self.spec.id}, {name}"}
+        about = {"world": f"{self.spec.id}, {name}", "seed": self.spec.seed, "busy": busy}
         for s in cells:
-            nodes = [of[s.cell] for of in everyone]
+            held = {"held": "all" if setups.holds(s) else "one"}
+            made = self._record(s, mine[s.cell], setups.peaks[s.key], {**about, **held})
             self._done += 1
-            if self._template is None:
-                continue
-            steps = [round(ms, 4) for ms in slowest_ms(nodes, "wall_ms")]
-            held = "all" if setups.holds(s) else "one"
-            turns = {
-                **about,
-                "seed": self.spec.seed,
-                "held": held,
-                "ms": steps,
-                "steps": [1] * len(steps),
-                "busy": busy,
-            }
-            made = self._record(s, nodes, setups.peaks[s.key], turns)
-            record.write(made, self.spec.config["results_dir"])
-            self._say(s, made.timing["median_ms"])
+            if made is not None:
+                record.write(made, self.spec.config["results_dir"])
+                where = filter(None, [s.cell.model, s.cell.rate, s.cell.link, f"{self.size} nodes", made.method])
+                wall = made.timing["median_ms"]
+                took = f"{wall / s.dilation:.1f} ms a step ({wall:.0f} here)"
+                say(f"[{self._done}/{len(self.cells)}] {', '.join(where)}: {took}")
 
     def _order(self, cells: Sequence[Scaled], number: int) -> list[list[Scaled]]:
         """Whose turn it is in a round, shuffled, the same on every node. Cells that share a setup stand together."""
@@ -141,12 +132,6 @@ class Node:
         for s in draw.sample(list(cells), len(cells)):
             found.setdefault(s.key, []).append(s)
         return list(found.values())
-
-    def _say(self, s: Scaled, wall: float) -> None:
-        cell = s.cell
-        where = ", ".join(filter(None, [cell.model, cell.rate, cell.link, f"{self.size} nodes", s.method.label]))
-        done = f"[{self._done}/{len(self.cells)}]"
-        say(f"{done} {where}: {wall / s.dilation:.1f} ms a step ({wall:.0f} here)")
 
     def _profile(self, s: Scaled, setup: Setup) -> None:
         """One more step, as chrome trace and PNG."""
@@ -164,9 +149,15 @@ class Node:
                 say(f"profile: {path}")
 
     def _record(
-        self, s: Scaled, nodes: Sequence[dict[str, Any]], peak: int | None, turns: dict[str, Any]
-    ) -> record.ResultRecord:
-        assert self._template is not None
+        self, s: Scaled, turns: Sequence[dict[str, Any]], peak: int | None, about: dict[str, Any]
+    ) -> record.ResultRecord | None:
+        """A cell's record, on rank 0. turns: what this node found. about: the rounds. Called on every node."""
+        steps, nics = len(turns) * s.method.every, [t["nic"] for t in turns]
+        nic = None if None in nics else (sum(tx for tx, _ in nics), sum(rx for _, rx in nics))
+        sent = traffic.per_step((0, sum(t["sent"] for t in turns)), nic, self.size, steps, self.shard)
+        slow = slowest(gathered(turns))
+        if self._template is None:
+            return None
         cell, method, gpus = s.cell, s.method, self.suite.gpus_per_node
         sends = {"enabled": method.wire != "none", "overlap": method.overlap}
         facts = {"fraction": s.sent, "share": s.share, "elements": s.elements, "peak": peak, "gpus": gpus}
@@ -188,11 +179,11 @@ class Node:
             wire=method.wire,
             data={"name": f"replay of {s.timeline.name}", "synthetic": True},
             link={**record.LINK, **self.link, "link_gbps": gbit, "dilation": s.dilation},
-            timing=timing_of(nodes, s.timeline.batch_per_gpu * gpus * self.size),
-            bytes_per_step=sent_bytes(nodes),
-            collectives_per_step=round(nodes[0]["collectives"] / len(nodes[0]["steps"]), 2),
-            state_bytes_per_rank=nodes[0]["state"],
-            turns=turns,
+            timing=timing_of(slow, s.timeline.batch_per_gpu * gpus * self.size),
+            bytes_per_step={**record.BYTES, **sent},
+            collectives_per_step=round(sum(t["collectives"] for t in turns) / steps, 2),
+            state_bytes_per_rank=turns[-1]["state"],
+            turns={**about, "ms": [round(ms, 4) for ms in slow["wall_ms"]], "steps": [1] * len(turns)},
         )
 
 
@@ -201,29 +192,18 @@ class Node:
 PARTS = ("encode_ms", "wire_ms", "exposed_wire_ms", "update_ms")
 
 
-def together(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One node's turns (`Setup.turn`) as one: steps in their order, the state at the end, sums of the rest."""
-    nics = [t["nic"] for t in turns]
-    return {
-        "steps": [s for t in turns for s in t["steps"]],
-        "sent": sum(t["sent"] for t in turns),
-        "collectives": sum(t["collectives"] for t in turns),
-        "state": turns[-1]["state"],
-        "nic": None if None in nics else (sum(nic[0] for nic in nics), sum(nic[1] for nic in nics)),
-    }
+def slowest(nodes: Sequence[Sequence[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Of every step and part of it what it took on the node where it took longest. nodes: the turns of each."""
+    same = list(zip(*nodes, strict=True))
+    return {key: [max(turn[key] for turn in turns) for turns in same] for key in ("wall_ms", *PARTS)}
 
 
-def slowest_ms(nodes: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Of every step what it took on the node where it took longest. nodes: what `together` returned on each."""
-    return [max(n["steps"][i][key] for n in nodes) for i in range(len(nodes[0]["steps"]))]
-
-
-def timing_of(nodes: Sequence[dict[str, Any]], samples: int) -> dict[str, Any]:
-    """The record's `timing`; a step is as long as that of the slowest node. samples: of all nodes.
+def timing_of(slow: dict[str, list[float]], samples: int) -> dict[str, Any]:
+    """The record's `timing`; slow: of `slowest`. samples: of all nodes.
 
     With so few steps there are no percentiles: min_ms and max_ms, and every step in steps_ms, in their order.
     """
-    walls = slowest_ms(nodes, "wall_ms")
+    walls = slow["wall_ms"]
     median = statistics.median(walls)
     return {
         "steps": len(walls),
@@ -232,20 +212,7 @@ def timing_of(nodes: Sequence[dict[str, Any]], samples: int) -> dict[str, Any]:
         "max_ms": round(max(walls), 3),
         "steps_ms": [round(ms, 3) for ms in walls],
         "samples_per_s": round(1000 * samples / median, 3),
-        "split": {key: round(statistics.median_high(slowest_ms(nodes, key)), 3) for key in PARTS},
-    }
-
-
-def sent_bytes(nodes: Sequence[dict[str, Any]]) -> dict[str, int | None]:
-    """The record's `bytes_per_step`: per node and step."""
-    per = len(nodes[0]["steps"]) * len(nodes)
-    nics = [n["nic"] for n in nodes]
-    known = all(nic is not None for nic in nics)
-    return {
-        "payload_intra": 0,
-        "payload_inter": round(sum(n["sent"] for n in nodes) / per),
-        "nic_tx": round(sum(nic[0] for nic in nics) / per) if known else None,
-        "nic_rx": round(sum(nic[1] for nic in nics) / per) if known else None,
+        "split": {key: round(statistics.median_high(slow[key]), 3) for key in PARTS},
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -296,6 +297,52 @@ class Suite(Data):
             emulated = c.nodes > 1 and (c.link is None or self.links[c.link].goodput_mbit is not None)
             found.setdefault((emulated, c.nodes), []).append(c)
         return found
+
+
+# ---- as this machine replays it: how much of a model a cell holds, and how much slower than the cluster it runs ---------
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A cell as this machine replays it.
+
+    share:    of the model's elements, as the suite asks for it. sent: of the bytes, what really is.
+    timeline: the model's. replayed: what is waited for; another one where whole tensors are selected.
+    elements: that are there. dilation: how much slower than on the cluster.
+    """
+
+    cell: Cell
+    method: Method
+    share: float
+    timeline: Timeline
+    replayed: Timeline
+    elements: int
+    sent: float
+    dilation: float
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """Cells of one architecture that have it in common can share a setup."""
+        return self.cell.method, self.share
+
+
+def scale(suite: Suite, cell: Cell, mbit_per_s: float) -> Scaled:
+    """The cell over links that carry `mbit_per_s`. Raises UserError for a timeline that is not there."""
+    method, share = suite.methods[cell.method], suite.fraction(cell)
+    whole = suite.timeline(cell.model, cell.rate)
+    part = timelines.select(whole, share) if method.whole else timelines.flattened(whole, share)
+    sent = timelines.shares(whole, part, method.rank) if method.whole else part.elements / whole.elements
+    dilation = round(suite.dilation(cell, sent, mbit_per_s), 6)
+    replayed = part if method.whole else whole
+    return Scaled(cell, method, share, whole, replayed, part.elements, sent, dilation)
+
+
+def comparisons(cells: Sequence[Scaled]) -> list[list[Scaled]]:
+    """Cells that are compared with each other, and so take turns: those of one model and rate, whatever the link."""
+    found: dict[tuple[str, str | None], list[Scaled]] = {}
+    for s in cells:
+        found.setdefault((s.cell.model, s.cell.rate), []).append(s)
+    return list(found.values())
 
 
 FILES = DataFiles("suite", Suite)

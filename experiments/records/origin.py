@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -43,7 +43,7 @@ def hardware(device: str | None = None) -> dict[str, Any]:
     gpus = _gpus()
     return {
         "device": device or ("cuda" if gpus else "cpu"),
-        "cpu": _proc_value("/proc/cpuinfo", "model name") or platform.machine() or None,
+        "cpu": _cpu() or platform.machine() or None,
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30),
         "gpus": gpus,
@@ -59,18 +59,14 @@ def software() -> dict[str, Any]:
     return versions
 
 
-def _proc_value(path: str, key: str) -> str | None:
+def _cpu() -> str | None:
     with contextlib.suppress(OSError):
-        for line in Path(path).read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
+        found = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return found and found[1].strip()
     return None
 
 
 def _gpus() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)

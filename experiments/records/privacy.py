@@ -10,19 +10,8 @@ from typing import Any
 HIDDEN = "…"
 _SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credentials"}
 _PLACES = {
-    "host",
-    "hosts",
-    "hostname",
-    "hostfile",
-    "nodelist",
-    "addr",
-    "address",
-    "endpoint",
-    "ssh",
-    "user",
-    "username",
-    "entity",
-    "account",
+    *("host", "hosts", "hostname", "hostfile", "nodelist", "addr", "address", "endpoint"),
+    *("ssh", "user", "username", "entity", "account"),
 }
 _ABSOLUTE = re.compile(
     r"""(?P<quote>['"])(?P<quoted>[/~][^'"]*)(?P=quote)|(?<![\w.:/~…-])(?P<bare>[/~][^\s'",;:=\[\]{}()]+)"""

@@ -48,10 +48,6 @@ class AccuracyTable:
         return next(r for cell in self.cells for r in cell.valid)
 
     @property
-    def workers(self) -> int:
-        return self.setting.workers
-
-    @property
     def task(self) -> str:
         """What is trained on: digits."""
         return task(self.setting.data)
@@ -59,7 +55,7 @@ class AccuracyTable:
     @property
     def name(self) -> str:
         """A short title: digits, 150 steps, 64 workers."""
-        return f"{self.task}, {self.setting.length}, {self.workers} workers"
+        return f"{self.task}, {self.setting.length}, {self.setting.workers} workers"
 
     @cached_property
     def metric(self) -> dict[str, Any]:
@@ -71,15 +67,10 @@ class AccuracyTable:
     def higher_is_better(self) -> bool:
         return bool(self.metric.get("higher_is_better", True))
 
-    @property
-    def sign(self) -> int:
-        """1 where more is better, else -1."""
-        return 1 if self.higher_is_better else -1
-
     def value(self, cell: Cell, name: str | None = None, seeds: Collection[int] | None = None) -> float:
         """What cells are compared by, the larger the better: the mean that `Cell.summary` finds; -inf where there is none."""
         mean = cell.summary(name, seeds)[0]
-        return -math.inf if mean is None else self.sign * mean
+        return -math.inf if mean is None else mean if self.higher_is_better else -mean
 
     @cached_property
     def criterion(self) -> str | None:
@@ -108,7 +99,7 @@ class AccuracyTable:
             return None
         name = self.parity.baseline.lower()
         mine = [c for c in self.cells if c.valid and c.valid[0].optimizer.lower() == name and _dense(c.valid[0])]
-        rated = [best for label in dict.fromkeys(c.label for c in mine) if (best := self.best(label)) is not None]
+        rated = [best for label in dict.fromkeys(c.label for c in mine) if (best := self.bests[label]) is not None]
         return max(rated, key=lambda c: (c.valid[0].wire == "fp32", *self._score(c)), default=None)
 
     def _score(self, cell: Cell) -> tuple[int, float]:
@@ -170,13 +161,18 @@ class AccuracyTable:
         return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
     @cached_property
-    def _bests(self) -> dict[str, Cell | None]:
+    def bests(self) -> dict[str, Cell | None]:
+        """Of each method, by its label, the learning rate with the best mean metric; one with a failed seed is not one.
+
+        With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
+        choice even if other seeds fail.
+        """
         return {label: self._best(label) for label in dict.fromkeys(c.label for c in self.cells)}
 
     @property
     def chosen(self) -> list[Cell]:
         """The best learning rate of each method, in the order of the table; methods without a candidate are left out."""
-        return [cell for cell in self._bests.values() if cell is not None]
+        return [cell for cell in self.bests.values() if cell is not None]
 
     @property
     def one_of_each(self) -> list[Cell]:
@@ -185,14 +181,6 @@ class AccuracyTable:
         for cell in self.chosen:
             groups.setdefault(cell.records[0].method, []).append(cell)
         return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
-
-    def best(self, label: str) -> Cell | None:
-        """The learning rate with the best mean metric; one with a failed seed is not a candidate.
-
-        With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
-        choice even if other seeds fail.
-        """
-        return self._bests.get(label)
 
     def _best(self, label: str) -> Cell | None:
         mine = [c for c in self.cells if c.label == label]
@@ -257,7 +245,7 @@ def columns(table: AccuracyTable) -> list[Column]:
         *([Column(f"vs {base.label}", value=table.difference_text), said] if (base := table.baseline) else []),
         Column("n", value=Cell.count),
         Column("target", value=lambda _: DASH if target is None else f"{target:g}"),
-        Column("best lr", value=lambda cell: "best" if table.best(cell.label) is cell else ""),
+        Column("best lr", value=lambda cell: "best" if table.bests[cell.label] is cell else ""),
         Column("records", terminal=False, value=lambda cell: links((str(r.seed), r) for r in cell.records)),
     ]
 
@@ -289,7 +277,7 @@ def _value(table: AccuracyTable, cell: Cell) -> str:
     if not cell.valid:
         return next((f"failed: {r.reason}" for r in cell.records if r.status != "completed"), "not finite")
     value = mean_sd(*cell.summary(None))
-    return f"**{value}**" if table.best(cell.label) is cell else value
+    return f"**{value}**" if table.bests[cell.label] is cell else value
 
 
 def _other(name: str) -> Column:

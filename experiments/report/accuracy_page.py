@@ -44,7 +44,7 @@ def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
             same = table.setting._replace(nodes=0, batch=0)
             key = same, table.parity, getattr(table.setting, batch)
             found.setdefault(key, []).append(table)
-        several = [sorted(group, key=lambda t: t.workers) for group in found.values() if len(group) > 1]
+        several = [sorted(group, key=lambda t: t.setting.workers) for group in found.values() if len(group) > 1]
         groups += [group for group in several if group not in groups]
     shown = {table.slug for group in groups for table in group}
     return [*groups, *([table] for table in tables if table.slug not in shown)]
@@ -76,7 +76,7 @@ def _wide(tables: Sequence[AccuracyTable]) -> Table:
     for name in names:
         cells = [next((c for c in table.chosen if c.label == name), None) for table in tables]
         rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
-    heads = ["method", *(f"{table.workers} workers" for table in tables)]
+    heads = ["method", *(f"{table.setting.workers} workers" for table in tables)]
     first, same = tables[0].setting, len({table.setting.batch for table in tables}) == 1
     batch = f"batch {first.batch} each" if same else f"batch {first.batch_in_all} in all"
     title = ", ".join(filter(None, (first.studied, batch, first.precision)))

@@ -62,7 +62,7 @@ def by_factor(published: float, found: Sequence[Found]) -> tuple[list[Found], li
 
 def compression(table: SpeedupTable) -> str | None:
     """Whether compression pays in this table, in one to three sentences; None without an fp32 row or a compressed one."""
-    rows = sorted(compressed(table), key=lambda row: row.seconds or 0.0)
+    rows = sorted(compressed(table), key=lambda row: row.ms or 0.0)
     if table.baseline("fp32") is None or not rows:
         return None
     won = {row.label: table.compared(row, "fp32") for row in rows}
@@ -84,18 +84,18 @@ def compression(table: SpeedupTable) -> str | None:
 
 def fastest(table: SpeedupTable) -> str:
     """What a table of step times shows, as the title of its picture."""
-    timed = sorted((row for row in table.rows if row.seconds), key=lambda row: row.seconds or 0.0)
+    timed = sorted((row for row in table.rows if row.ms), key=lambda row: row.ms or 0.0)
     mine = next((row for row in timed if is_compressed(row.record.wire)), None)
     won = None if mine is None else table.compared(mine, "fp32")
     if mine is None or won is None:
         best = next((row for row in timed if row is not table.baseline("none")), timed[0])
-        return f"{best.label} is the fastest: {number(1000 * (best.seconds or 0.0))} ms a step"
+        return f"{best.label} is the fastest: {number(best.ms)} ms a step"
     return say("fastest", mine=mine.label, won=won, half=table.speedup(mine, "bf16"), bound=_bound(table))
 
 
 def compressed(table: SpeedupTable) -> list[Row]:
     """The rows that were timed and compress."""
-    return [row for row in table.rows if is_compressed(row.record.wire) and row.seconds]
+    return [row for row in table.rows if is_compressed(row.record.wire) and row.ms]
 
 
 def against(own: str, own_ms: float, rival: str, rival_ms: float, found: Speedup | None, about: str) -> str:

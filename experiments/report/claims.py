@@ -144,7 +144,7 @@ def endings(records: Records, value: float, optimizer: str) -> Words | None:
     variant that lost a seed at each of them."""
     tables = accuracies.build(list(records))
     mine = [(t, c) for t in tables for c in t.cells if c.records[0].optimizer == optimizer]
-    every = [c for t, c in mine if t.best(c.label) in (c, None)]
+    every = [c for t, c in mine if t.bests[c.label] in (c, None)]
     runs, ended = sum(len(c.records) for c in every), sum(len(c.valid) for c in every)
     where = ", ".join(dict.fromkeys(_where(c) for c in every))
     whether = "confirmed" if ended == runs else "not reached everywhere"

@@ -55,11 +55,6 @@ class Curve:
     def compressed(self) -> bool:
         return is_compressed(self.cell.valid[0].wire)
 
-    @property
-    def last(self) -> float:
-        """The mean of `final` over seeds."""
-        return self.loss[-1]
-
     def gap(self, base: Curve) -> tuple[float | None, ...]:
         """Loss less the baseline's at the same steps; None beyond the baseline's curve."""
         theirs = np.interp(self.steps, base.steps, base.loss, left=np.nan, right=np.nan)
@@ -156,8 +151,5 @@ def _running(points: pd.DataFrame) -> pd.Series[float]:
 
 
 def _evaluated(runs: list[pd.DataFrame]) -> tuple[tuple[int, float], ...]:
-    values = pd.concat([r.dropna(subset=["metric"])[["step", "metric"]] for r in runs])
-    means = values.groupby("step")["metric"].mean()
-    return tuple(
-        (int(step), float(value)) for step, value in zip(means.index.to_numpy(), means.to_numpy(), strict=True)
-    )
+    means = pd.concat(runs).dropna(subset=["metric"]).groupby("step")["metric"].mean()
+    return tuple(zip(means.index.astype(int).tolist(), means.tolist(), strict=True))

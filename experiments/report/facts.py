@@ -86,7 +86,7 @@ class Study:
     def __init__(self, table: AccuracyTable, results: Path) -> None:
         self.table = table
         self.results = results
-        self.first, self.workers, self.batch = table.first, table.workers, table.setting.batch
+        self.first, self.workers, self.batch = table.first, table.setting.workers, table.setting.batch
 
     def cell(self, name: str) -> Cell:
         label, _, rate = name.partition("@")
@@ -212,14 +212,14 @@ class Facts:
         """What is answered first, as a block of a page."""
         return f"```text\n{self.example(title)['said']}\n```"
 
-    def _runs(self, folder: str, nodes: int) -> list[spreads.Run]:
+    def _runs(self, folder: str, nodes: int) -> list[SpeedupTable]:
         return spreads.runs(read_all(self.results / folder), "resnet50", nodes)
 
     def repeated(self, folder: str, nodes: int, method: str, wire: str) -> dict[str, Any]:
         """Of all comparisons of a study: how many, how many next to another program, the least and the most gained."""
         found = self._runs(folder, nodes)
-        gains = [run.ratios()[method, wire] for run in found]
-        busy = sum(run.busy for run in found)
+        gains = [spreads.ratios(run)[method, wire] for run in found]
+        busy = sum(map(spreads.busy, found))
         return {"count": len(found), "busy": busy, "least": times(min(gains)), "most": times(max(gains))}
 
     def spread(self, folder: str, nodes: int) -> str:

@@ -43,6 +43,7 @@ LOOK: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
+    "axes.grid": True,
     "grid.alpha": 0.3,
     "legend.fontsize": 8.5,
     "legend.frameon": False,

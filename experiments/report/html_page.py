@@ -7,14 +7,14 @@ one of `data`'s, and every number of `data` is one of a record's or of the predi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Template
 
-from birder.predict import METHODS
+from birder.predict import METHODS, Prediction
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy, curves, gaps, methods_table, prediction, sentences, speedup, speedup_table
@@ -132,7 +132,7 @@ def _curve(found: Curves, curve: Curve) -> dict[str, Any]:
         "low": curve.low,
         "high": curve.high,
         "gap": None if base is None else curve.gap(base),
-        "final": curve.last,
+        "final": curve.loss[-1],
         "final_gap": _interval(found.loss_difference(curve)),
         "mean": mean,
         "sd": sd,
@@ -161,15 +161,12 @@ def predicted(grid: Grid) -> dict[str, Any]:
     sentence, that of the command line (`Prediction.winner`, `.sentence`).
     """
     names = prediction.METHODS
-    ms: list[Any] = []
-    wins: list[Any] = []
-    answers: list[Any] = []
-    for name, _ in grid.models:
-        t = timelines.load(name)
-        sweeps = [prediction.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes]
-        ms.append([[[round(p[m].ms, 3) for m in names] for p in made] for made in sweeps])
-        wins.append([[None if p.winner is None else names.index(p.winner) for p in made] for made in sweeps])
-        answers.append([[p.sentence for p in made] for made in sweeps])
+    every = [timelines.load(name) for name, _ in grid.models]
+    found = [[prediction.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes] for t in every]
+
+    def each(of: Callable[[Prediction], Any]) -> list[Any]:
+        return [[[of(p) for p in rates] for rates in nodes] for nodes in found]
+
     return {
         "models": [label for _, label in grid.models],
         "nodes": list(grid.nodes),
@@ -180,9 +177,9 @@ def predicted(grid: Grid) -> dict[str, Any]:
         "bound": names.index("none"),
         "ranks_per_node": prediction.RANKS_PER_NODE,
         "near": prediction.NEAR,
-        "ms": ms,
-        "wins": wins,
-        "answers": answers,
+        "ms": each(lambda p: [round(p[m].ms, 3) for m in names]),
+        "wins": each(lambda p: None if p.winner is None else names.index(p.winner)),
+        "answers": each(lambda p: p.sentence),
     }
 
 

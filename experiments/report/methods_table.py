@@ -83,8 +83,8 @@ class MethodsTable:
 
     def versus(self, line: Line) -> str:
         """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
-        dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.seconds]
-        base, mine = min(dense, key=lambda t: t.seconds or 0.0, default=None), line.timed
+        dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.ms]
+        base, mine = min(dense, key=lambda t: t.ms or 0.0, default=None), line.timed
         if base is None or mine is None:
             return DASH
         return captions.faster(metrics.speedup(base.record, mine.record), mine is base)
@@ -101,7 +101,7 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
         for label in dict.fromkeys(cell.label for cell in scores.cells):
             mine = tuple(cell for cell in scores.cells if cell.label == label)
             clock = next((r for r in timed if same_setting(r, mine[0].records[0])), None)
-            lines.append(Line(label, mine, scores.best(label), Row(label, clock) if clock else None))
+            lines.append(Line(label, mine, scores.bests[label], Row(label, clock) if clock else None))
         bound = [r for r in timed if r.wire == "none"]
         lines += [Line(r.method, (), None, Row(r.method, r)) for r in bound[:1]]
         tables.append(MethodsTable(scores, tuple(lines)))

@@ -83,11 +83,6 @@ class Rounds:
     steps: tuple[int, ...]
     mean: bool = False
 
-    @property
-    def typical(self) -> float:
-        """Milliseconds a step: the median round's, or of all steps together."""
-        return float(_typical(np.array(self.ms), np.array(self.steps, dtype=float), self.mean))
-
 
 @dataclass(frozen=True)
 class Speedup(Estimate):
@@ -178,6 +173,7 @@ def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Speedup | None:
 
 
 def _typical(ms: np.ndarray, steps: np.ndarray, mean: bool) -> np.ndarray:
+    """Milliseconds a step: the median round's, or of all steps together."""
     if mean:
         return (ms * steps).sum(axis=-1) / steps.sum(axis=-1)
     return np.asarray(np.median(ms, axis=-1))

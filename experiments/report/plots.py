@@ -37,15 +37,16 @@ VERDICTS = {PARITY: "#228833", BETTER: "#4477aa", WORSE: "#ee6677", OPEN: GREY}
 
 def step_times(table: SpeedupTable) -> bytes | None:
     """Horizontal bars of step times with p10-p90 whiskers; None when nothing was timed."""
-    rows = [row for row in table.rows if row.seconds is not None][::-1]
+    rows = [row for row in table.rows if row.ms is not None][::-1]
     if not rows:
         return None
     with figure.styled():
         picture = figure.blank(8, 0.7 + 0.3 * len(rows))
         axes = picture.add_subplot()
+        axes.grid(visible=False)
         base, limit = table.baseline("fp32"), 0.0
         for place, row in enumerate(rows):
-            t, typical = row.record.timing, 1000 * (row.seconds or 0.0)
+            t, typical = row.record.timing, row.ms or 0.0
             low, high = t.get("p10_ms") or typical, t.get("p90_ms") or typical
             spread = [[max(0.0, typical - low)], [max(0.0, high - typical)]]
             tint = figure.wire_colour(row.record.wire)
@@ -98,7 +99,6 @@ def loss_curves(table: AccuracyTable, results_dir: Path) -> bytes | None:
                     drawn.append([said, what, _draw(axes, what, curve, base, tint, said)])
             for axes, what in zip(panels, columns, strict=True):
                 axes.set_ylabel(named[what][1])
-                axes.grid(visible=True)
             handles, labels = panels[0].get_legend_handles_labels()
             panels[-1].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
         for axes, what in zip(grid[0], columns, strict=True):
@@ -178,8 +178,6 @@ def against_bytes(found: Against) -> bytes | None:
         unit = metric_unit(found.metric).strip() or found.metric
         name = metric_axis(found.metric).partition(", ")[0]
         right.set_xlabel(f"{name}: difference, {unit}")
-        for axes in (left, right):
-            axes.grid(visible=True, axis="both")
         figure.head(picture, found.point(), sentences.say("against_setting", found=found))
         return figure.png(picture, [found.axis, points])
 
@@ -223,7 +221,6 @@ def accuracies(studies: Studies) -> bytes | None:
             axes.set_xlim(*_upwards(panel, 1.1))
             axes.set_xlabel(panel.axis)
             axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 26), loc="left", fontsize=8)
-            axes.grid(visible=True, axis="both")
         grid[0].set_yticks(range(len(labels)), labels)
         grid[0].set_ylim(-0.7, len(labels) - 0.3)
         _verdict_key(made, grid[0])
@@ -299,7 +296,6 @@ def _by_bytes(axes: Axes, panel: Panel) -> list[Annotation]:
     axes.xaxis.set_tick_params(labelbottom=True)
     axes.set_ylabel(panel.axis)
     axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 40), loc="left", fontsize=8)
-    axes.grid(visible=True)
     return list(names)
 
 
@@ -347,7 +343,6 @@ def time_to_loss(race: Race) -> bytes:
             axes.set_xlim(left=0, right=1.06 * axes.get_xlim()[1])
             axes.set_title(f"{place[0].upper()}, {place[1]:g} Gbit/s", loc="left")
             axes.set_xlabel("steps x predicted step, s")
-            axes.grid(visible=True)
         grid[0].set_yticks(range(len(rows)), [m.label.removesuffix(OURS) for m in rows])
         grid[0].set_ylim(-0.7, len(rows) - 0.3)
         figure.head(made, race.point(), race.setting())

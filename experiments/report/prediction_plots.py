@@ -62,7 +62,6 @@ def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
                 axes.set_xlabel("nodes")
             axes.set_yscale("log")
             figure.plain(axes.yaxis)
-            axes.grid(visible=True)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         grid[0].set_ylabel("predicted step, ms")
         t, c = found[0].timeline, found[0].cluster

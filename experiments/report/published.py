@@ -49,15 +49,15 @@ def _belongs(entry: dict[str, Any], exp: str, kind: str) -> bool:
     return entry.get("kind") == kind and any(exp == e or exp.startswith(e + "_") for e in entry.get("exps", ()))
 
 
-def quoted(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
+def quoted(exp: str, kind: str) -> list[str]:
     """Sentences with the published values that belong next to the tables of `exp`. kind: "speedup" or "accuracy"."""
-    return [sentences.say("published", e=e) for e in load(folder) if _belongs(e, exp, kind)]
+    return [sentences.say("published", e=e) for e in load() if _belongs(e, exp, kind)]
 
 
-def tables_beside(exp: str, kind: str, folder: Path = FOLDER) -> list[str]:
+def tables_beside(exp: str, kind: str) -> list[str]:
     """The published tables that belong next to those of `exp`, as Markdown."""
     found = []
-    for e in load_tables(folder):
+    for e in load_tables():
         if _belongs(e, exp, kind):
             rows = [[DASH if cell is None else str(cell) for cell in row] for row in e["rows"]]
             said = Note(f"Published: {e['title']} ({e['source']}; {e['status']}).")
@@ -87,13 +87,9 @@ def matching(table: SpeedupTable, known: list[ResultRecord]) -> SpeedupTable | N
     return max(same, key=lambda t: t.latest, default=None)
 
 
-def where(exp: str, published: Path = PUBLISHED) -> str:
-    """The published page of an experiment, relative to the working directory where it lies below."""
-    page = published / "tables" / f"{exp}.md"
-    return str(page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page)
-
-
 def note(table: SpeedupTable, theirs: SpeedupTable | None, known: list[ResultRecord]) -> list[Note]:
     """What the published figures are, or that there are none of this setting."""
-    said = sentences.say("published_beside", theirs=theirs, known=known, where=where(table.records[0].exp))
+    page = PUBLISHED / "tables" / f"{table.records[0].exp}.md"
+    where = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
+    said = sentences.say("published_beside", theirs=theirs, known=known, where=where)
     return [Note(said)] if said else []

@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from experiments.cells import timelines
 from experiments.cells.suite import Cell, Place, Section, Suite
 from experiments.report import prediction, replay_words, sentences
@@ -66,18 +64,11 @@ def markdown(results: Results) -> str:
     )
 
 
-def show(
-    suite: Suite,
-    results_dir: str | Path,
-    *,
-    device: str = "cpu",
-    kernels_only: bool = False,
-    console: Console | None = None,
-) -> None:
+def show(suite: Suite, results_dir: str | Path, *, device: str = "cpu", kernels_only: bool = False) -> None:
     """Prints what the page says, caveats first: its sections for a terminal, the kernels of `device`, where the files are."""
     results = load(suite, results_dir)
     results = replace(results, kernels={d: r for d, r in results.kernels.items() if d == device})
-    console = console or terminal()
+    console = terminal()
     if results.records and not kernels_only:
         Note(replay_words.caveats(results), "caution").show(console)
         for note in replay_words.rounds(results):
@@ -123,22 +114,6 @@ def _summary(results: Results, section: Section) -> Iterator[Block]:
     yield Table.text(head, rows)
 
 
-def _fastest(results: Results, section: Section) -> Iterator[Block]:
-    if said := replay_words.fastest(results):
-        yield "\n".join(f"- {sentence}" for sentence in said)
-
-
-def _picture(results: Results, section: Section) -> Iterator[Block]:
-    if results.records:
-        yield f"![{results.suite.report.plot.alt}](../plots/{results.suite.report.plot.file}.png)"
-
-
-def _predicted(results: Results, section: Section) -> Iterator[Block]:
-    """How far the cells are from what is predicted for them."""
-    if len(results.predicted):
-        yield prediction.table(results.predicted)
-
-
 def _times(results: Results, section: Section) -> Iterator[Block]:
     """Step times and speedups over nodes, a table for each model, rate and link."""
     suite = results.suite
@@ -179,16 +154,14 @@ def grid(results: Results, places: list[Place], title: str) -> Table:
 
 def _memory(results: Results, section: Section) -> Iterator[Block]:
     """State and peak of the cells with the whole model."""
-    suite, whole = results.suite, dict[tuple[str, str], dict[str, Any]]()
-    for cell, r in results.records.items():
-        if (about := r.config[suite.name])["fraction"] == 1:
-            whole[cell.model, cell.method] = {**about, "state": r.state_bytes_per_rank}
+    suite = results.suite
+    about = {c: {**r.config[suite.name], "state": r.state_bytes_per_rank} for c, r in results.records.items()}
+    whole = {(c.model, c.method): found for c, found in about.items() if found["fraction"] == 1}
 
     def state(model: str, method: str) -> str:
         """As a share of Adam's."""
-        about = whole.get((model, method), {})
-        kept = about.get("state")
-        return DASH if kept is None else times(kept / (ADAM_BYTES * about["elements"]))
+        own = whole.get((model, method), {"state": None})
+        return DASH if own["state"] is None else times(own["state"] / (ADAM_BYTES * own["elements"]))
 
     def more(model: str, method: str) -> str:
         """The peak, above that of fp32."""
@@ -365,10 +338,12 @@ QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
 SECTIONS: dict[str, Callable[[Results, Section], Iterable[Block]]] = {
     "summary": _summary,
     "reproduced": lambda results, _: replay_words.reproduced(results),
-    "fastest": _fastest,
-    "plot": _picture,
+    "fastest": lambda results, _: filter(None, ["\n".join(f"- {said}" for said in replay_words.fastest(results))]),
+    "plot": lambda results, _: (
+        [f"![{results.suite.report.plot.alt}](../plots/{results.suite.report.plot.file}.png)"] * bool(results.records)
+    ),
     "check": lambda results, _: [replay_words.check_table(results)],
-    "predicted": _predicted,
+    "predicted": lambda results, _: [prediction.table(results.predicted)] if len(results.predicted) else [],
     "times": _times,
     "memory": _memory,
     "details": _details,

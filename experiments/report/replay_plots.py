@@ -56,7 +56,6 @@ def _lines(results: Results) -> tuple[Figure, list[Any]]:
                 drawn.append([model, factor])
             axes.set_xscale("log", base=2)
             axes.set_xticks(gpus, [str(n) for n in gpus])
-            axes.grid(visible=True)
         about = ", ".join(filter(None, [_name(results, model), suite.models[model].short]))
         row[0].set_ylabel(f"{about}\ntimes as fast as fp32 DDP")
     for axes, (rate, link) in zip(grid[0], columns, strict=True):
@@ -108,7 +107,6 @@ def _dots(results: Results) -> tuple[Figure, list[Any]]:
             axes.set_xscale("log")
             figure.plain(axes.xaxis)
             axes.set_yticks(range(len(names)), [suite.methods[name].label for name in names])
-            axes.grid(visible=True)
             axes.set_title(f"{_name(results, model)}, {suite.links[link].title}", loc="left")
     for axes in grid[-1]:
         axes.set_xlabel("times as fast as PyTorch DDP in fp32")

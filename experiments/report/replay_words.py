@@ -191,12 +191,8 @@ def checks(results: Results) -> list[Check]:
 def check_table(results: Results) -> Table:
     """The check, one line for each cell, and what it found."""
     head = ("fp32 and bf16 DDP", "replayed, ms", "arithmetic, ms", "difference")
-    cells = [(c.name, number(c.measured), number(c.expected), f"{c.difference:+.1%}") for c in checks(results)]
-    return Table.text(head, cells, footnotes=(Note(check_sentence(results), "strong"),))
-
-
-def check_sentence(results: Results) -> str:
-    """What the check found."""
     found = checks(results)
+    cells = [(c.name, number(c.measured), number(c.expected), f"{c.difference:+.1%}") for c in found]
     worst = max(found, key=lambda c: abs(c.difference), default=None)
-    return say("check", checks=found, worst=worst, within=WITHIN, missed=arithmetic.missed(found))
+    said = say("check", checks=found, worst=worst, within=WITHIN, missed=arithmetic.missed(found))
+    return Table.text(head, cells, footnotes=(Note(said, "strong"),))

@@ -23,12 +23,8 @@ from experiments.report.metrics import Speedup
 
 # Hyper-parameters that do not change what a step costs.
 COSTLESS = (
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "train.lr_schedule",
-    "train.epochs",
-    "train.max_steps",
-    "train.eval_every",
+    *("optimizer.lr", "optimizer.weight_decay"),
+    *("train.lr_schedule", "train.epochs", "train.max_steps", "train.eval_every"),
 )
 
 
@@ -41,10 +37,9 @@ class Row:
     runs: int = 1
 
     @property
-    def seconds(self) -> float | None:
-        """Step time, the median or the mean (`uneven`); None for a failed run."""
-        ms = metrics.step_ms(self.record)
-        return None if ms is None else ms / 1000
+    def ms(self) -> float | None:
+        """Step time in milliseconds, the median or the mean (`uneven`); None for a failed run."""
+        return metrics.step_ms(self.record)
 
     @property
     def dense(self) -> bool:
@@ -85,7 +80,7 @@ class SpeedupTable:
             cells.setdefault((r.method + suffix[r.id], r.wire, alone), []).append(r)
         rows = []
         for (label, _, _), same in cells.items():
-            same.sort(key=lambda r: (Row(label, r).seconds or 0.0, r.id))
+            same.sort(key=lambda r: (Row(label, r).ms or 0.0, r.id))
             rows.append(Row(label, same[(len(same) - 1) // 2], len(same)))
         return rows
 
@@ -95,8 +90,8 @@ class SpeedupTable:
 
     def baseline(self, wire: str) -> Row | None:
         """The fastest completed run of a dense method whose collectives carry `wire` ("none": the bound)."""
-        timed = [row for row in self.rows if row.record.wire == wire and row.seconds is not None and row.dense]
-        return min(timed, key=lambda row: row.seconds or 0.0, default=None)
+        timed = [row for row in self.rows if row.record.wire == wire and row.ms is not None and row.dense]
+        return min(timed, key=lambda row: row.ms or 0.0, default=None)
 
     def compared(self, row: Row, wire: str) -> Speedup | None:
         """Of `row` over the baseline of `wire`; None when either is missing. A row of several runs has no interval."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from experiments.records.record import ResultRecord
 from experiments.report import arithmetic, captions, prediction, sentences
 from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
 from experiments.report.speedup import Row, SpeedupTable
@@ -102,7 +101,7 @@ def as_papers(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tab
         measured("rounds", lambda row: number(row.record.rounds_per_step)),
         measured("collectives", lambda row: number(row.record.collectives_per_step)),
         measured("state", lambda row: size(row.record.state_bytes_per_rank)),
-        measured("step ms", lambda row: "mean " * row.uneven + number(row.seconds and 1000 * row.seconds)),
+        measured("step ms", lambda row: "mean " * row.uneven + number(row.ms)),
         measured("speed vs fp32", lambda row: captions.versus(table, row, "fp32")),
         *([published_column(reference)] if reference else []),
         metric_column(table),
@@ -114,12 +113,12 @@ def as_papers(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tab
 def metric_column(table: SpeedupTable) -> Column:
     """The metric of what was trained on real data."""
     name = next((str(r.metric["name"]) for r in table.records if r.metric.get("name")), "metric")
-    return measured(name, lambda row: _metric(row.record))
 
+    def value(row: Row) -> str:
+        trained = row.record.wire != "none" and not row.record.data.get("synthetic")
+        return mean_sd(row.record.metric.get("value"), None) if trained else DASH
 
-def _metric(r: ResultRecord) -> str:
-    trained = r.wire != "none" and not r.data.get("synthetic")
-    return mean_sd(r.metric.get("value"), None) if trained else DASH
+    return measured(name, value)
 
 
 def published_column(published: SpeedupTable) -> Column:
@@ -136,7 +135,7 @@ def failures(table: SpeedupTable) -> list[Note]:
 
 def markdown(table: SpeedupTable) -> str:
     """The table and its plot as a section of a page in the tables folder."""
-    plot = f"![step time](../plots/{table.slug}_step_time.png)\n" if any(row.seconds for row in table.rows) else ""
+    plot = f"![step time](../plots/{table.slug}_step_time.png)\n" if any(row.ms for row in table.rows) else ""
     return as_table(table).markdown() + plot
 
 

@@ -6,7 +6,6 @@ on 8 nodes of 8 GPUs, from the timelines of `FOLDER` (studies/gpt2_timelines.py 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from birder.predict import METHODS, Cluster, Link, predict
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
 from experiments.report import curves, gaps
-from experiments.report.curves import Curve
 from experiments.report.sentences import say
 
 EXPS = ("language_model", "zero_one_gpt2")
@@ -78,26 +76,19 @@ def build(studies: gaps.Studies, results_dir: Path) -> Race | None:
         base = found.baseline
         if base is None:
             continue
-        loss = base.loss[first(base.steps, SHARE * base.steps[-1])]
+        half = SHARE * base.steps[-1]
+        loss = next(loss for step, loss in zip(base.steps, base.loss, strict=True) if step >= half)
         made = []
         for curve in found.curves:
             r = curve.cell.records[0]
             if r.method in PREDICTED and curve.cell in table.one_of_each:
-                made.append(Reached(r.method, steps_to(curve, loss), step_ms(r, curve.steps[-1])))
+                # By the running mean over seeds.
+                there = (step for step, value in zip(curve.steps, curve.loss, strict=True) if value <= loss)
+                made.append(Reached(r.method, next(there, None), step_ms(r, curve.steps[-1])))
         place = GPUS[0], GBPS[0]
         made.sort(key=lambda m: (m.steps is None, m.seconds(place) or 0.0, m.label))
         return Race(table.title, base.label, loss, base.steps[-1], tuple(made))
     return None
-
-
-def first(steps: Sequence[int], wanted: float) -> int:
-    """The place of the first step from `wanted` on."""
-    return next(i for i, step in enumerate(steps) if step >= wanted)
-
-
-def steps_to(curve: Curve, loss: float) -> int | None:
-    """The first shown step with that loss or less, by the running mean over seeds."""
-    return next((step for step, value in zip(curve.steps, curve.loss, strict=True) if value <= loss), None)
 
 
 def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:

@@ -101,7 +101,7 @@ def numbers(table: SpeedupTable, row: Row) -> dict[str, Cell]:
         "wire": r.wire,
         "status": r.status,
         "runs": row.runs,
-        "step_ms": None if row.seconds is None else 1000 * row.seconds,
+        "step_ms": row.ms,
         "step_is": "mean" if row.uneven else "median",
         **{key: t.get(key) for key in ("p10_ms", "p90_ms", "samples_per_s")},
         **ratios,

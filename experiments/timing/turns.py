@@ -107,9 +107,8 @@ class _World:
             busy = machine.busy(readings, gathered(machine.read()))
             after = self._measure_bound(CHECK_TURNS)
             now = statistics.median([after, *self.bound.per_step()])
-            drift = (
-                now / (statistics.median(pace for pace, _, _ in self.links.set_to) if self.links.set_to else before) - 1
-            )
+            began = statistics.median(pace for pace, _, _ in self.links.set_to) if self.links.set_to else before
+            drift = now / began - 1
             self.repeated = repeated
             if abs(drift) <= machine.DRIFT or repeated:
                 break
@@ -235,28 +234,29 @@ class _World:
                 entry.free()
 
     def _turn(self, entry: Entry, steps: int, timed: bool) -> None:
-        """One turn of one method; its time is that of the slowest rank."""
+        """One turn of one method."""
         self._at(entry)
         if entry is self.bound:
             self._warm_bound()
+        seconds = self._seconds(entry, steps, timed)
+        if timed:
+            entry.keep(seconds, steps)
+            if entry is self.bound:
+                self.links.pace.append(seconds / steps)
+
+    def _seconds(self, entry: Entry, steps: int, timed: bool = False) -> float:
+        """Of so many steps, on the slowest rank."""
         dist.barrier()
         entry.begin(timed)
-        seconds = entry.turn(steps, self.watch, timed)
-        everyone = self._same(entry, seconds)
+        everyone = self._same(entry, entry.turn(steps, self.watch, timed))
         entry.end(timed)  # only now have all ranks what was sent to them
-        if timed:
-            entry.keep(max(everyone), steps)
-            if entry is self.bound:
-                self.links.pace.append(max(everyone) / steps)
+        return max(everyone)
 
     def _open_turn(self, entry: Entry) -> None:
         """A turn of a dense method on links that are open; others have none."""
-        if not isinstance(entry, Variant) or not dense(entry.config):
-            return
-        self._at(entry)
-        dist.barrier()
-        everyone = self._same(entry, entry.turn(self.steps, self.watch))
-        entry.open.append(max(everyone) / self.steps)
+        if isinstance(entry, Variant) and dense(entry.config):
+            self._at(entry)
+            entry.open.append(self._seconds(entry, self.steps) / self.steps)
 
     def _warm_bound(self) -> None:
         """A step that does not count, where the others have had theirs: the first after another method is 2 to 5 % slower."""
@@ -265,12 +265,9 @@ class _World:
 
     def _measure_bound(self, turns: int) -> float:
         """Seconds of a step without communication and update, on the slowest rank."""
-        taken = []
         self._warm_bound()
-        for _ in range(turns):
-            dist.barrier()
-            steps = max(2, self.steps)
-            taken.append(max(self._same(self.bound, self.bound.turn(steps, self.watch))) / steps)
+        steps = max(2, self.steps)
+        taken = [self._seconds(self.bound, steps) / steps for _ in range(turns)]
         self.links.pace += taken
         return statistics.median(taken)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from experiments.cells import held, scaling, suite, timelines
+from experiments.cells import setups, suite, timelines
 from experiments.cells.engine import Node, carried
-from experiments.cells.held import Setups
+from experiments.cells.setups import Setups
 from experiments.cells.suite import Cell
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import arithmetic, replay_page, replay_words, replayed, speedup
@@ -58,8 +58,8 @@ def test_a_link_carries_what_its_bucket_lets_through_unless_the_machine_cannot()
 
 def test_every_round_has_an_order_of_its_own_the_same_on_every_node_and_methods_stay_together() -> None:
     cells = PAPER.cells(PAPER.places(["resnet50_b32"], ["tf32"], nodes=[4]), PAPER.rows)
-    scaled = [scaling.scale(PAPER, c, 34.0) for c in cells]
-    (compared,) = scaling.comparisons(scaled)
+    scaled = [suite.scale(PAPER, c, 34.0) for c in cells]
+    (compared,) = suite.comparisons(scaled)
     assert compared == scaled
 
     class Spec:
@@ -83,19 +83,19 @@ def _setups(rank: int, world: int, timeline: str, room: int) -> dict[str, Any]:
     model = test_bench.BENCH.models["resnet50"].model_copy(update={"timeline": timeline})
     made = test_bench.BENCH.model_copy(update={"models": {"resnet50": model}})
     cells = made.cells(made.places(links=["loopback"], nodes=[2]), ["fp32", "birder", "none"])
-    scaled = [scaling.scale(made, c, 34.0) for c in cells]
-    held.memory_left = lambda share: room  # type: ignore[assignment]
+    scaled = [suite.scale(made, c, 34.0) for c in cells]
+    setups.memory_left = lambda share: room  # type: ignore[assignment]
     found: dict[str, Any] = {}
-    with Setups(made, scaled) as setups:
+    with Setups(made, scaled) as held:
         for _ in range(2):
             for s in scaled:
-                with setups.use(s) as setup:
+                with held.use(s) as setup:
                     setup.follow(s.replayed, 0.0)
-                    taken = setup.turn(1)
+                    taken = setup.turn()
                     shared = setup.model._values[0].data_ptr()
                 found.setdefault(s.cell.method, []).append((taken["sent"], id(setup), shared))
-        found["held"] = [s.cell.method for s in scaled if setups.holds(s)]
-        found["peaks"] = list(setups.peaks.values())
+        found["held"] = [s.cell.method for s in scaled if held.holds(s)]
+        found["peaks"] = list(held.peaks.values())
     return found
 
 
@@ -104,7 +104,7 @@ def test_setups_are_kept_as_far_as_memory_holds_them_and_send_the_same_either_wa
     timeline = test_bench.tiny(tmp_path)
     elements = timelines.load(timeline).elements
     all_held = run_ranks(_setups, 2, timeline, 2**40, ranks_per_node=1)
-    none_held = run_ranks(_setups, 2, timeline, held.NEED * elements, ranks_per_node=1)
+    none_held = run_ranks(_setups, 2, timeline, setups.NEED * elements, ranks_per_node=1)
     for many, few in zip(all_held, none_held, strict=True):
         assert many["held"] == ["fp32", "birder", "none"]
         assert few["held"] == []

@@ -11,6 +11,7 @@ import pytest
 from birder.predict import gpus
 from experiments.cells import architectures, timelines
 from experiments.cells.architectures import Asked, gpt, quantity, work
+from experiments.report.table import Table
 from launch.errors import UserError
 from studies import step_times
 
@@ -88,7 +89,7 @@ def test_the_timelines_that_there_are_come_out_of_the_architecture(name: str, me
     alone = replace(found, work=replace(found.work, host_us=(0.0, 0.0)))
     assert abs(alone.error) < 0.15
     assert alone.readiness < 0.10
-    assert step_times.own([found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
+    assert Table.of(step_times.OWN, [found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
 
 
 def test_a_row_is_computed_on_the_gpu_that_its_source_says() -> None:
@@ -105,6 +106,6 @@ def test_published_throughputs_were_written_down_and_are_on_the_page() -> None:
     assert {r.source for r in rows} <= set(step_times.sources())
     (row,) = (r for r in rows if r.torchvision == "resnet18")
     found = step_times.compared(row)
-    assert step_times.rows([found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
+    assert Table.of(step_times.COLUMNS, [found]).grid().splitlines()[2] in step_times.PAGE.read_text(encoding="utf-8")
     assert step_times.why(found)
     assert sum(bool(timelines.load(name).source) for name in timelines.names()) == 8

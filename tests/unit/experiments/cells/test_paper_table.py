@@ -181,7 +181,7 @@ def test_the_check_names_what_is_off() -> None:
     slow = entry(half, replay_words.expected(t, 8, 9.4, "bf16") * 0.92)
     slow = dataclasses.replace(slow, link={**slow.link, "off_by": 0.07})
     results = collect([entry(cells[0], good * 1.04), entry(cells[1], bad * 1.2), slow])
-    said = replay_words.check_sentence(results)
+    said = replay_words.check_table(results).footnotes[0].text
     assert "1 of 3 step times of fp32 and bf16 DDP are within 5% of arithmetic" in said
     assert "the largest difference is 20.0% (resnet50_b32, TF32, 8 nodes, 9.4 Gbit/s, fp32, with overlap)" in said
     assert "8 nodes, 9.4 Gbit/s, bf16, with overlap (-8.0%); resnet50_b32, TF32, 8 nodes, 9.4 Gbit/s, fp32" in said

@@ -95,10 +95,10 @@ def test_a_key_and_a_flag_say_the_same() -> None:
 
 
 def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percentile() -> None:
-    def node(*walls: float) -> dict[str, Any]:
-        return {"steps": [{"wall_ms": w, **dict.fromkeys(engine.PARTS, w / 10)} for w in walls]}
+    def node(*walls: float) -> list[dict[str, Any]]:
+        return [{"wall_ms": w, **dict.fromkeys(engine.PARTS, w / 10)} for w in walls]
 
-    found = engine.timing_of([node(10.0, 30.0, 20.0), node(12.0, 11.0, 25.0)], samples=64)
+    found = engine.timing_of(engine.slowest([node(10.0, 30.0, 20.0), node(12.0, 11.0, 25.0)]), samples=64)
     assert found["steps_ms"] == [12.0, 30.0, 25.0]
     assert (found["steps"], found["median_ms"], found["min_ms"], found["max_ms"]) == (3, 25.0, 12.0, 30.0)
     assert found["samples_per_s"] == pytest.approx(1000 * 64 / 25)

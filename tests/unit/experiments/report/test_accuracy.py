@@ -48,7 +48,7 @@ def test_a_held_out_part_chooses_the_learning_rate() -> None:
     records = [scored(0.1, 0, 99.0, 80.0), scored(0.2, 0, 90.0, 85.0), scored(0.2, 1, 91.0, 70.0)]
     records += [score("Birder", None, 2, 0.2, status="failed", reason="the loss is nan", metric={})]
     (table,) = accuracy.build(records)
-    best = table.best("Birder")
+    best = table.bests["Birder"]
     assert best is not None
     assert best.lr == 0.2
     text = accuracy.markdown(table, plot=False)
@@ -79,7 +79,7 @@ def test_lower_is_better_for_perplexity() -> None:
     metric: dict[str, Any] = {"name": "perplexity", "target": None, "higher_is_better": False, "all": {}}
     records = [score("Birder", None, 0, lr, metric={**metric, "value": v}) for lr, v in ((0.1, 150.0), (0.2, 180.0))]
     (table,) = accuracy.build(records)
-    best = table.best("Birder")
+    best = table.bests["Birder"]
     assert best is not None
     assert best.lr == 0.1
     assert "lower is better" in accuracy.markdown(table, plot=False)

@@ -44,9 +44,9 @@ def test_speedups_are_those_of_the_records(records: list[ResultRecord]) -> None:
     for page, table in zip(shown, tables.values(), strict=True):
         rows = [re.findall(r"<td>(.*?)</td>", row) for row in page["table"].split("<tr>")]
         cells = {row[0]: row[1:] for row in rows if row}
-        for row in (row for row in table.rows if row.seconds):
+        for row in (row for row in table.rows if row.ms):
             ms, over_fp32, over_bf16, _ = cells[row.label]
-            assert number(1000 * (row.seconds or 0)) in ms
+            assert number(row.ms) in ms
             for wire, said in (("fp32", over_fp32), ("bf16", over_bf16)):
                 found = table.compared(row, wire)
                 assert found is not None
@@ -93,7 +93,7 @@ def test_loss_curves_are_those_of_the_records(records: list[ResultRecord], conte
         table = tables[task["slug"]]
         lasts = {}
         for shown in task["methods"]:
-            best = table.best(shown["method"])
+            best = table.bests[shown["method"]]
             assert best is not None
             seeds = {}
             for r in (r for r in best.valid if r.curve):
@@ -128,7 +128,7 @@ def test_verdicts_are_those_of_the_accuracy_pages(records: list[ResultRecord], c
     for task in content["tasks"]:
         table = tables[task["slug"]]
         for shown in task["methods"]:
-            cell = table.best(shown["method"])
+            cell = table.bests[shown["method"]]
             assert cell is not None
             assert (shown["verdict"] or "") == ("" if shown["difference"] is None else table.verdict(cell))
             if shown["verdict"] and table.parity and (gap := table.compared(cell)):

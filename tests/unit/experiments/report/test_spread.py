@@ -34,8 +34,8 @@ def comparison(name: str, birder: float = 1.0, others: float = 0.0) -> list[Resu
 def test_the_largest_difference_of_any_two(tmp_path: Path) -> None:
     records = [*comparison("g1"), *comparison("g2", 1.04), *comparison("g3", 1.08, others=0.3)]
     found = report.runs(records, "resnet50", 4)
-    assert [run.table.group for run in found] == ["g1", "g2", "g3"]
-    assert [run.busy for run in found] == [False, False, True]
+    assert [run.group for run in found] == ["g1", "g2", "g3"]
+    assert [report.busy(run) for run in found] == [False, False, True]
     assert report.largest(found[:2]) == pytest.approx(0.04)
     assert report.largest(found) == pytest.approx(0.08)
     assert report.largest(found[:1]) is None
@@ -79,4 +79,4 @@ def test_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(("folder", "busy"), [("spread", [False] * 5 + [True] * 2), ("elsewhere", [True])])
 def test_published_studies_know_which_runs_were_beside_a_busy_core(folder: str, busy: list[bool]) -> None:
     found = report.runs(record.read_all(ROOT / "results/published" / folder), "resnet50", 4)
-    assert [run.busy for run in found] == busy
+    assert [report.busy(run) for run in found] == busy

@@ -77,8 +77,9 @@ def test_volume_by_hand():
 
 
 def test_every_published_number_stands_beside_what_comes_nearest():
-    head, rows, sentences = cli.claim_rows(SETTING, [118_000, 152_511])
-    assert {len(r) for r in rows} == {len(head)}
+    table = cli.compared(SETTING, [118_000, 152_511])
+    rows, sentences = table.rows, table.footnotes[0].text.splitlines()
+    assert {len(r) for r in rows} == {len(table.columns)}
     assert [r[0] for r in rows] == ["87 %"] * 4 + ["54 %", "26x"] + ["90 %"] * 4
     assert all("; verified)" in s or "; unverified)" in s for s in sentences)
     assert "54 % (0/1 Adam, ICLR 2023, abstract; verified). Nearest here: 51.2 %" in sentences[1]
