@@ -2,7 +2,7 @@
 
 Worker i keeps Adam's moments of its own gradient g_i; V is the same on all workers. For step t from 1:
 
-    (0) in the steps of a schedule: V = mean_i v_i, after (1); t_V is the last such step
+    (0) in the steps of a schedule, after (1): V by (0'), or V = mean_i v_i; t_V is the last such step
     (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
     (2) u_i = clip( m_i/(1 - beta1^t) / (sqrt(V/(1 - beta2^t_V)) + eps), -1, 1)
     (3) q = the +-1 that the sigma-delta quantizer makes of all u_i               birder/optim/bit_exchange.py
@@ -10,8 +10,8 @@ Worker i keeps Adam's moments of its own gradient g_i; V is the same on all work
 
 The local form leaves (0) out, and (2) has v_i and t in the place of V and t_V.
 
-Adam's own v is that of the mean gradient, to which the noise of n workers adds n times less than to theirs. `of_mean`
-estimates it, taking the mean momentum for the signal, and then needs no gain in the quantizer:
+Adam's own v is that of the mean gradient, to which the noise of n workers adds n times less than to theirs. `of_mean`, the
+default, estimates it, taking the mean momentum for the signal, and needs no gain in the quantizer:
 
     (0') V = s^2 + (mean_i v_i - s^2) / n,   s^2 = min( (1 - beta2^t) (mean_i m_i/(1 - beta1^t))^2, mean_i v_i )
 
@@ -40,13 +40,13 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
     """Sigma-delta Adam (see the module's docstring for the equations).
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW. Every coordinate moves by exactly lr in each step.
-    variance:     "shared": V of (0). "of_mean": V of (0'), for which m is sent too. "local": every worker's own v_i, so that
-                  nothing but bits is sent.
+    variance:     "of_mean": V of (0'), for which m is sent too. "shared": the mean of all v_i, half the bytes of (0).
+                  "local": every worker's own v_i, so that nothing but bits is sent.
     share_growth: by what factor the steps of (0) grow, at least 1: after step k comes max(k + 1, floor(share_growth k)). 1.1:
                   each of the first ten, then 11, 12, ..., 20, 22, 24, ... 1: every step.
     wire:         what (0) sends as: "fp32" or "bf16".
-    gamma:        gain of the server; None: that with which Adam's lr fits, the root of the number of workers, or 1 with
-                  "of_mean". 1: the quantizer's error is bounded for all times; with another V lr then wants to be larger.
+    gamma:        gain of the server; None: that with which Adam's lr fits, 1 with "of_mean", else the root of the number of
+                  workers. 1: the quantizer's error is bounded for all times; with another V lr then wants to be larger.
     reduce:       "two_phase": all-to-all and all-gather. "one_phase": one all-gather of half the bytes.
     errors:       how the errors are kept: "fp32", or "int8" for a quarter of their memory.
     start:        how workers' errors begin: "uniform" in [-1, 1), so that workers' bits do not move in step, or "zero".
@@ -81,7 +81,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        variance: str = "shared",
+        variance: str = "of_mean",
         share_growth: float = 1.1,
         gamma: float | None = None,
         reduce: str = "two_phase",
@@ -91,7 +91,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         wire: str = "fp32",
         **options: Any,
     ) -> None:
-        self.variance = require_choice("variance", variance, "shared", "of_mean", "local")
+        self.variance = require_choice("variance", variance, "of_mean", "shared", "local")
         self.idle = require_choice("idle", idle, "decay", "hold")
         self.share_growth = require_number("share_growth", share_growth, "at least 1", low=1.0)
         # Most variances are too small for fp16, and 0 stands for a coordinate without gradient.

@@ -132,7 +132,7 @@ def _low_rank(rank: int) -> Method:
 
 
 _APPLY, _ADAM, _OWN, _LATER = "apply_bits", "write_signs move_adam", "this project's", "compression stage"
-_SHARED = f"{_OWN}; the all-reduces of the variance, 111 in 100,000 steps, not counted"
+_SHARED = f"{_OWN}; the all-reduces of moments, in 111 of 100,000 steps, not counted"
 _DILOCO = "H = 500, AdamW inside, momentum outside"
 _INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit")
 _ZERO_ONE = (

@@ -105,12 +105,12 @@ class Birder(Optimizer):
 class SigmaDeltaAdam(Optimizer):
     betas: Betas = doc("weights of the past in momentum and variance")
     eps: NotNegative = doc("added to the root of the variance")
-    variance: Literal["shared", "of_mean", "local"] = doc(
-        "v of all workers, that of their mean gradient, or each one's own"
+    variance: Literal["of_mean", "shared", "local"] = doc(
+        "v of the workers' mean gradient, the mean of theirs, or each one's own"
     )
     share_growth: AtLeastOne = doc("by what factor the steps grow that share v; 1: every step")
     wire: Literal["fp32", "bf16"] = doc("what v is shared as", "fp32")
-    gamma: Positive | None = doc("gain of the server; null: the root of the number of workers, 1 with of_mean")
+    gamma: Positive | None = doc("gain of the server; null: 1 with of_mean, else the root of the number of workers")
     reduce: Literal["two_phase", "one_phase"] = doc("all-to-all and all-gather, or one all-gather of half the bytes")
     errors: Literal["fp32", "int8"] = doc("how errors are kept")
     start: Literal["uniform", "zero"] = doc("how workers' errors begin")

@@ -64,7 +64,8 @@ def method(config: dict[str, Any]) -> str:
         )
         ours += bits + ["two betas"] * (optimizer.get("beta2") is not None)
     if name == "SigmaDeltaAdam":
-        label += ", ".join(["", *ours, *["local"] * (optimizer.get("variance") == "local")])
+        variance = str(optimizer.get("variance", "of_mean"))
+        label += ", ".join(["", *ours, *[variance] * (variance != "of_mean")])
     elif ours:
         label += f" {', '.join(ours)}{OURS}"
     if optimizer.get("message") == "int4":  # of DiLoCo

@@ -252,6 +252,10 @@ def read(path: str | Path) -> ResultRecord:
         raise UserError(f"{path} is not a record of schema {SCHEMA}: check {', '.join(sorted(set(content) ^ known))}")
     content["config"] = old_keys.config(content["config"])
     content["overrides"] = [old_keys.override(o) for o in content["overrides"]]
+    if (
+        content["optimizer"] == "SigmaDeltaAdam" and "method" in content["config"]
+    ):  # its default form was another one once
+        content["method"] = labels.method(content["config"])
     return ResultRecord(**content)
 
 

@@ -27,6 +27,7 @@ WORLDS = {"flat 2": Topology(2, 1), "flat 4": Topology(4, 1), "nodes 2x2": Topol
 MORE = {"OneBitAdam bf16": ("OneBitAdam", {"wire": "bf16"}), "SLAMB hold": ("SLAMB", {"unseen": "hold"})}
 MORE |= {"CSER bf16": ("CSER", {"wire": "bf16"}), "EFSGD top-k": ("EFSGD", {"compressor": "top_k"})}
 MORE |= {"Birder bits": ("Birder", {"bits": "sigma_delta"}), "Birder u no bits": ("Birder u", {"bits": "none"})}
+MORE |= {"SigmaDeltaAdam shared": ("SigmaDeltaAdam", {"variance": "shared"})}
 MORE |= {"ZeroOneAdam decay": ("ZeroOneAdam", {"weight_decay": 0.1})}
 MORE |= {"ZeroOneAdam deepspeed decay": ("ZeroOneAdam deepspeed", {"weight_decay": 0.1})}
 NAMES = [*OURS, *MORE]

@@ -25,15 +25,16 @@ from tests.helpers.virtual import begun
 STEPS = 25
 """V is shared in the first 20, and in 22 and 24."""
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "default": ({"weight_decay": 0.1, "seed": 2**40 + 7}, {"weight_decay": 0.1, "seed": 2**40 + 7}),
+    "default": ({"weight_decay": 0.1, "seed": 2**40 + 7}, {"of_mean": True, "weight_decay": 0.1, "seed": 2**40 + 7}),
     "local, gamma 1": ({"variance": "local", "gamma": 1.0}, {"local": True, "gamma": 1.0}),
     "zero start, hold": (
-        {"start": "zero", "idle": "hold", "betas": (0.8, 0.99)},
+        {"variance": "shared", "start": "zero", "idle": "hold", "betas": (0.8, 0.99)},
         {"uniform": False, "hold": True, "betas": (0.8, 0.99)},
     ),
-    "shared rarely, large eps": ({"share_growth": 2.5, "eps": 1e-3}, {"growth": 2.5, "eps": 1e-3}),
-    "of the mean": ({"variance": "of_mean"}, {"of_mean": True}),
-    "one phase": ({"reduce": "one_phase", "seed": 5}, {"seed": 5}),
+    "rarely, large eps": ({"share_growth": 2.5, "eps": 1e-3}, {"of_mean": True, "growth": 2.5, "eps": 1e-3}),
+    "shared": ({"variance": "shared"}, {}),
+    "one phase": ({"reduce": "one_phase", "seed": 5}, {"of_mean": True, "seed": 5}),
+    "shared, one phase": ({"variance": "shared", "reduce": "one_phase"}, {}),
 }
 """Of each variant: options of the optimizer, and the same of the reference."""
 REAL = ("default", "one phase")
@@ -42,7 +43,7 @@ REAL = ("default", "one phase")
 SIZES: list[tuple[dict[str, Any], bool, int, int]] = [
     ({}, False, 16, 4),
     ({}, True, 16, 4),
-    ({"variance": "of_mean"}, True, 16, 4),
+    ({"variance": "shared"}, True, 16, 4),
     ({"variance": "local"}, False, 12, 4),
     ({"errors": "int8"}, False, 13, 1),
     ({"reduce": "one_phase"}, False, 16, 0),
@@ -145,12 +146,12 @@ def counted(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "nbytes", "phases"),
     [
-        ({}, 4, 2),
-        ({"wire": "bf16"}, 2, 2),
-        ({"variance": "of_mean"}, 2 * 4, 2),
+        ({}, 2 * 4, 2),
+        ({"wire": "bf16"}, 2 * 2, 2),
+        ({"variance": "shared"}, 4, 2),
         ({"variance": "local", "reduce": "one_phase"}, 0, 1),
     ],
-    ids=["shared", "bf16", "of the mean", "local, one phase"],
+    ids=["default", "bf16", "shared", "local, one phase"],
 )
 def test_bytes_are_a_bit_each_way_and_the_variance_in_its_steps(
     options: dict[str, Any], nbytes: int, phases: int

@@ -112,7 +112,9 @@ METHODS = {
     "Lion average": Method("Lion", {"lr": 1e-3, "vote": "average"}),
     "SigmaDeltaAdam": Method("SigmaDeltaAdam", {"lr": 1e-3}),
     "SigmaDeltaAdam local": Method("SigmaDeltaAdam", {"lr": 1e-3, "variance": "local", "errors": "int8"}),
-    "SigmaDeltaAdam one phase": Method("SigmaDeltaAdam", {"lr": 1e-3, "reduce": "one_phase"}, elementwise=False),
+    "SigmaDeltaAdam one phase": Method(
+        "SigmaDeltaAdam", {"lr": 1e-3, "variance": "shared", "reduce": "one_phase"}, elementwise=False
+    ),
     "OneBitAdam": Method("OneBitAdam", _ONEBIT, elementwise=False),
     "OneBitAdam decay": Method("OneBitAdam", _ONEBIT | {"weight_decay": 0.1}, elementwise=False, scaled=True),
     "OneBitLAMB": Method("OneBitLAMB", _ONEBIT, elementwise=False, norms=True, scaled=True),

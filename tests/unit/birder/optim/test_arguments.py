@@ -61,7 +61,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"betas": (0.9, 1.0)}, "betas must be"),
     ],
     "SigmaDeltaAdam": [
-        ({"variance": "mean"}, "variance must be shared, of_mean or local"),
+        ({"variance": "mean"}, "variance must be of_mean, shared or local"),
         ({"share_growth": 0.9}, "share_growth must be at least 1"),
         ({"gamma": 0.0}, "gamma must be positive or None"),
         ({"errors": "bf16"}, "errors must be fp32 or int8"),

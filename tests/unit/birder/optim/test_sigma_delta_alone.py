@@ -34,7 +34,7 @@ def test_the_schedule_does_not_depend_on_what_was_asked_before() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"variance": "of_mean"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}]
+    "options", [{}, {"variance": "shared"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}]
 )
 def test_a_coordinate_moves_from_the_step_of_its_first_gradient(options: dict[str, Any]) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
@@ -86,7 +86,7 @@ def test_what_is_not_finite_counts_as_0() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"variance": "of_mean"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}, {"gamma": 1.0}],
+    [{}, {"variance": "shared"}, {"variance": "local"}, {"reduce": "one_phase"}, {"errors": "int8"}, {"gamma": 1.0}],
 )
 def test_it_follows_adam(options: dict[str, Any]) -> None:
     """On one worker the whole run is off Adam's clipped path by a few steps of lr, whatever its length."""
@@ -107,7 +107,7 @@ def test_the_variance_of_the_mean_gradient_is_found_without_sending_it() -> None
     workers, d = 4, 4096
     signals = torch.tensor([0.0, 0.1, 1.0, 10.0])
     params = [torch.nn.Parameter(torch.zeros(d)) for _ in range(workers)]
-    optimizers = [SigmaDeltaAdam([p], lr=0.0, betas=(0.9, 0.99), variance="of_mean", share_growth=1.0) for p in params]
+    optimizers = [SigmaDeltaAdam([p], lr=0.0, betas=(0.9, 0.99), share_growth=1.0) for p in params]
     comms = communicators(Topology(workers, 1), False)
     for optimizer, comm in zip(optimizers, comms, strict=True):
         optimizer.bind(comm, OwnTurn())
