@@ -173,18 +173,18 @@ class BucketOptimizer(Guards):
 
         None: this rank has no gradient for the parameter. Raises RuntimeError when a parameter is fed twice in a step.
         """
-        if not self._feeding:
+        arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
+        for p, g in zip(params, grads, strict=True):
+            if p in self._where:
+                unit, i = self._where[p]
+                arrived.setdefault(unit.index, []).append((i, g))
+        if arrived and not self._feeding:  # a bucket of others' parameters begins no step
             if self._read is None:  # no attachment has called for it
                 self.note_options()
             self._open_units()
             reads = self.reads_parameters(self.steps + 1)  # versions miss p.data = x: the first step looks at bits
             if reads or self.reads_at_times:
                 self._weights = marks(self._parameters(), reads or not self.steps)
-        arrived: dict[int, list[tuple[int, Tensor | None]]] = {}
-        for p, g in zip(params, grads, strict=True):
-            if p in self._where:
-                unit, i = self._where[p]
-                arrived.setdefault(unit.index, []).append((i, g))
         for index, pairs in arrived.items():
             self._put(self.units[index], pairs, None)
 

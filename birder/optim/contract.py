@@ -154,8 +154,10 @@ class Method(torch.optim.Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Of the first unit; the CPU where there is none."""
-        return self.units[0].device if self.units else torch.device("cpu")
+        """Of the first unit; where nothing is trained, of the first parameter: ranks still talk on it."""
+        if self.units:
+            return self.units[0].device
+        return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
 
     @property
     def alignment(self) -> int:

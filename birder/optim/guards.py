@@ -254,8 +254,8 @@ class Guards(MethodState):
             )
         if apart:
             raise RuntimeError(
-                f"ranks have other values of {', '.join(apart)}: with this method p.grad is each rank's own, so what "
-                "is computed from it differs. Set them by what is the same on all ranks (all-reduce the norm first)"
+                f"ranks have other values of {', '.join(apart)}: a loss and, with this method, p.grad are each rank's own, "
+                "so what is computed from them differs. All-reduce the loss or the norm first"
             )
 
     def _parameters(self) -> list[Tensor]:

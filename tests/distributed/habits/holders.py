@@ -145,6 +145,30 @@ class HeadEverySecondStep(TwoOptimizers):
 
 
 @habit
+class TrunkFrozen(TwoOptimizers):
+    """the trunk by the method and frozen from the start, the head by torch.optim.AdamW: one trains, the other does nothing"""
+
+    ways = (*DDP_ONLY, "one process")
+    twin = None
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        for name, part in model.named_children():
+            part.requires_grad_(name == "second")
+        return model
+
+    def gradients(self, t: int, rank: int) -> Gradients:
+        return {n: g for n, g in drawn(rank, t).items() if n in SECOND}
+
+    def stays(self, t: int) -> tuple[str, ...]:
+        return self.names
+
+    def finish(self) -> None:
+        if not self.method.torch and self.opt.steps:
+            raise Stop(f"{self.opt.steps} steps were made of gradients that are another optimizer's")
+
+
+@habit
 class NobodysParameters(Script):
     """some parameters are in no optimizer: their gradients, which the script reads, are the mean"""
 

@@ -201,3 +201,12 @@ def test_a_compiled_model_in_a_closure_stays_compiled(name: str) -> None:
 def test_a_module_is_found_under_its_old_name(name: str, place: str) -> None:
     with pytest.warns(FutureWarning, match=f"birder.{name} is birder.{place} now"):
         assert getattr(birder, name) is importlib.import_module(f"birder.{place}")
+
+
+def test_an_optimizer_of_frozen_layers_alone_talks_on_their_device() -> None:
+    """On NCCL it took the CPU, for which there is no back end."""
+    layer = torch.nn.Linear(2, 2, device="meta").requires_grad_(False)
+    optimizer = birder.Birder(layer.parameters())
+    optimizer.bind()
+    assert optimizer.units == []
+    assert optimizer.device.type == "meta"
