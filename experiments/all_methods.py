@@ -31,7 +31,7 @@ from experiments.config.sweeps import Row
 from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
-from experiments.runs import command
+from experiments.runs import command, start
 from experiments.runs.study import Study, SweepQueue, asked, close, outcome
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
@@ -148,6 +148,7 @@ def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
     if plan.dry_run:
         grid.list()
     else:
+        start.check_results(resolved)
         grid.run()
     time(study, timed, "time" in plan.parts)
     if plan.dry_run:

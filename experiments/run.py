@@ -23,6 +23,7 @@ Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -33,6 +34,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -48,11 +50,11 @@ from experiments.report.table import Table, terminal
 from experiments.runs import command, start, study
 from launch.errors import UserError
 from launch.failure import RunFailed
-from launch.process import Stopped
 from launch.spec import RunSpec
 from launch.words import manual, say
 
 
+@command.report_errors
 def main() -> int:
     """The Hydra application."""
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -70,7 +72,9 @@ def main() -> int:
         # Unresolved: a reference that was typed (key=${...}) is one to this configuration, not to Hydra's own.
         task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
         assert isinstance(task, list)
-        composed = compose.composed(config, dict(hydra_config.runtime.choices), [str(o) for o in task])
+        composed = compose.composed(
+            config, dict(hydra_config.runtime.choices), [*searched(hydra_config), *map(str, task)]
+        )
         mine = Job(composed.overrides)
         jobs.append(mine)
         if hydra_config.mode is RunMode.MULTIRUN and not start.under_torchrun():
@@ -96,8 +100,6 @@ def main() -> int:
         if bugs:
             raise
         return command.report(compose.explain(error, overrides))
-    except (KeyboardInterrupt, Stopped, UserError) as error:
-        return command.report(error)
     failed = [one for one in jobs if one.status]
     if len(jobs) > 1:
         if any(one.record() is not None for one in jobs):
@@ -129,6 +131,13 @@ def count(overrides: Sequence[str]) -> int:
     """How many jobs the overrides of a sweep make. Of Hydra's running application, which knows the groups (glob)."""
     parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
     return math.prod(len(list(o.sweep_iterator())) for o in parsed if o.is_sweep_override())
+
+
+def searched(hydra_config: HydraConf) -> list[str]:
+    """The override for where Hydra also looks (hydra.searchpath, --config-dir), so that a command can be typed again."""
+    typed = [s.path for s in hydra_config.runtime.config_sources if s.provider == "command-line"]
+    places = [*hydra_config.searchpath, *typed]
+    return [f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"] if places else []
 
 
 def as_table(jobs: Sequence[Job]) -> Table:

@@ -24,7 +24,7 @@ from experiments.config.sweeps import Row
 from experiments.records.record import PUBLISHED
 from experiments.report import accuracy
 from experiments.report.table import terminal
-from experiments.runs import command
+from experiments.runs import command, start
 from experiments.runs.study import Study, SweepQueue, close
 from launch.errors import UserError
 
@@ -63,6 +63,7 @@ def sweep(
     if dry_run:
         grid.list()
         return 0
+    start.check_results(first)
     grid.run()
     for scored in accuracy.build([r for row in rows if (r := grid.of(row.overrides)) is not None]):
         accuracy.as_table(scored).show(terminal(), verbose=False)

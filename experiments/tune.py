@@ -38,7 +38,7 @@ from experiments.records import labels
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
 from experiments.report.table import Column, Note, Table, terminal
-from experiments.runs import command
+from experiments.runs import command, start
 from experiments.runs.study import Study, close, score
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
@@ -181,6 +181,8 @@ def tune_all(request: Request) -> int:
             raise UserError("rates are chosen by a part of the training data that is held out: give held_out=N")
     runs = Study(first["exp"], first["results_dir"], dry_run=request.dry_run)
     runs.read()
+    if not request.dry_run:
+        start.check_results(first)
     tuned = [tune(request, name, runs) for name in request.optimizers]
     for method in tuned:
         if method.best is None:

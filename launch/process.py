@@ -9,11 +9,14 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Those that ask a launcher to end."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -49,10 +52,20 @@ def start(command: Sequence[str], env: dict[str, str], log: Path, stdin: int = s
 
 def attached(command: Sequence[str], **options: Any) -> subprocess.Popen:
     """Starts `command` out of reach of the terminal's Ctrl-C; it dies when this process does. options: of Popen."""
-    parent = os.getpid()
-    return subprocess.Popen(
-        list(command), start_new_session=True, preexec_fn=lambda: die_with_parent(parent), **options
-    )
+    parent, started = os.getpid(), list[subprocess.Popen]()
+    try:
+        with deferred():
+            started.append(
+                subprocess.Popen(
+                    list(command), start_new_session=True, preexec_fn=lambda: die_with_parent(parent), **options
+                )
+            )
+    except BaseException:
+        for process in started:  # nobody else knows of it yet
+            process.kill()
+            process.wait()
+        raise
+    return started[0]
 
 
 def wait_for_first_failure(
@@ -170,16 +183,32 @@ def stop_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Has Ctrl-C, SIGTERM and SIGHUP take effect when it closes. Python drops what a signal raises while it forks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {s: signal.signal(s, lambda signum, _: came.append(signum)) for s in SIGNALS}
+    try:
+        yield
+    finally:
+        for s, old in before.items():
+            signal.signal(s, old)
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP while it is open: cleaning up is short and must not be cut shorter."""
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         # What came meanwhile is dropped: the caller is on its way out already.
-        while signal.sigpending() & signals:
-            signal.sigwait(signals)
+        while signal.sigpending() & SIGNALS:
+            signal.sigwait(SIGNALS)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import re
 import secrets
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _HOSTS = re.compile(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""")
 _PATH = re.compile(r"""^(\+*(?:data\.path|output_dir|results_dir)=)(["']?)(?!\w+\(|\[)([^"'{},]+)\2$""")
+_OWN = re.compile(r"hydra\.(run\.dir|sweep\.(sub)?dir|output_subdir|job\.chdir)")
+"""Keys of Hydra that say where a run is kept: the run's own keys do."""
 _warned: set[str] = set()
 """What `_warn` has said: a comparison composes each of its variants."""
 
@@ -88,8 +91,9 @@ def plain(overrides: Sequence[str], config_dir: Path) -> dict[str, Any]:
 
 def compared(composed: Composed) -> list[list[str]]:
     """What a configuration lists under `compare`: the overrides of each variant. Empty where it compares nothing."""
-    listed = OmegaConf.to_container(composed.config.compare, resolve=True)
-    return [[str(o) for o in variant] for variant in listed] if isinstance(listed, list) else []
+    listed = _value(composed.config, "compare")
+    validate.check_some(["compare"], lambda _: listed, _raw(composed.config))
+    return [list(variant) for variant in listed]
 
 
 def key_of(override: str) -> str:
@@ -106,7 +110,10 @@ def unless_given(own: Sequence[str], given: Sequence[str]) -> list[str]:
 
 def readable(overrides: Sequence[str]) -> list[str]:
     """`overrides` as Hydra reads what was meant. In quotes: cluster.hosts=a,b,c, which it would take for three runs, and
-    a path with a character that its grammar lacks (one with a comma may be a sweep over two). ~ is the home folder."""
+    a path with a character that its grammar lacks (one with a comma may be a sweep over two). ~ is the home folder.
+    Raises UserError for keys of Hydra's that would do nothing."""
+    if wrong := [key for key in map(key_of, overrides) if _OWN.fullmatch(key)]:
+        raise UserError(f"{wrong[0]} is not used here: output_dir, run_name and results_dir say where a run is kept")
     return [_HOSTS.sub(r'\1"\2"', _PATH.sub(_path, o)) for o in overrides]
 
 
@@ -169,12 +176,7 @@ def resolve(composed: Composed) -> dict[str, Any]:
 
 
 def _resolve(composed: Composed) -> dict[str, Any]:
-    config = composed.config
-
-    def get(key: str) -> Any:
-        value = OmegaConf.select(config, key, throw_on_missing=True)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
+    config, get = composed.config, functools.partial(_value, composed.config)
     try:
         raw = _raw(config)
         validate.check_structure(raw)
@@ -263,6 +265,12 @@ def _keys(section: dict[str, Any], prefix: str = "") -> list[str]:
     found = [f"{prefix}{key}" for key in section]
     inner = [_keys(v, f"{prefix}{k}.") for k, v in section.items() if isinstance(v, dict)]
     return found + [key for keys in inner for key in keys]
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    """The value of a key, resolved."""
+    value = OmegaConf.select(config, key, throw_on_missing=True)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _raw(config: DictConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     sgdm: {lr: "${lr_rule:0.1}", train: {lr_batch: total}}  # and keys of `train` that belong to it
     defaults: [cifar100]                                  # entries of another workload's file, where this one has none
 
-Hydra sees an entry as the file hparams/<workload>/<optimizer>.yaml (`hydra.searchpath` and the defaults list of
+Hydra sees an entry as the file hparams/<workload>/<optimizer>.yaml (`SearchHparams` and the defaults list of
 conf/config.yaml), so that everything of Hydra's holds: experiments and the command line win over it, and --cfg shows it.
 """
 
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from experiments.records.record import ROOT
@@ -123,6 +125,13 @@ class HparamsSource(ConfigSource):
         return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == GROUP else ("", "")
 
 
+class SearchHparams(SearchPathPlugin):
+    """Has Hydra look into conf/hparams, whatever hydra.searchpath names besides."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("hparams", "hparams://conf")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # 1e-3 is a number, unlike in plain YAML
@@ -134,5 +143,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Makes hparams:// known to Hydra."""
-    Plugins.instance().register(HparamsSource)
+    """Makes hparams:// known to Hydra, and has it searched."""
+    for plugin in (HparamsSource, SearchHparams):
+        Plugins.instance().register(plugin)

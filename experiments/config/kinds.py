@@ -102,6 +102,9 @@ Epochs = Annotated[
 Hosts = Annotated[Text | list[Text], Words("hosts a,b,c, or a file with one host per line")]
 Options = Annotated[Text | list[Text], Words("a list of arguments, such as [-i,KEYFILE]")]
 Rates = Annotated[list[Positive], Field(min_length=1), Words("a list of learning rates, such as [0.01,0.1]")]
+Variants = Annotated[
+    list[list[Text]], Words("a list of lists of overrides, such as [['optimizer=sgdm'],['optimizer=birder']]")
+]
 
 
 def words(annotation: Any, metadata: typing.Sequence[Any] = ()) -> Words:

@@ -228,7 +228,8 @@ class SlurmLauncher(Launcher):
             try:
                 say(f"SLURM job {job}: submitted")
                 if not self.wait:
-                    say(f"it runs on its own; to watch or end it:\n  tail -f {output.path}\n  scancel {job}")
+                    watch = shlex.join(["tail", "-f", str(output.path)])
+                    say(f"it runs on its own; to watch or end it:\n  {watch}\n  scancel {job}")
                     return
                 ended = self._follow(job, output)
             except BaseException:

@@ -16,6 +16,7 @@ import pytest
 
 from launch import failure, process, supervise
 from launch.supervise import StoppedWatch
+from tests.helpers import ROOT
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -108,3 +109,24 @@ def test_ranks_that_have_met_find_it_first_and_the_limit_of_a_minute_is_kept() -
     first = 2 * (heartbeat.PING_S + heartbeat.PROBE_S) + heartbeat.PROBE_S
     assert first < supervise.LATER_S
     assert 30 + supervise.LATER_S + 2 * supervise.LOOK_S < 60
+
+
+FORKS = """
+import os, signal
+from launch import process
+pending = [signal.SIGINT]
+os.register_at_fork(after_in_parent=lambda: pending and signal.raise_signal(pending.pop()))
+try:
+    process.attached(["sleep", "60"])
+except KeyboardInterrupt:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        print("heard, and nothing left")
+"""
+
+
+def test_ctrl_c_while_a_process_is_started_is_heard() -> None:
+    """What Python's own functions around a fork raise is dropped, KeyboardInterrupt too."""
+    done = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("heard, and nothing left\n", "")

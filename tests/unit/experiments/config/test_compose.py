@@ -197,6 +197,30 @@ def test_values_that_once_ended_in_a_traceback(overrides: list[str], words: str)
     assert len(message) < 300
 
 
+@pytest.mark.parametrize("value", ["null", "sgdm", "[sgdm,birder]", "[[1]]"])
+def test_a_list_of_variants_that_is_none(value: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^compare must be a list of lists of overrides, such as \[\['optimizer=sgdm'\]"
+    ):
+        compose.compared(compose.compose(["+exp=digits", f"compare={value}"]))
+
+
+def test_files_of_the_users_own_are_found_beside_the_hyper_parameters(tmp_path: Path) -> None:
+    """hydra.searchpath replaces the list of conf/config.yaml, and must not take conf/hparams from the search."""
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\nexp: mine\nseed: 7\n")
+    kept = resolved("+exp=digits", "optimizer=onebit_adam")["optimizer"]
+    made = resolved(f"hydra.searchpath=[{tmp_path}]", "+exp=mine", "workload=digits", "optimizer=onebit_adam")
+    assert (made["exp"], made["seed"]) == ("mine", 7)
+    assert made["optimizer"] == kept
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.chdir"])
+def test_where_a_run_is_kept_is_said_by_its_own_keys(key: str) -> None:
+    with pytest.raises(UserError, match=f"{key} is not used here: output_dir, run_name and results_dir say"):
+        compose.compose([f"{key}=elsewhere"])
+
+
 def test_missing_value_names_its_key() -> None:
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps has no value: set it with optimizer\.warmup_steps="):
         resolved("workload=digits", "optimizer=onebit_adam", "optimizer.warmup_steps=???")

@@ -70,6 +70,8 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ["--cfg", "job", "--resolve", "+exp=nothing"],
         ["-m", "+exp=digits", "optimizer=sgdm,nothing"],
         ["+exp=digits", "seed=${nosuch}"],
+        ["+exp=digits", "hydra.run.dir=elsewhere"],
+        ["-m", "+exp=digits", "hydra.sweep.dir=elsewhere"],
     ],
 )
 def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -282,6 +284,21 @@ def test_sweep_takes_the_hyper_parameters_of_each_pair(monkeypatch: pytest.Monke
         ("birder.Birder", 2e-3, 0),
         ("birder.Birder", 2e-3, 0.5),
     ]
+
+
+@pytest.mark.parametrize("typed_as", ["--config-dir=own files", "hydra.searchpath=['own files']"])
+def test_a_run_of_the_users_own_file_says_where_it_is(typed_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the recorded command could not be typed again."""
+    Path("own files/exp").mkdir(parents=True)
+    Path("own files/exp/mine.yaml").write_text("# @package _global_\nexp: mine\nseed: 7\n")
+    specs: list[RunSpec] = []
+    monkeypatch.setattr(LocalLauncher, "launch", lambda _, spec: specs.append(spec))
+    assert typed(monkeypatch, typed_as, "+exp=mine") == 0
+    (spec,) = specs
+    again = compose.resolve(compose.compose(spec.overrides))
+    assert (again["exp"], again["seed"], again["optimizer"]) == ("mine", 7, spec.config["optimizer"])
+    _, _, *arguments = shlex.split(spec.command)
+    assert arguments == spec.overrides
 
 
 @pytest.mark.parametrize("flag", ["cluster.dry_run=true", "--dry-run"])

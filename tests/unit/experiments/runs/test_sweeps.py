@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -306,6 +307,15 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     refused(sweep.main, arguments, words, capsys)
+
+
+def test_a_results_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk; the file that is locked lies in it too."""
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=OSError(28, "No space left on device")))
+    given = ["sweep=digits_workers", f"results_dir={tmp_path}/none"]
+    refused(sweep.main, given, "No space left on device; set results_dir=FOLDER", capsys)
 
 
 @pytest.mark.parametrize(
