@@ -216,11 +216,8 @@ def _marks(axes: Axes, family: str) -> None:
 
 def ranges(found: Sequence[Prediction]) -> list[tuple[str, float]]:
     """(method or `OPEN`, the last rate of the sweep at which it wins, Gbit/s), in the order of the sweep."""
-    said: list[tuple[str, float]] = []
-    for p in found:
-        name, rate = p.winner or OPEN, p.cluster.between.gbps
-        said = [*(said[:-1] if said and said[-1][0] == name else said), (name, rate)]
-    return said
+    every = [(p.winner or OPEN, p.cluster.between.gbps) for p in found]
+    return [list(same)[-1] for _, same in itertools.groupby(every, key=lambda at: at[0])]
 
 
 def sentence(found: Sequence[Prediction]) -> str:

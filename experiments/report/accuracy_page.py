@@ -18,6 +18,7 @@ from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
 
 TABLES = "../results/published/tables"
+"""As seen from the page."""
 
 
 def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTable]]]:

@@ -98,11 +98,6 @@ def compressed(table: SpeedupTable) -> list[Row]:
     return [row for row in table.rows if is_compressed(row.record.wire) and row.ms]
 
 
-def against(own: str, own_ms: float, rival: str, rival_ms: float, found: Speedup | None, about: str) -> str:
-    """Whether a method is the fastest compressed one. found: its speedup over `rival`, the fastest of the others."""
-    return say("rival", own=own, ms=own_ms, verdict=_verdict(found), rival=rival, rival_ms=rival_ms, about=about)
-
-
 def _bound(table: SpeedupTable) -> str | None:
     bound = table.baseline("none")
     return None if bound is None else _times(table.compared(bound, "fp32"))

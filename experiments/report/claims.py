@@ -8,7 +8,7 @@ is held against (`met`). None: nothing of it was run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from birder.predict import Cluster, Link, predict
 from experiments.cells import claimed, suite, timelines
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy as accuracies
-from experiments.report import captions, published, volume
+from experiments.report import accuracy_page, captions, published, volume
 from experiments.report import replayed as replays
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.comparison import Cell
@@ -29,8 +29,6 @@ KINDS = ("trained", "replayed", "predicted", "computed", "nothing")
 VERDICTS = ("confirmed", "exceeded", "not reached", "not decided", "cannot be tried here")
 CLOSE = 0.01
 """Margin of an accuracy, as a share of the baseline's, where the experiment states none."""
-TABLES = "../results/published/tables"
-"""As seen from the page."""
 STEPS = volume.LENGTHS[1]
 """Of 0/1 Adam's longer published run, BERT-Large."""
 ONEBIT_WARMUP = 23_000
@@ -59,7 +57,7 @@ def cited(quantity: str, source: str) -> Words:
     return {"value": value, "number": f"{value:g}", "source": f"{found['source']}; {found['status']}"}
 
 
-def evidence(records: Records, name: str, value: float = 0.0, why: str = "", **given: Any) -> Iterator[Words]:
+def evidence(records: Records, name: str, value: float = 0.0, why: str = "", **given: Any) -> list[Words]:
     """What a function of `EVIDENCE` has found, once, or nothing. value: the claim's number.
 
     Of factors also `met`, `least`, `most` and `count`. why: they are not reached.
@@ -68,7 +66,7 @@ def evidence(records: Records, name: str, value: float = 0.0, why: str = "", **g
     if found and (factors := sorted(found.get("factors", ()))):
         ends = {"least": times(factors[0][0]), "most": times(factors[-1][0]), "count": len(factors)}
         found = {"met": met(value, factors, why), **ends, **found}
-    yield from [found] if found else []
+    return [found] if found else []
 
 
 def met(factor: float, found: Sequence[tuple[float, str]], why: str = "") -> str:
@@ -201,7 +199,7 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
 
 def _where(cell: Cell) -> str:
     exp = cell.records[0].exp
-    return f"[{exp}]({TABLES}/{exp}.md)"
+    return f"[{exp}]({accuracy_page.TABLES}/{exp}.md)"
 
 
 ORDER = (WORSE, OPEN, PARITY, BETTER)

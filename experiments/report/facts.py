@@ -243,19 +243,10 @@ class Facts:
 
     # ---- prediction ---------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _worlds(self) -> list[ResultRecord]:
-        return read_all(self.results / prediction.VALIDATION)
-
-    def validation(self) -> dict[str, str]:
-        """How far predictions are from all interleaved comparisons, and how long those of the validation took."""
-        found = prediction.trained_rows([*self._records, *self._worlds])
-        median, _, worst = (f"{100 * error:.1f} %" for error in prediction.quantiles([t.error for t in found]))
-        return {"rows": str(len(found)), "median": median, "worst": worst, "hours": f"{minutes(self._worlds) / 60:.1f}"}
-
     def trained_rows(self) -> str:
-        """The summary of these errors."""
-        return prediction.trained_summary(prediction.trained_rows([*self._records, *self._worlds])).grid()
+        """How far predictions are from all interleaved comparisons, those of the validation among them."""
+        records = [*self._records, *read_all(self.results / prediction.VALIDATION)]
+        return prediction.trained_summary(prediction.trained_rows(records)).grid()
 
     def table_of(self, page: str, heading: str) -> str:
         """The first table below a heading of a page in the tables folder."""
@@ -311,7 +302,7 @@ class Facts:
 
     def evidence(self, name: str, *claimed: Any, **given: Any) -> list[dict[str, Any]]:
         """What was found of a paper's claim (`claims.evidence`)."""
-        return list(claims.evidence(self._records, name, *claimed, **given))
+        return claims.evidence(self._records, name, *claimed, **given)
 
     def paper(self, quantity: str, source: str) -> str:
         """A published value, with its unit."""

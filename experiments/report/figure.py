@@ -23,7 +23,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from experiments.records.labels import is_compressed
 from experiments.report.metrics import Estimate
 
 MARK = "Made by make tables"
@@ -62,6 +61,7 @@ COLOURS = {
     "no communication": "#bbbbbb",
 }
 OTHERS = ("#228833", "#ee8866", "#44bb99", "#997700", "#882255", "#77aadd")
+# Of what is sent, where rows are named and colours only tell kinds apart.
 WIRES = {"fp32": "#4477aa", "bf16": "#66ccee", "fp16": "#66ccee", "none": "#bbbbbb"}
 COMPRESSED = "#ee6677"
 
@@ -143,11 +143,6 @@ def distinct(methods: Sequence[str]) -> list[str]:
         mine = [c for c in (COLOURS.get(method), *OTHERS) if c and c not in taken]
         taken.append(mine[0])
     return taken
-
-
-def wire_colour(wire: str) -> str:
-    """The colour of what is sent, where rows are named and colours only tell kinds apart."""
-    return COMPRESSED if is_compressed(wire) else WIRES.get(wire, "#4477aa")
 
 
 def digest(png: bytes) -> bytes:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from experiments.records.labels import is_compressed
 from experiments.report import captions, curves, figure, gaps, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.curves import Curve, Curves
@@ -49,7 +50,8 @@ def step_times(table: SpeedupTable) -> bytes | None:
             t, typical = row.record.timing, row.ms or 0.0
             low, high = t.get("p10_ms") or typical, t.get("p90_ms") or typical
             spread = [[max(0.0, typical - low)], [max(0.0, high - typical)]]
-            tint = figure.wire_colour(row.record.wire)
+            wire = row.record.wire
+            tint = figure.COMPRESSED if is_compressed(wire) else figure.WIRES.get(wire, figure.WIRES["fp32"])
             axes.barh(place, typical, height=0.7, xerr=spread, color=tint, capsize=3, error_kw={"linewidth": 1})
             end = max(typical, high)
             said = f"{number(typical)} ms"

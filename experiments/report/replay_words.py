@@ -148,7 +148,8 @@ def _fastest(results: Results, place: Place) -> Iterator[str]:
         ms, name = next((ms, name) for ms, name in ranking if name != ours)
         label, rival = suite.methods[ours].label.partition(" (")[0], suite.methods[name].label
         found = results.compared(place, ours, name)
-        yield f"{where}: {captions.against(label, own, rival, ms, found, side if bound else '')}"
+        verdict, about = OPEN if found is None else found.verdict, side if bound else ""
+        yield f"{where}: {say('rival', own=label, ms=own, verdict=verdict, rival=rival, rival_ms=ms, about=about)}"
     if suite.links[place.link].goodput_mbit is None and ranking:
         name = ranking[0][1]
         if (found := results.compared(place, "fp32", name)) is not None:

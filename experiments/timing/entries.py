@@ -75,6 +75,8 @@ class Entry(ABC):
 
     id = ""
     label = labels.NO_COMMUNICATION
+    planned: list[int] | None = None
+    """Steps of each round, where a method has planned its own."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -95,12 +97,7 @@ class Entry(ABC):
 
     def lengths(self, rounds: int, steps: int) -> list[int]:
         """How many steps each round has."""
-        return [steps] * rounds
-
-    def keep(self, seconds: float, steps: int) -> None:
-        """The time of a round, on the slowest rank."""
-        self.seconds.append(seconds)
-        self.steps.append(steps)
+        return self.planned or [steps] * rounds
 
     def begin(self, timed: bool) -> None:
         """Before a turn, when all ranks are there."""
@@ -130,11 +127,6 @@ class Bound(Entry):
         self.stream = method.batches(config, shared.workload, shared.shard, shared.length, 0)
         self.passed: list[Ready] = []
         """DDP's buckets in the last step."""
-
-    @property
-    def buckets(self) -> list[int]:
-        """Elements of each of DDP's buckets."""
-        return [b.elements for b in self.passed]
 
     def forget(self) -> None:
         super().forget()
@@ -182,7 +174,6 @@ class Variant(Entry):
         self.compressed = False
         self.method: Method | None = None
         self.stream: Iterator[Batch] | None = None
-        self._lengths: list[int] | None = None
         self.warm_up = 0
         self.state_bytes = 0
         super().__init__(shared)
@@ -217,10 +208,7 @@ class Variant(Entry):
         self.warm_up = cycles.warm_up(optimizer, max(1, int(self.config["train"]["timing_warmup"])))
         # One step more is run before the first round.
         period = cycles.cycle(optimizer, optimizer.steps + self.warm_up + 2)
-        self._lengths = cycles.lengths(period, rounds, steps)
-
-    def lengths(self, rounds: int, steps: int) -> list[int]:
-        return self._lengths or super().lengths(rounds, steps)
+        self.planned = cycles.lengths(period, rounds, steps)
 
     def most_memory(self) -> int:
         """Bytes that the training may hold on this rank, known before it is made."""

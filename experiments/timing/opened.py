@@ -86,7 +86,7 @@ class Exchange:
             return
         self.mbit.append(mbit)
         for number, wire in enumerate(self.wires):
-            buffers = [torch.zeros(size, dtype=WIRES[wire], device=watch.device) for size in bound.buckets]
+            buffers = [torch.zeros(b.elements, dtype=WIRES[wire], device=watch.device) for b in bound.passed]
             if number == 0:  # links that have just got their rate, and connections that do not know it yet
                 dist.all_reduce(buffers[0], group=self.group)
             time.sleep(PAUSE_S)

@@ -93,7 +93,9 @@ class _World:
         for _ in range(2):
             self.bound.turn(1, self.watch)
         if not self.config["variants"]:
-            self._leave_bound(self._measure_bound(BOUND_TURNS))
+            content = f'{{"step_ms": {1000 * self._measure_bound(BOUND_TURNS):.6g}}}\n'
+            if self.main:
+                record.write_file(self.spec.path / plan.BOUND_FILE, content.encode(), "measurement")
             return
         self._prepare()
         profiled = self._profile()
@@ -240,7 +242,8 @@ class _World:
             self._warm_bound()
         seconds = self._seconds(entry, steps, timed)
         if timed:
-            entry.keep(seconds, steps)
+            entry.seconds.append(seconds)
+            entry.steps.append(steps)
             if entry is self.bound:
                 self.links.pace.append(seconds / steps)
 
@@ -310,8 +313,3 @@ class _World:
     def _say(self, line: str) -> None:
         if self.main:
             say(line)
-
-    def _leave_bound(self, seconds: float) -> None:
-        if self.main:
-            content = f'{{"step_ms": {1000 * seconds:.6g}}}\n'
-            record.write_file(self.spec.path / plan.BOUND_FILE, content.encode(), "measurement")
