@@ -66,6 +66,27 @@ def chosen(studies: Studies) -> list[AccuracyTable]:
     return [max((t for tables in every for t in tables), key=_weight) for every in studies.values()]
 
 
+def shown(studies: Studies) -> list[AccuracyTable]:
+    """The `chosen` studies, each with the weightiest other one of its experiment that is as long and has more methods."""
+    found = []
+    for first, every in zip(chosen(studies), studies.values(), strict=True):
+        others = [
+            t for tables in every for t in tables if _length(t) >= _length(first) and _methods(t) - _methods(first)
+        ]
+        found += [first, *sorted(others, key=_weight)[-1:]]
+    return found
+
+
+def _length(table: AccuracyTable) -> tuple[int, int]:
+    train = table.first.config.get("train", {})
+    return _weight(table)[0], int(train.get("max_steps") or 0)
+
+
+def _methods(table: AccuracyTable) -> set[str]:
+    """Those with more than one seed."""
+    return {c.records[0].method for c in table.chosen if len(c.by_seed) > 1}
+
+
 def _weight(table: AccuracyTable) -> tuple[int, int, int, int]:
     train = table.first.config.get("train", {})
     whole = 0 if train.get("max_steps") is not None else int(train.get("epochs") or 0)
@@ -74,8 +95,8 @@ def _weight(table: AccuracyTable) -> tuple[int, int, int, int]:
 
 
 def panels(studies: Studies) -> list[Panel]:
-    """Those of the `chosen` studies that have a baseline and intervals."""
-    return [made for table in chosen(studies) if (made := panel(table)) is not None]
+    """Those of the `shown` studies that have a baseline and intervals."""
+    return [made for table in shown(studies) if (made := panel(table)) is not None]
 
 
 def panel(table: AccuracyTable) -> Panel | None:
@@ -106,12 +127,12 @@ def panel(table: AccuracyTable) -> Panel | None:
 
 def point(found: Sequence[Panel]) -> str:
     """How the paper's Birder ended, in one sentence."""
-    by: dict[str, list[str]] = {}
+    by: dict[str, dict[str, None]] = {}  # tasks in order, each once
     for panel in found:
         for row in panel.rows:
             if row.label == "Birder":
-                by.setdefault(row.verdict, []).append(panel.task)
-    return say("panels", by={verdict: by[verdict] for verdict in (BETTER, PARITY, OPEN, WORSE) if verdict in by})
+                by.setdefault(row.verdict, {})[panel.task] = None
+    return say("panels", by={verdict: list(by[verdict]) for verdict in (BETTER, PARITY, OPEN, WORSE) if verdict in by})
 
 
 def with_bytes(studies: Studies) -> list[Panel]:

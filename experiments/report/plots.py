@@ -30,8 +30,8 @@ LINE = 0.15
 """Inches of a legend's line."""
 WIDE = 1.9
 """Inches of a study's panel."""
-COLUMNS = 3
-"""Panels of studies next to each other, where bytes are shown."""
+ACROSS, COLUMNS = 4, 3
+"""Panels of studies next to each other; the same where bytes are shown."""
 GREY = "#888888"
 VERDICTS = {PARITY: "#228833", BETTER: "#4477aa", WORSE: "#ee6677", OPEN: GREY}
 
@@ -213,9 +213,12 @@ def accuracies(studies: Studies) -> bytes | None:
         return None
     labels = sorted(dict.fromkeys(row.label for panel in found for row in panel.rows), key=_order)[::-1]
     with figure.styled():
-        made = figure.blank(3.0 + WIDE * len(found), 1.5 + 0.24 * len(labels))
-        grid = made.subplots(1, len(found), sharey=True, squeeze=False)[0]
-        for axes, panel in zip(grid, found, strict=True):
+        columns, rows = min(len(found), ACROSS), -(-len(found) // ACROSS)
+        made = figure.blank(3.0 + WIDE * columns, 1.0 + rows * (0.5 + 0.24 * len(labels)))
+        grid = made.subplots(rows, columns, sharey=True, squeeze=False)
+        for axes in grid.flat[len(found) :]:
+            axes.remove()
+        for axes, panel in zip(grid.flat, found, strict=False):
             axes.axvspan(-panel.margin, panel.margin, color=VERDICTS[PARITY], alpha=0.12, linewidth=0)
             axes.axvline(0, color=GREY, linewidth=0.8)
             for row in panel.rows:
@@ -223,9 +226,9 @@ def accuracies(studies: Studies) -> bytes | None:
             axes.set_xlim(*_upwards(panel, 1.1))
             axes.set_xlabel(panel.axis)
             axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 26), loc="left", fontsize=8)
-        grid[0].set_yticks(range(len(labels)), labels)
-        grid[0].set_ylim(-0.7, len(labels) - 0.3)
-        _verdict_key(made, grid[0])
+        grid[0, 0].set_yticks(range(len(labels)), labels)
+        grid[0, 0].set_ylim(-0.7, len(labels) - 0.3)
+        _verdict_key(made, grid[0, 0])
         figure.head(made, gaps.point(found), sentences.say("panels_setting"))
         return figure.png(made, [[panel] for panel in found])
 
