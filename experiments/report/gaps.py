@@ -78,8 +78,10 @@ def shown(studies: Studies) -> list[AccuracyTable]:
 
 
 def _length(table: AccuracyTable) -> tuple[int, int]:
+    """Epochs of a study whose runs are not cut short, and else their steps."""
     train = table.first.config.get("train", {})
-    return _weight(table)[0], int(train.get("max_steps") or 0)
+    steps = train.get("max_steps")
+    return (int(train.get("epochs") or 0), 0) if steps is None else (0, int(steps))
 
 
 def _methods(table: AccuracyTable) -> set[str]:
@@ -88,10 +90,8 @@ def _methods(table: AccuracyTable) -> set[str]:
 
 
 def _weight(table: AccuracyTable) -> tuple[int, int, int, int]:
-    train = table.first.config.get("train", {})
-    whole = 0 if train.get("max_steps") is not None else int(train.get("epochs") or 0)
     seeds = [len(c.by_seed) for c in table.chosen if len(c.by_seed) > 1]
-    return whole, len(seeds), max(seeds, default=0), sum(len(c.records) for c in table.cells)
+    return _length(table)[0], len(seeds), max(seeds, default=0), sum(len(c.records) for c in table.cells)
 
 
 def panels(studies: Studies) -> list[Panel]:
