@@ -285,6 +285,19 @@ def test_configuration_keys_of_the_differences_exist() -> None:
         assert name in config[section] or (section == "optimizer" and name in options), key
 
 
+def test_the_page_of_methods_has_all_of_them_and_what_may_change_is_what_update_alone_reads() -> None:
+    every, late = (rows(part) for part in text("docs/methods/README.md").split("## Common to all", 1))
+    named = {name for row in every for name in re.findall(r"`(\w+)`", row[1])}
+    assert named == {p.stem for p in (ROOT / "conf/optimizer").glob("*.yaml")}
+    labels = {page: label for row in every for label, page in re.findall(r"\[([^]]+)\]\((\w+)\.md\)", row[0])}
+    shown = {
+        label: set(re.findall(r"`(\w+)`", row[1])) for row in late if len(row) == 2 for label in row[0].split(", ")
+    }
+    for page, (cls, *_) in METHODS.items():
+        if issubclass(cls, birder.BucketOptimizer) and cls.compressed:
+            assert shown[labels[page].partition(", ")[0]] == cls.read_in_update, cls.__name__
+
+
 def arguments_of(cls: type) -> set[str]:
     """Names that a constructor takes: of `__init__`, and of a `__new__` that chooses a variant."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
