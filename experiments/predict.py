@@ -15,7 +15,7 @@ The model is one of:
                                      gpu_rate=20 for a GPU 20 times as fast
 
 Nothing is downloaded. More keys: batch, seq, precision, compiled, checkpointing, accumulation, sharding=hsdp, optimizer,
-local_steps, methods=birder,bf16.
+local_steps, run_steps, methods=birder,bf16.
 
     cluster=NAME      paper, ethernet_1g, ethernet_25g, infiniband_100g, wan
     cluster.KEY=...   nodes, ranks_per_node, gbps, latency_us, nics,
@@ -181,7 +181,7 @@ def costs_of(t: Timeline) -> Costs:
 
 def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
-    m, plan = model_of(q), Plan(q.sharding, q.accumulation, q.optimizer)
+    m, plan = model_of(q), Plan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
     t, there = m.timeline, cluster_of(q, m.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:

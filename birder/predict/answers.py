@@ -16,7 +16,7 @@ from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
 from birder.predict.layouts import DDP, Plan, fits
 from birder.predict.methods import Method, find
-from birder.predict.table import NEAR, Prediction, Row, advised, aligned, no_gain, predict, savings, size
+from birder.predict.table import NEAR, Prediction, Row, advised, aligned, no_gain, paying, predict, savings, size
 from birder.predict.timeline import Timeline
 
 NEEDS = {
@@ -71,6 +71,11 @@ class Answer:
     @cached_property
     def _advised(self) -> tuple[Row | None, bool | None]:
         return advised((self.prediction, *self.ends), self.lost, self.fits)
+
+    @property
+    def paying(self) -> list[Row]:
+        """The methods of which `best` is one, where it pays."""
+        return paying((self.prediction, *self.ends), self.fits)
 
     @property
     def far(self) -> Row | None:

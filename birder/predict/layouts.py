@@ -27,7 +27,7 @@ from typing import Literal
 
 from birder.predict.cluster import Cluster, Link
 from birder.predict.gpus import GPU
-from birder.predict.methods import Method, find
+from birder.predict.methods import RUN_STEPS, Method, find, over
 from birder.predict.timeline import Timeline
 
 CONTEXT_GB = 1.5
@@ -43,15 +43,18 @@ STATE = {"adamw": 8.0, "sgd": 4.0}
 
 @dataclass(frozen=True)
 class Plan:
-    """sharding, accumulation: as above. optimizer: the user's own, with dense methods."""
+    """sharding, accumulation: as above. optimizer: the user's own, with dense methods. run_steps: of the whole run: over it
+    is spread what a method sends ever more rarely."""
 
     sharding: Literal["ddp", "hsdp", "fsdp"] = "ddp"
     accumulation: int = 1
     optimizer: str = "adamw"
+    run_steps: int = RUN_STEPS
 
     def __post_init__(self) -> None:
-        if self.accumulation < 1:
-            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
+        for name in ("accumulation", "run_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def shards(self, cluster: Cluster) -> int:
         return {"ddp": 1, "hsdp": cluster.ranks_per_node, "fsdp": cluster.ranks}[self.sharding]
@@ -100,7 +103,7 @@ class Plan:
         if names and (refused := [m for m in found if not self.takes(m)]):
             why = "needs replicas" if self.sharding == "fsdp" else "needs the whole model, or nodes as workers"
             raise ValueError(f"{refused[0].name} {why}: not with sharding={self.sharding}")
-        return [m for m in found if self.takes(m)]
+        return [over(m, self.run_steps) for m in found if self.takes(m)]
 
     def takes(self, method: Method) -> bool:
         """Whether a method can run so: FSDP needs replicas to compress between, and one model for all ranks."""

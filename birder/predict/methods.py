@@ -28,6 +28,7 @@ class Round:
               have; False: one thread does it all.
     screens:  NaN and inf are kept out of the error; a separate pass where there is a cost for it ("screen").
     rank:     of PowerSGD.
+    growth:   above 0: it comes in steps that grow by this factor, so that its share depends on the length of a run (`over`).
     """
 
     share: float = 1.0
@@ -43,6 +44,7 @@ class Round:
     split: bool = True
     screens: bool = False
     rank: int = 1
+    growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,31 @@ def _low_rank(rank: int) -> Method:
     return _row(f"powersgd{rank}", f"PowerSGD rank {rank}", (8, 0, 0), "sgdm", sent, about=about)
 
 
+def rare(growth: float, steps: int) -> int:
+    """How many of so many steps there are in 1, ..., k, max(k + 1, floor(growth k)), ..."""
+    count, step = 0, 1
+    while step <= steps:
+        count, step = count + 1, max(step + 1, int(step * growth))
+    return count
+
+
+RUN_STEPS = 100_000
+"""Of a run, where nobody says."""
+
+
+def over(method: Method, steps: int = RUN_STEPS) -> Method:
+    """The method in a run of so many steps, where some of its rounds come ever more rarely; any other unchanged."""
+    usual = tuple(r for r in method.rounds if not r.growth)
+    if len(usual) == len(method.rounds):
+        return method
+    (moments,) = (r for r in method.rounds if r.growth)
+    count = rare(moments.growth, steps)
+    rounds = [*(replace(r, share=1 - count / steps) for r in usual), replace(moments, share=count / steps)]
+    about = f"{method.about.partition(';')[0]}; moments in {count} of {steps:,} steps"
+    return replace(method, rounds=tuple(rounds), about=about)
+
+
 _APPLY, _ADAM, _OWN, _LATER = "apply_bits", "write_signs move_adam", "this project's", "compression stage"
-_SHARED = f"{_OWN}; the all-reduces of moments, in 111 of 100,000 steps, not counted"
 _DILOCO = "H = 500, AdamW inside, momentum outside"
 _INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit")
 _ZERO_ONE = (
@@ -141,15 +166,20 @@ _ZERO_ONE = (
 )
 _ZERO_ONE_ABOUT = "mean over the published schedule of 118,000 steps, variance rounds not counted"
 _SIGMA_ONE = _one_phase(_SIGMA, "modulate_adam", "owned", "settle")
+# Both moments, and the bits of the step.
+_MOMENTS = Round(nbytes=8 + 1 / 8, encode=("modulate_adam",), decode=("eager", "eager"), layout="unit", growth=1.1)
+_MOMENTS_ONE = replace(_MOMENTS, nbytes=8 + 1 / 16)
 _BIRDER_ONE = _one_phase(_BIRDER, "encode", "owned")
 _FLAT = (
     _row("birder", "Birder", (0, 8, 0), _APPLY, _BIRDER),
     _row(
         "birder_one_phase", "Birder one-phase", (0, 8, 0), _APPLY, _BIRDER_ONE, about=f"{_OWN} variant of the reduction"
     ),
-    _row("sigma_delta", "Sigma-delta Adam", (0, 16, 4), _APPLY, _SIGMA, about=_SHARED),
+    _row("sigma_delta", "Sigma-delta Adam", (0, 16, 4), _APPLY, _SIGMA, _MOMENTS, about=_OWN),
     _row("sigma_delta_local", "Sigma-delta Adam, local form", (0, 12, 4), _APPLY, _SIGMA, about=_OWN),
-    _row("sigma_delta_one_phase", "Sigma-delta Adam, one-phase", (0, 16, 0), _APPLY, _SIGMA_ONE, about=_SHARED),
+    _row(
+        "sigma_delta_one_phase", "Sigma-delta Adam, one-phase", (0, 16, 0), _APPLY, _SIGMA_ONE, _MOMENTS_ONE, about=_OWN
+    ),
     _row("lion", "Distributed Lion", (0, 4, 0), _APPLY, _LION, about="majority vote"),
     _row("onebit_adam", "1-bit Adam", (8, 4, 4), _ADAM, _FEEDBACK, about=_LATER),
     _row("onebit_lamb", "1-bit LAMB", (12, 4, 4), "write_signs lamb", _MESSAGE, about=_LATER),
@@ -164,7 +194,7 @@ _FLAT = (
     ),
 )
 METHODS: dict[str, Method] = {
-    m.name: m
+    m.name: over(m)
     for m in (
         _dense("fp32", "DDP fp32", 4.0, "scale"),
         _dense("bf16", "DDP bf16", 2.0, "cast", "widen"),
@@ -228,6 +258,7 @@ DEFAULT = (
     "onebit_adam",
     "birder_hierarchical",
     "birder_one_phase_hierarchical",
+    "sigma_delta_hierarchical",
     "onebit_adam_hierarchical",
     "onebit_lamb",
     "zero_one_adam",

@@ -161,8 +161,10 @@ def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: 
         item.stages = [("hook", work), ("inside", before), (SEND, sending), *over(sent), ("read", after)]
         item.nic_bytes = sent.nbytes
     else:
-        sent = cluster.mean(round_.nbytes * d * round_.density)
-        made = sum(costs.ms(k, d) for k in round_.encode)
+        size = round_.nbytes * d * round_.density
+        nodes = method.hierarchical
+        sent = cluster.by_nodes(size) + cluster.by_nodes(size) if nodes else cluster.mean(size)
+        made = sum(costs.ms(k, d) for k in round_.encode) + (cluster.inside_ms(4 * d) if nodes else 0.0)
         read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
         item.stages = [
             ("hook", costs.ms("copy", d)),

@@ -173,21 +173,35 @@ def advised(
     """(a method, whether it pays; None: not decided). The one rule for the command line, the page and its pictures.
 
     A method pays that gains `NEAR` over bf16 by the first prediction, and whose saving is above 0 in all of them. Of those
-    within `TIE` of the fastest that pays the one with least of `lost` is advised, then the first in the table. Where
-    nothing pays the method is the fastest. Methods whose models differ between ranks are not advised, nor what does not fit.
+    within `NEAR` of the fastest that pays those with least of `lost` remain. The first in the table that is within `TIE` of
+    the fastest of these is advised. Where nothing pays the method is the fastest. Methods whose models differ between ranks
+    are not advised, nor what does not fit.
     """
     p = found[0]
-    rows = [r for r in p.rows if not (r.method.dense or r.method.local) and fits(r.name)]
+    rows = _candidates(p, fits)
     fastest = min(rows, key=lambda r: r.ms, default=None)
-    gaining = [r for r in rows if p.speedup(r.name, "bf16")[0] >= 1 + NEAR]
-    if no_gain(p, fastest) or not gaining:
+    if no_gain(p, fastest) or not any(_gains(p, r) for r in rows):
         return fastest, False
-    paying = [r for r in gaining if savings(found, r.name)[1] > 0]
-    if not paying:
+    if not (those := paying(found, fits)):
         return fastest, None
-    least = min(r.ms for r in paying)
-    ties = [r for r in paying if r.ms <= (1 + TIE) * least]
-    return min(ties, key=lambda r: (lost or {}).get(r.name, 1.0)), True
+    near = [r for r in those if r.ms <= (1 + NEAR) * min(t.ms for t in those)]
+    price = {r.name: (lost or {}).get(r.name, 1.0) for r in near}
+    kept = [r for r in near if price[r.name] == min(price.values())]
+    return next(r for r in kept if r.ms <= (1 + TIE) * min(k.ms for k in kept)), True
+
+
+def paying(found: Sequence[Prediction], fits: Callable[[str], bool] = lambda name: True) -> list[Row]:
+    """The methods of which one is `advised`."""
+    p = found[0]
+    return [r for r in _candidates(p, fits) if _gains(p, r) and savings(found, r.name)[1] > 0]
+
+
+def _candidates(p: Prediction, fits: Callable[[str], bool]) -> list[Row]:
+    return [r for r in p.rows if not (r.method.dense or r.method.local) and fits(r.name)]
+
+
+def _gains(p: Prediction, row: Row) -> bool:
+    return p.speedup(row.name, "bf16")[0] >= 1 + NEAR
 
 
 def decide(p: Prediction) -> tuple[str | None, str]:

@@ -48,10 +48,14 @@ def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
     return say("price", count=found.total(), good=found[PARITY] + found[BETTER], others=others)
 
 
-def warning(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
-    """What must be said of a method that is advised: empty where a study shows parity, or there is none."""
-    found = _counted(label, studies)
-    return "Faster, but no published study shows parity." if found and not found[PARITY] + found[BETTER] else ""
+def warning(found: Answer, studies: Sequence[Sequence[Sequence[str]]]) -> str:
+    """What must be said of the method that is advised, and what to take instead: empty where a study shows parity, or there
+    is none."""
+    good = {r.name: count[PARITY] + count[BETTER] for r in found.paying if (count := _counted(r.method.label, studies))}
+    if found.best is None or good.get(found.best.name, 1):
+        return ""
+    other = min((r for r in found.paying if good.get(r.name)), key=lambda r: r.ms, default=None)
+    return say("warning", other=other and other.method, percent=other and 100 * found.saving(other.name)[0])
 
 
 def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
@@ -71,7 +75,7 @@ def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: 
     """The answer. studies: `verdicts`. everything: the whole table instead of six rows."""
     best = found.best
     said = found.sentences(price(best.method.label, studies) if best and found.pays else "")
-    if best and found.pays and (caution := warning(best.method.label, studies)):
+    if found.pays and (caution := warning(found, studies)):
         said.insert(1, caution)
     parts = [_wrapped(said), _whole(found.prediction) if everything else "\n".join(found.table())]
     return "\n\n".join([*parts, _wrapped(assumed(found))])

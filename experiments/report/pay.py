@@ -57,11 +57,10 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
     """JSON's types. lost: as of birder.predict.answers.Answer.
 
     cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the low ends of their savings, then the
-    high ones. compressed: places of compressed methods, in the order in which those of equal time are advised.
+    high ones. compressed: places of compressed methods. lost: of each method, 1 where no study is known.
     gb[model][batch]: of a rank, with bf16 DDP.
     """
     choice, lost = choice or Choice(), lost or {}
-    compressed = [m for m in SHOWN if not METHODS[m].dense]
     cells, gb = [], []
     for model in choice.models:
         works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
@@ -85,7 +84,8 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
         "gbps": list(choice.gbps),
         "methods": [METHODS[m].label for m in SHOWN],
         "curves": [SHOWN.index(m) for m in CURVES],
-        "compressed": [SHOWN.index(m) for m in sorted(compressed, key=lambda m: lost.get(m, 1.0))],
+        "compressed": [SHOWN.index(m) for m in SHOWN if not METHODS[m].dense],
+        "lost": [lost.get(m, 1.0) for m in SHOWN],
         "bf16": SHOWN.index("bf16"),
         "bound": SHOWN.index("none"),
         "near": NEAR,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from birder.predict import METHODS, Cluster, Link, predict
+from birder.predict.layouts import Plan
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
 from experiments.report import curves, gaps
@@ -102,6 +103,6 @@ def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:
         timeline = timelines.load(FOLDER / f"gpt2_{gpu}.json")
         for gbps in GBPS:
             cluster = Cluster.of_gpus(NODES, 8, Link(gbps, LATENCY_US))
-            p = predict(timeline, cluster, ["fp32", "none", name], local_steps=every)
+            p = predict(timeline, cluster, ["fp32", "none", name], local_steps=every, plan=Plan(run_steps=total))
             found[gpu, gbps] = dense * p["fp32"].ms + (1 - dense) * p[name].ms
     return found

@@ -19,7 +19,7 @@ from birder.predict import (
     simulate,
 )
 from birder.predict.costs import BYTES
-from birder.predict.methods import SYNCS_OF_ZERO_ONE_ADAM, low_rank_numbers
+from birder.predict.methods import SYNCS_OF_ZERO_ONE_ADAM, low_rank_numbers, over, rare
 from birder.predict.simulation import Item, buckets, run, units
 
 MB = 2**20
@@ -235,6 +235,20 @@ def test_low_rank_numbers_are_those_of_torchs_hook() -> None:
     assert low_rank_numbers((100,), 4) == (100, 0, 0)
     assert low_rank_numbers((64, 32, 3, 3), 4) == (0, 256, 4 * 288)
     assert low_rank_numbers((8, 8), 4) == (64, 0, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 10, 300, 2_000, 100_000])
+def test_moments_are_sent_as_often_as_the_schedule_says(steps: int) -> None:
+    from birder.optim.sigma_delta import last_shared
+
+    count = rare(1.1, steps)
+    assert count == sum(last_shared(step, 1.1) == step for step in range(1, steps + 1))
+    for name in ("sigma_delta", "sigma_delta_one_phase_hierarchical"):
+        bits, moments = over(METHODS[name], steps).rounds
+        assert (bits.share, moments.share) == (pytest.approx(1 - count / steps), pytest.approx(count / steps))
+        assert over(over(METHODS[name], 10), steps) == over(METHODS[name], steps)
+    assert METHODS["sigma_delta"] == over(METHODS["sigma_delta"], 100_000)
+    assert over(METHODS["zero_one_adam"], steps) == METHODS["zero_one_adam"]
 
 
 def test_the_share_of_syncs_of_zero_one_adam_is_that_of_its_schedule() -> None:

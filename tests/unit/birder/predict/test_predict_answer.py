@@ -121,6 +121,14 @@ def test_what_is_needed_can_be_imported() -> None:
 # ---- layouts -------------------------------------------------------------------------------------------------------------
 
 
+def test_in_a_short_run_moments_cost_more() -> None:
+    first = {n: ask(5, methods=["birder", "sigma_delta"], plan=Plan(run_steps=n)).prediction for n in (300, 100_000)}
+    assert first[300]["birder"].ms == first[100_000]["birder"].ms
+    assert first[300]["sigma_delta"].ms > 1.2 * first[100_000]["sigma_delta"].ms > 1.2 * first[300]["birder"].ms
+    with pytest.raises(ValueError, match="run_steps must be at least 1, got 0"):
+        Plan(run_steps=0)
+
+
 def test_of_methods_alike_the_one_that_keeps_accuracy_is_advised() -> None:
     """A method of which no study is known counts as one that lost all; a faster one is advised whatever it costs."""
     near = ask(40, methods=["birder", "sigma_delta", "birder_one_phase"])
