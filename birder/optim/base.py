@@ -6,7 +6,6 @@ fed during backward (`feed`) or taken in `step`, put into its unit (`_put`), exc
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from birder.comm.runtime import Task, asking
 from birder.optim.agreement import Agreement, digest_of
 from birder.optim.by_parameter import parts, put_back, taken
 from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
-from birder.optim.contract import WIRES, Method, Plan
+from birder.optim.contract import WIRES, Method, Plan, arguments
 from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.watch import marks
@@ -30,13 +29,6 @@ ALONE = (
     "other ranks did not come to step {step} in time: one of them left the loop, or skipped the step. p.grad is each rank's "
     "own, so let all ranks decide by what is the same on all of them, such as an averaged loss ({why})"
 )
-
-
-def _arguments(method: type) -> frozenset[str]:
-    """Names of the arguments of the class and of its bases: other attributes are the script's own."""
-    return frozenset(
-        name for base in method.__mro__ if "__init__" in vars(base) for name in inspect.signature(base).parameters
-    )
 
 
 class BucketOptimizer(Guards):
@@ -141,10 +133,13 @@ class BucketOptimizer(Guards):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. After `attach` call `attach` again, before the group's first step; one process needs nothing more."""
+        not_given = self.defaults.keys() - self.by_group - set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for name in not_given:
+            del group[name]
         try:
-            check_foreign_options(self.kind, group, self.defaults)
+            check_foreign_options(self.kind, group, self.by_group, self.defaults)
             self.check_group(group)
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError("a parameter is twice in its group: list each of them once")
@@ -158,9 +153,9 @@ class BucketOptimizer(Guards):
     def digest(self, *more: Any) -> int:
         """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
         plain = (bool, int, float, str, type(None))
-        options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and k in _arguments(type(self)))
+        options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and k in arguments(type(self)))
         groups = [  # what else a script keeps in its groups is its own
-            [(k, plain_number(group.get(k))) for k in self.defaults]
+            [(k, plain_number(group.get(k))) for k in sorted(self.by_group)]
             + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]

@@ -112,9 +112,14 @@ MEANS_MORE = ("betas", "momentum", "dampening", "nesterov", "weight_decay", "ams
 """What parameter groups of torch's optimizers may hold, and what trains otherwise without it."""
 
 
-def check_foreign_options(kind: str, group: dict[str, Any], known: Iterable[str]) -> None:
-    """Raises ValueError for a parameter group with an option of torch's optimizers that this one does not have."""
-    lost = [k for k in MEANS_MORE if k not in known and group.get(k)]
+def check_foreign_options(kind: str, group: dict[str, Any], by_group: Iterable[str], defaults: dict[str, Any]) -> None:
+    """Raises ValueError for a group with an option that all groups share, or one of torch's that this method lacks."""
+    shared = [k for k in defaults if k not in by_group and k in group and group[k] != defaults[k]]
+    if shared:
+        raise ValueError(
+            f"a parameter group sets {', '.join(shared)}, which all groups of {kind} share: give it to {kind}"
+        )
+    lost = [k for k in MEANS_MORE if k not in by_group and group.get(k)]
     if lost:
         raise ValueError(f"a parameter group sets {', '.join(lost)}, which {kind} does not have: leave it out")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -30,6 +31,13 @@ class Plan(enum.Enum):
     def own(self) -> bool:
         """Whether the method takes the local gradient itself (`exchange`), instead of having it averaged."""
         return self is not Plan.DENSE
+
+
+def arguments(method: type) -> frozenset[str]:
+    """Names of the arguments of the class and of its bases: other attributes are the script's own."""
+    return frozenset(
+        name for base in method.__mro__ if "__init__" in vars(base) for name in inspect.signature(base).parameters
+    )
 
 
 class Method(torch.optim.Optimizer):
@@ -65,6 +73,8 @@ class Method(torch.optim.Optimizer):
     handles_nonfinite: ClassVar[bool] = False
     """Whether the method's own arithmetic takes gradients that are not finite for 0."""
 
+    by_group: frozenset[str]
+    """Names of the hyper-parameters that each group has; the other `defaults` are one for all groups."""
     follow_groups: Callable[[], None]
     """Takes hyper-parameters from the present groups (guards.py)."""
     _bind_alone: Callable[[], None]
@@ -88,7 +98,9 @@ class Method(torch.optim.Optimizer):
         self.max_grad_norm = require_number("max_grad_norm", max_grad_norm, "positive or None", above=True, none=True)
         self.disconnect()
         self.steps = 0
-        super().__init__(params, defaults)
+        self.by_group = frozenset(defaults)
+        options = {name: value for name, value in vars(self).items() if name in arguments(type(self))}
+        super().__init__(params, options | defaults)  # as torch's, `defaults` make another one like this
 
     def disconnect(self) -> None:
         """Begins without units and peers: what a copy does not take over."""
@@ -144,7 +156,7 @@ class Method(torch.optim.Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises ValueError when a hyper-parameter of the group is out of range: of `USUAL`, and the method's others."""
         for name, check in USUAL.items():
-            if name in self.defaults:
+            if name in self.by_group:
                 check(name, group[name])
 
     @property

@@ -51,9 +51,9 @@ class EF21SGDM(BlockwiseSGD):
         **options: Any,
     ) -> None:
         self.ratio = require_whole("ratio", ratio)
-        wire = options.get("wire", "fp32")
-        require(wire == "fp32", "wire", wire, "fp32")
-        super().__init__(params, lr, momentum, weight_decay, nesterov=False, variant="paper", **options)
+        for name, only in {"wire": "fp32", "nesterov": False, "variant": "paper"}.items():
+            require(options.setdefault(name, only) == only, name, options[name], str(only))
+        super().__init__(params, lr, momentum, weight_decay, **options)
 
     def init_unit(self, unit: Unit) -> None:
         unit.keep("momentum", "known", "common")

@@ -216,7 +216,7 @@ class Guards(MethodState):
     def note_options(self) -> None:
         """Called when the first gradients of a step come: from now on these hyper-parameters must not change."""
         self.follow_groups()
-        early = self.defaults.keys() - self.read_in_update
+        early = self.by_group - self.read_in_update
         self._read = [copy.deepcopy({k: group[k] for k in early & group.keys()}) for group in self.param_groups]
 
     def _check_options(self) -> None:
@@ -237,7 +237,7 @@ class Guards(MethodState):
         have left one of 0 for the others. None: in this step they do not meet, or there is no other rank."""
         if self.attachment is None or not self.attachment.communicate or self.comm.world_size == 1:
             return None
-        options = {k: [_unless_on_gpu(group.get(k)) for group in self.param_groups] for k in sorted(self.defaults)}
+        options = {k: [_unless_on_gpu(group.get(k)) for group in self.param_groups] for k in sorted(self.by_group)}
         if plan is Plan.SKIP:
             self._agreement.note(options)
             return None

@@ -55,7 +55,7 @@ class Muon(AdamW):
         **options: Any,
     ) -> None:
         adam = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
-        more = {"muon": True, "momentum": momentum, "nesterov": nesterov}
+        more = {"muon": options.pop("muon", True), "momentum": momentum, "nesterov": nesterov}
         super(AdamW, self).__init__(params, adam | more, **options)
 
     @staticmethod

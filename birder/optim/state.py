@@ -340,6 +340,7 @@ class MethodState(Method):
         if "comm" not in vars(self):  # a copy; otherwise torch's load_state_dict calls
             self.disconnect()
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch puts it there; no method has it
 
 
 @contextlib.contextmanager

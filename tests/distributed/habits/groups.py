@@ -210,6 +210,33 @@ class OptionOfTorch(Script):
 
 
 @habit
+class OptionOfAllGroups(OptionOfTorch):
+    """a group sets an option that is not one of groups, but of the whole optimizer (max_grad_norm)"""
+
+    says = r"max_grad_norm"
+
+    def make_optimizer(self, params: Any, **options: Any) -> Any:
+        return self.method.make([{"params": list(params), "max_grad_norm": 1.0}])
+
+
+@habit
+class MadeAgain(Script):
+    """a wrapper makes the optimizer again: type(optimizer)(params, **optimizer.defaults), also after load_state_dict"""
+
+    ways = EVERYWHERE
+    twin = Plain
+
+    def applies(self) -> bool:
+        return self.method.cls != "torch.AdamW"  # whose constructor does not take all of its own defaults
+
+    def make_optimizer(self, params: Any, **options: Any) -> Any:
+        first = self.method.make(params)
+        if self.method.torch or not self.way.sharded:
+            first.load_state_dict(first.state_dict())
+        return type(first)(first.param_groups, **first.defaults)
+
+
+@habit
 class ParameterTwice(Script):
     """a list names a parameter twice: torch warns, and moves it twice"""
 
