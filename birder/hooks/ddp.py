@@ -112,10 +112,11 @@ class BucketHook(NotCopied):
         model = self._model()
         joined = getattr(getattr(model, "_join_config", None), "enable", False)
         for attachment in attached:
-            if joined and attachment.optimizer.compressed:
+            if joined and (attachment.optimizer.compressed or not model._divide_by_initial_world_size):
                 raise RuntimeError(
-                    f"{type(attachment.optimizer).__name__} does not work inside torch's Join: a rank without batches sends "
-                    "no messages. Give all ranks the same number of batches (DistributedSampler, drop_last=True)"
+                    f"{attachment.optimizer.kind} does not work inside torch's Join: a rank without batches sends no "
+                    "messages, and means are over all ranks (dense methods: divide_by_initial_world_size=True). Give all "
+                    "ranks the same number of batches (DistributedSampler, drop_last=True)"
                 )
             attachment.begin_pass()
 

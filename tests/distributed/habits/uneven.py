@@ -32,6 +32,22 @@ class JoinUneven(Script):
 
 
 @habit
+class JoinDividesByPresent(JoinUneven):
+    """the same, and gradients are divided by the number of ranks that still have batches"""
+
+    refuses = True
+
+    def step(self) -> None:
+        from torch.distributed.algorithms.join import Join
+
+        with Join([self.ddp], divide_by_initial_world_size=False):
+            for k in range(3 + (self.rank == self.way.ranks - 1)):
+                self.opt.zero_grad()
+                self.ddp(drawn(self.rank, self.t, k)).backward()
+                self.opt.step()
+
+
+@habit
 class JoinEven(Script):
     """Join, all ranks with as many batches"""
 
