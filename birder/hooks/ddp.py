@@ -109,7 +109,7 @@ class BucketHook(NotCopied):
 
     def _begin(self, attached: list[BucketAttachment]) -> None:
         """A backward pass brings its first gradients."""
-        model = self._model()
+        model: Any = self._model()
         joined = getattr(getattr(model, "_join_config", None), "enable", False)
         for attachment in attached:
             if joined and (attachment.optimizer.compressed or not model._divide_by_initial_world_size):

@@ -185,3 +185,32 @@ def test_torchs_optimizer_trains_with_it_and_feedback_brings_it_nearer() -> None
         assert np.array_equal(end, second[name][1])
         assert off < {"fp32": 1e-9, "int4": 0.2, "int4 kept": 0.1, "fp8": 0.05}[name], name
     assert first["int4 kept"][0] < first["int4"][0]
+
+
+def unused(rank: int, world: int) -> list[dict[str, np.ndarray]]:
+    """Errors after each step, of a model whose `c` is used in the first and the third."""
+    model = Linear()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    state = BlockScaled("int4", block=BLOCK, error_feedback=True)
+    ddp.register_comm_hook(state, block_scaled_hook)
+    model.forward = functools.partial(used_part, model)  # type: ignore[method-assign]
+    kept = []
+    for step in range(3):
+        model.zero_grad()
+        ddp(batches()[step, rank], step != 1).backward()
+        kept.append({name: state._errors[p].numpy().copy() for name, p in model.named_parameters()})
+    state.close()
+    return kept
+
+
+def used_part(model: Linear, x: torch.Tensor, whole: bool) -> torch.Tensor:
+    return Linear.forward(model, x) if whole else (x[:7] * model.a).sum() + (x[7:19] * model.b.t().reshape(-1)).sum()
+
+
+def test_a_layer_that_no_rank_uses_keeps_its_error() -> None:
+    """DDP leaves its gradient None: an error that was sent with it would be lost."""
+    for first, second, third in run_ranks(unused, 2):
+        assert np.abs(first["c"]).max() > 0
+        assert np.array_equal(first["c"], second["c"])
+        assert not np.array_equal(first["a"], second["a"])
+        assert not np.array_equal(second["c"], third["c"])
