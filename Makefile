@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 # An environment named by the user is used as it is; the default one is made here, and updated with pyproject.toml.
 READY := $(if $(filter .venv,$(VENV)),.venv/.ready)
 
+EXPERIMENTS := resnet50 bert_squad cifar100 fashion_mnist digits ptb wikipedia
+RUNS := $(EXPERIMENTS) exp methods cser zero_one_adam slamb
+
 # A misspelt variable would be ignored without a word: those that are typed must be used below.
 USED = $(shell grep -oE '\$$\([A-Z]+\)' $(firstword $(MAKEFILE_LIST)) | tr -d '$$()') SHELL MAKEFLAGS
 LISTED = $(shell sed -n 's/^.= \([A-Z]*\) = .*/\1/p' $(firstword $(MAKEFILE_LIST)))
@@ -16,8 +19,8 @@ print(max(all, key=lambda k: d.SequenceMatcher(None, x.lower(), k.lower()).ratio
 TYPED := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$v))
 $(if $(TYPED),$(foreach v,$(filter-out $(USED),$(TYPED)),$(error no variable $v: did you mean $\
 $(shell $(PYTHON) -c '$(NEAR)' '$v' $(LISTED) 2>/dev/null || echo one of $(LISTED))? make help lists them)))
-# So would one of another target: those that help says are "of" some targets are of these alone.
-OF = $(shell sed -n 's/^.= $1 = of \([a-z -]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
+# So would one of another target: those that help says are "of" some targets are of these alone. runs: all of RUNS.
+OF = $(subst runs,$(RUNS),$(shell sed -n 's/^.= $1 = of \([a-z -]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST))))
 ASTRAY = $(if $(call OF,$1),$(filter-out help $(call OF,$1),$(MAKECMDGOALS)))
 $(foreach v,$(TYPED),$(if $(call ASTRAY,$v),$(error make $(firstword $(call ASTRAY,$v)) has no variable $v: $v is of make $\
 $(call OF,$v))))
@@ -25,8 +28,6 @@ $(call OF,$v))))
 OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
 	$(if $(SEED),'seed=$(SEED)') $(if $(DATA),'data.path=$(DATA)') $(if $(CLUSTER),'cluster=$(CLUSTER)') \
 	$(if $(HOSTS),'cluster.hosts="$(HOSTS)"') $(if $(SCALE),'scale=$(SCALE)') $(if $(OPT),'--methods=$(OPT)') $(ARGS)
-
-EXPERIMENTS := resnet50 bert_squad cifar100 fashion_mnist digits ptb wikipedia
 
 resnet50:      ## try: ResNet-50, synthetic images: does compression pay? 4 minutes
 bert_squad:    ## reproduce: BERT-Base fine-tuned on SQuAD 1.1
@@ -152,24 +153,24 @@ help:  ## develop: show this text
 	@for group in try reproduce develop; do echo "To $$group:"; \
 	  awk -F ":.*## *$$group: " '/^[a-z0-9_-]+:.*## / && NF > 1 {printf "  %-14s %s\n", $$1, $$2}' \
 	  $(firstword $(MAKEFILE_LIST)); done
-	@echo "Variables (unset: what the experiment's file says):"
+	@echo "Variables (unset: what the experiment's file says; runs: targets that train):"
 	@awk '/^#= /{name = $$2; $$1 = $$2 = $$3 = ""; sub(/^ +/, ""); printf "  %-14s %s\n", name, $$0}' $(firstword $(MAKEFILE_LIST))
-#= NODES = number of nodes; without a cluster all are on this machine
-#= RANKS = ranks (GPUs) per node
-#= OPT = which optimizers, e.g. sgdm,birder
+#= NODES = of runs predict: number of nodes, all here without a cluster
+#= RANKS = of runs nodes predict: ranks (GPUs) per node
+#= OPT = of runs nodes predict: which optimizers, e.g. sgdm,birder
 #= EXP = of exp nodes publish: a file of conf/exp
-#= SEED = random seed
-#= DATA = folder or file of the data set
-#= CLUSTER = local, emulated, virtual, ssh, slurm (a file of conf/cluster)
-#= HOSTS = for CLUSTER=ssh: a,b,c or a file with one host per line
-#= SCALE = auto, quick or paper
+#= SEED = of runs nodes: random seed
+#= DATA = of runs nodes: folder or file of the data set
+#= CLUSTER = of runs nodes: local, emulated, virtual, ssh or slurm
+#= HOSTS = of runs nodes: for CLUSTER=ssh a,b,c or a file, a host per line
+#= SCALE = of runs nodes: auto, quick or paper
 #= MODEL = of predict: hf:gpt2, torchvision:resnet101, 'params:1.3B ...'
 #= BATCH = of predict: samples per GPU
 #= GPU = of predict: e.g. a100, h100, rtx4090
 #= SEQ = of predict: tokens of a sample
 #= PRECISION = of predict: bf16, fp16, tf32 or fp32
 #= GBPS = of predict: Gbit/s of a node's NIC
-#= ARGS = anything else: ARGS="optimizer.lr=0.01 train.max_steps=50"
+#= ARGS = of runs nodes predict bench paper-table gpu-check: key=value
 #= GROUP = of publish: the group of runs to move
 #= TORCH = of test-torch: a version of torch
 #= PYTHON = the interpreter that makes .venv

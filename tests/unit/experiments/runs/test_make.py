@@ -54,6 +54,25 @@ def test_make_with_a_variable_of_another_target(goal: str, given: str, of: str) 
         assert make("-n", f"VENV={sys.prefix}", target, given).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("goal", "given"),
+    [
+        ("tables", "NODES=4"),
+        ("bench", "SEED=1"),
+        ("predict", "SCALE=paper"),
+        ("page", "ARGS=--check"),
+        ("nodes", "NODES=3"),  # it has its own: 1, 2, 4, 8
+    ],
+)
+def test_make_with_a_variable_of_runs_for_a_target_that_runs_nothing_by_it(goal: str, given: str) -> None:
+    done = make("-n", f"VENV={sys.prefix}", goal, given, *["EXP=digits"] * (goal == "nodes"))
+    name = given.partition("=")[0]
+    assert done.returncode == 2
+    assert f"make {goal} has no variable {name}: {name} is of make resnet50 " in done.stderr
+    for target in ("resnet50", "exp", "methods", "cser"):
+        assert make("-n", f"VENV={sys.prefix}", target, given).returncode == 0
+
+
 def test_make_knows_the_variables_that_it_lists() -> None:
     listed = re.findall(r"^#= (\w+) = ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert make("-n", "help", *(f"{name}=x" for name in listed if name != "PYTHON")).returncode == 0
