@@ -24,7 +24,6 @@ Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,13 +34,11 @@ if not __package__:  # run as a script
 
 import hydra
 from hydra.conf import HydraConf
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.config import compose
+from experiments.config.compose import Composed
 from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import formats, metrics
@@ -65,41 +62,35 @@ def main() -> int:
     overrides = compose.as_of_now(compose.readable([a for a in typed_in if _is_override(a)]))
     sys.argv[1:] = [*(a for a in typed_in if not _is_override(a)), "--", *overrides]
     jobs: list[Job] = []
-    bugs: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         # Unresolved: a reference that was typed (key=${...}) is one to this configuration, not to Hydra's own.
         task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
         assert isinstance(task, list)
-        composed = compose.composed(
-            config, dict(hydra_config.runtime.choices), [*searched(hydra_config), *map(str, task)]
-        )
-        mine = Job(composed.overrides)
-        jobs.append(mine)
-        if hydra_config.mode is RunMode.MULTIRUN and not start.under_torchrun():
-            say(f"job {len(jobs)} of {count(overrides)}: {' '.join(composed.overrides)}")
-        try:
-            line = command.typed("run", composed.overrides)
-            if start.under_torchrun():
-                start.join(composed, command=line)
-            else:
-                mine.spec = start.launch(composed, command=line, alone=True)
-        except (UserError, RunFailed) as error:
-            # The other jobs of a sweep go on.
-            mine.said, mine.status = str(error), command.report(error)
-        except Exception as error:
-            bugs.append(error)
-            raise
+        typed = [*searched(hydra_config), *map(str, task)]
+        jobs.append(Job(compose.composed(config, dict(hydra_config.runtime.choices), typed)))
 
     # Hydra's own reports of errors are many lines long: have it raise, and say it in one.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
     except compose.CONFIG_ERRORS as error:
-        if bugs:
-            raise
         return command.report(compose.explain(error, overrides))
+    if len(jobs) > 1 and not start.under_torchrun():
+        check(jobs)
+    for number, one in enumerate(jobs, start=1):
+        if len(jobs) > 1 and not start.under_torchrun():
+            say(f"job {number} of {len(jobs)}: {' '.join(one.overrides)}")
+        try:
+            line = command.typed("run", one.overrides)
+            if start.under_torchrun():
+                start.join(one.composed, command=line)
+            else:
+                one.spec = start.launch(one.composed, command=line, alone=True)
+        except (UserError, RunFailed) as error:
+            # The other jobs of a sweep go on.
+            one.said, one.status = str(error), command.report(error)
     failed = [one for one in jobs if one.status]
     if len(jobs) > 1:
         if any(one.record() is not None for one in jobs):
@@ -116,10 +107,14 @@ def main() -> int:
 class Job:
     """One run of a sweep. said, status: of one that failed, why and the exit status."""
 
-    overrides: list[str]
+    composed: Composed
     spec: RunSpec | None = None
     said: str = ""
     status: int = 0
+
+    @property
+    def overrides(self) -> list[str]:
+        return self.composed.overrides
 
     def record(self) -> ResultRecord | None:
         """What it has measured; None where nothing was run to its end."""
@@ -127,10 +122,15 @@ class Job:
         return record.read(path) if path is not None and path.is_file() else None
 
 
-def count(overrides: Sequence[str]) -> int:
-    """How many jobs the overrides of a sweep make. Of Hydra's running application, which knows the groups (glob)."""
-    parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
-    return math.prod(len(list(o.sweep_iterator())) for o in parsed if o.is_sweep_override())
+def check(jobs: Sequence[Job]) -> None:
+    """All are checked before the first one starts: a mistake shows now, not after an hour. Raises UserError."""
+    names = []
+    for one in jobs:
+        compose.check(one.composed)
+        resolved = compose.resolve(one.composed)
+        names += [(resolved["exp"], name)] if (name := resolved["run_name"]) else []
+    if len(set(names)) < len(names):
+        raise UserError(f"run_name={names[0][1]} is of one run, and there are {len(jobs)} jobs: leave run_name out")
 
 
 def searched(hydra_config: HydraConf) -> list[str]:

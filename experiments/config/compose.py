@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _HOSTS = re.compile(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""")
 _PATH = re.compile(r"""^(\+*(?:data\.path|output_dir|results_dir)=)(["']?)(?!\w+\(|\[)([^"'{},]+)\2$""")
-_OWN = re.compile(r"hydra\.(run\.dir|sweep\.(sub)?dir|output_subdir|job\.chdir)")
-"""Keys of Hydra that say where a run is kept: the run's own keys do."""
+_OWN = re.compile(r"hydra(\.(run\.dir|sweep\.(sub)?dir|output_subdir|job\.chdir)|/launcher)")
+"""Keys of Hydra that say where a run is kept, which the run's own keys do, or how jobs are started."""
 _warned: set[str] = set()
 """What `_warn` has said: a comparison composes each of its variants."""
 
@@ -113,7 +113,8 @@ def readable(overrides: Sequence[str]) -> list[str]:
     a path with a character that its grammar lacks (one with a comma may be a sweep over two). ~ is the home folder.
     Raises UserError for keys of Hydra's that would do nothing."""
     if wrong := [key for key in map(key_of, overrides) if _OWN.fullmatch(key)]:
-        raise UserError(f"{wrong[0]} is not used here: output_dir, run_name and results_dir say where a run is kept")
+        own = "output_dir, run_name and results_dir say where a run is kept, and jobs run one after the other"
+        raise UserError(f"{wrong[0]} is not used here: {own}")
     return [_HOSTS.sub(r'\1"\2"', _PATH.sub(_path, o)) for o in overrides]
 
 

@@ -44,14 +44,21 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
         print_banner(composed, workload)
     calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
+    before = saved_steps(spec)
     try:
         compose.launcher(spec.config).launch(spec)
-    except (RunFailed, KeyboardInterrupt, Stopped) as error:
-        saved = (spec.path / "checkpoints").exists()
-        if alone and (saved or (spec.path.exists() and not isinstance(error, RunFailed))):
+    except (RunFailed, UserError, KeyboardInterrupt, Stopped) as error:
+        # Bad input ends a run before its first step, a full disk ends it later.
+        saved = saved_steps(spec) != before if isinstance(error, UserError) else (spec.path / "checkpoints").exists()
+        if alone and (saved or (spec.path.exists() and isinstance(error, KeyboardInterrupt | Stopped))):
             say(how_to_resume(spec))
         raise
     return spec
+
+
+def saved_steps(spec: RunSpec) -> list[int]:
+    """The steps of which the run has a checkpoint."""
+    return sorted(int(p.name[5:]) for p in spec.path.glob("checkpoints/step-*") if p.name[5:].isdigit())
 
 
 def check_results(resolved: dict[str, Any]) -> None:
@@ -70,8 +77,7 @@ def check_results(resolved: dict[str, Any]) -> None:
 
 def how_to_resume(spec: RunSpec) -> str:
     """How a run that ended too early is resumed: the command has a line to itself."""
-    steps = sorted(int(p.name[5:]) for p in spec.path.glob("checkpoints/step-*") if p.name[5:].isdigit())
-    if not steps:
+    if not (steps := saved_steps(spec)):
         return "no checkpoint was saved: checkpoint.every=N saves one every N steps"
     kept = [o for o in spec.overrides if compose.key_of(o) not in ("run_name", "resume")]
     again = typed("run", [*kept, f"run_name={spec.path.name}", "resume=auto"])

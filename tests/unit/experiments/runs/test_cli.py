@@ -16,6 +16,7 @@ import birder
 from experiments import compare, run
 from experiments.config import compose
 from experiments.records import record
+from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
@@ -72,6 +73,10 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ["+exp=digits", "seed=${nosuch}"],
         ["+exp=digits", "hydra.run.dir=elsewhere"],
         ["-m", "+exp=digits", "hydra.sweep.dir=elsewhere"],
+        ["-m", "+exp=digits", "hydra/launcher=joblib", "seed=1,2"],
+        ["-m", "+exp=digits", "seed=1,x"],  # before the first job runs
+        ["-m", "+exp=digits,resnet50", "data.path=/no/such/folder"],
+        ["-m", "+exp=digits", "seed=1,2", "run_name=mine"],
     ],
 )
 def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -241,6 +246,27 @@ def test_an_interrupted_run_says_how_it_is_resumed(monkeypatch: pytest.MonkeyPat
     capsys.readouterr()
     assert typed(monkeypatch, "+exp=digits") == 1
     assert "checkpoint" not in capsys.readouterr().out  # nobody asked how to go on
+
+
+@pytest.mark.parametrize("step", [7, None])
+def test_a_disk_that_fills_ends_a_run_that_says_how_it_is_resumed(
+    step: int | None, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Bad input, which a resumed run has from the start, does not: the same command would end so again."""
+
+    def ends(self: LocalLauncher, spec: RunSpec) -> None:
+        spec.save()
+        if step:
+            (spec.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        raise UserError("No space left on device; free space")
+
+    Path("outputs/digits/mine/checkpoints/step-00000003").mkdir(parents=True)
+    monkeypatch.setattr(LocalLauncher, "launch", ends)
+    assert typed(monkeypatch, "+exp=digits", "run_name=mine") == 2
+    shown = capsys.readouterr()
+    assert shown.err == "error: No space left on device; free space\n"
+    assert ("a checkpoint of step 7 is saved; to resume:" in shown.out) is bool(step)
+    assert ("run_name=mine resume=auto" in shown.out) is bool(step)
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
