@@ -45,6 +45,7 @@ import yaml
 from birder.predict import METHODS, NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
 from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import Plan
+from birder.predict.methods import every
 from experiments.cells import timelines
 from experiments.config import question
 from experiments.config.question import Question
@@ -185,6 +186,8 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     t, there = m.timeline, cluster_of(q, m.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
+        if q.local_steps and all(every(m, q.local_steps) is m for m in plan.choose(q.methods, there)):
+            raise UserError(f"local_steps={q.local_steps} is of local SGD and DiLoCo: no row here is of either")
         if options.sweep:
             from experiments.report import prediction_plots
 
@@ -245,17 +248,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("question", nargs="*", metavar="key=value", help="the keys above")
-    parser.add_argument("--all", action="store_true", help="the whole table")
-    parser.add_argument("--json", action="store_true", help="the answer as data")
-    parser.add_argument("--sweep", choices=tuple(SWEEPS), help="a table and a plot over link rates, or over nodes")
-    parser.add_argument("--crossover", action="store_true", help="below which link rate each method pays")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--all", action="store_true", help="the whole table")
+    form.add_argument("--json", action="store_true", help="the answer as data")
+    form.add_argument("--sweep", choices=tuple(SWEEPS), help="a table and a plot over link rates, or over nodes")
+    form.add_argument("--crossover", action="store_true", help="below which link rate each method pays")
+    form.add_argument("--examples", action="store_true", help="the page of worked examples")
     parser.add_argument("--out", type=Path, help="file of a sweep's plot")
-    parser.add_argument("--examples", action="store_true", help="the page of worked examples")
     parser.add_argument("--results", default=str(record.PUBLISHED), help="folder of records, for the accuracy")
     given = sys.argv[1:] if arguments is None else arguments
     if moved := [STUDIES[a] for a in given if a in STUDIES]:
         raise UserError(f"this is a separate study now: python studies/{moved[0]}.py")
     options = parser.parse_args(given)
+    if options.out and not options.sweep:
+        raise UserError("--out is the file of a sweep's plot: add --sweep gbps or --sweep nodes")
     if options.examples:
         print(examples())
     else:

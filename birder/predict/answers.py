@@ -16,7 +16,19 @@ from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
 from birder.predict.layouts import DDP, Plan, fits
 from birder.predict.methods import Method, find
-from birder.predict.table import NEAR, Prediction, Row, advised, aligned, no_gain, paying, predict, savings, size
+from birder.predict.table import (
+    NEAR,
+    NOT_COMPARED,
+    Prediction,
+    Row,
+    advised,
+    aligned,
+    no_gain,
+    paying,
+    predict,
+    savings,
+    size,
+)
 from birder.predict.timeline import Timeline
 
 NEEDS = {
@@ -122,8 +134,10 @@ class Answer:
     def _not(self) -> str:
         best, pays = self._advised
         why = no_gain(self.prediction, best)
-        if why or best is None:
+        if why:
             return f"Do not compress: {why}."
+        if best is None:
+            return f"Not decided: {NOT_COMPARED}."
         saves = "saves {} % of bf16's step [{}, {}]".format(*self._percent(best.name))
         said = f"{best.method.label}, the fastest whose ranks share one model, {saves}"
         if pays is None:

@@ -26,6 +26,7 @@ MODEL_ERROR = 0.10
 """Relative. The bound, which communication does not touch, is the timeline's and has none of it."""
 NEAR = 0.05
 """Where bf16 is that near to the bound, and where a method gains less than that over bf16, nothing is worth a change."""
+NOT_COMPARED = "none of the methods that are compared sends less, keeps one model on all ranks and fits"
 TIE = 0.02
 """Steps that differ by less, relative, are as good as equal."""
 
@@ -180,7 +181,7 @@ def advised(
     p = found[0]
     rows = _candidates(p, fits)
     fastest = min(rows, key=lambda r: r.ms, default=None)
-    if no_gain(p, fastest) or not any(_gains(p, r) for r in rows):
+    if no_gain(p, fastest) or (fastest and not any(_gains(p, r) for r in rows)):
         return fastest, False
     if not (those := paying(found, fits)):
         return fastest, None
@@ -213,8 +214,10 @@ def decide(p: Prediction) -> tuple[str | None, str]:
         return best.name, f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
     best, pays = advised((p,))
     why = no_gain(p, best)
-    if why or best is None:
+    if why:
         return "bf16", f"do not compress: {why}."
+    if best is None:
+        return None, f"not decided: {NOT_COMPARED}."
     ratio, low, high = p.speedup(best.name, "bf16")
     wins = f"{best.method.label} is {ratio:.2f}x as fast as bf16 ({low:.2f} to {high:.2f})"
     if p.has("fp32"):
@@ -231,7 +234,7 @@ def no_gain(p: Prediction, best: Row | None) -> str | None:
     bf16, bound = p["bf16"], p["none"]
     if bf16.step.ms <= (1 + NEAR) * bound.ms:  # costs that were not simulated do not justify compressing
         return f"bf16 is within {100 * NEAR:g} % of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
-    if best is None or best.ms > bf16.ms:
+    if best is not None and best.ms > bf16.ms:
         return f"bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster"
     return None
 

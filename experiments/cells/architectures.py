@@ -29,6 +29,8 @@ MODELS = Path(__file__).resolve().parents[2] / "conf" / "predict" / "models.yaml
 SEQ = 1024
 """Tokens of a sample where none are asked for, or as many as the model takes."""
 PIXELS = 224
+OF_TRANSFORMERS = ("hf", "params")
+"""Kinds of model of which the length of a sample and checkpointing can be set."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 SHOWN = ("gpt2", "llama-3.1-8b", "bert-base")
 """Names that an unknown one is answered with where none is near."""
@@ -61,9 +63,11 @@ def work(q: Asked, configuration: Any = None) -> Any:
     from birder.predict import architecture
 
     kind, _, name = q.model.partition(":")
-    if q.checkpointing and kind == "torchvision":
+    if q.checkpointing and kind not in OF_TRANSFORMERS:
         said = "true" if q.checkpointing == "full" else q.checkpointing
         raise UserError(f"checkpointing={said} is for hf: and params: models, which can switch it on themselves")
+    if q.seq and kind not in OF_TRANSFORMERS:
+        raise UserError(_no_tokens(q))
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -170,6 +174,8 @@ def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
 
     config = net.config
     if task == "ImageClassification":
+        if q.seq:
+            raise UserError(_no_tokens(q))
         size = getattr(config, "image_size", PIXELS)
         pixels = (size, size) if isinstance(size, int) else (size[0], size[1])
         images = torch.randn(q.batch, getattr(config, "num_channels", 3), *pixels)
@@ -190,6 +196,10 @@ def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
 
         return lambda: fused_loss(net(input_ids=tokens).logits)
     return lambda: net(input_ids=tokens, labels=tokens).loss
+
+
+def _no_tokens(q: Asked) -> str:
+    return f"seq={q.seq} is for models of transformers that read tokens, not for {q.model}: leave seq out"
 
 
 def _checkpoint(net: Any, how: str) -> None:

@@ -112,6 +112,7 @@ def test_the_papers_speedups_need_a_slow_link_or_fast_computing() -> None:
         (["timeline=resnet50_b32_tf32", "methods=fp32,birder", "--crossover"], "below"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=h100"], "h100: 70 %"),
         (["model=tests.helpers.toy_module:make", "batch=4", "steps=2", "methods=fp32,bf16,none"], "on cpu"),
+        (["timeline=resnet50_b32_tf32", "cluster.gbps=1", "methods=none"], "Not decided: none of the methods that are"),
     ],
 )
 def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +260,13 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["model=resnet50", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
         (["timeline=resnet50_b32_tf32", "cluster.oversubscription=0.5"], "cluster.oversubscription must be a number"),
         (["model=tests.helpers.toy_module:nothing"], "no attribute 'nothing'"),
+        (["model=torchvision:resnet18", "seq=5"], "seq=5 is for models of transformers that read tokens"),
+        (["model=hf:vit", "seq=5"], "leave seq out"),
+        (["model=tests.helpers.toy_module:make", "seq=9"], "leave seq out"),
+        (["model=tests.helpers.toy_module:make", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
+        (["timeline=resnet50_b32_tf32", "methods=birder", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
+        (["timeline=resnet50_b32_tf32", "sharding=hsdp", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
+        (["timeline=resnet50_b32_tf32", "--out", "x.png"], "add --sweep gbps"),
         (["--evaluate"], "python studies/predicted.py"),
         (["--step-times"], "python studies/step_times.py"),
         (["--validate", "resnet50"], "python studies/validate.py"),
