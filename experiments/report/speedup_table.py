@@ -153,6 +153,8 @@ def step_time(row: Row) -> str:
     t = row.record.timing
     if row.record.status != "completed":
         return row.record.status
+    if t.get("median_ms") is None:  # no step was timed
+        return DASH
     typical = f"mean {number(t.get('mean_ms'))}" if row.uneven else number(t.get("median_ms"))
     return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
 

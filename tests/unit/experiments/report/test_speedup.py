@@ -46,6 +46,12 @@ def test_a_number_that_no_record_holds_is_a_dash() -> None:
     assert captions.compression(table) is None
 
 
+def test_a_run_of_which_no_step_was_timed_has_no_step_time() -> None:
+    """Virtual workers, or fewer steps than are left out: a dash, which hides a column that holds nothing else."""
+    (table,) = speedup.build([run("Birder", timing={"steps": 0})])
+    assert speedup_table.step_time(table.rows[0]) == "—"
+
+
 def test_it_says_when_compression_does_not_pay() -> None:
     records = [
         run("SGDM fp32", 900.0),
