@@ -251,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--all", action="store_true", help="the whole table")
     form.add_argument("--json", action="store_true", help="the answer as data")
-    form.add_argument("--sweep", choices=tuple(SWEEPS), help="a table and a plot over link rates, or over nodes")
+    form.add_argument(
+        "--sweep", choices=tuple(SWEEPS), metavar="OVER", help="a table and a plot over gbps (link rates) or over nodes"
+    )
     form.add_argument("--crossover", action="store_true", help="below which link rate each method pays")
     form.add_argument("--examples", action="store_true", help="the page of worked examples")
     parser.add_argument("--out", type=Path, help="file of a sweep's plot")
