@@ -56,7 +56,8 @@ LIKE_DILOCO = 1.1
 class Answer:
     """Predictions as assumed, and with computing so much faster and slower. memory: method -> GB of a rank.
 
-    lost: method -> share of the studies of its accuracy in which it was worse than its baseline; none: not studied.
+    lost: method -> share of the studies of its accuracy in which it was worse than its baseline, less that of those in which
+    it was not; none: not studied.
     """
 
     prediction: Prediction

@@ -59,9 +59,12 @@ def warning(found: Answer, studies: Sequence[Sequence[Sequence[str]]]) -> str:
 
 
 def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
-    """Of each method of birder.predict that was studied, the share of its studies in which it was worse."""
+    """Of each method of birder.predict that was studied: the share of its studies in which it was worse, less that of those
+    in which it was at parity or better."""
     every = {name: _counted(method.label, studies) for name, method in METHODS.items()}
-    return {name: found[WORSE] / found.total() for name, found in every.items() if found}
+    return {
+        name: (found[WORSE] - found[PARITY] - found[BETTER]) / found.total() for name, found in every.items() if found
+    }
 
 
 def _counted(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> Counter[str]:

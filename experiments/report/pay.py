@@ -13,8 +13,9 @@ from birder.predict.table import NEAR, TIE
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
 from experiments.report.prediction import LATENCY_US
-from experiments.report.prediction import METHODS as SHOWN
+from experiments.report.prediction import METHODS as FIXED
 
+SHOWN = (*FIXED[:-1], "sigma_delta_hierarchical", FIXED[-1])
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
 PRECISION = "bf16"

@@ -112,16 +112,7 @@ def trained_summary(found: Sequence[Trained]) -> Table:
 
 # ---- over link rates: which method wins where, for the page and its picture -------------------------------------------
 
-METHODS = (
-    "fp32",
-    "bf16",
-    "powersgd4",
-    "birder",
-    "birder_hierarchical",
-    "sigma_delta_hierarchical",
-    "onebit_adam",
-    "none",
-)
+METHODS = ("fp32", "bf16", "powersgd4", "birder", "birder_hierarchical", "onebit_adam", "none")
 """In the order in which those of equal time are advised."""
 GBPS = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 LATENCY_US = 20.0

@@ -146,9 +146,9 @@ def test_an_accuracy_is_that_of_the_very_method() -> None:
         [["Birder", "parity"], ["Birder one-phase (this project's)", "worse"], ["Sigma-delta Adam, local", "better"]],
     ]
     assert answered.lost(studies) == {
-        **dict.fromkeys(("birder", "birder_hierarchical"), 0.5),
+        **dict.fromkeys(("birder", "birder_hierarchical"), 0.0),
         **dict.fromkeys(("birder_one_phase", "birder_one_phase_hierarchical"), 1.0),
-        **dict.fromkeys(("sigma_delta_local", "sigma_delta_local_hierarchical"), 0.0),
+        **dict.fromkeys(("sigma_delta_local", "sigma_delta_local_hierarchical"), -1.0),
     }
     assert answered.price("Sigma-delta Adam, one-phase", studies) == "no study of its accuracy is published here"
 
