@@ -67,14 +67,23 @@ def chosen(studies: Studies) -> list[AccuracyTable]:
 
 
 def shown(studies: Studies) -> list[AccuracyTable]:
-    """The `chosen` studies, each with the weightiest other one of its experiment that is as long and has more methods."""
-    found = []
+    """The `chosen` studies, each with others of its experiment that are as long: those to the same baseline with another
+    number of workers, and the weightiest one with more methods."""
+    found: list[AccuracyTable] = []
     for first, every in zip(chosen(studies), studies.values(), strict=True):
-        others = [
-            t for tables in every for t in tables if _length(t) >= _length(first) and _methods(t) - _methods(first)
-        ]
-        found += [first, *sorted(others, key=_weight)[-1:]]
+        others = sorted((t for tables in every for t in tables if _length(t) >= _length(first)), key=_weight)
+        scaled = [t for t in others if _baseline(t) == _baseline(first) and _workers(t) != _workers(first)]
+        more = [t for t in others if _methods(t) - _methods(first)][-1:]
+        found += [first, *scaled, *(t for t in more if t not in scaled)]
     return found
+
+
+def _workers(table: AccuracyTable) -> int:
+    return table.first.nodes * table.first.ranks_per_node
+
+
+def _baseline(table: AccuracyTable) -> str | None:
+    return None if table.baseline is None else table.baseline.records[0].method
 
 
 def _length(table: AccuracyTable) -> tuple[int, int]:

@@ -213,7 +213,8 @@ def accuracies(studies: Studies) -> bytes | None:
         return None
     labels = sorted(dict.fromkeys(row.label for panel in found for row in panel.rows), key=_order)[::-1]
     with figure.styled():
-        columns, rows = min(len(found), ACROSS), -(-len(found) // ACROSS)
+        rows = -(-len(found) // ACROSS)
+        columns = -(-len(found) // rows)
         made = figure.blank(3.0 + WIDE * columns, 1.0 + rows * (0.5 + 0.24 * len(labels)))
         grid = made.subplots(rows, columns, sharey=True, squeeze=False)
         for axes in grid.flat[len(found) :]:
@@ -266,8 +267,8 @@ def accuracies_by_bytes(studies: Studies) -> bytes | None:
     found = gaps.with_bytes(studies)
     if not found:
         return None
-    columns = min(len(found), COLUMNS)
     rows = -(-len(found) // COLUMNS)
+    columns = -(-len(found) // rows)
     with figure.styled():
         made = figure.blank(2.9 * columns + 0.4, 3.0 * rows)
         grid = made.subplots(rows, columns, sharex=True, squeeze=False)

@@ -302,12 +302,14 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     ]
     (panel,) = gaps.panels(accuracy_page.studies([*made, *other]))
     assert [(row.label, round(row.gap.value, 2)) for row in panel.rows] == [("1-bit Adam", 0.2), ("Birder", 9.0)]
-    # Another study is shown besides where it has a method that the first lacks.
+    # Another study is shown besides where it has a method that the first lacks, or another number of workers.
     same = [on_virtual_workers(4, m, 90.0 + s, s, 0.1) for m in ("SGDM fp32", "Birder") for s in range(2)]
     more = [dataclasses.replace(r, method=r.method.replace("Birder", "CSER")) for r in same]
     titles = [panel.title for panel in gaps.panels(accuracy_page.studies([*made, *more]))]
     assert titles == ["digits, 12 steps, 8 workers", "digits, 12 steps, 4 workers"]
-    assert len(gaps.panels(accuracy_page.studies([*made, *same]))) == 1
+    assert [panel.title for panel in gaps.panels(accuracy_page.studies([*made, *same]))] == titles
+    shorter = [dataclasses.replace(r, config=r.config | {"train": r.config["train"] | {"max_steps": 6}}) for r in same]
+    assert len(gaps.panels(accuracy_page.studies([*made, *shorter]))) == 1
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
     assert plots.accuracies(accuracy_page.studies(alone)) is None  # one seed has no interval
 
