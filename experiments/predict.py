@@ -186,8 +186,11 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     t, there = m.timeline, cluster_of(q, m.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
-        if q.local_steps and all(every(m, q.local_steps) is m for m in plan.choose(q.methods, there)):
+        rows = plan.choose(q.methods, there)
+        if q.local_steps and all(every(m, q.local_steps) is m for m in rows):
             raise UserError(f"local_steps={q.local_steps} is of local SGD and DiLoCo: no row here is of either")
+        if q.said("run_steps") and not any(r.growth for m in rows for r in m.rounds):
+            raise UserError(f"run_steps={q.run_steps} is of Sigma-delta Adam: no row here is of it")
         if options.sweep:
             from experiments.report import prediction_plots
 

@@ -54,6 +54,10 @@ class Question(Section):
     cluster: Cluster = doc("the cluster that is asked about: cluster=NAME, a file of conf/predict/cluster")
     _said: frozenset[str] = PrivateAttr(default=frozenset())
 
+    def said(self, key: str) -> bool:
+        """Whether the key was typed."""
+        return key in self._said
+
     def refuse_others(self, what: str, fixed: Mapping[str, Any]) -> None:
         """Raises UserError for a key that was said and is not as a recording has it; None: the recording does not say."""
         for key in sorted(self._said & fixed.keys()):

@@ -266,6 +266,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["model=tests.helpers.toy_module:make", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
         (["timeline=resnet50_b32_tf32", "methods=birder", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
         (["timeline=resnet50_b32_tf32", "sharding=hsdp", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
+        (["timeline=resnet50_b32_tf32", "methods=birder", "run_steps=4"], "run_steps=4 is of Sigma-delta Adam"),
         (["timeline=resnet50_b32_tf32", "--out", "x.png"], "add --sweep gbps"),
         (["--evaluate"], "python studies/predicted.py"),
         (["--step-times"], "python studies/step_times.py"),
