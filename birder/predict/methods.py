@@ -14,6 +14,11 @@ LOW_RANK_RATE = 2
 """PowerSGD compresses a matrix where this saves more than this factor: torch's default."""
 
 
+WARM = 0.15
+"""Share of a run that 1-bit Adam and 1-bit LAMB begin with in dense steps: the least that their papers take."""
+_LATER = "compression stage"
+
+
 @dataclass(frozen=True)
 class Round:
     """What one kind of step sends.
@@ -67,6 +72,11 @@ class Method:
     about: str = ""
     dense: bool = False
     local: bool = False
+
+    @property
+    def warm(self) -> bool:
+        """Whether a run begins with dense steps, `WARM` of all, which the row leaves out."""
+        return self.about.startswith(_LATER)
 
     def state(self, workers: int, shards: int) -> float:
         """Bytes on a rank per parameter of the model."""
@@ -157,7 +167,7 @@ def over(method: Method, steps: int = RUN_STEPS) -> Method:
     return replace(method, rounds=tuple(rounds), about=about)
 
 
-_APPLY, _ADAM, _OWN, _LATER = "apply_bits", "write_signs move_adam", "this project's", "compression stage"
+_APPLY, _ADAM, _OWN = "apply_bits", "write_signs move_adam", "this project's"
 _DILOCO = "H = 500, AdamW inside, momentum outside"
 _INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit")
 _ZERO_ONE = (

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
 from birder.predict.layouts import DDP, HALVES, WIDTHS, Plan
-from birder.predict.methods import METHODS, Method, every
+from birder.predict.methods import METHODS, WARM, Method, every
 from birder.predict.simulation import Layout, Step, simulate
 from birder.predict.timeline import Timeline
 
@@ -175,8 +175,8 @@ def advised(
 
     A method pays that gains `NEAR` over bf16 by the first prediction, and whose saving is above 0 in all of them. Of those
     within `NEAR` of the fastest that pays those with least of `lost` remain. The first in the table that is within `TIE` of
-    the fastest of these is advised. Where nothing pays the method is the fastest. Methods whose models differ between ranks
-    are not advised, nor what does not fit.
+    the fastest of these is advised. These times are those of a `whole_run`. Where nothing pays the method is the fastest.
+    Methods whose models differ between ranks are not advised, nor what does not fit.
     """
     p = found[0]
     rows = _candidates(p, fits)
@@ -185,10 +185,17 @@ def advised(
         return fastest, False
     if not (those := paying(found, fits)):
         return fastest, None
-    near = [r for r in those if r.ms <= (1 + NEAR) * min(t.ms for t in those)]
+    ms = {r.name: whole_run(p, r) for r in those}
+    near = [r for r in those if ms[r.name] <= (1 + NEAR) * min(ms.values())]
     price = {r.name: (lost or {}).get(r.name, 1.0) for r in near}
     kept = [r for r in near if price[r.name] == min(price.values())]
-    return next(r for r in kept if r.ms <= (1 + TIE) * min(k.ms for k in kept)), True
+    return next(r for r in kept if ms[r.name] <= (1 + TIE) * min(ms[k.name] for k in kept)), True
+
+
+def whole_run(p: Prediction, row: Row) -> float:
+    """ms of a step, the mean over a run: with the dense steps that a method begins with."""
+    warm = WARM if row.method.warm and p.has("fp32") else 0.0
+    return warm * p["fp32"].ms + (1 - warm) * row.ms if warm else row.ms
 
 
 def paying(found: Sequence[Prediction], fits: Callable[[str], bool] = lambda name: True) -> list[Row]:

@@ -28,9 +28,10 @@ function payLine(c) {  // the rule of the command line
   const ms = payAt(c, c.gbps), bf16 = ms[pay.bf16], bound = ms[pay.bound];
   const count = pay.methods.length, low = (i) => ms[count + i], high = (i) => ms[2 * count + i];
   const gaining = pay.compressed.filter((i) => bf16 >= (1 + pay.near) * ms[i]), paying = gaining.filter((i) => low(i) > 0);
-  const some = paying.length ? paying : pay.compressed, least = Math.min(...some.map((i) => ms[i]));
-  const close = some.filter((i) => ms[i] <= (1 + (paying.length ? pay.near : 0)) * least), price = Math.min(...close.map((i) => pay.lost[i]));
-  const kept = close.filter((i) => pay.lost[i] === price), first = Math.min(...kept.map((i) => ms[i])), best = kept.find((i) => ms[i] <= (1 + pay.tie) * first);
+  const some = paying.length ? paying : pay.compressed, run = (i) => pay.warm[i] * ms[pay.fp32] + (1 - pay.warm[i]) * ms[i];
+  const quickest = some.reduce((a, b) => ms[b] < ms[a] ? b : a), least = Math.min(...some.map(run));
+  const close = paying.length ? some.filter((i) => run(i) <= (1 + pay.near) * least) : [quickest], price = Math.min(...close.map((i) => pay.lost[i]));
+  const kept = close.filter((i) => pay.lost[i] === price), first = Math.min(...kept.map(run)), best = kept.find((i) => run(i) <= (1 + pay.tie) * first);
   const near = Math.round(100 * pay.near) + " %";
   if (bf16 <= (1 + pay.near) * bound) return [false, "Do not compress: bf16 is within " + near + " of the bound.", best, ms];
   const fastest = pay.methods[best] + ", the fastest whose ranks share one model, gains ";

@@ -9,6 +9,7 @@ from typing import Any
 
 from birder.predict import METHODS, Cluster, Link, gpus
 from birder.predict.answers import DDP, answer
+from birder.predict.methods import WARM
 from birder.predict.table import NEAR, TIE
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
@@ -91,6 +92,8 @@ def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) 
         "bound": SHOWN.index("none"),
         "near": NEAR,
         "tie": TIE,
+        "fp32": SHOWN.index("fp32"),
+        "warm": [WARM * METHODS[m].warm for m in SHOWN],
         "unsure": gpus.UNSURE,
         "gb": gb,
         "cells": cells,

@@ -129,6 +129,18 @@ def test_in_a_short_run_moments_cost_more() -> None:
         Plan(run_steps=0)
 
 
+def test_a_dense_warm_up_counts_where_methods_are_near() -> None:
+    """1-bit Adam is as fast as Birder in its compression stage; a run has its warm-up too."""
+    found = ask(5, methods=["birder", "onebit_adam"], lost={"birder": 1.0, "onebit_adam": -1.0})
+    p = found.prediction
+    assert p["onebit_adam"].ms < 1.05 * p["birder"].ms
+    assert found.best is not None
+    assert found.best.name == "birder"
+    alone = ask(5, methods=["onebit_adam"]).best
+    assert alone is not None
+    assert alone.name == "onebit_adam"
+
+
 def test_of_methods_alike_the_one_that_keeps_accuracy_is_advised() -> None:
     """A method of which no study is known counts as one that lost all; a faster one is advised whatever it costs."""
     near = ask(40, methods=["birder", "sigma_delta", "birder_one_phase"])
