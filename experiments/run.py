@@ -77,10 +77,11 @@ def main() -> int:
         hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
     except compose.CONFIG_ERRORS as error:
         return command.report(compose.explain(error, overrides))
-    if len(jobs) > 1 and not start.under_torchrun():
+    several = len(jobs) > 1 and not start.under_torchrun()
+    if several:
         check(jobs)
     for number, one in enumerate(jobs, start=1):
-        if len(jobs) > 1 and not start.under_torchrun():
+        if several:
             say(f"job {number} of {len(jobs)}: {' '.join(one.overrides)}")
         try:
             line = command.typed("run", one.overrides)

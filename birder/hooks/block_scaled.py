@@ -118,18 +118,15 @@ class BlockScaled(NotCopied):
         n, size = self.link.size, buffer.numel()
         a = buffer.float()
         if self.error_feedback:
-            zeros = [p.new_zeros(p.numel(), dtype=torch.float32) for p in params]
             # Where no rank has a gradient DDP drops the mean, and the error would be lost with it.
-            used = [p for p in params if p.grad is not None]
-            known = {p: self._errors[p] for p in used if p in self._errors}
-            a = a + torch.cat([known.get(p, zero) for p, zero in zip(params, zeros, strict=True)])  # (1)
+            known = {p: self._errors[p] for p in params if p.grad is not None and p in self._errors}
+            a = a + torch.cat([known.get(p, p.new_zeros(p.numel(), dtype=torch.float32)) for p in params])  # (1)
         rows = torch.nn.functional.pad(a, (0, -size % (n * self.block))).view(n, -1)
         message = encode(rows, self.code, self.block)  # (2)
         if self.error_feedback:
             e = a - decode(message, self.code, self.block).view(-1)[:size]  # (3)
             parts = torch.where(e.isfinite(), e, 0.0).split([p.numel() for p in params])
-            found = dict(zip(params, parts, strict=True))
-            self._errors.update({p: found[p] for p in used})
+            self._errors.update({p: e for p, e in zip(params, parts, strict=True) if p.grad is not None})
         received = decode(finish(self.link.all_to_all(message)), self.code, self.block)  # (4)
         h = self.link.sum_of_rows(received)
         message = encode(h.div_(n).view(1, -1), self.code, self.block).view(-1)

@@ -16,7 +16,6 @@ LOW_RANK_RATE = 2
 
 WARM = 0.15
 """Share of a run that 1-bit Adam and 1-bit LAMB begin with in dense steps: the least that their papers take."""
-_LATER = "compression stage"
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Method:
     about:   what was assumed besides the method's rules; "" for nothing.
     dense:   sends as many numbers as there are parameters, for an optimizer of the user's.
     local:   models differ between ranks: more of training changes than what is sent.
+    warm:    a run begins with dense steps, `WARM` of all, which the row leaves out.
     """
 
     name: str
@@ -72,11 +72,7 @@ class Method:
     about: str = ""
     dense: bool = False
     local: bool = False
-
-    @property
-    def warm(self) -> bool:
-        """Whether a run begins with dense steps, `WARM` of all, which the row leaves out."""
-        return self.about.startswith(_LATER)
+    warm: bool = False
 
     def state(self, workers: int, shards: int) -> float:
         """Bytes on a rank per parameter of the model."""
@@ -167,7 +163,7 @@ def over(method: Method, steps: int = RUN_STEPS) -> Method:
     return replace(method, rounds=tuple(rounds), about=about)
 
 
-_APPLY, _ADAM, _OWN = "apply_bits", "write_signs move_adam", "this project's"
+_APPLY, _ADAM, _OWN, _LATER = "apply_bits", "write_signs move_adam", "this project's", "compression stage"
 _DILOCO = "H = 500, AdamW inside, momentum outside"
 _INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit")
 _ZERO_ONE = (
@@ -191,8 +187,8 @@ _FLAT = (
         "sigma_delta_one_phase", "Sigma-delta Adam, one-phase", (0, 16, 0), _APPLY, _SIGMA_ONE, _MOMENTS_ONE, about=_OWN
     ),
     _row("lion", "Distributed Lion", (0, 4, 0), _APPLY, _LION, about="majority vote"),
-    _row("onebit_adam", "1-bit Adam", (8, 4, 4), _ADAM, _FEEDBACK, about=_LATER),
-    _row("onebit_lamb", "1-bit LAMB", (12, 4, 4), "write_signs lamb", _MESSAGE, about=_LATER),
+    _row("onebit_adam", "1-bit Adam", (8, 4, 4), _ADAM, _FEEDBACK, about=_LATER, warm=True),
+    _row("onebit_lamb", "1-bit LAMB", (12, 4, 4), "write_signs lamb", _MESSAGE, about=_LATER, warm=True),
     _row(
         "zero_one_adam",
         "0/1 Adam",
@@ -222,6 +218,7 @@ METHODS: dict[str, Method] = {
             _ADAM,
             replace(_FEEDBACK, layout="fused"),
             about=f"{_LATER}, as its reference implementation orders it",
+            warm=True,
         ),
         _row(
             "deepspeed",
@@ -230,6 +227,7 @@ METHODS: dict[str, Method] = {
             "eager " * 4,
             _DEEPSPEED,
             about=f"{_LATER}, eager passes over one fused buffer",
+            warm=True,
         ),
         *(m.by_nodes() for m in _FLAT),
         _sparse(

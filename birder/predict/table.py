@@ -192,9 +192,10 @@ def advised(
     return next(r for r in kept if ms[r.name] <= (1 + TIE) * min(ms[k.name] for k in kept)), True
 
 
-def whole_run(p: Prediction, row: Row) -> float:
-    """ms of a step, the mean over a run: with the dense steps that a method begins with."""
-    warm = WARM if row.method.warm and p.has("fp32") else 0.0
+def whole_run(p: Prediction, row: Row, warm: float | None = None) -> float:
+    """ms of a step, the mean over a run. warm: its share of dense steps; None: the usual one of the method."""
+    if warm is None:
+        warm = WARM if row.method.warm and p.has("fp32") else 0.0
     return warm * p["fp32"].ms + (1 - warm) * row.ms if warm else row.ms
 
 

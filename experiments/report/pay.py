@@ -17,6 +17,7 @@ from experiments.report.prediction import LATENCY_US
 from experiments.report.prediction import METHODS as FIXED
 
 SHOWN = (*FIXED[:-1], "sigma_delta_hierarchical", FIXED[-1])
+"""In the order in which those of equal time are advised."""
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
 PRECISION = "bf16"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from birder.predict import METHODS, Cluster, Link, predict
 from birder.predict.layouts import Plan
+from birder.predict.table import whole_run
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
 from experiments.report import curves, gaps
@@ -104,5 +105,5 @@ def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:
         for gbps in GBPS:
             cluster = Cluster.of_gpus(NODES, 8, Link(gbps, LATENCY_US))
             p = predict(timeline, cluster, ["fp32", "none", name], local_steps=every, plan=Plan(run_steps=total))
-            found[gpu, gbps] = dense * p["fp32"].ms + (1 - dense) * p[name].ms
+            found[gpu, gbps] = whole_run(p, p[name], dense)
     return found
