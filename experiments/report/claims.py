@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from birder.predict import Cluster, Link, predict
 from experiments.cells import claimed, suite, timelines
@@ -33,10 +34,41 @@ STEPS = volume.LENGTHS[1]
 """Of 0/1 Adam's longer published run, BERT-Large."""
 ONEBIT_WARMUP = 23_000
 """Dense steps of 1-bit Adam in it."""
-PLAIN = ("Birder", "1-bit Adam", "0/1 Adam", "CSER", "SLAMB")
-"""Methods that a claim's rows need not name."""
 Words = dict[str, Any]
-Records = Sequence[ResultRecord]
+
+
+class Accurate(NamedTuple):
+    """A claim that a method is as accurate as dense ones. methods: those of this project that are the method."""
+
+    claim: str
+    source: str
+    methods: tuple[str, ...]
+    bases: tuple[str, ...]
+
+
+ADAM = ("AdamW fp32", "BertAdam fp32")
+ACCURATE = {
+    "Birder": Accurate(
+        "Birder is as accurate as SGDM and Adam",
+        "Birder, NeurIPS 2023",
+        ("Birder", "Birder hierarchical"),
+        ("SGDM fp32", *ADAM),
+    ),
+    "1-bit Adam": Accurate("1-bit Adam converges as Adam does", "1-bit Adam, ICML 2021", ("1-bit Adam",), ADAM),
+    "0/1 Adam": Accurate("0/1 Adam converges as Adam does", "0/1 Adam, ICLR 2023", ("0/1 Adam",), ADAM),
+    "CSER": Accurate(
+        "CSER is as accurate as SGD", "CSER, NeurIPS 2020", ("CSER",), ("SGDM Nesterov fp32", "SGDM fp32")
+    ),
+    "SLAMB": Accurate("SLAMB is as accurate as LAMB", "SLAMB, ICML 2023", ("SLAMB",), ("LAMB fp32", "AdamW fp32")),
+}
+
+
+class Records(list[ResultRecord]):
+    """Records, and their tables of accuracies, made once."""
+
+    @cached_property
+    def tables(self) -> list[AccuracyTable]:
+        return accuracies.build(self)
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------------
@@ -125,23 +157,25 @@ def payload(records: Records, value: float) -> Words | None:
     return None
 
 
-def accuracy(records: Records, value: float, methods: Sequence[str], bases: Sequence[str]) -> Words | None:
-    """A method against the best of the dense ones named, over all tasks that were run."""
-    found = outcomes(records, methods, bases)
-    by = {verdict: [o.task for o in found if o.verdict == verdict] for verdict in ORDER}
-    said = [f"not reached on {'; '.join(by[WORSE])}"] * bool(by[WORSE])
-    said += [f"not decided on {'; '.join(by[OPEN])}"] * bool(by[OPEN])
-    said += [f"confirmed on {'; '.join([*by[PARITY], *by[BETTER]])}"] * bool(by[PARITY] or by[BETTER])
-    where = ", ".join(dict.fromkeys(o.where for o in found))
-    shown = "<br>".join(f"{o.verdict}: {o.task}: {o.text}" for o in found)
-    return {"where": where, "shown": shown, "tasks": ".<br>".join(said)} if found else None
+def accuracy(records: Records, value: float, method: str) -> Words | None:
+    """A method of `ACCURATE` against the best of its claim's baselines, over all tasks that were run."""
+    found = outcomes(records, method)
+    if not found:
+        return None
+    shares = []
+    for verdict in ORDER:
+        mine = [o.task.partition(",")[0] for o in found if o.verdict == verdict]
+        shares += [f"{verdict} in {len(mine)} ({', '.join(dict.fromkeys(mine))})"] * bool(mine)
+    lost, kept = (sum(o.verdict in of for o in found) for of in ((WORSE,), (PARITY, BETTER)))
+    said = [f"not reached in {lost}"] * bool(lost) + [f"confirmed in {kept}"] * bool(kept)
+    whether = " and ".join(said) or "not decided in any"
+    return {"count": len(found), "shown": "; ".join(shares), "whether": whether, "outcomes": found}
 
 
 def endings(records: Records, value: float, optimizer: str) -> Words | None:
     """How many runs of an optimizer's variants have ended with a finite metric: at the chosen rate, or at all rates of a
     variant that lost a seed at each of them."""
-    tables = accuracies.build(list(records))
-    mine = [(t, c) for t in tables for c in t.cells if c.records[0].optimizer == optimizer]
+    mine = [(t, c) for t in records.tables for c in t.cells if c.records[0].optimizer == optimizer]
     every = [c for t, c in mine if t.bests[c.label] in (c, None)]
     runs, ended = sum(len(c.records) for c in every), sum(len(c.valid) for c in every)
     where = ", ".join(dict.fromkeys(_where(c) for c in every))
@@ -151,28 +185,38 @@ def endings(records: Records, value: float, optimizer: str) -> Words | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method against the best of the dense ones that a claim names, on one task. verdict: one of `ORDER`."""
+    """A method against the best baseline of its claim, on one task. verdict: one of `ORDER`. gap, values: as printed."""
 
     task: str
-    where: str
+    method: str
     verdict: str
-    text: str
+    gap: str
+    values: str
+    base: str
+    notes: str
+
+    @property
+    def cells(self) -> str:
+        """Its row of a table."""
+        return " | ".join((self.verdict, self.task, self.method, self.gap, self.values, self.base, self.notes or DASH))
 
 
-def outcomes(records: Sequence[ResultRecord], methods: Sequence[str], bases: Sequence[str]) -> list[Outcome]:
+def outcomes(records: Records, method: str) -> list[Outcome]:
     """On every task that both were run on with several seeds, what was lost first."""
+    methods, bases = ACCURATE[method].methods, ACCURATE[method].bases
     found: list[tuple[AccuracyTable, Outcome]] = []
-    for table in accuracies.build(list(records)):
+    for table in records.tables:
         theirs = [c for c in table.cells if len(c.by_seed) > 1 and c.records[0].method in bases]
         base = max(theirs, key=table.value, default=None)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
         found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
         if base and not mine and tried:  # no rate of it has kept all of its seeds
-            reason = f"every rate lost seeds, of {len(tried)} tried; {base.label} has {mean_sd(*base.summary(None))}"
-            found.append((table, Outcome("", _where(tried[0]), WORSE, reason)))
+            reason = f"every rate lost seeds, of {len(tried)} tried"
+            named = (tried[0].records[0].method, WORSE, DASH, f"{DASH} / {mean_sd(*base.summary(None))}", base.label)
+            found.append((table, Outcome(f" ({_where(tried[0])})", *named, reason)))
     names = _names([table for table, _ in found])
-    said = [replace(o, task=name + o.task) for name, (_, o) in zip(names, found, strict=True)]
+    said = [replace(o, task=f"{name}{o.task}") for name, (_, o) in zip(names, found, strict=True)]
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
 
 
@@ -184,17 +228,17 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     if gap is None or gap.n < 2:
         return None
     unit = "" if relative else metric_unit(str(table.metric["name"]))
-    text = f"{gap.text(relative)}{unit}, {mean_sd(*cell.summary(None))} against {mean_sd(*base.summary(None))} ({base.label})"
-    text += f", p = {p[cell.label]:.2g} by Holm for {len(p)} methods" * (len(p) > 1)
+    notes = [f"p = {p[cell.label]:.2g} for {len(p)} methods"] * (len(p) > 1)
     lost = len(cell.records) - len(cell.valid)
-    text += f", {lost} of {len(cell.records)} seeds failed" if lost else ""
+    notes += [f"{lost} of {len(cell.records)} seeds failed"] * bool(lost)
     variants = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
     if variants:
         worst = found.gap(min(variants, key=table.value))
         least = worst.text(relative) if worst else DASH
-        text += f"; the best of {len(variants) + 1} variants, the worst has {least}{unit}"
-    method = cell.records[0].method
-    return Outcome("" if method in PLAIN else f" ({method})", _where(cell), found.verdict(cell), text)
+        notes.append(f"the best of {len(variants) + 1} variants, the worst has {least}{unit}")
+    values = f"{mean_sd(*cell.summary(None))} / {mean_sd(*base.summary(None))}"
+    named = (cell.records[0].method, found.verdict(cell), gap.text(relative) + unit, values, base.label)
+    return Outcome(f" ({_where(cell)})", *named, "; ".join(notes))
 
 
 def _where(cell: Cell) -> str:

@@ -23,7 +23,6 @@ from experiments.cells import timelines
 from experiments.config import question, reference
 from experiments.records.record import ROOT, ResultRecord, read_all
 from experiments.report import (
-    accuracy,
     accuracy_page,
     arithmetic,
     captions,
@@ -159,6 +158,7 @@ OTHERS: dict[str, Any] = {
     "timeline": timelines.load,
     "keys": reference.tables,
     "cited": claims.cited,
+    "ACCURATE": claims.ACCURATE,
     "volume": lambda kind: [value for value, _ in volume.measured(volume.Setting(), kind)],
 }
 """Functions that need no records."""
@@ -171,8 +171,8 @@ class Facts:
         self.results = results
 
     @cached_property
-    def _records(self) -> list[ResultRecord]:
-        return read_all(self.results)
+    def _records(self) -> claims.Records:
+        return claims.Records(read_all(self.results))
 
     def words(self) -> dict[str, Any]:
         """What a template can call: methods of this class, `OTHERS`, and the shares by which things are decided."""
@@ -285,7 +285,7 @@ class Facts:
         Of a setting's studies the first one, unless a word says against which baseline.
         """
         every = [t for groups in self._studies.values() for group in groups for t in group]
-        every = list({t.slug: t for t in every}.values()) if virtual else accuracy.build(self._records)
+        every = list({t.slug: t for t in every}.values()) if virtual else self._records.tables
         found = [t for t in every if all(w in t.title for w in words)]
         found = [t for t in found if not t.against] or found
         return Study(only(found, f"a table of accuracies with {', '.join(words)}"), self.results)

@@ -15,7 +15,7 @@ from launch.errors import UserError
 
 WHOLE = (
     *("README.md", "docs/results.md", "docs/claims.md", "docs/accuracy.md"),
-    *("docs/appendix/accuracy.md", "docs/appendix/results.md"),
+    *("docs/appendix/accuracy.md", "docs/appendix/claims.md", "docs/appendix/results.md"),
 )
 """Pages that are templates from the first line to the last."""
 NAMES = (
