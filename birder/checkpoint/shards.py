@@ -75,6 +75,7 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     numbers = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({
         "steps": saved["steps"],
+        "options": saved.get("options"),
         "signature": optimizer.comm.signature,
         "units": [own(optimizer, unit, flat) for unit, flat in zip(optimizer.units, flats, strict=True)],
         "param_groups": [g | {"params": n["params"]} for g, n in zip(groups, numbers, strict=True)],
@@ -89,9 +90,8 @@ def _meta(attachment: ShardAttachment) -> str:
         for i, g in enumerate(optimizer.param_groups)
     ]
     replicas = attachment.mesh.size(0)
-    return json.dumps({
-        "method": optimizer.kind, "steps": optimizer.steps, "replicas": replicas, "groups": groups
-    })  # fmt: skip
+    about = {"method": optimizer.kind, "options": optimizer.shared_options, "steps": optimizer.steps}
+    return json.dumps(about | {"replicas": replicas, "groups": groups})
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ from birder.comm.runtime import Task, asking
 from birder.optim.agreement import Agreement, digest_of
 from birder.optim.by_parameter import parts, put_back, taken
 from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
-from birder.optim.contract import WIRES, Method, Plan, arguments
+from birder.optim.contract import WIRES, Method, Plan
 from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
 from birder.optim.watch import marks
@@ -152,14 +152,12 @@ class BucketOptimizer(Guards):
 
     def digest(self, *more: Any) -> int:
         """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
-        plain = (bool, int, float, str, type(None))
-        options = sorted((k, v) for k, v in vars(self).items() if isinstance(v, plain) and k in arguments(type(self)))
         groups = [  # what else a script keeps in its groups is its own
             [(k, plain_number(group.get(k))) for k in sorted(self.by_group)]
             + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
-        return digest_of((self.kind, options, groups, more))
+        return digest_of((self.kind, sorted(self.shared_options.items()), groups, more))
 
     # ---- gradients during backward ----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from birder.comm import Mean, Requests, run
 from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import parts
-from birder.optim.contract import Method
+from birder.optim.contract import Method, arguments
 from birder.optim.layout import Unit
 
 BY_UNIT = (
@@ -157,6 +157,12 @@ class MethodState(Method):
 
     # ---- saving and restoring ----------------------------------------------------------------------------------------
 
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """Arguments that are of the whole optimizer, not of a group."""
+        plain = (bool, int, float, str, type(None))
+        return {k: v for k, v in vars(self).items() if isinstance(v, plain) and k in arguments(type(self))}
+
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (without the gradient buffers)."""
         return sum(t.nbytes for u in self.units for t in u.state.values())
@@ -165,7 +171,7 @@ class MethodState(Method):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state, as plain data and tensors, which are not copied:
 
-        {"method", "steps", "signature", "rank", "fingerprint", "changed", "units": [{name: flat tensor}],
+        {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "units": [{name: flat tensor}],
          "aside": {number of a parameter that was frozen meanwhile: (steps, {name: tensor})},
          "param_groups", "state": what others have put into `optimizer.state`}
 
@@ -203,6 +209,7 @@ class MethodState(Method):
             self.watch.look(unit, None if self._within is None else self.own_parameters(unit))
         return {
             "method": self.kind,
+            "options": self.shared_options,
             "steps": self._counter.fill_(self.steps),
             "signature": list(self.comm.signature),
             "rank": self.comm.rank,
@@ -232,6 +239,7 @@ class MethodState(Method):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Restores what `state_dict` returned on the same rank; call it after `attach`.
 
+        Options of groups are then the saved ones, as in torch. Those of the whole optimizer stay: others are warned of.
         Raises ValueError for the state of another method or rank, of another number of workers or layout of parameters.
         RuntimeError on several processes before `attach`.
         """
@@ -295,6 +303,13 @@ class MethodState(Method):
         if saved != name:
             raise ValueError(
                 f"the saved state holds what {saved} keeps, this optimizer is {name}: use the one that saved it"
+            )
+        mine, known = self.shared_options, state_dict.get("options") or {}
+        for k in sorted(k for k in mine.keys() & known.keys() if mine[k] != known[k]):
+            warnings.warn(
+                f"{name}: the state was saved with {k}={known[k]!r}, this optimizer has {k}={mine[k]!r}, and so it trains on",
+                RuntimeWarning,
+                stacklevel=3,
             )
         theirs, ours = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
         if theirs != ours:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -39,6 +40,24 @@ def test_hooks_see_and_change_the_whole_state(name: str) -> None:
     optimizer.register_load_state_dict_pre_hook(lambda o, state: state | {"param_groups": []})
     with pytest.raises(ValueError, match="parameter groups"):
         optimizer.load_state_dict(state)
+
+
+def test_a_state_of_other_options_is_loaded_with_a_warning() -> None:
+    """Options of groups are the saved ones, as in torch. Those of the whole optimizer changed without a word."""
+    model, optimizer = built("SigmaDeltaAdam")
+    train(model, optimizer, range(1, 4))
+    state = copy.deepcopy(optimizer.state_dict())
+    same = make("SigmaDeltaAdam", model, lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(state)
+    assert same.param_groups[0]["lr"] == 0.01
+    other = birder.SigmaDeltaAdam(model.parameters(), variance="shared")
+    with pytest.warns(RuntimeWarning, match="saved with variance='of_mean', this optimizer has variance='shared'"):
+        other.load_state_dict(state)
+    assert other.variance == "shared"
+    del state["options"]  # as states were before
+    other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", ALL)
