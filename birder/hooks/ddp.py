@@ -227,6 +227,11 @@ def attach(
             "the optimizer holds parameters that the model does not have: build it from model.parameters(), one for each "
             "wrapped model"
         )
+    if not mine.isdisjoint(getattr(model, "_delay_all_reduce_params", [])):
+        raise RuntimeError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) keeps gradients of this optimizer's parameters from "
+            "the hook: leave it out"
+        )
     open_ = buckets.attachments if buckets is not None else []
     for other in (a for a in open_ if a.optimizer is not optimizer and not a.closed):
         if any(map(other.optimizer.holds, mine)):

@@ -190,7 +190,17 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     def skips(model: Any, ddp: Any, optimizer: Any) -> None:
         attach(ddp, optimizer)
 
+    def delays(model: Any, ddp: Any, optimizer: Any) -> None:
+        late = [("second.weight", model.second.weight)]
+        attach(
+            DistributedDataParallel(
+                model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model.first.weight
+            ),
+            optimizer,
+        )
+
     return {
+        "delays": said(delays),
         "closure": said(sgd),
         "closure in step": said(lambda *a: sgd(*a, overlap=False)),
         "clips": said(clips_later),
@@ -201,6 +211,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 def test_what_would_go_wrong_is_refused_in_the_first_step() -> None:
     for of_rank in run_ranks(refusals, 2):
         for name, words in {
+            "delays": "delay_all_reduce_named_params",
             "closure": "SGD steps",
             "closure in step": "SGD steps",
             "clips": "max_grad_norm was set after attach",
