@@ -88,7 +88,8 @@ class BirderCallback(Callback):
         self.attachment = birder.attach(model, method, **nodes | self.options)
         limit = trainer.gradient_clip_val
         if limit and method.compressed and self.attachment.overlap:
-            raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=limit)}")
+            norm = "..." if trainer.gradient_clip_algorithm == "value" else limit  # of values it says nothing of a norm
+            raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=norm)}")
         method.register_load_state_dict_pre_hook(self._own_state)
         every_rank.set_parameters(method, self._loaded)
         self._loaded = {}
