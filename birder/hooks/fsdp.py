@@ -78,6 +78,7 @@ class ShardAttachment(Attachment):
             self.hook_parameters()
             if (model := self._model()) is not None:
                 check_mean(model)
+                check_hooks(model)
             self.begin_pass()
             self.compare_steps()
 
@@ -120,9 +121,11 @@ class ShardAttachment(Attachment):
                 "compile forward only, with torch.compile(model)"
             )
         optimizer = self.optimizer
-        if not self._active or optimizer.plan(optimizer.steps + 1) is Plan.DENSE:
+        if not self._active:
             return
         self._begin()
+        if optimizer.plan(optimizer.steps + 1) is Plan.DENSE:
+            return
         found = gradient(p)
         if not optimizer.holds(p):
             if found is not None:  # nobody else averages it over replicas
@@ -170,6 +173,7 @@ def attach_shards(
     _check_parameters(model, optimizer, mesh)
     _check_alone(model, optimizer, communicate)
     check_mean(model)
+    check_hooks(model)
     overlap = overlap and optimizer.max_grad_norm is None
     device = local(next(model.parameters())).device
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -272,13 +276,29 @@ def _check_alone(model: nn.Module, optimizer: BucketOptimizer, communicate: bool
 
 def check_mean(model: nn.Module) -> None:
     """Raises RuntimeError where a script has set by what FSDP divides gradients: over replicas they would be averaged."""
-    for module in _fsdp_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None and group.gradient_divide_factor is not None:
+    for group in _groups(model):
+        if group.gradient_divide_factor is not None:
             raise RuntimeError(
                 f"set_gradient_divide_factor({group.gradient_divide_factor}) holds inside a replica alone, replicas take the "
                 "mean: leave it out and scale the loss instead"
             )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises RuntimeError where a script's all-reduce hook is in the place of an attachment's: replicas would drift apart."""
+    for group in _groups(model):
+        function = getattr(group._all_reduce_hook, "func", group._all_reduce_hook)
+        if getattr(function, "__func__", function) not in (None, ShardAttachment.on_reduced):
+            raise RuntimeError(
+                "set_all_reduce_hook of this script and attach, whose hook averages gradients over replicas, exclude each "
+                "other: leave it out"
+            )
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What FSDP keeps for each of its modules that has parameters."""
+    found = [module._get_fsdp_state()._fsdp_param_group for module in _fsdp_modules(model)]
+    return [group for group in found if group is not None]
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -54,8 +54,11 @@ def before_training(rank: int, world: int) -> dict[str, str]:
     shard(unset, mesh)
     divided = shard(toy.make(), mesh)
     divided.second.set_gradient_divide_factor(1.0)  # type: ignore[union-attr, operator]
+    hooked = shard(toy.make(), mesh)
+    hooked.second.set_all_reduce_hook(lambda reduced: None)  # type: ignore[union-attr, operator]
     return {
         "columns": try_attach(columns, mesh=mesh),
+        "hooked": try_attach(hooked, mesh=mesh),
         "meshes": try_attach(mixed, mesh=mesh),
         "offload": said(lambda: _check_parameters(away, birder.Birder(away.parameters()), OfAGpu(mesh))),  # type: ignore[arg-type]
         "divided": try_attach(divided, mesh=mesh),
@@ -97,6 +100,7 @@ WORDS = {
     "columns": "leave out shard_placement_fn",
     "meshes": 'is sharded over ranks [0, 1], mesh["shard"] has',
     "offload": "is on cpu, the mesh on cuda: leave out CPUOffloadPolicy",
+    "hooked": "set_all_reduce_hook",
     "divided": "leave it out and scale the loss instead",
     "meta": "is on the meta device: call model.to_empty(device=...)",
     "2-D": 'use fully_shard(module, mesh=mesh["shard"]), and give the 2-D mesh to attach alone',
@@ -156,6 +160,11 @@ def while_training(rank: int, world: int) -> dict[str, str]:
     model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
     out["divided"] = said(toy.loss(model, rank, 2).backward)
 
+    for method in ("SGDM", "Birder"):
+        model, optimizer, _ = hsdp("toy", mesh, method, {"lr": 0.01})
+        model.set_all_reduce_hook(lambda reduced: None)  # type: ignore[operator]
+        out[f"hook of {method}"] = said(toy.loss(model, rank, 1).backward)
+
     model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01}, overlap=False)
     out["symmetric"] = said(model.set_symm_mem_for_comm)  # type: ignore[operator]
     model, optimizer, _ = hsdp("toy", mesh, "Birder", {"lr": 0.01})
@@ -180,6 +189,8 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert "call birder.attach(model, optimizer, mesh=mesh) again" in result["unfrozen"]
         assert "DistributedDataParallel" not in result["unfrozen"]
         assert "scale the loss instead" in result["divided"]
+        assert "set_all_reduce_hook" in result["hook of SGDM"]
+        assert result["hook of Birder"] == result["hook of SGDM"]
         assert "compile forward only" in result["compiled autograd"]
         assert "saved by rank" in result["state"]
 

@@ -158,6 +158,8 @@ def test_fsdp_says_by_what_it_divides(world: Any) -> None:
     group: Any = getattr(state, "_fsdp_param_group", None)
     needs(group is not None, "FSDPModule._get_fsdp_state()._fsdp_param_group", "birder/hooks/fsdp.py")
     needs(getattr(group, "gradient_divide_factor", 0) is None, "gradient_divide_factor of None", "birder/hooks/fsdp.py")
+    model.set_all_reduce_hook(needs)
+    needs(getattr(group, "_all_reduce_hook", None) is needs, "_all_reduce_hook that was set", "birder/hooks/fsdp.py")
     model.set_gradient_divide_factor(2.0)
     needs(group.gradient_divide_factor == 2.0, "gradient_divide_factor that was set", "birder/hooks/fsdp.py")
 
