@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ MORE |= {"SigmaDeltaAdam shared": ("SigmaDeltaAdam", {"variance": "shared"})}
 MORE |= {"ZeroOneAdam decay": ("ZeroOneAdam", {"weight_decay": 0.1})}
 MORE |= {"ZeroOneAdam deepspeed decay": ("ZeroOneAdam deepspeed", {"weight_decay": 0.1})}
 NAMES = [*OURS, *MORE]
-MACHINE = f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
-"""The last bits of norms depend on how many numbers the processor adds at a time."""
+MAKER = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+MACHINE = (
+    f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}, {MAKER[1] if MAKER else None}"
+)
+"""The last bits of norms depend on how many numbers the processor adds at a time, those of torch's roots on its maker."""
 
 
 class Sizes(nn.Module):
