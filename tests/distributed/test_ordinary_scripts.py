@@ -67,8 +67,9 @@ def memory_layouts(rank: int, few: bool) -> dict[str, bool]:
                 optimizer.step()
             attachment.close()
             found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-        # Norms of tensors are added up in the order of memory.
-        gap = 1e-5 if name in ("OneBitLAMB", "SLAMB") else 0.0
+        # Norms of tensors are added up in the order of memory. On some processors torch's fused AdamW rounds an element that
+        # stands at the end of the memory in another way than the others.
+        gap = {"OneBitLAMB": 1e-5, "SLAMB": 1e-5, "AdamW": 1e-7}.get(name, 0.0)
         same[name] = all(float((found[0] - other).abs().max()) <= gap for other in found[1:])
     return same
 
