@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,8 +77,7 @@ class ShardAttachment(Attachment):
         if begins:
             self.hook_parameters()
             if (model := self._model()) is not None:
-                check_mean(model)
-                check_hooks(model)
+                check_groups(model)
             self.begin_pass()
             self.compare_steps()
 
@@ -173,8 +171,7 @@ def attach_shards(
     reshard(model)
     _check_parameters(model, optimizer, mesh)
     _check_alone(model, optimizer, communicate)
-    check_mean(model)
-    check_hooks(model)
+    check_groups(model)
     overlap = overlap and optimizer.max_grad_norm is None
     device = local(next(model.parameters())).device
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -275,31 +272,25 @@ def _check_alone(model: nn.Module, optimizer: BucketOptimizer, communicate: bool
             )
 
 
-def check_mean(model: nn.Module) -> None:
-    """Raises RuntimeError where a script has set by what FSDP divides gradients: over replicas they would be averaged."""
-    for group in _groups(model):
+def check_groups(model: nn.Module) -> None:
+    """Raises RuntimeError where a script has set what keeps gradients from being averaged over replicas.
+
+    By what FSDP divides them, or an all-reduce hook in the place of an attachment's: replicas would drift apart.
+    """
+    for module in _fsdp_modules(model):
+        if (group := module._get_fsdp_state()._fsdp_param_group) is None:
+            continue
         if group.gradient_divide_factor is not None:
             raise RuntimeError(
                 f"set_gradient_divide_factor({group.gradient_divide_factor}) holds inside a replica alone, replicas take the "
                 "mean: leave it out and scale the loss instead"
             )
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raises RuntimeError where a script's all-reduce hook is in the place of an attachment's: replicas would drift apart."""
-    for group in _groups(model):
         function = getattr(group._all_reduce_hook, "func", group._all_reduce_hook)
         if getattr(function, "__func__", function) not in (None, ShardAttachment.on_reduced):
             raise RuntimeError(
                 "set_all_reduce_hook of this script and attach, whose hook averages gradients over replicas, exclude each "
                 "other: leave it out"
             )
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """What FSDP keeps for each of its modules that has parameters."""
-    found = [module._get_fsdp_state()._fsdp_param_group for module in _fsdp_modules(model)]
-    return [group for group in found if group is not None]
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:

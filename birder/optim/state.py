@@ -247,6 +247,14 @@ class MethodState(Method):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = replaced if (replaced := hook(self, state_dict)) is not None else state_dict
         self._check_state(state_dict)
+        mine, known = self.shared_options, state_dict.get("options") or {}
+        for k in sorted(k for k in mine.keys() & known.keys() if mine[k] != known[k]):
+            warnings.warn(
+                f"{self.kind}: the state was saved with {k}={known[k]!r}, this optimizer has {k}={mine[k]!r}, "
+                "and so it trains on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         # Of a state that was loaded in place (torch.distributed.checkpoint) the tensors are in use, but nothing else is.
         live = self._is_live(state_dict["units"]) and int(state_dict["steps"]) == self.steps
         if state_dict["units"] is not None and not self._bound:
@@ -303,13 +311,6 @@ class MethodState(Method):
         if saved != name:
             raise ValueError(
                 f"the saved state holds what {saved} keeps, this optimizer is {name}: use the one that saved it"
-            )
-        mine, known = self.shared_options, state_dict.get("options") or {}
-        for k in sorted(k for k in mine.keys() & known.keys() if mine[k] != known[k]):
-            warnings.warn(
-                f"{name}: the state was saved with {k}={known[k]!r}, this optimizer has {k}={mine[k]!r}, and so it trains on",
-                RuntimeWarning,
-                stacklevel=3,
             )
         theirs, ours = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
         if theirs != ours:
