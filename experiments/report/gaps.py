@@ -72,14 +72,10 @@ def shown(studies: Studies) -> list[AccuracyTable]:
     found: list[AccuracyTable] = []
     for first, every in zip(chosen(studies), studies.values(), strict=True):
         others = sorted((t for tables in every for t in tables if _length(t) >= _length(first)), key=_weight)
-        scaled = [t for t in others if _baseline(t) == _baseline(first) and _workers(t) != _workers(first)]
+        scaled = [t for t in others if _baseline(t) == _baseline(first) and t.setting.workers != first.setting.workers]
         more = [t for t in others if _methods(t) - _methods(first)][-1:]
         found += [first, *scaled, *(t for t in more if t not in scaled)]
     return found
-
-
-def _workers(table: AccuracyTable) -> int:
-    return table.first.nodes * table.first.ranks_per_node
 
 
 def _baseline(table: AccuracyTable) -> str | None:
