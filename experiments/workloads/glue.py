@@ -14,6 +14,7 @@ from experiments.workloads import bert
 from experiments.workloads.base import Batch, Shard, all_sum, at_least, one_of
 from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
 from experiments.workloads.ordering import fixed_choice
+from launch.errors import UserError
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -26,6 +27,8 @@ class Glue(bert.Bert):
     data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
     dataset:        hub data set used where no folder is given, or "synthetic".
     train_examples: number of training examples, always the same ones; None: all. Likewise dev_examples.
+    held_out:       of these, the last ones, that are left out of training; the task's metric on them is the metric
+                    `held_out`, for the choice of hyper-parameters. None: none.
     """
 
     name = "glue"
@@ -36,11 +39,12 @@ class Glue(bert.Bert):
     dataset: str = "nyu-mll/glue"
     train_examples: int | None = None
     dev_examples: int | None = None
+    held_out: int | None = None
 
     def __post_init__(self) -> None:
         one_of(TASKS, task=self.task)
         at_least(8, seq_len=self.seq_len)
-        at_least(1, train_examples=self.train_examples, dev_examples=self.dev_examples)
+        at_least(1, train_examples=self.train_examples, dev_examples=self.dev_examples, held_out=self.held_out)
         self.about = TASKS[self.task]
         self.metric = self.about.metrics[0]
         self.synthetic = self.data_path is None and self.dataset == "synthetic"
@@ -59,6 +63,11 @@ class Glue(bert.Bert):
         dev = self._examples("dev", self.dev_examples)
         texts = dict.fromkeys(text for example in train for text in example.texts)
         self.load_tokenizer(texts)
+        if self.held_out and not self.synthetic:
+            if self.held_out >= len(train):
+                raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training examples")
+            train, held = train[: -self.held_out], train[-self.held_out :]
+            self._held = self._tokenized(held)
         self._train, self._dev = self._tokenized(train), self._tokenized(dev)
 
     def build_model(self) -> nn.Module:
@@ -82,12 +91,18 @@ class Glue(bert.Bert):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
-        labels = self._dev["labels"]
+        found = self._scores(model, self._dev, shard)
+        if self.held_out:
+            found["held_out"] = self._scores(model, self._held, shard)[self.metric]
+        return found
+
+    def _scores(self, model: nn.Module, part: dict[str, Tensor], shard: Shard) -> dict[str, float]:
+        labels = part["labels"]
         mine = torch.arange(shard.rank, len(labels), shard.world_size)
         # Correlations are not sums over ranks: every rank gets all answers, each from the rank that has it.
         answers = torch.zeros(len(labels), dtype=torch.float64)
         for some in mine.split(self.eval_batch):
-            inputs = self._batch(self._dev, some, shard.device)
+            inputs = self._batch(part, some, shard.device)
             inputs.pop("labels")
             logits = model(**inputs).logits.float().cpu()
             answers[some] = (logits.argmax(1) if self.about.classes else logits[:, 0]).double()

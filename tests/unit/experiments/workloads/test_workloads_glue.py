@@ -45,6 +45,24 @@ def test_glue_pairs_and_single_sentences_become_inputs(glue_root: Path) -> None:
     assert int(pair._train["token_type_ids"].max()) == 1
 
 
+def test_held_out_examples_are_not_trained_on_and_have_the_tasks_metric(glue_root: Path) -> None:
+    whole, less = (Glue("mrpc", preset="tiny", data_path=str(glue_root), seq_len=40, held_out=n) for n in (None, 11))
+    for workload in (whole, less):
+        workload.prepare(Shard())
+    for key, values in whole._train.items():
+        assert torch.equal(torch.cat([less._train[key], less._held[key]]), values)
+    assert less.training_samples == whole.training_samples - 11
+
+    class Yes(torch.nn.Module):
+        def forward(self, **inputs: torch.Tensor) -> object:
+            return type("Out", (), {"logits": torch.tensor([[0.0, 1.0]]).expand(len(inputs["input_ids"]), 2)})
+
+    assert set(whole.evaluate(Yes(), Shard())) == {"accuracy", "f1"}
+    assert less.evaluate(Yes(), Shard())["held_out"] == pytest.approx(100 * float(less._held["labels"].mean()))
+    with pytest.raises(UserError, match="held_out=30 leaves nothing of 30"):
+        Glue("mrpc", preset="tiny", data_path=str(glue_root), held_out=30).prepare(Shard())
+
+
 def test_glue_scores_are_regressed(glue_root: Path) -> None:
     workload = Glue("stsb", preset="tiny", data_path=str(glue_root), seq_len=40)
     workload.prepare(Shard())
