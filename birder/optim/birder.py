@@ -99,7 +99,7 @@ class Birder(SeenMap, BucketOptimizer):
         self.bits = require_choice("bits", bits, "independent", "weyl", "sigma_delta", "none")
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
         super().__init__(params, defaults, **options)
-        self.modulator = Modulator(gamma=1.0, reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
+        self.modulator = Modulator(reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
         self.draws = Draws(self.seed) if bits != "weyl" else Weyl(self.seed, reduce)
 
     def check_group(self, group: dict[str, Any]) -> None:

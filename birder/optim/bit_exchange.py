@@ -4,21 +4,20 @@
 forgotten. Two phases, with sgn(0) = +1:
 
     (1) z_i = u_i + e_i;   q_i = sgn(z_i);   e_i = clip(z_i - q_i, -1, 1)             worker i
-    (2) a = gamma mean_i q_i + s;   q = sgn(a);   s = clip(a - q, -1, 1)              server of a chunk
+    (2) a = gain mean_i q_i + s;   q = sgn(a);   s = clip(a - q, -1, 1)               server of a chunk
 
 One phase, at half the bytes: every coordinate has an owner, the workers in turn, 32 coordinates at a time.
 
-    (1') r_i = clip(r_i + gamma u_i / n, -2, 2)                                       worker i
+    (1') r_i = clip(r_i + gain u_i / n, -2, 2)                                        worker i
     (2') q = sgn(r_i);   r_i = r_i - q                                                worker i, where it is the owner
 
-With gamma = 1 none of the clips ever changes a number, and |sum_t q - sum_t mean_i u_i| is bounded for all times: by 2 for
-two phases where errors start at 0. The proof: docs/methods/sigma_delta.md. With a larger gamma the clips keep errors from
+With a gain of 1 none of the clips ever changes a number, and |sum_t q - sum_t mean_i u_i| is bounded for all times: by 2 for
+two phases where errors start at 0. The proof: docs/methods/sigma_delta.md. With a larger gain the clips keep errors from
 winding up.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherW
 from birder.kernels import weyl
 from birder.kernels.philox import uniform16
 from birder.kernels.reference import UNITS
-from birder.optim.checks import require_choice, require_number
+from birder.optim.checks import require_choice
 from birder.optim.layout import Unit
 
 ERRORS = {"fp32": torch.float32, "int8": torch.int8}
@@ -105,7 +104,6 @@ def move(unit: Unit, decay: float) -> None:
 class Modulator:
     """The quantizer's options, and its part of a unit's state: `worker_error` (e) and `server_error` (s), or `owner_error`.
 
-    gamma:  of (2), or (1'); None: the root of the number of workers.
     reduce: "two_phase" or "one_phase".
     errors: "fp32", or "int8" for a quarter of the memory.
     start:  "uniform": every worker's errors begin with random numbers in [-1, 1), so that workers' bits do not move in
@@ -113,8 +111,7 @@ class Modulator:
     seed:   of these numbers, and of the owners' order.
     """
 
-    def __init__(self, *, gamma: float | None, reduce: str, errors: str, start: str, seed: int) -> None:
-        self.gamma = require_number("gamma", gamma, "positive or None", above=True, none=True)
+    def __init__(self, *, reduce: str, errors: str, start: str, seed: int) -> None:
         self.one_phase = require_choice("reduce", reduce, "two_phase", "one_phase") == "one_phase"
         self.errors = require_choice("errors", errors, *ERRORS)
         self.start = require_choice("start", start, "uniform", "zero")
@@ -137,16 +134,16 @@ class Modulator:
                 unit.state[self.name][at] = (drawn.float() / 2**15 - 1.0) * one
         unit.buffers = buffers(unit, comm)
 
-    def encoding(self, unit: Unit, comm: Communicator, step: int) -> dict[str, Any]:
+    def encoding(self, unit: Unit, comm: Communicator, step: int, gain: float = 1.0) -> dict[str, Any]:
         """What the kernels of (1) need: options of `kernels.modulate` and `kernels.modulate_adam`."""
         return {
-            "weight": self._gain(comm) / comm.workers if self.one_phase else 1.0,
+            "weight": gain / comm.workers if self.one_phase else 1.0,
             "limit": self.limit,
             "dither": weyl.turned(step, worker=comm.worker, workers=comm.workers) / 2**16,
             "out": unit.buffers["bits"],
         }
 
-    def exchange(self, unit: Unit, comm: Communicator, step: int) -> Requests[Tensor]:
+    def exchange(self, unit: Unit, comm: Communicator, step: int, gain: float = 1.0) -> Requests[Tensor]:
         """Sends the bits in `unit.buffers["bits"]`. Ends with all of q: uint8[padded/8]."""
         if self.one_phase:
             owners = {"seed": self.seed, "step": weyl.STEP, "turn": step % comm.workers}
@@ -154,8 +151,5 @@ class Modulator:
         rows = yield AllToAll(unit.buffers["bits"], unit.buffers["rows"])
         chunk, error = unit.buffers["chunk"], unit.state["server_error"]
         dither = weyl.turned(step, by=weyl.ROOT) / 2**16
-        kernels.serve_sigma(rows, error, gamma=self._gain(comm), dither=dither, out=chunk)  # (2)
+        kernels.serve_sigma(rows, error, gamma=gain, dither=dither, out=chunk)  # (2)
         return (yield AllGather(chunk, unit.buffers["result"]))
-
-    def _gain(self, comm: Communicator) -> float:
-        return math.sqrt(comm.workers) if self.gamma is None else float(self.gamma)

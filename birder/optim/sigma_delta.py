@@ -4,16 +4,19 @@ Worker i keeps Adam's moments of its own gradient g_i; V is the same on all work
 
     (0) in the steps of a schedule, after (1): V by (0'), or V = mean_i v_i; t_V is the last such step
     (1) m_i = beta1 m_i + (1 - beta1) g_i;   v_i = beta2 v_i + (1 - beta2) g_i^2
-    (2) u_i = clip( m_i/(1 - beta1^t) / (sqrt(V/(1 - beta2^t_V)) + eps), -1, 1)
-    (3) q = the +-1 that the sigma-delta quantizer makes of all u_i               birder/optim/bit_exchange.py
+    (2) u_i = clip( m_i/(1 - beta1^t) / (sqrt(V/(1 - beta2^t_V)) + eps), -c, c)
+    (3) q = the +-1 that the sigma-delta quantizer makes of all u_i/c, with the gain gamma c     birder/optim/bit_exchange.py
     (4) x = x - lr q - lr weight_decay x
 
 The local form leaves (0) out, and (2) has v_i and t in the place of V and t_V.
 
 Adam's own v is that of the mean gradient, to which the noise of n workers adds n times less than to theirs. `of_mean`, the
-default, estimates it, taking the mean momentum for the signal, and needs no gain in the quantizer:
+default, estimates it, taking the mean momentum for the signal, and gamma is 1:
 
     (0') V = s^2 + (mean_i v_i - s^2) / n,   s^2 = min( (1 - beta2^t) (mean_i m_i/(1 - beta1^t))^2, mean_i v_i )
+
+c is what one worker's bit stands for. The noise of one worker's m_i is sqrt(n (1 - beta1)/(1 + beta1)) = 0.23 sqrt(n) times
+the root of this V, with Adam's beta1. c = sqrt(n)/2 has room for twice that.
 
 One-process reference: `SigmaDelta` in tests/helpers/reference_sigma_delta.py.
 """
@@ -45,8 +48,11 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
     share_growth: by what factor the steps of (0) grow, at least 1: after step k comes max(k + 1, floor(share_growth k)). 1.1:
                   each of the first ten, then 11, 12, ..., 20, 22, 24, ... 1: every step.
     wire:         what (0) sends as: "fp32" or "bf16".
-    gamma:        gain of the server; None: that with which Adam's lr fits, 1 with "of_mean", else the root of the number of
-                  workers. 1: the quantizer's error is bounded for all times; with another V lr then wants to be larger.
+    gamma:        gain of the mean of the workers' bits; None: that with which Adam's lr fits, 1 with "of_mean", else the root
+                  of the number of workers. 1: with full_scale=1 the quantizer's error is bounded for all times; with another
+                  V lr then wants to be larger.
+    full_scale:   c, what one worker's bit stands for; larger ratios are clipped to it. None: half the root of the number of
+                  workers with "of_mean", but at least 1; else 1.
     reduce:       "two_phase": all-to-all and all-gather. "one_phase": one all-gather of half the bytes.
     errors:       how the errors are kept: "fp32", or "int8" for a quarter of their memory.
     start:        how workers' errors begin: "uniform" in [-1, 1), so that workers' bits do not move in step, or "zero".
@@ -84,6 +90,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         variance: str = "of_mean",
         share_growth: float = 1.1,
         gamma: float | None = None,
+        full_scale: float | None = None,
         reduce: str = "two_phase",
         errors: str = "fp32",
         start: str = "uniform",
@@ -96,15 +103,22 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         self.share_growth = require_number("share_growth", share_growth, "at least 1", low=1.0)
         # Most variances are too small for fp16, and 0 stands for a coordinate without gradient.
         require(wire != "fp16", "wire", wire, "fp32 or bf16")
-        self.gamma, self.reduce, self.errors, self.start = gamma, reduce, errors, start
+        self.gamma = require_number("gamma", gamma, "positive or None", above=True, none=True)
+        self.full_scale = require_number("full_scale", full_scale, "positive or None", above=True, none=True)
+        self.reduce, self.errors, self.start = reduce, errors, start
         defaults = {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, wire=wire, **options)
-        gain = 1.0 if gamma is None and variance == "of_mean" else gamma
-        self._modulator = Modulator(gamma=gain, reduce=reduce, errors=errors, start=start, seed=self.seed)
+        self._modulator = Modulator(reduce=reduce, errors=errors, start=start, seed=self.seed)
 
     def shared_at(self, step: int) -> int:
         """t_V: the last step up to `step` in which V is shared; in the local form `step` itself."""
         return last_shared(step, float(self.share_growth)) if self.variance != "local" else step
+
+    def _scale(self, workers: int) -> tuple[float, float]:
+        """c and gamma for a number of workers."""
+        of_mean, root = self.variance == "of_mean", math.sqrt(workers)
+        scale = (max(1.0, root / 2) if of_mean else 1.0) if self.full_scale is None else float(self.full_scale)
+        return scale, (1.0 if of_mean else root) if self.gamma is None else float(self.gamma)
 
     def init_unit(self, unit: Unit) -> None:
         kept = unit.padded // self.comm.shards
@@ -117,7 +131,8 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         (beta1, beta2), hold = unit.group["betas"], self.idle == "hold"
         mean = yield ShardMean(grad)
         g: Tensor | None = mean
-        ratio = self._ratio(unit.group, step)
+        scale, gamma = self._scale(comm.workers)
+        ratio, gain = self._ratio(unit.group, step), gamma * scale
         if V is not None and self.shared_at(step) == step:
             kernels.adam_moments(mean, m, v, beta1=beta1, beta2=beta2, hold=hold)  # (1)
             g = None
@@ -125,9 +140,10 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
             if self.variance == "of_mean":
                 signal = ((yield WorkerMean(m, WIRES[self.wire])) * ratio["scale"]).square_().minimum(V)
                 V.div_(comm.workers).add_(signal, alpha=1.0 - 1.0 / comm.workers)  # (0')
-        error, encoding = unit.state[self._modulator.name], self._modulator.encoding(unit, comm, step)
+        error, encoding = unit.state[self._modulator.name], self._modulator.encoding(unit, comm, step, gain)
+        ratio["scale"] /= scale
         kernels.modulate_adam(g, m, v, error, V, **ratio, hold=hold, **encoding)  # (1)-(3)
-        unit.result = yield from self._modulator.exchange(unit, comm, step)
+        unit.result = yield from self._modulator.exchange(unit, comm, step, gain)
 
     def _ratio(self, group: dict[str, Any], step: int) -> dict[str, float]:
         """Options of `kernels.modulate_adam` for (1) and (2), with both corrections in two numbers."""

@@ -110,7 +110,12 @@ class SigmaDeltaAdam(Optimizer):
     )
     share_growth: AtLeastOne = doc("by what factor the steps grow that share v; 1: every step")
     wire: Literal["fp32", "bf16"] = doc("what v is shared as", "fp32")
-    gamma: Positive | None = doc("gain of the server; null: 1 with of_mean, else the root of the number of workers")
+    gamma: Positive | None = doc(
+        "gain of the mean of the workers' bits; null: 1 with of_mean, else the root of the number of workers"
+    )
+    full_scale: Positive | None = doc(
+        "what one worker's bit stands for; null: half the root of the workers with of_mean, at least 1; else 1"
+    )
     reduce: Literal["two_phase", "one_phase"] = doc("all-to-all and all-gather, or one all-gather of half the bytes")
     errors: Literal["fp32", "int8"] = doc("how errors are kept")
     start: Literal["uniform", "zero"] = doc("how workers' errors begin")

@@ -65,7 +65,8 @@ def method(config: dict[str, Any]) -> str:
         ours += bits + ["two betas"] * (optimizer.get("beta2") is not None)
     if name == "SigmaDeltaAdam":
         variance = str(optimizer.get("variance", "of_mean"))
-        label += ", ".join(["", *ours, *[variance] * (variance != "of_mean")])
+        scale = [] if optimizer.get("full_scale") is None else [f"full scale {optimizer['full_scale']:g}"]
+        label += ", ".join(["", *ours, *[variance] * (variance != "of_mean"), *scale])
     elif ours:
         label += f" {', '.join(ours)}{OURS}"
     if optimizer.get("message") == "int4":  # of DiLoCo

@@ -252,11 +252,21 @@ def read(path: str | Path) -> ResultRecord:
         raise UserError(f"{path} is not a record of schema {SCHEMA}: check {', '.join(sorted(set(content) ^ known))}")
     content["config"] = old_keys.config(content["config"])
     content["overrides"] = [old_keys.override(o) for o in content["overrides"]]
-    if (
-        content["optimizer"] == "SigmaDeltaAdam" and "method" in content["config"]
-    ):  # its default form was another one once
-        content["method"] = labels.method(content["config"])
+    if content["optimizer"] == "SigmaDeltaAdam":
+        _as_it_was(content)
     return ResultRecord(**content)
+
+
+def _as_it_was(content: dict[str, Any]) -> None:
+    """Of Sigma-delta Adam: its default form was another one once, and with any number of workers a bit stood for 1."""
+    config = content["config"]
+    optimizer = config["optimizer"]
+    whole = config.get("comm", {}).get("topology") == "hierarchical"
+    workers = content["nodes"] * (1 if whole else content["ranks_per_node"])
+    if "full_scale" not in optimizer:  # None is 1 where there are few workers
+        optimizer["full_scale"] = 1.0 if optimizer.get("variance") == "of_mean" and workers > 4 else None
+    if "method" in config:
+        content["method"] = labels.method(config)
 
 
 def read_all(results_dir: str | Path) -> list[ResultRecord]:

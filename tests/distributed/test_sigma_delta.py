@@ -35,6 +35,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared": ({"variance": "shared"}, {}),
     "one phase": ({"reduce": "one_phase", "seed": 5}, {"of_mean": True, "seed": 5}),
     "shared, one phase": ({"variance": "shared", "reduce": "one_phase"}, {}),
+    "full scale": ({"full_scale": 1.7, "gamma": 1.3}, {"of_mean": True, "full_scale": 1.7, "gamma": 1.3}),
+    "full scale, one phase": ({"full_scale": 1.7, "reduce": "one_phase"}, {"of_mean": True, "full_scale": 1.7}),
 }
 """Of each variant: options of the optimizer, and the same of the reference."""
 REAL = ("default", "one phase")
@@ -101,7 +103,7 @@ def flat(world: int) -> list[dict[str, dict[str, Any]]]:
     return virtually(world, 1)
 
 
-@pytest.mark.parametrize("world", [1, 3, slow(4)])
+@pytest.mark.parametrize("world", [1, 3, slow(4), 9])
 def test_flat_equals_the_reference_bit_for_bit(world: int) -> None:
     compare(flat(world), world, 1)
 

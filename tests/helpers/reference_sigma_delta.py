@@ -43,6 +43,7 @@ class SigmaDelta:
         of_mean: bool = False,
         growth: float = 1.1,
         gamma: float | None = None,
+        full_scale: float | None = None,
         uniform: bool = True,
         hold: bool = False,
         seed: int = 0,
@@ -53,6 +54,7 @@ class SigmaDelta:
         self.weight_decay, self.hold, self.seed, self.parts = weight_decay, hold, seed, parts
         self.local, self.of_mean = local, of_mean
         self.gamma = (1.0 if of_mean else math.sqrt(workers)) if gamma is None else gamma
+        self.scale = (max(1.0, math.sqrt(workers) / 2) if of_mean else 1.0) if full_scale is None else full_scale
         self.shares = shared_steps(growth, 10_000)
         self.elements = element_numbers(params)
         self.m = [torch.zeros(workers, p.numel()) for p in params]
@@ -97,7 +99,7 @@ class SigmaDelta:
         for w in range(self.workers):
             square = self.v[i][w] if self.local else self.V[i]
             below = square.double().sqrt().float() + self.eps * root
-            u = self.m[i][w] * (root / (1 - b1**self.steps)) / below
+            u = self.m[i][w] * (root / (1 - b1**self.steps) / self.scale) / below
             found.append(torch.where(below > 0, u, 0.0).clamp(-1, 1))
         return found
 
@@ -107,14 +109,14 @@ class SigmaDelta:
             z = u[w] + self.e[i][w]
             self.e[i][w] = (z - sign(z)).clamp(-1, 1)
             total += sign(z)
-        a = total * (self.gamma / self.workers) + self.s[i]
+        a = total * (self.gamma * self.scale / self.workers) + self.s[i]
         self.s[i] = (a - sign(a)).clamp(-1, 1)
         return sign(a)
 
     def _one_phase(self, i: int, u: list[Tensor]) -> Tensor:
         owner, q = self._owners(self.elements[i]), torch.empty_like(u[0])
         for w in range(self.workers):
-            r = (u[w] * (self.gamma / self.workers) + self.e[i][w]).clamp(-2, 2)
+            r = (u[w] * (self.gamma * self.scale / self.workers) + self.e[i][w]).clamp(-2, 2)
             mine = owner == w
             q[mine] = sign(r[mine])
             r[mine] -= q[mine]

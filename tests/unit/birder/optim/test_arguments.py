@@ -64,6 +64,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"variance": "mean"}, "variance must be of_mean, shared or local"),
         ({"share_growth": 0.9}, "share_growth must be at least 1"),
         ({"gamma": 0.0}, "gamma must be positive or None"),
+        ({"full_scale": 0.0}, "full_scale must be positive or None"),
         ({"errors": "bf16"}, "errors must be fp32 or int8"),
         ({"start": "one"}, "start must be uniform or zero"),
         ({"reduce": "three"}, "reduce must be two_phase or one_phase"),
