@@ -60,6 +60,31 @@ def test_roundtrip(tmp_path: Path) -> None:
     assert path.read_text().startswith('{\n "schema": 1,\n "id": "run-1"')
 
 
+@pytest.mark.parametrize(
+    ("nodes", "comm", "optimizer", "scale"),
+    [
+        (4, {}, {"variance": "of_mean"}, None),
+        (64, {}, {"variance": "of_mean"}, 1.0),
+        (4, {"topology": "hierarchical"}, {"variance": "of_mean"}, None),
+        (64, {}, {"variance": "shared"}, None),
+        (64, {}, {"variance": "of_mean", "full_scale": None}, None),
+        (64, {}, {"variance": "of_mean", "full_scale": 2.5}, 2.5),
+    ],
+)
+def test_a_bit_of_sigma_delta_adam_once_stood_for_1_with_any_number_of_workers(
+    tmp_path: Path, nodes: int, comm: dict[str, Any], optimizer: dict[str, Any], scale: float | None
+) -> None:
+    config = {
+        "optimizer": {"_target_": "birder.SigmaDeltaAdam", **optimizer},
+        "cluster": {"name": "virtual", "nodes": nodes, "ranks_per_node": 2 if comm else 1},
+        "comm": {"enabled": True, "topology": "flat", **comm},
+        "method": {"label": "Sigma-delta Adam"},
+    }
+    read = record.read(record.write(record.from_spec(make_spec(config=config), data={}), tmp_path))
+    assert read.config["optimizer"]["full_scale"] == scale
+    assert read.method.endswith(f"full scale {scale:g}") if scale else "full scale" not in read.method
+
+
 def test_a_cluster_of_machines_is_no_loopback() -> None:
     def kind(**cluster: Any) -> str:
         config = {"cluster": {"nodes": 2, "ranks_per_node": 1, **cluster}}
