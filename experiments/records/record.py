@@ -261,8 +261,8 @@ def _as_it_was(content: dict[str, Any]) -> None:
     """Of Sigma-delta Adam: its default form was another one once, and with any number of workers a bit stood for 1."""
     config = content["config"]
     optimizer = config["optimizer"]
-    whole = config.get("comm", {}).get("topology") == "hierarchical"
-    workers = content["nodes"] * (1 if whole else content["ranks_per_node"])
+    nodes_are_workers = config.get("comm", {}).get("topology") == "hierarchical"
+    workers = content["nodes"] * (1 if nodes_are_workers else content["ranks_per_node"])
     if "full_scale" not in optimizer:  # None is 1 where there are few workers
         optimizer["full_scale"] = 1.0 if optimizer.get("variance") == "of_mean" and workers > 4 else None
     if "method" in config:

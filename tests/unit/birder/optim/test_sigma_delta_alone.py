@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -102,21 +103,49 @@ def test_it_follows_adam(options: dict[str, Any]) -> None:
     assert (x - target).abs().mean() < 0.06
 
 
+def together(optimizers: list[SigmaDeltaAdam], signal: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
+    """Trains workers whose gradients are a signal and noise of their own. Yields the mean gradient before each step."""
+    comms = communicators(Topology(len(optimizers), 1), False)
+    for optimizer, comm in zip(optimizers, comms, strict=True):
+        optimizer.bind(comm, OwnTurn())
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        grads = [signal + torch.randn(len(signal), generator=noise) for _ in optimizers]
+        for optimizer, grad in zip(optimizers, grads, strict=True):
+            optimizer.param_groups[0]["params"][0].grad = grad
+        yield torch.stack(grads).mean(0)
+        with torch.no_grad():
+            lockstep(comms, [optimizer.stepping() for optimizer in optimizers], lambda rank: None)
+
+
 def test_the_variance_of_the_mean_gradient_is_found_without_sending_it() -> None:
-    """Workers' gradients are a signal and noise of their own: from none to ten times the noise."""
+    """From no signal to ten times the noise."""
     workers, d = 4, 4096
     signals = torch.tensor([0.0, 0.1, 1.0, 10.0])
     params = [torch.nn.Parameter(torch.zeros(d)) for _ in range(workers)]
     optimizers = [SigmaDeltaAdam([p], lr=0.0, betas=(0.9, 0.99), share_growth=1.0) for p in params]
-    comms = communicators(Topology(workers, 1), False)
-    for optimizer, comm in zip(optimizers, comms, strict=True):
-        optimizer.bind(comm, OwnTurn())
-    noise = torch.Generator().manual_seed(0)
-    for _ in range(400):
-        for p in params:
-            p.grad = signals.repeat_interleave(d // 4) + torch.randn(d, generator=noise)
-        with torch.no_grad():
-            lockstep(comms, [optimizer.stepping() for optimizer in optimizers], lambda rank: None)
+    for _ in together(optimizers, signals.repeat_interleave(d // 4), 400):
+        pass
     found = optimizers[0].units[0].state["shared_v"][:d].view(4, -1).mean(1) / (1 - 0.99**400)
     assert torch.allclose(found, signals.square() + 1 / workers, rtol=0.1)
     assert all(torch.equal(o.units[0].state["shared_v"], optimizers[0].units[0].state["shared_v"]) for o in optimizers)
+
+
+def test_with_many_workers_a_bit_has_room_for_their_noise() -> None:
+    """A worker's noise is five times the signal: the mean of 32 goes Adam's way, a vote of them half as far."""
+    workers, d, steps = 32, 256, 100
+
+    def behind(**options: float) -> float:
+        """The share of Adam's way that is missing."""
+        params = [torch.nn.Parameter(torch.zeros(d)) for _ in range(workers + 1)]
+        adam = torch.optim.Adam(params[-1:], lr=0.01)
+        for mean in together(
+            [SigmaDeltaAdam([p], lr=0.01, **options) for p in params[:-1]], torch.full((d,), 0.2), steps
+        ):
+            params[-1].grad = mean
+            adam.step()
+        assert all(torch.equal(p, params[0]) for p in params[1:-1])
+        return 1 - float((params[0].mean() / params[-1].mean()).detach())
+
+    assert abs(behind()) < 0.1
+    assert behind(full_scale=1.0) > 0.3
