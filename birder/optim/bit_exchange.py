@@ -12,7 +12,7 @@ One phase, at half the bytes: every coordinate has an owner, the workers in turn
     (2') q = sgn(r_i);   r_i = r_i - q                                                worker i, where it is the owner
 
 With a gain of 1 none of the clips ever changes a number, and |sum_t q - sum_t mean_i u_i| is bounded for all times: by 2 for
-two phases where errors start at 0. The proof: docs/methods/sigma_delta.md. With a larger gain the clips keep errors from
+two phases where errors start at 0. The proof: docs/appendix/methods.md. With a larger gain the clips keep errors from
 winding up.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from launch.errors import UserError
 from launch.words import shortened
 
 Batch = Any
+Samples = TypeVar("Samples", list[Any], Tensor)
 CPU = torch.device("cpu")
 
 
@@ -142,6 +143,17 @@ def one_of(known: Collection[str], **arguments: str) -> None:
     for key, value in arguments.items():
         if value not in known:
             raise UserError(f"workload.{key}={shortened(str(value))} is unknown: one of {', '.join(known)}")
+
+
+def leave_out(samples: Samples, number: int | None, what: str) -> tuple[Samples, Samples]:
+    """(to train on, held out): the last `number` samples are held out; None or 0: none. what: what the error calls them.
+
+    Raises UserError where nothing would be left.
+    """
+    kept = len(samples) - (number or 0)
+    if number and kept <= 0:
+        raise UserError(f"workload.held_out={number} leaves nothing of {len(samples)} training {what}")
+    return samples[:kept], samples[kept:]
 
 
 def all_sum(values: list[float], shard: Shard) -> list[float]:

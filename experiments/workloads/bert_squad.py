@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.workloads import bert, weights
-from experiments.workloads.base import Batch, Shard, all_sum, at_least
+from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out
 from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.squad_data import (
     Question,
@@ -97,11 +97,8 @@ class BertSquad(bert.Bert):
     def prepare(self, shard: Shard) -> None:
         train = self._questions("train", self.train_questions)
         dev = self._questions("dev", self.dev_questions)
-        held: list[Question] = []
-        if self.held_out and not self.synthetic:
-            if self.held_out >= len(train):
-                raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training questions")
-            train, held = train[: -self.held_out], train[-self.held_out :]  # the last articles: no text is in both
+        # The last articles: no text is in both.
+        train, held = leave_out(train, None if self.synthetic else self.held_out, "questions")
         texts = dict.fromkeys(text for q in train for text in (q.question, q.context))
         self.load_tokenizer(texts)
         self._pad = int(self.tokenizer.pad_token_id or 0)

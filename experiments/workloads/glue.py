@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, all_sum, at_least, one_of
+from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out, one_of
 from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
 from experiments.workloads.ordering import fixed_choice
-from launch.errors import UserError
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -64,9 +63,7 @@ class Glue(bert.Bert):
         texts = dict.fromkeys(text for example in train for text in example.texts)
         self.load_tokenizer(texts)
         if self.held_out and not self.synthetic:
-            if self.held_out >= len(train):
-                raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train)} training examples")
-            train, held = train[: -self.held_out], train[-self.held_out :]
+            train, held = leave_out(train, self.held_out, "examples")
             self._held = self._tokenized(held)
         self._train, self._dev = self._tokenized(train), self._tokenized(dev)
 

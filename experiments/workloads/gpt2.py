@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.workloads import bert
-from experiments.workloads.base import Batch, Shard, at_least, one_of
+from experiments.workloads.base import Batch, Shard, at_least, leave_out, one_of
 from experiments.workloads.corpus import check_stream, corpus_name, hold_out, perplexity, read_lines, token_stream
 from experiments.workloads.files import text_files
 from launch.errors import UserError
@@ -93,10 +93,7 @@ class GPT2(bert.Text):
         lines = read_lines(self.data_path, self.dataset, self.dataset_config, self.documents, self.texts or ())
         self.tokenizer = byte_tokenizer(lines, self.vocab_size) if self.model is None else _hub_tokenizer(self.model)
         train, valid = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
-        kept = self.held_out or 0
-        if kept >= len(train):
-            raise UserError(f"workload.held_out={kept} leaves nothing of {len(train)} training sequences")
-        self._train, held = train[: len(train) - kept], train[len(train) - kept :]
+        self._train, held = leave_out(train, self.held_out, "sequences")
         self._valid, self._kept = (part[shard.rank :: shard.world_size] for part in (valid, held))
 
     def build_model(self) -> nn.Module:

@@ -32,7 +32,8 @@ MORE |= {"SigmaDeltaAdam shared": ("SigmaDeltaAdam", {"variance": "shared"})}
 MORE |= {"ZeroOneAdam decay": ("ZeroOneAdam", {"weight_decay": 0.1})}
 MORE |= {"ZeroOneAdam deepspeed decay": ("ZeroOneAdam deepspeed", {"weight_decay": 0.1})}
 NAMES = [*OURS, *MORE]
-MAKER = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+PROCESSOR = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+MAKER = re.search(r"^vendor_id\s*:\s*(\S+)", PROCESSOR, re.MULTILINE)
 MACHINE = (
     f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}, {MAKER[1] if MAKER else None}"
 )
