@@ -57,6 +57,7 @@ __all__ = [
     "BlockScaled",
     "BucketOptimizer",
     "DeepSpeedZeroOneAdam",
+    "EfficientAdam",
     "Lion",
     "Muon",
     "OneBitAdam",

@@ -7,6 +7,7 @@ from birder.optim.contract import Plan
 from birder.optim.cser import CSER, overall_ratio
 from birder.optim.ef21_sgdm import EF21SGDM
 from birder.optim.ef_sgd import EFSGD
+from birder.optim.efficient_adam import EfficientAdam
 from birder.optim.lamb import LAMB
 from birder.optim.lion import Lion
 from birder.optim.muon import Muon

@@ -1,4 +1,4 @@
-"""The 1-bit all-reduce with error feedback that 1-bit Adam, 1-bit LAMB and 0/1 Adam share.
+"""The 1-bit all-reduce with error feedback that 1-bit Adam, 1-bit LAMB, 0/1 Adam and Efficient-Adam share.
 
 With C(z) = (|z|_2 / sqrt(d)) sgn(z) and sgn(0) = +1:
 
@@ -38,7 +38,7 @@ class Support:
     """
 
     def __init__(self, mask: Tensor, comm: Communicator, version: int) -> None:
-        """mask: bool[padded], the same on all ranks. version: of the variance that it was made of."""
+        """mask: bool[padded], the same on all ranks. version: `OneBitMean.support_version`."""
         self.mask: Tensor | None = mask  # None: all of them
         self.version = version
         self.shard, self.chunk = comm.shard_of(mask.numel()), comm.chunk_of(mask.numel())
@@ -55,22 +55,14 @@ class Support:
             self.mask = None
 
 
-class OneBitMethod(BucketOptimizer):
+class OneBitMean(BucketOptimizer):
     """Base of the methods that send the 1-bit mean: the two errors, and which coordinates take part."""
-
-    warmup_steps: int
-    """Steps after which the variance is frozen."""
 
     compressed: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"worker_error": "mean", "server_error": "cut"}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._support: dict[int, Support] = {}
-        self._with_variance: dict[int, Late] = {}
-        """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
-        self._lost: dict[int, Late] = {}
-        """By unit: how many numbers of each parameter got a gradient outside of the support."""
-        self._lost_warned = False
         super().__init__(*args, **kwargs)
 
     def init_errors(self, unit: Unit) -> None:
@@ -119,25 +111,60 @@ class OneBitMethod(BucketOptimizer):
         kernels.write_signs(out, mean, self.support(unit).mask)
 
     def taking_part(self, unit: Unit) -> Tensor:
+        """bool[padded], the same on all ranks."""
+        raise NotImplementedError
+
+    def support_version(self, unit: Unit) -> int:
+        """Changes when `taking_part` may."""
+        return 0
+
+    def support(self, unit: Unit) -> Support:
+        """Of `taking_part`; computed once for each `support_version`."""
+        known, version = self._support.get(unit.index), self.support_version(unit)
+        if known is None or known.version != version:
+            known = self._support[unit.index] = Support(self.taking_part(unit), self.comm, version)
+        known.forget_a_mask_of_all()
+        return known
+
+    def forget_derived(self) -> None:
+        self._support.clear()
+
+
+class OneBitMethod(OneBitMean):
+    """The same under a variance that is frozen after a dense warm-up: coordinates without one take no part."""
+
+    warmup_steps: int
+    """Steps after which the variance is frozen."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._with_variance: dict[int, Late] = {}
+        """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
+        self._lost: dict[int, Late] = {}
+        """By unit: how many numbers of each parameter got a gradient outside of the support."""
+        self._lost_warned = False
+        super().__init__(*args, **kwargs)
+
+    def taking_part(self, unit: Unit) -> Tensor:
         """bool[padded], the same on all ranks: where the variance is not 0."""
         return unit.state["v"] > 0
 
+    def support_version(self, unit: Unit) -> int:
+        """Of the variance, which the method or a script may change."""
+        variance = unit.state["v"]
+        return 0 if variance.is_inference() else variance._version
+
     def support(self, unit: Unit) -> Support:
-        """Of `taking_part`; computed once, and again when the variance has changed, by the method or by a script."""
-        known, variance = self._support.get(unit.index), unit.state["v"]
-        version = 0 if variance.is_inference() else variance._version
-        if known is None or known.version != version:
-            known = self._support[unit.index] = Support(self.taking_part(unit), self.comm, version)
-            if not self._sharded:
-                self._with_variance.pop(unit.index, None)
-        known.forget_a_mask_of_all()
-        return known
+        known = self._support.get(unit.index)
+        found = super().support(unit)
+        if found is not known and not self._sharded:
+            self._with_variance.pop(unit.index, None)
+        return found
 
     def restores(self, name: str, step: int) -> bool:
         return name != "v" or step <= self.warmup_steps  # frozen later
 
     def forget_derived(self) -> None:
-        self._support.clear()
+        super().forget_derived()
         self._with_variance.clear()
         self._lost.clear()
 

@@ -80,7 +80,7 @@ class SeenMap(Method):
 
     def complete_state(self, unit: Unit) -> dict[str, Tensor]:
         """`unit.state`, with a map of all coordinates where it has been dropped."""
-        return {"active": _there(unit)} | unit.state
+        return {"active": there(unit)} | unit.state
 
 
 def unite_seen(
@@ -130,7 +130,7 @@ def _elements(unit: Unit) -> int:
     return sum(p.numel() for p in unit.params)  # padding is never seen
 
 
-def _there(unit: Unit) -> Tensor:
+def there(unit: Unit) -> Tensor:
     """Where there are coordinates, and not padding: bool[padded]."""
     there = unit.zeros(dtype=torch.bool)
     for view in unit.views(there):
@@ -140,7 +140,7 @@ def _there(unit: Unit) -> Tensor:
 
 def _unseen(unit: Unit) -> Tensor:
     """The places of coordinates that have not been seen. The host waits for their number."""
-    return (_there(unit) & ~unit.state["active"]).nonzero().view(-1)
+    return (there(unit) & ~unit.state["active"]).nonzero().view(-1)
 
 
 def _look_again(units: list[Unit], few: dict[int, Few]) -> None:

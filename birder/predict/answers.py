@@ -38,6 +38,7 @@ NEEDS = {
     "sigma_delta_local": "birder.SigmaDeltaAdam(..., variance='local')",
     "sigma_delta_one_phase": "birder.SigmaDeltaAdam(..., reduce='one_phase')",
     "lion": "birder.Lion",
+    "efficient_adam": "birder.EfficientAdam",
     "onebit_adam": "birder.OneBitAdam",
     "onebit_adam_fused": "birder.OneBitAdam",
     "deepspeed": "birder.OneBitAdam",

@@ -101,6 +101,9 @@ _SIGMA = replace(_BIRDER, encode=("modulate_adam",), serve=("serve_sigma",))
 _LION = replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs"))
 _FEEDBACK = replace(_LION, encode=("add_momentum", "split_signs"), screens=True)
 _MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"))
+_EFFICIENT = replace(
+    _FEEDBACK, encode=(*("eager",) * 7, "add_message", "split_signs"), decode=("eager", "write_signs"), screens=False
+)
 _DEEPSPEED = replace(
     _FEEDBACK,
     encode=("eager",) * 12,
@@ -187,6 +190,7 @@ _FLAT = (
         "sigma_delta_one_phase", "Sigma-delta Adam, one-phase", (0, 16, 0), _APPLY, _SIGMA_ONE, _MOMENTS_ONE, about=_OWN
     ),
     _row("lion", "Distributed Lion", (0, 4, 0), _APPLY, _LION, about="majority vote"),
+    _row("efficient_adam", "Efficient-Adam", (0, 12, 4), "eager eager", _EFFICIENT),
     _row("onebit_adam", "1-bit Adam", (8, 4, 4), _ADAM, _FEEDBACK, about=_LATER, warm=True),
     _row("onebit_lamb", "1-bit LAMB", (12, 4, 4), "write_signs lamb", _MESSAGE, about=_LATER, warm=True),
     _row(

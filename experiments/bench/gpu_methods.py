@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {  # in the order of their worth
     "SigmaDeltaAdam local": {"variance": "local", "errors": "int8"},
     "SigmaDeltaAdam one-phase": {"reduce": "one_phase"},
     "Lion": {},
+    "EfficientAdam": {},
     "SGDM": {"lr": 0.01},
     "AdamW": {},
     "BertAdam": {},

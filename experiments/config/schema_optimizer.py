@@ -64,6 +64,11 @@ class LAMB(_Adam):
     phi: Bounds | None = doc("bounds of |x| in the ratio")
 
 
+class EfficientAdam(Optimizer):
+    betas: Betas = doc("weights of the past in momentum and variance")
+    eps: NotNegative = doc("added to the root of the variance")
+
+
 class OneBitAdam(_Adam):
     warmup_steps: Steps = doc("dense steps before the variance is frozen")
     bias_correction: Switch = doc("as in Adam; its authors' blog and code (DeepSpeed) have none")

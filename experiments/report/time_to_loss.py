@@ -25,7 +25,10 @@ FOLDER = PUBLISHED / "predict"
 OURS = " (this project's)"
 PREDICTED = {
     **{METHODS[name].label: name for name in ("powersgd4", "fp8", "onebit_adam", "zero_one_adam", "lion", "birder")},
-    **{METHODS[name].label: name for name in ("sigma_delta", "slamb", "cser", "ef21_sgdm", "diloco", "diloco_int4")},
+    **{
+        METHODS[name].label: name
+        for name in ("sigma_delta", "efficient_adam", "slamb", "cser", "ef21_sgdm", "diloco", "diloco_int4")
+    },
     **dict.fromkeys(("AdamW fp32", "SGDM fp32", "Muon fp32"), "fp32"),
     "AdamW bf16": "bf16",
     "4-bit all-reduce with error feedback": "int4",

@@ -41,6 +41,7 @@ METHODS = {
     "birder": [],
     "sigma_delta": [],
     "lion": [],
+    "efficient_adam": [],
     "slamb": ["optimizer.lr=1e-3"],
     "cser": ["optimizer.lr=0.02"],
     "csea": ["optimizer.lr=0.02"],

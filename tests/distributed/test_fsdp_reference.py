@@ -1,15 +1,17 @@
-"""1-bit Adam on shards that are uneven or empty, against the one-process reference on the same shards."""
+"""1-bit Adam and Efficient-Adam on uneven or empty shards, against their one-process references on the same shards."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers import reference, toy
 from tests.helpers.hsdp import full, hsdp, make_mesh
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 STEPS, WARMUP, RATE = 8, 3, 0.01
 TOLERANCE = 2e-6
@@ -34,13 +36,21 @@ def laid_out(optimizer: Any, unit: Any, tensors: list[Tensor], index: int, shard
     return flat
 
 
-def compare(rank: int, world: int, replicas: int, shards: int) -> tuple[float, float, int]:
+def compare(
+    rank: int, world: int, replicas: int, shards: int, method: str, options: dict[str, Any]
+) -> tuple[float, float, int]:
     mesh, plain = make_mesh(replicas, shards), toy.make()
-    model, optimizer, _ = hsdp("toy", mesh, "OneBitAdam", {"lr": RATE, "warmup_steps": WARMUP}, unit_mb=0.001)
+    model, optimizer, _ = hsdp("toy", mesh, method, {"lr": RATE, **options}, unit_mb=0.001)
     index = rank % shards
     start = [p.detach().clone() for p in plain.parameters()]
     cut = [laid_out(optimizer, unit, start, index, shards) for unit in optimizer.units]
-    oracles = [reference.OneBitAdam(flat.clone(), replicas, RATE, WARMUP) for flat in cut]
+    ones = [torch.ones_like(p) for p in plain.parameters()]
+    oracles = [
+        reference.OneBitAdam(x.clone(), replicas, RATE, WARMUP)
+        if options
+        else reference.EfficientAdam(x.clone(), laid_out(optimizer, unit, ones, index, shards) > 0, replicas, RATE)
+        for unit, x in zip(optimizer.units, cut, strict=True)
+    ]
     for step in range(1, STEPS + 1):
         load(plain, full(model))
         grads = reference.local_gradients(plain, toy.loss, world, step)
@@ -56,8 +66,9 @@ def compare(rank: int, world: int, replicas: int, shards: int) -> tuple[float, f
     return worst, moved, sum(shard.numel() == 0 for unit in optimizer.units for shard in unit.params)
 
 
-def test_one_bit_adam_equals_the_reference_on_every_shard() -> None:
-    results = run_ranks(compare, 6, 2, 3, ranks_per_node=3)
+@pytest.mark.parametrize(("method", "options"), [("OneBitAdam", {"warmup_steps": WARMUP}), slow("EfficientAdam", {})])
+def test_it_equals_the_reference_on_every_shard(method: str, options: dict[str, Any]) -> None:
+    results = run_ranks(compare, 6, 2, 3, method, options, ranks_per_node=3)
     assert max(worst for worst, _, _ in results) < TOLERANCE, results
     assert max(moved for _, moved, _ in results) > 3 * RATE
     assert max(empty for _, _, empty in results) > 0

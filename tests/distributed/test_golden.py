@@ -31,7 +31,7 @@ MORE |= {"Birder bits": ("Birder", {"bits": "sigma_delta"}), "Birder u no bits":
 MORE |= {"SigmaDeltaAdam shared": ("SigmaDeltaAdam", {"variance": "shared"})}
 MORE |= {"ZeroOneAdam decay": ("ZeroOneAdam", {"weight_decay": 0.1})}
 MORE |= {"ZeroOneAdam deepspeed decay": ("ZeroOneAdam deepspeed", {"weight_decay": 0.1})}
-NAMES = [*OURS, *MORE]
+NAMES = [name for name in [*OURS, *MORE] if name != "EfficientAdam"]  # which came later, and is held to its reference
 PROCESSOR = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
 MAKER = re.search(r"^vendor_id\s*:\s*(\S+)", PROCESSOR, re.MULTILINE)
 MACHINE = (

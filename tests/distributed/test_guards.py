@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Birder": {},
     "SigmaDeltaAdam": {},
     "Lion": {},
+    "EfficientAdam": {},
     "CSER": {"block": 32, "gradient_ratio": 2, "model_ratio": 2, "reset_every": 2},
     "EFSGD": {"block": 32, "ratio": 2},
     "EF21SGDM": {"block": 32, "ratio": 2},

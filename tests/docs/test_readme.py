@@ -34,6 +34,7 @@ METHODS: dict[str, list[type]] = {
     "zero_one_adam": [birder.ZeroOneAdam],
     "cser": [birder.CSER, birder.QSparseLocalSGD, birder.EFSGD],
     "lion": [birder.Lion],
+    "efficient_adam": [birder.EfficientAdam],
     "ef21_sgdm": [birder.EF21SGDM],
     "slamb": [birder.SLAMB],
     "sparse_loco": [birder.SparseLoCo],

@@ -40,6 +40,7 @@ MORE = {
     "Birder u": {"intra": "u"},
     "SigmaDeltaAdam": {},
     "Lion": {},
+    "EfficientAdam": {},
     "Lion average": {"vote": "average"},
     "SigmaDeltaAdam local": {"variance": "local", "errors": "int8"},
     "SigmaDeltaAdam one-phase": {"reduce": "one_phase"},

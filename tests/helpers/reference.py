@@ -264,6 +264,45 @@ class OneBitAdam:
         self.x.addcdiv_(self.m, denominator, value=-self.lr / (1 - b1**self.steps))
 
 
+class EfficientAdam:
+    """Efficient-Adam over `workers` workers, on one flat unit: states [workers, ...]. real: bool[padded], not padding."""
+
+    def __init__(self, flat: Tensor, real: Tensor, workers: int, lr: float, weight_decay: float = 0.0) -> None:
+        self.x, self.real, self.n, self.weight_decay = flat, real, workers, weight_decay
+        self.lr = float(np.float32(lr))
+        self.m, self.v, self.error = (torch.zeros(workers, flat.numel()) for _ in range(3))
+        self.server_error = torch.zeros(workers, flat.numel() // workers)
+        self.steps = 0
+
+    def compressed(self, z: Tensor, live: Tensor) -> Tensor:
+        scale = (z.double().square().sum() / max(int(live.sum()), 1)).sqrt().float()
+        return torch.where(z >= 0, scale, -scale)
+
+    @torch.no_grad()
+    def step(self, grads: Tensor) -> None:
+        """grads: [workers, padded]."""
+        self.steps += 1
+        b1, b2, t = 0.9, 0.999, self.steps
+        self.m = b1 * self.m + grads * (1 - b1)
+        self.v = b2 * self.v + grads * grads * (1 - b2)
+        wanted = self.m / (self.v.sqrt() / (1 - b2**t) ** 0.5 + 1e-8) * (self.lr / (1 - b1**t))
+        sent = torch.zeros_like(wanted)
+        for w in range(self.n):
+            z = (wanted[w] + self.error[w]) * self.real
+            sent[w] = self.compressed(z, self.real)
+            self.error[w] = (z - sent[w]) * self.real
+        mean = torch.zeros_like(self.x)
+        for part, error in zip(torch.arange(len(self.x)).chunk(self.n), self.server_error, strict=True):
+            a, live = torch.zeros(len(part)), self.real[part]
+            for c in sent:  # the scale is divided by n, then the signs are added up
+                a += torch.sign(c[part]) * (c.abs().max() / self.n)
+            a = (a + error) * live
+            mean[part] = self.compressed(a, live)
+            error.copy_((a - mean[part]) * live)
+        seen = (self.v != 0).any(0)
+        self.x.mul_(1 - self.lr * self.weight_decay).sub_(mean * (seen & self.real))
+
+
 def local_gradients(
     model: nn.Module, loss: Callable[[nn.Module, int, int], Tensor], workers: int, step: int
 ) -> list[list[Tensor]]:

@@ -115,6 +115,7 @@ METHODS = {
     "SigmaDeltaAdam one phase": Method(
         "SigmaDeltaAdam", {"lr": 1e-3, "variance": "shared", "reduce": "one_phase"}, elementwise=False
     ),
+    "EfficientAdam": Method("EfficientAdam", {"lr": 1e-3}, elementwise=False),
     "OneBitAdam": Method("OneBitAdam", _ONEBIT, elementwise=False),
     "OneBitAdam decay": Method("OneBitAdam", _ONEBIT | {"weight_decay": 0.1}, elementwise=False, scaled=True),
     "OneBitLAMB": Method("OneBitLAMB", _ONEBIT, elementwise=False, norms=True, scaled=True),

@@ -249,6 +249,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "birder": ("Birder", {}),
     "sigma_delta": ("SigmaDeltaAdam", {}),
     "lion": ("Lion", {}),
+    "efficient_adam": ("EfficientAdam", {}),
     "onebit_adam": ("OneBitAdam", {"warmup_steps": 1}),
     "onebit_lamb": ("OneBitLAMB", {"warmup_steps": 1}),
     "zero_one_adam": ("ZeroOneAdam", {"warmup_steps": 1, "local_doubling": 1}),

@@ -32,6 +32,7 @@ CYCLES: dict[str, tuple[str, dict[str, Any], int]] = {
     "sigma_delta": ("SigmaDeltaAdam", {"share_growth": 1.0}, 1),  # as in the first steps of a run
     "sigma_delta_one_phase": ("SigmaDeltaAdam", {"share_growth": 1.0, "reduce": "one_phase"}, 1),
     "lion": ("Lion", {}, 1),
+    "efficient_adam": ("EfficientAdam", {}, 1),
     "onebit_adam": ("OneBitAdam", WARM, 1),
     "onebit_lamb": ("OneBitLAMB", WARM, 1),
     "cser": ("CSER", {}, 16),
@@ -56,6 +57,7 @@ BY_NODES = (
     "sigma_delta_local",
     "sigma_delta_one_phase",
     "lion",
+    "efficient_adam",
     "onebit_adam",
     "onebit_lamb",
 )

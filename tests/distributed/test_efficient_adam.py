@@ -1,0 +1,100 @@
+"""Efficient-Adam against its one-process reference, bit for bit; bytes; what does not move; a rate of 0; nodes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from birder import EfficientAdam
+from tests.helpers import reference, toy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
+from tests.helpers.virtual import OwnRank
+
+STEPS, LR, DECAY = 40, 0.003, 0.1
+
+
+def rate(step: int) -> float:
+    return 0.0 if step > STEPS else LR
+
+
+def hook_run(rank: int, world: int, how: dict[str, Any]) -> dict[str, Any]:
+    made = OwnRank(lambda p: EfficientAdam(p, LR, weight_decay=DECAY), rank, **how)
+    (sent,) = made.train(range(1, STEPS + 1))
+    (unit,) = made.optimizers[0].units
+    found = {"x": toy.flat(made.model).numpy(), "sent": sent, "padded": unit.padded}
+    found |= {name: unit.state[name].clone().numpy() for name in ("m", "worker_error", "server_error")}
+    made.train(range(STEPS + 1, STEPS + 4), rate)
+    same = np.array_equal(found["worker_error"], unit.state["worker_error"].numpy())
+    return found | {"waits": same and np.array_equal(found["x"], toy.flat(made.model).numpy())}
+
+
+@functools.cache
+def flat(world: int) -> list[dict[str, Any]]:
+    return run_ranks(hook_run, world, {})
+
+
+def oracle_run(workers: int, per_node: int = 1) -> tuple[reference.EfficientAdam, np.ndarray]:
+    """The first shard's reference and all of x. per_node: shards, each of which has its own scales."""
+    torch.set_num_threads(1)
+    model = toy.make()
+    params = list(model.parameters())
+    numbers = [torch.from_numpy(e) for e in reference.element_numbers(params)]
+    size, cut = max(int(e[-1]) for e in numbers) + 1, 32 * workers * per_node
+    padded = -(-size // cut) * cut
+
+    def gather(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = torch.zeros(padded)
+        for e, t in zip(numbers, tensors, strict=True):
+            out[e] = t.detach().flatten()
+        return list(out.chunk(per_node))
+
+    real = gather([torch.ones_like(p) for p in params])
+    oracles = [
+        reference.EfficientAdam(x.clone(), there > 0, workers, LR, DECAY)
+        for x, there in zip(gather(params), real, strict=True)
+    ]
+    for step in range(1, STEPS + 1):
+        grads = reference.worker_gradients(model, toy.loss, workers, per_node, step)
+        for oracle, *parts in zip(oracles, *(gather(g) for g in grads), strict=True):
+            oracle.step(torch.stack(parts))
+        with torch.no_grad():
+            x = torch.cat([oracle.x for oracle in oracles])
+            for e, p in zip(numbers, params, strict=True):
+                p.copy_(x[e].view_as(p))
+    return oracles[0], toy.flat(model).numpy()
+
+
+@pytest.mark.parametrize("world", [1, slow(2), 3, slow(4)])
+def test_equals_the_reference_bit_for_bit(world: int) -> None:
+    oracle, x = oracle_run(world)
+    for w, r in enumerate(flat(world)):
+        assert np.array_equal(r["x"], x)
+        assert np.array_equal(r["m"], oracle.m[w].numpy())
+        assert np.array_equal(r["worker_error"], oracle.error[w].numpy())
+        assert np.array_equal(r["server_error"], oracle.server_error[w].numpy())
+
+
+def test_a_bit_each_way_from_the_first_step_and_nothing_at_a_rate_of_0() -> None:
+    for r in flat(3):
+        messages = 2 * 2 * (r["padded"] // 3 // 8 + 4)  # to and from two others, a scale behind the bits
+        for total, _ in r["sent"]:
+            assert messages <= total < messages + r["padded"] // 4  # and the map of coordinates seen
+        assert r["sent"][-1][0] < 4 * r["padded"] / 8
+        assert r["waits"]
+
+
+def test_what_never_has_a_gradient_is_left_to_weight_decay() -> None:
+    before = toy.part(toy.flat(toy.make()).numpy(), "embed.weight")[toy.USED :]
+    rows = toy.part(flat(3)[0]["x"], "embed.weight")[toy.USED :]
+    assert torch.allclose(rows, before * (1 - LR * DECAY) ** STEPS, rtol=1e-5)
+
+
+def test_nodes_as_workers_equal_the_reference() -> None:
+    _, x = oracle_run(2, 2)
+    for r in run_ranks(hook_run, 4, {"hierarchical": True}, ranks_per_node=2):
+        assert np.array_equal(r["x"], x)
