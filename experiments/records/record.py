@@ -250,6 +250,9 @@ def read(path: str | Path) -> ResultRecord:
     known = {f.name for f in dataclasses.fields(ResultRecord)}
     if set(content) | LATER != known:
         raise UserError(f"{path} is not a record of schema {SCHEMA}: check {', '.join(sorted(set(content) ^ known))}")
+    for section in ("cluster", "optimizer", "train", "workload"):
+        if not isinstance(content["config"], dict) or not isinstance(content["config"].get(section, {}), dict):
+            raise UserError(f"{path} is not a whole record: config.{section} must be a mapping")
     content["config"] = old_keys.config(content["config"])
     content["overrides"] = [old_keys.override(o) for o in content["overrides"]]
     if content["optimizer"] == "SigmaDeltaAdam":

@@ -159,6 +159,10 @@ def test_unknown_schema_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run-1\.json.*extra"):
         record.read(path)
 
+    path.write_text(json.dumps({**content, "config": {**content["config"], "optimizer": None}}))
+    with pytest.raises(UserError, match=r"run-1\.json.*config\.optimizer must be a mapping"):
+        record.read(path)
+
     path.write_text('{"schema": 1, "id"')
     with pytest.raises(UserError, match=r"run-1\.json is not a readable record"):
         record.read(path)
