@@ -49,13 +49,17 @@ def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
 
 
 def warning(found: Answer, studies: Sequence[Sequence[Sequence[str]]]) -> str:
-    """What must be said of the method that is advised, and what to take instead: empty where a study shows parity, or there
-    is none."""
+    """What must be said of the method that is advised, and which one that pays did best in studies: empty where a study shows
+    parity, or there is none."""
     good = {r.name: count[PARITY] + count[BETTER] for r in found.paying if (count := _counted(r.method.label, studies))}
     if found.best is None or good.get(found.best.name, 1):
         return ""
-    other = min((r for r in found.paying if good.get(r.name)), key=lambda r: r.ms, default=None)
-    return say("warning", other=other and other.method, percent=other and 100 * found.saving(other.name)[0])
+    shares = lost(studies)
+    other = min((r for r in found.paying if good.get(r.name)), key=lambda r: (shares[r.name], r.ms), default=None)
+    if other is None:
+        return say("warning", other=None, percent=None, price=None)
+    percent, cost = 100 * found.saving(other.name)[0], price(other.method.label, studies)
+    return say("warning", other=other.method, percent=percent, price=cost)
 
 
 def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
@@ -79,7 +83,7 @@ def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: 
     best = found.best
     said = found.sentences(price(best.method.label, studies) if best and found.pays else "")
     if found.pays and (caution := warning(found, studies)):
-        said.insert(1, caution)
+        said.insert(2, caution)  # behind what the advised one needs
     parts = [_wrapped(said), _whole(found.prediction) if everything else "\n".join(found.table())]
     return "\n\n".join([*parts, _wrapped(assumed(found))])
 
