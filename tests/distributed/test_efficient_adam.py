@@ -82,9 +82,10 @@ def test_equals_the_reference_bit_for_bit(world: int) -> None:
 def test_a_bit_each_way_from_the_first_step_and_nothing_at_a_rate_of_0() -> None:
     for r in flat(3):
         messages = 2 * 2 * (r["padded"] // 3 // 8 + 4)  # to and from two others, a scale behind the bits
-        for total, _ in r["sent"]:
-            assert messages <= total < messages + r["padded"] // 4  # and the map of coordinates seen
-        assert r["sent"][-1][0] < 4 * r["padded"] / 8
+        sent = [total for total, _ in r["sent"]]
+        assert all(messages <= total < messages + r["padded"] // 2 for total in sent)  # and the map of coordinates seen
+        assert sent[-1] <= messages + 8  # of which a few are left
+        assert sent[-1] < 2 * 2 / 3 * 4 * r["padded"] / 20  # of an all-reduce in fp32
         assert r["waits"]
 
 
