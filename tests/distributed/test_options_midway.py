@@ -24,7 +24,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "SLAMB, v1": ("SLAMB", {"form": "v1"}),
     "SLAMB, v2": ("SLAMB", {"form": "v2"}),
 }
-USE_LR_EARLY = {"ZeroOneAdam", "CSER", "EFSGD", "QSparseLocalSGD", "SparseLoCo"}
+USE_LR_EARLY = {"EfficientAdam", "ZeroOneAdam", "CSER", "EFSGD", "QSparseLocalSGD", "SparseLoCo"}
 FEW = ("AdamW", "OneBitAdam", "ZeroOneAdam", "Birder", "CSER")
 """What `make test` runs on ranks."""
 CHANGES = {
