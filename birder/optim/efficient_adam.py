@@ -73,12 +73,13 @@ class EfficientAdam(SeenMap, OneBitMean):
         beta1, beta2 = group["betas"]
         g = yield ShardMean(grad)
         kernels.adam_moments(g, m, v, beta1=beta1, beta2=beta2, hold=False)  # (1)
-        grad.zero_()
         if lr:
             p = torch.sqrt(v).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
             p = torch.div(m, p, out=p).mul_(lr / (1 - beta1**step))  # (2)
             mean = yield from self.onebit_mean(unit, p)  # (3)
             self.write_mean(unit, grad, mean)
+        else:
+            grad.zero_()
         unit.result = grad
 
     def update(self, step: int, plan: Plan) -> None:

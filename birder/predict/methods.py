@@ -101,9 +101,7 @@ _SIGMA = replace(_BIRDER, encode=("modulate_adam",), serve=("serve_sigma",))
 _LION = replace(_BIRDER, encode=("eager", "eager", "split_signs"), serve=("add_average", "split_signs"))
 _FEEDBACK = replace(_LION, encode=("add_momentum", "split_signs"), screens=True)
 _MESSAGE = replace(_FEEDBACK, encode=("eager", "eager", "add_message", "split_signs"))
-_EFFICIENT = replace(
-    _FEEDBACK, encode=(*("eager",) * 7, "add_message", "split_signs"), decode=("eager", "write_signs"), screens=False
-)
+_EFFICIENT = replace(_LION, encode=(*("eager",) * 7, "add_message", "split_signs"), decode=("eager", "write_signs"))
 _DEEPSPEED = replace(
     _FEEDBACK,
     encode=("eager",) * 12,
