@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from birder import CSER, EF21SGDM, EFSGD, QSparseLocalSGD
-from tests.helpers import reference_cser, toy
+from tests.helpers import reference, reference_cser, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 from tests.helpers.virtual import World, begun, resumed
@@ -87,7 +87,7 @@ def run(rank: int, world: int, names: list[str], ranks: int = 0, poison: tuple =
     results: dict[str, list[dict]] = {}
     for name in names:
         made = build(name, rank, ranks, **how)
-        layout = reference_cser.Layout(made.model)
+        layout = reference.Layout(made.model)
         sent = made.train(range(1, STEPS + 1), lr_of, [poison] if poison else ())
         x = made.each(layout.parameters)
         with made.ranks.averaged():
@@ -119,7 +119,7 @@ def oracle_run(world: int, name: str, poison: tuple[int, int] | None = None) -> 
     torch.set_num_threads(1)
     cls, options = CASES[name]
     model = toy.make()
-    layout = reference_cser.Layout(model)
+    layout = reference.Layout(model)
     made = getattr(reference_cser, cls.__name__)
     oracle = made(layout.parameters(), world, parts=layout.where, **{**BASE, **options})
     for step in range(1, STEPS + 1):
@@ -161,7 +161,7 @@ def check(results: list[dict], name: str) -> None:
         if "common" in got["kept"] and CASES[name][0] in (CSER, EF21SGDM):
             assert (got["z"] == oracle.z.numpy()).all()
         assert (got["units"] > 2) == (world == 3)
-    assert abs(got["x"] - reference_cser.Layout(toy.make()).parameters().numpy()).max() > 0.1  # it did train
+    assert abs(got["x"] - reference.Layout(toy.make()).parameters().numpy()).max() > 0.1  # it did train
 
 
 # x is rounded in a step by at most half an eps of its size, and on two ranks by different amounts. That a reset rounds once
@@ -270,7 +270,7 @@ def interrupted(rank: int, world: int, ranks: int, cases: dict[str, int]) -> dic
         found = []
         for w, optimizer in enumerate(made.optimizers):
             with made.ranks.turn(w):
-                x = reference_cser.Layout(made.model).parameters()
+                x = reference.Layout(made.model).parameters()
                 kept = (state(optimizer, s, len(x)) for s in ("momentum", "error", "common", "known"))
                 found.append([x.numpy(), *kept])
         return found

@@ -42,30 +42,21 @@ def oracle_run(workers: int, per_node: int = 1) -> tuple[reference.EfficientAdam
     """The first shard's reference and all of x. per_node: shards, each of which has its own scales."""
     torch.set_num_threads(1)
     model = toy.make()
-    params = list(model.parameters())
-    numbers = [torch.from_numpy(e) for e in reference.element_numbers(params)]
-    size, cut = max(int(e[-1]) for e in numbers) + 1, 32 * workers * per_node
-    padded = -(-size // cut) * cut
+    layout = reference.Layout(model, workers * per_node)
 
     def gather(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        out = torch.zeros(padded)
-        for e, t in zip(numbers, tensors, strict=True):
-            out[e] = t.detach().flatten()
-        return list(out.chunk(per_node))
+        return list(layout.gather(tensors).chunk(per_node))
 
-    real = gather([torch.ones_like(p) for p in params])
+    real = gather([torch.ones_like(p) for p in layout.params])
     oracles = [
         reference.EfficientAdam(x.clone(), there > 0, workers, LR, DECAY)
-        for x, there in zip(gather(params), real, strict=True)
+        for x, there in zip(gather(layout.params), real, strict=True)
     ]
     for step in range(1, STEPS + 1):
         grads = reference.worker_gradients(model, toy.loss, workers, per_node, step)
         for oracle, *parts in zip(oracles, *(gather(g) for g in grads), strict=True):
             oracle.step(torch.stack(parts))
-        with torch.no_grad():
-            x = torch.cat([oracle.x for oracle in oracles])
-            for e, p in zip(numbers, params, strict=True):
-                p.copy_(x[e].view_as(p))
+        layout.load(torch.cat([oracle.x for oracle in oracles]))
     return oracles[0], toy.flat(model).numpy()
 
 

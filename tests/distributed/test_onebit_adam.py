@@ -41,24 +41,12 @@ def plain_run(world: int = 2) -> list[dict]:
 def oracle_run(world: int) -> tuple[reference.OneBitAdam, torch.Tensor]:
     torch.set_num_threads(1)
     model = toy.make()
-    params = list(model.parameters())
-    numbers = reference.element_numbers(params)
-    size = max(int(e[-1]) for e in numbers) + 1
-    padded = -(-size // (32 * world)) * 32 * world
-
-    def gather(tensors: list[torch.Tensor]) -> torch.Tensor:
-        out = torch.zeros(padded)
-        for e, t in zip(numbers, tensors, strict=True):
-            out[torch.from_numpy(e)] = t.detach().flatten()
-        return out
-
-    oracle = reference.OneBitAdam(gather(params), world, LR, WARMUP)
+    layout = reference.Layout(model, world)
+    oracle = reference.OneBitAdam(layout.parameters(), world, LR, WARMUP)
     for step in range(1, STEPS + 1):
         local = reference.local_gradients(model, toy.loss, world, step)
-        oracle.step(torch.stack([gather(g) for g in local]))
-        with torch.no_grad():
-            for e, p in zip(numbers, params, strict=True):
-                p.copy_(oracle.x[torch.from_numpy(e)].view_as(p))
+        oracle.step(torch.stack([layout.gather(g) for g in local]))
+        layout.load(oracle.x)
     return oracle, toy.flat(model)
 
 

@@ -79,18 +79,9 @@ def oracle_run(world: int, variant: str) -> tuple[Reference, np.ndarray, list[di
     """The reference at its end; x of every step and rank; the rounds of every step."""
     torch.set_num_threads(1)
     model = toy.make()
-    params = list(model.parameters())
-    places = [torch.from_numpy(e) for e in reference.element_numbers(params)]
-    size = max(int(e[-1]) for e in places) + 1
-
-    def gather(tensors: list[torch.Tensor]) -> torch.Tensor:
-        out = torch.zeros(-(-size // (32 * world)) * 32 * world)
-        for e, t in zip(places, tensors, strict=True):
-            out[e] = t.detach().flatten()
-        return out
-
+    layout = reference.Layout(model, world)
     oracle = Reference(
-        gather(params),
+        layout.parameters(),
         world,
         warmup=WARMUP,
         kappa=KAPPA,
@@ -104,14 +95,12 @@ def oracle_run(world: int, variant: str) -> tuple[Reference, np.ndarray, list[di
     for step in range(1, STEPS + 1):
         grads = []
         for w in range(world):
-            with torch.no_grad():
-                for e, p in zip(places, params, strict=True):
-                    p.copy_(oracle.x[w][e].view_as(p))
+            layout.load(oracle.x[w])
             model.zero_grad()
             toy.loss(model, w, step).backward()
-            grads.append(gather([p.grad for p in params]))
+            grads.append(layout.gather([p.grad for p in layout.params]))
         oracle.step(torch.stack(grads), rate(step))
-        xs.append(torch.stack([torch.cat([row[e] for e in places]) for row in oracle.x]).numpy())
+        xs.append(torch.stack([torch.cat([row[e] for e in layout.where]) for row in oracle.x]).numpy())
         had.append(oracle.had)
     return oracle, np.stack(xs), had
 

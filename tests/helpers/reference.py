@@ -48,6 +48,36 @@ def element_numbers(params: list[Tensor]) -> list[np.ndarray]:
     return numbers[::-1]
 
 
+class Layout:
+    """Where a model's parameters lie among the elements 0 .. d-1."""
+
+    def __init__(self, model: nn.Module, ranks: int = 1) -> None:
+        """ranks: among which the elements can be cut, in words of 32."""
+        self.params = list(model.parameters())
+        self.where = [torch.from_numpy(e) for e in element_numbers(self.params)]
+        self.d = -(-sum(-(-p.numel() // 32) for p in self.params) // ranks) * 32 * ranks
+
+    def gather(self, tensors: list[Tensor]) -> Tensor:
+        out = torch.zeros(self.d)
+        for where, t in zip(self.where, tensors, strict=True):
+            out[where] = t.detach().flatten().float()
+        return out
+
+    def parameters(self) -> Tensor:
+        return self.gather(self.params)
+
+    @torch.no_grad()
+    def load(self, flat: Tensor) -> None:
+        for where, p in zip(self.where, self.params, strict=True):
+            p.copy_(flat[where].view_as(p))
+
+    def gradients(self, loss: Callable[[], Tensor]) -> Tensor:
+        for p in self.params:
+            p.grad = None
+        loss().backward()
+        return self.gather([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+
+
 def copied(bits: Tensor, elements: np.ndarray, seed: int, step: int) -> Tensor:
     """The bit of one of n = 2^k workers for each element, drawn by k random bits: bool[n, d] -> bool[d]."""
     worker = np.zeros(len(elements), np.int64)

@@ -5,42 +5,11 @@ State is [workers, d] over all elements of the model in their common numbering. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.helpers.reference import element_numbers, philox
-
-
-class Layout:
-    """Where a model's parameters lie among the elements 0 .. d-1."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.params = list(model.parameters())
-        self.where = [torch.from_numpy(e) for e in element_numbers(self.params)]
-        self.d = sum(-(-p.numel() // 32) * 32 for p in self.params)
-
-    def gather(self, tensors: list[Tensor]) -> Tensor:
-        out = torch.zeros(self.d)
-        for where, t in zip(self.where, tensors, strict=True):
-            out[where] = t.detach().flatten().float()
-        return out
-
-    def parameters(self) -> Tensor:
-        return self.gather(self.params)
-
-    @torch.no_grad()
-    def load(self, flat: Tensor) -> None:
-        for where, p in zip(self.where, self.params, strict=True):
-            p.copy_(flat[where].view_as(p))
-
-    def gradients(self, loss: Callable[[], Tensor]) -> Tensor:
-        for p in self.params:
-            p.grad = None
-        loss().backward()
-        return self.gather([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+from tests.helpers.reference import philox
 
 
 def choice(d: int, ratio: int | None, block: int, *, seed: int, step: int, stream: int) -> Tensor:
