@@ -36,7 +36,10 @@ class Plan(enum.Enum):
 def arguments(method: type) -> frozenset[str]:
     """Names of the arguments of the class and of its bases: other attributes are the script's own."""
     return frozenset(
-        name for base in method.__mro__ if "__init__" in vars(base) for name in inspect.signature(base).parameters
+        name
+        for base in method.__mro__
+        if base is not object and "__init__" in vars(base)  # `object`: its signature is a text to parse
+        for name in inspect.signature(base).parameters
     )
 
 
