@@ -42,11 +42,7 @@ def go_on(folder: Path, model: nn.Module, optimizer: Birder) -> int:
     if found is None:
         return 0
     model.load_state_dict(found.shared["model"])
-    if found.world_size == dist.get_world_size():
-        optimizer.load_state_dict(found.local["optimizer"])
-    else:
-        old = (checkpoint.read(found.folder, rank)[1]["optimizer"] for rank in range(found.world_size))
-        optimizer.load_state_dict(elastic.resize(optimizer, old))
+    optimizer.load_state_dict(elastic.state(optimizer, found))
     if dist.get_rank() == 0:
         print(f"step {found.step} of {found.world_size} ranks, now {dist.get_world_size()}", flush=True)
     return found.step

@@ -11,7 +11,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +59,15 @@ class Restored:
     local: dict[str, Any]
     passed_over: list[str]
     world_size: int
+
+    @property
+    def same_world(self) -> bool:
+        """Whether as many ranks saved it as there are now."""
+        return self.world_size == _world()
+
+    def of_all(self) -> Iterator[dict[str, Any]]:
+        """`local` of each rank that saved, in their order, read one at a time."""
+        return (read(self.folder, rank)[1] for rank in range(self.world_size))
 
 
 def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
@@ -130,7 +139,7 @@ def restore(root: str | Path, any_world: bool = False) -> Restored | None:
     """Loads the newest checkpoint under `root` that is whole for every rank; None where there is none. Every rank calls it.
 
     any_world: also one that another number of ranks saved. All of its files are then checked on every rank, and `local` is
-        that of old rank number (this rank modulo their number); `read` gives the others', for birder/checkpoint/elastic.py.
+        that of old rank number (this rank modulo their number); birder/checkpoint/elastic.py makes this rank's state of all.
 
     A broken one is passed over. Raises Broken, a ValueError, when there are only broken ones, and ValueError when that one
     was saved by another number of ranks. Where not all ranks come it does as `save` does.

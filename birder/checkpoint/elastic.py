@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birder.checkpoint import Restored
 from birder.optim.base import BucketOptimizer, Unit, round_up
 from birder.optim.by_parameter import Flat, own
 
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The state for this rank of `optimizer`, which is attached, for its `load_state_dict`.
+    """The state for this rank of `optimizer`, attached where there are several processes, for its `load_state_dict`.
 
     states: what `state_dict` returned on each rank of the old run, in the order of ranks; read one at a time. Units must be
             the same: same model, parameter groups and `unit_mb`. Old and new ranks may lie on nodes in any way.
@@ -35,6 +36,8 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
     Raises ValueError for states that do not belong together or to this optimizer, and for a method that does not say what
     becomes of its state.
     """
+    if not optimizer._bound:
+        optimizer._bind_alone()
     if optimizer.comm.holders > 1:
         raise ValueError(
             "parameters are sharded: birder.checkpoint.shards loads their state on another number of shards"
@@ -79,6 +82,14 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
             for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)
         ],
     }
+
+
+def state(optimizer: BucketOptimizer, found: Restored, key: str = "optimizer") -> dict[str, Any]:
+    """What this rank loads of what `birder.checkpoint.restore(..., any_world=True)` found: its own state, or `resize`d.
+
+    key: where `local` has the optimizer's state. Raises as `resize` does.
+    """
+    return found.local[key] if found.same_world else resize(optimizer, (local[key] for local in found.of_all()))
 
 
 def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

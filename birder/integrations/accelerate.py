@@ -31,7 +31,7 @@ from birder.optim.base import BucketOptimizer
 
 
 def attach(
-    accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, **options: Any
+    accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, any_world: bool = False, **options: Any
 ) -> Attachment | None:
     """Connects what `accelerator.prepare` returned, as `birder.attach` does, which takes `options`. Every rank calls it.
 
@@ -40,18 +40,20 @@ def attach(
     of every rank is written with `accelerator.save_state`, below `birder` in its folder, and read with `load_state`. The
     accelerator's optimizer then has the method's `averaged`, too.
 
+    any_world: `load_state` takes the states of another number of ranks, too (birder/checkpoint/elastic.py).
+
     Returns None on one process. Raises as `birder.attach` does, and ValueError for an optimizer that was not prepared.
     """
     method = unwrap_method(optimizer)
     optimizer = prepared(accelerator, method)
     optimizer.averaged = method.averaged
-    if accelerator.num_processes == 1:
-        return None
-    attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
-    if method.compressed:
-        if attachment.overlap:
+    attachment = None
+    if accelerator.num_processes > 1:
+        attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
+        if method.compressed and attachment.overlap:
             refuse_clipping(accelerator, attachment)
-        keep_every_rank(accelerator, optimizer, method)
+    if method.compressed and (attachment or any_world):
+        keep_every_rank(accelerator, optimizer, method, any_world)
     return attachment
 
 
@@ -96,13 +98,15 @@ def refuse_clipping(accelerator: Accelerator, attachment: Attachment) -> None:
     accelerator.clip_grad_value_ = clip_grad_value_
 
 
-def keep_every_rank(accelerator: Accelerator, optimizer: AcceleratedOptimizer, method: BucketOptimizer) -> None:
+def keep_every_rank(
+    accelerator: Accelerator, optimizer: AcceleratedOptimizer, method: BucketOptimizer, any_world: bool = False
+) -> None:
     """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state next to it.
 
     In the place of an earlier optimizer, too, that `accelerator.free_memory` has thrown away.
     """
     number = accelerator._optimizers.index(optimizer)
-    kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""))
+    kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""), any_world)
     optimizer.every_rank = kept
     optimizer.state_dict = kept.note
     optimizer.load_state_dict = kept.load
@@ -134,8 +138,8 @@ def save_last(accelerator: Accelerator) -> None:
 class EveryRank:
     """Saving and loading of one optimizer with Accelerate's hooks."""
 
-    def __init__(self, method: BucketOptimizer, name: str) -> None:
-        self.method, self.name = method, name
+    def __init__(self, method: BucketOptimizer, name: str, any_world: bool = False) -> None:
+        self.method, self.name, self.any_world = method, name, any_world
         self.folder: Path | None = None
         self._saved_at = -1
         """The step after which `save` was called, and `note` was not yet; -1: none."""
@@ -168,9 +172,10 @@ class EveryRank:
         """Every rank's state where the folder has it, else this rank's own. Raises ValueError for any other."""
         folder, self.folder = self.folder, None  # a later call may be the script's own
         if folder is not None and (folder / self.name).is_dir():  # whatever stands in the place of the note
-            every_rank.load(folder, self.method, self.name)
-        elif "units" in state:
-            self.method.load_state_dict(state)
+            every_rank.load(folder, self.method, self.name, self.any_world)
+        elif "units" in state:  # this rank's own, or that of one process
+            resize = self.any_world and every_rank.of_one_process(state)
+            self.method.load_state_dict(every_rank.fitting(self.method, [state]) if resize else state)
         elif folder is None or "every_rank" not in state:
             raise ValueError(
                 f"the state of {type(self.method).__name__} differs from rank to rank, and this is that of one: load a "

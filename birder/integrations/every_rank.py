@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from birder import checkpoint
+from birder.checkpoint import elastic
 from birder.optim.base import BucketOptimizer
 
 FOLDER = "birder"
@@ -16,6 +17,8 @@ NO_CLIPPING = (
     "clipping by the framework has no effect on messages that were taken during backward: give the optimizer "
     "max_grad_norm={limit} and turn the framework's clipping off, or attach with overlap=False"
 )
+
+ANY_WORLD = "any_world=True, which makes this number's state of theirs: an option of birder.integrations"
 
 
 def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:
@@ -41,16 +44,36 @@ def save(folder: str | Path, optimizer: BucketOptimizer, name: str = FOLDER) -> 
     checkpoint.save(Path(folder) / name, optimizer.steps, {}, rank_state(optimizer), keep=1)
 
 
-def load(folder: str | Path, optimizer: BucketOptimizer, name: str = FOLDER) -> None:
+def load(folder: str | Path, optimizer: BucketOptimizer, name: str = FOLDER, any_world: bool = False) -> None:
     """Restores what `save` wrote on the same rank. Every rank calls it, after `attach`.
 
-    Raises ValueError where there is none, and for that of another number of ranks or of another method.
+    any_world: also what another number of ranks wrote (birder/checkpoint/elastic.py). Parameters then stay the framework's,
+        the mean of all ranks'.
+
+    Raises ValueError where there is none, and for that of another method or, without `any_world`, number of ranks.
     """
-    found = checkpoint.restore(Path(folder) / name)
+    try:
+        found = checkpoint.restore(Path(folder) / name, any_world)
+    except checkpoint.Broken:
+        raise
+    except ValueError as e:
+        raise ValueError(f"{e}, or {ANY_WORLD}") from e
     if found is None:
         raise ValueError(
             f"{Path(folder).name} has no folder {name!r} with every rank's state of {type(optimizer).__name__}: "
             "birder.integrations did not save it, and training cannot resume from it"
         )
-    set_parameters(optimizer, found.local)
-    optimizer.load_state_dict(found.local["optimizer"])
+    if found.same_world:
+        set_parameters(optimizer, found.local)
+    optimizer.load_state_dict(elastic.state(optimizer, found))
+
+
+def fitting(optimizer: BucketOptimizer, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """This rank's state out of those of all ranks: its own where there are as many as now, else as `elastic.resize` says."""
+    as_many = len(states) == optimizer.comm.world_size
+    return states[optimizer.comm.rank] if as_many else elastic.resize(optimizer, states)
+
+
+def of_one_process(state: dict[str, Any]) -> bool:
+    """Whether it was saved where nothing was sent."""
+    return list(state.get("signature", ())) == [1, 1]

@@ -40,14 +40,14 @@ def _on_host(tree: Any) -> Any:
 class BirderCallback(Callback):
     """Attaches when the module has been wrapped; saves, loads and averages what differs between ranks.
 
-    options: of `birder.attach`.
+    any_world: takes checkpoints of another number of ranks, too (birder/checkpoint/elastic.py). options: of `birder.attach`.
 
     Raises TypeError for other optimizers or several, and for strategies other than DDP; ValueError for the Trainer's
-    `gradient_clip_val` where it would have no effect, and for a checkpoint of another number of ranks.
+    `gradient_clip_val` where it would have no effect, and for a checkpoint of another number of ranks without `any_world`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, any_world: bool = False, **options: Any) -> None:
+        self.any_world, self.options = any_world, options
         self.attachment: birder.Attachment | None = None
         self._loaded: dict[str, Any] = {}
         self._average: contextlib.ExitStack | None = None
@@ -78,6 +78,8 @@ class BirderCallback(Callback):
         method = self._method(trainer)
         if method is None:
             raise TypeError("BirderCallback needs one optimizer of the birder package from configure_optimizers")
+        if trainer.world_size > 1 or self.any_world:
+            method.register_load_state_dict_pre_hook(self._own_state)
         if trainer.world_size == 1:
             return
         topology = Topology(trainer.num_nodes, trainer.world_size // trainer.num_nodes)
@@ -90,7 +92,6 @@ class BirderCallback(Callback):
         if limit and method.compressed and self.attachment.overlap:
             norm = "..." if trainer.gradient_clip_algorithm == "value" else limit  # of values it says nothing of a norm
             raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=norm)}")
-        method.register_load_state_dict_pre_hook(self._own_state)
         every_rank.set_parameters(method, self._loaded)
         self._loaded = {}
         if method.local_models and "save_checkpoint" not in vars(trainer):
@@ -128,17 +129,21 @@ class BirderCallback(Callback):
             return  # of one process, or of a dense method; another rank's state is refused by the optimizer
         everyone = states[0][KEY]
         if len(everyone) != trainer.world_size:
+            if self.any_world:
+                return  # to `_own_state`: nothing is attached yet
             raise ValueError(
                 f"the checkpoint was saved by {len(everyone)} ranks, this run has {trainer.world_size}: "
-                f"use {len(everyone)} ranks"
+                f"use {len(everyone)} ranks, or BirderCallback(any_world=True)"
             )
         self._loaded = everyone[trainer.global_rank]
         states[0] = self._loaded["optimizer"]
 
-    @staticmethod
-    def _own_state(method: Any, state: dict[str, Any]) -> dict[str, Any] | None:
-        """This rank's of every rank's, which the finder loads without callbacks."""
-        return state[KEY][method.comm.rank]["optimizer"] if KEY in state else None
+    def _own_state(self, method: Any, state: dict[str, Any]) -> dict[str, Any] | None:
+        """This rank's of every rank's: the finder of learning rates loads it without callbacks. None: `state` is that."""
+        if KEY in state:
+            return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]])
+        resize = self.any_world and every_rank.of_one_process(state)
+        return every_rank.fitting(method, [state]) if resize else None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where ranks' models differ, their mean is what is evaluated."""

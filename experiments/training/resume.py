@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,19 +98,14 @@ class Checkpoints:
 
     def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
         """What this rank resumes with. Of another number of ranks: random states and text under way start fresh."""
-        world = dist.get_world_size()
-        if found.world_size == world:
+        if found.same_world:
             return found.local
         if isinstance(self.ddp, ShardedModel):
             raise ValueError("with comm.topology=hsdp the number of nodes and ranks has to stay")
-
-        def of_all() -> Iterator[dict[str, Any]]:
-            return (checkpoint.read(found.folder, rank)[1] for rank in range(found.world_size))
-
         own = {key: value for key, value in found.local.items() if key in ("buffers", "scaler")}
-        own["optimizer"] = elastic.resize(self.optimizer, (local["optimizer"] for local in of_all()))
+        own["optimizer"] = elastic.state(self.optimizer, found)
         if "parameters" in found.local:
-            own["parameters"] = elastic.mean(local["parameters"] for local in of_all())
+            own["parameters"] = elastic.mean(local["parameters"] for local in found.of_all())
         return own
 
 
