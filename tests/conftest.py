@@ -19,6 +19,7 @@ import pytest
 gc.disable()  # until all tests are collected: what is imported and collected stays, and is looked through in vain
 # Before torch and numba are imported. Workers that share two cores gain nothing by more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process of a test that aborts says where each of its threads was
 # numba's files of compiled kernels are not made for several writers: a worker, which inherits this, begins with a copy.
 kernels = Path(os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache/numba")))
 worker = os.environ.get("PYTEST_XDIST_WORKER")
