@@ -174,8 +174,7 @@ class EveryRank:
         if folder is not None and (folder / self.name).is_dir():  # whatever stands in the place of the note
             every_rank.load(folder, self.method, self.name, self.any_world)
         elif "units" in state:  # this rank's own, or that of one process
-            resize = self.any_world and every_rank.of_one_process(state)
-            self.method.load_state_dict(every_rank.fitting(self.method, [state]) if resize else state)
+            self.method.load_state_dict(every_rank.own_or_of_one(self.method, state, self.any_world))
         elif folder is None or "every_rank" not in state:
             raise ValueError(
                 f"the state of {type(self.method).__name__} differs from rank to rank, and this is that of one: load a "

@@ -74,6 +74,7 @@ def fitting(optimizer: BucketOptimizer, states: list[dict[str, Any]]) -> dict[st
     return states[optimizer.comm.rank] if as_many else elastic.resize(optimizer, states)
 
 
-def of_one_process(state: dict[str, Any]) -> bool:
-    """Whether it was saved where nothing was sent."""
-    return list(state.get("signature", ())) == [1, 1]
+def own_or_of_one(optimizer: BucketOptimizer, state: dict[str, Any], any_world: bool) -> dict[str, Any]:
+    """`state`, this rank's own; with `any_world` also where one process has saved it: made to fit."""
+    of_one_process = list(state.get("signature", ())) == [1, 1]
+    return fitting(optimizer, [state]) if any_world and of_one_process else state

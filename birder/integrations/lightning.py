@@ -138,12 +138,11 @@ class BirderCallback(Callback):
         self._loaded = everyone[trainer.global_rank]
         states[0] = self._loaded["optimizer"]
 
-    def _own_state(self, method: Any, state: dict[str, Any]) -> dict[str, Any] | None:
-        """This rank's of every rank's: the finder of learning rates loads it without callbacks. None: `state` is that."""
+    def _own_state(self, method: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's of every rank's: the finder of learning rates loads it without callbacks."""
         if KEY in state:
             return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]])
-        resize = self.any_world and every_rank.of_one_process(state)
-        return every_rank.fitting(method, [state]) if resize else None
+        return every_rank.own_or_of_one(method, state, self.any_world)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where ranks' models differ, their mean is what is evaluated."""
