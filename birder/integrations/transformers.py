@@ -113,7 +113,9 @@ class BirderTrainerMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         kept = self._every_rank
         if kept is not None and checkpoint is not None:
-            if not (Path(checkpoint) / kept.name).is_dir():  # the Trainer would go on without a word
+            there = (Path(checkpoint) / kept.name).is_dir()
+            of_one_process = kept.any_world and (Path(checkpoint) / "optimizer.pt").is_file()
+            if not (there or of_one_process):  # the Trainer would go on without a word
                 raise ValueError(f"{checkpoint} has no folder {kept.name!r} with every rank's state of the optimizer")
             kept.look_in(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
