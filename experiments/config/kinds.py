@@ -129,7 +129,8 @@ def words(annotation: Any, metadata: typing.Sequence[Any] = ()) -> Words:
         return Words("a whole number" + _range(metadata, whole=True))
     if annotation is float:
         return Words("a number" + _range(metadata, whole=False))
-    return Words({str: "text", list: "a list", dict: "a mapping"}.get(origin or annotation, "a value of another kind"))
+    named = {str: "text", list: "a list", tuple: "a list", dict: "a mapping"}
+    return Words(named.get(origin or annotation, "a value of another kind"))
 
 
 def shown(value: Any) -> str:

@@ -11,9 +11,9 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Union, cast
+from typing import Annotated, Any, Union, cast
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Strict, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from experiments.config import kinds
@@ -180,13 +180,20 @@ def signature(cls: type) -> type[BaseModel]:
         for p in parameters:
             if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
                 needed = p.default is p.empty and not open_ended  # a class above may be given what the user is not
-                fields.setdefault(p.name, (hints.get(p.name, Any), ... if needed else p.default))
+                fields.setdefault(p.name, (_as_in_yaml(hints.get(p.name, Any)), ... if needed else p.default))
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         if not open_ended:
             break
     config = ConfigDict(extra="allow" if open_ended else "forbid", strict=True, allow_inf_nan=False,
                         arbitrary_types_allowed=True, protected_namespaces=())  # fmt: skip
     return create_model(cls.__name__, __config__=config, **fields)
+
+
+def _as_in_yaml(hint: Any) -> Any:
+    """The type of an argument, whose tuples may be lists: YAML has no others."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return Union[tuple(_as_in_yaml(part) for part in typing.get_args(hint))]  # noqa: UP007
+    return Annotated[hint, Strict(False)] if typing.get_origin(hint) is tuple else hint
 
 
 def _errors(model: type[BaseModel], values: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Birder, SigmaDeltaAdam, attach
+from studies.sigma_delta_research import SigmaDeltaResearch
 from tests.helpers import hsdp, reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_sigma_delta import SigmaDelta, shared_steps
@@ -268,3 +269,28 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     for rank in run_ranks(resumed, 2, str(tmp_path)):
         for whole, again in rank:
             assert (whole == again).all()
+
+
+RESEARCH: list[dict[str, Any]] = [{}, {"order": 2}, {"dead_zone": 0.3}, {"values": "log8"}, {"values": "factored"}]
+RESEARCH += [{"dense": "vectors"}, {"dense": "embeddings"}]
+
+
+def researched(rank: int, world: int) -> list[list[np.ndarray]]:
+    """The parameters of each virtual rank: of the method itself, and of each idea."""
+    makes = [functools.partial(SigmaDeltaAdam, lr=0.01)] + [
+        functools.partial(SigmaDeltaResearch, lr=0.01, **options) for options in RESEARCH
+    ]
+    found = []
+    for make in makes:
+        made = begun(make, rank, 3, unit_mb=0.002)
+        made.train(range(1, STEPS + 1))
+        found.append([model.numpy() for model in made.models()])
+    return found
+
+
+def test_what_research_adds_to_the_method_is_the_idea_alone() -> None:
+    method, *ideas = run_ranks(researched, 1)[0]
+    assert all((x == y).all() for x, y in zip(method, ideas[0], strict=True)), "without an idea it is the method"
+    for options, idea in zip(RESEARCH[1:], ideas[1:], strict=True):
+        assert all((x == idea[0]).all() and np.isfinite(x).all() for x in idea), options
+        assert (idea[0] != method[0]).any(), options

@@ -23,7 +23,15 @@ from launch.errors import UserError
 class Mine(birder.SGDM):
     """An optimizer that no schema knows."""
 
-    def __init__(self, params: Any, lr: float = 0.1, sharpness: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        sharpness: float = 1.0,
+        betas: tuple[float, float] | None = None,
+        window: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(params, lr, **options)
         self.sharpness = sharpness
 
@@ -56,10 +64,13 @@ def test_a_class_of_the_users_is_known_by_its_constructor() -> None:
         "optimizer._target_=tests.unit.experiments.config.test_schema.Mine",
         "~optimizer.momentum",
     ]
-    compose.check(compose.compose([*at, "+optimizer.sharpness=2.0"]))
+    compose.check(
+        compose.compose([*at, "+optimizer.sharpness=2.0", "+optimizer.betas=[0.9,0.99]"])
+    )  # YAML has no tuples
     for override, words in (
         ("+optimizer.sharpnes=2.0", r"no key 'optimizer\.sharpnes' .* did you mean optimizer\.sharpness\?"),
         ("+optimizer.sharpness=much", r"optimizer\.sharpness must be a number, not 'much'"),
+        ("+optimizer.window=3", r"optimizer\.window must be a list, or null, not 3"),
         ("optimizer.lr=-1", r"optimizer\.lr must be a number of 0 or more, not -1"),
         ("+optimizer.sync_every=0", r"optimizer\.sync_every must be a whole number, 1 or more, not 0"),  # a usual name
     ):
