@@ -120,20 +120,23 @@ def trained(rank: int, world: int, framework: str, folder: Path, go_on: bool) ->
 def test_another_number_of_ranks_goes_on(framework: str, tmp_path: Path) -> None:
     """With the mean of two workers' states, and of their models where these differ, as birder/checkpoint/elastic.py says."""
     pytest.importorskip(framework)
-    two = run_ranks(trained, 2, framework, tmp_path / "2", False)
-    for world in (3, 1):
-        shutil.copytree(tmp_path / "2", tmp_path / f"{world}")
-        later = run_ranks(trained, world, framework, tmp_path / f"{world}", True)
-        for name in METHODS:
-            (steps, first), (_, second) = (mine[name]["ends"] for mine in two)
-            for mine in later:
-                now, state, model = mine[name]["begins"]
-                assert now == steps
-                np.testing.assert_allclose(state, (first + second) / 2, rtol=0, atol=1e-6)
-                np.testing.assert_allclose(model, two[0][name]["mean"], rtol=0, atol=1e-6)
-                assert mine[name]["ends"][0] > steps
-                assert not np.array_equal(mine[name]["mean"], model)
-                assert np.array_equal(mine[name]["mean"], later[0][name]["mean"])
+    for before, worlds in ((2, (3, 1)), (1, (2,))):
+        source = tmp_path / f"of_{before}"
+        ended = run_ranks(trained, before, framework, source, False)
+        for world in worlds:
+            shutil.copytree(source, tmp_path / f"{before}_{world}")
+            later = run_ranks(trained, world, framework, tmp_path / f"{before}_{world}", True)
+            for name in METHODS:
+                steps = ended[0][name]["ends"][0]
+                mean = np.mean([mine[name]["ends"][1] for mine in ended], axis=0)
+                for mine in later:
+                    now, state, model = mine[name]["begins"]
+                    assert now == steps
+                    np.testing.assert_allclose(state, mean, rtol=0, atol=1e-6)
+                    np.testing.assert_allclose(model, ended[0][name]["mean"], rtol=0, atol=1e-6)
+                    assert mine[name]["ends"][0] > steps
+                    assert not np.array_equal(mine[name]["mean"], model)
+                    assert np.array_equal(mine[name]["mean"], later[0][name]["mean"])
 
 
 def test_without_it_another_number_is_refused_in_a_line_that_names_it(tmp_path: Path) -> None:
