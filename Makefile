@@ -146,7 +146,7 @@ clean:  ## develop: remove environment and caches; keeps results/
 	  { echo "error: $(PYTHON) cannot make environments: install python3-venv or set PYTHON=..." >&2; exit 2; }
 	@echo "Setting up .venv (once, some minutes: PyTorch is large) ..."
 	@$(PYTHON) -m venv --upgrade-deps .venv  # dependency groups want pip 25.1
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[cpu,hf,lightning]" --group dev
+	@.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -e ".[cpu,hf,lightning]" --group dev
 	@touch $@
 
 help:  ## develop: show this text
