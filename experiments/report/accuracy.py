@@ -20,6 +20,8 @@ from experiments.report.table import Column, Note, Table
 
 # Shown in other columns or in headings, or without effect on what is reached.
 SHOWN = ("optimizer.lr", "train.epochs", "train.max_steps", *SAME_NUMBERS)
+STUDIES = "studies."
+"""The package of ideas that no method has; rows of tables, and of nothing else."""
 EDGE = "§"
 """Marks a best learning rate that is the smallest or the largest one tried."""
 HELD_OUT = "held_out"
@@ -176,10 +178,14 @@ class AccuracyTable:
 
     @property
     def one_of_each(self) -> list[Cell]:
-        """Of the variants of each method that are `chosen`, such as two values of eps, the one that `baseline` would be."""
+        """Of the variants of each method that are `chosen`, such as two values of eps, the one that `baseline` would be.
+
+        What `STUDIES` hold are ideas, not methods.
+        """
         groups: dict[str, list[Cell]] = {}
         for cell in self.chosen:
-            groups.setdefault(cell.records[0].method, []).append(cell)
+            if not str(cell.records[0].config["optimizer"]["_target_"]).startswith(STUDIES):
+                groups.setdefault(cell.records[0].method, []).append(cell)
         return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
 
     def _best(self, label: str) -> Cell | None:

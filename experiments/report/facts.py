@@ -80,7 +80,10 @@ def minutes(records: Sequence[ResultRecord]) -> int:
 
 
 class Study:
-    """A table of accuracies; methods by their labels, at their best rate or at one that is named: "Birder@0.006"."""
+    """A table of accuracies; methods by their labels, at their best rate or at one that is named: "Birder@0.006".
+
+    The name alone of a method with several variants is the one that stands for it (`one_of_each`).
+    """
 
     def __init__(self, table: AccuracyTable, results: Path) -> None:
         self.table = table
@@ -90,7 +93,9 @@ class Study:
     def cell(self, name: str) -> Cell:
         label, _, rate = name.partition("@")
         mine = [c for c in self.table.cells if c.lr == float(rate)] if rate else self.table.chosen
-        found: Cell = only([c for c in mine if c.label == label], f"{name!r} in {self.table.title!r}")
+        exact = [c for c in mine if c.label == label]
+        exact = exact or [c for c in mine if c in self.table.one_of_each and c.records[0].method == label]
+        found: Cell = only(exact, f"{name!r} in {self.table.title!r}")
         return found
 
     def score(self, name: str) -> str:

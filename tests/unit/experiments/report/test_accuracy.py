@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, accuracy_page, gaps, plots, time_to_loss
+from experiments.report import accuracy, accuracy_page, facts, gaps, plots, time_to_loss
 from tests.helpers.records import score
 
 
@@ -73,6 +74,24 @@ def test_the_baseline_is_its_best_variant_with_most_seeds() -> None:
         assert table.baseline.label == f"SGDM fp32 (optimizer.eps={expected})"
         assert [c.label for c in table.one_of_each] == [table.baseline.label]
         assert len(table.chosen) == 2
+
+
+def test_a_name_is_the_variant_that_stands_for_the_method_and_ideas_of_studies_stand_for_none(tmp_path: Path) -> None:
+    def run(top1: float, seed: int, eps: float, target: str = "birder.Birder", label: str = "Birder") -> ResultRecord:
+        r = score("Birder", top1, seed, 0.1, id=f"{label}-{eps}-{seed}")
+        optimizer = {**r.config["optimizer"], "_target_": target, "eps": eps}
+        return dataclasses.replace(r, method=label, config={**r.config, "optimizer": optimizer})
+
+    records = [run(90.0, 0, 1.0), run(91.0, 1, 1.0), run(95.0, 0, 2.0)]
+    records += [run(99.0, seed, 1.0, "studies.one.Idea", "an idea") for seed in range(3)]
+    (table,) = accuracy.build(records)
+    assert [c.label for c in table.one_of_each] == ["Birder (optimizer.eps=1.0)"]
+    study = facts.Study(table, tmp_path)
+    assert study.cell("Birder") is table.one_of_each[0]
+    assert study.cell("Birder (optimizer.eps=2.0)").by_seed == {0: 95.0}
+    assert study.cell("an idea").by_seed.keys() == {0, 1, 2}
+    with pytest.raises(LookupError):
+        study.cell("Bird")
 
 
 def test_lower_is_better_for_perplexity() -> None:
