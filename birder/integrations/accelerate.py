@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -42,8 +43,14 @@ def attach(
 
     any_world: `load_state` takes the states of another number of ranks, too (birder/checkpoint/elastic.py).
 
-    Returns None on one process. Raises as `birder.attach` does, and ValueError for an optimizer that was not prepared.
+    Returns None on one process. Raises as `birder.attach` does, ValueError for an optimizer that was not prepared, and
+    RuntimeError where Accelerate takes each of several ranks for the only one.
     """
+    if accelerator.num_processes == 1 and dist.is_initialized() and (world := dist.get_world_size()) > 1:
+        raise RuntimeError(
+            f"Accelerate has found no accelerator and would train each of the {world} ranks alone: on CPUs say "
+            "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
+        )
     method = unwrap_method(optimizer)
     optimizer = prepared(accelerator, method)
     optimizer.averaged = method.averaged

@@ -103,7 +103,20 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
     found["compiled"] = toy.flat(run("Birder", "compiled", 1, dynamo_backend="aot_eager")[0]).numpy()
     found["one rank's"] = said(lambda: accelerator._optimizers[0].load_state_dict({"state": {}, "param_groups": []}))
     found |= saved_by_hand(rank, loop, accelerator, folder)
+    found["each alone"] = each_alone(loop)
     return found
+
+
+def each_alone(loop: ModuleType) -> str:
+    """What is said where Accelerate finds no accelerator and was not told of CPUs: it gives every rank a world of one."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = loop.Accelerator()
+    assert accelerator.num_processes == 1
+    net = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(net, birder.Birder(net.parameters()))
+    return said(lambda: loop.attach(accelerator, model, optimizer))
 
 
 def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
@@ -209,6 +222,11 @@ def test_accelerates_state_dict_is_the_state_of_this_rank(accelerated: Found) ->
         assert mine["by hand"]
         assert "accelerator.prepare(model, optimizer)" in mine["not prepared"]
         assert "it differs from rank to rank, so save and load it on every rank" in mine["other rank's"]
+
+
+def test_ranks_that_accelerate_takes_for_one_process_each_are_refused(accelerated: Found) -> None:
+    for mine in accelerated:
+        assert "would train each of the 2 ranks alone: on CPUs say Accelerator(cpu=True)" in mine["each alone"]
 
 
 def test_a_scripts_own_hook_of_save_state_is_given_this_ranks_state(accelerated: Found) -> None:
