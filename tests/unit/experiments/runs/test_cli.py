@@ -116,7 +116,7 @@ SCRIPTS = sorted(
     p.relative_to(ROOT).as_posix()
     for folder in ("experiments", "studies")
     for p in (ROOT / folder).glob("*.py")
-    if not p.name.startswith("_")
+    if not p.name.startswith("_") and "__main__" in p.read_text(encoding="utf-8")
 )
 
 
