@@ -196,13 +196,14 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
             compose.resolve(request.compose(optimizer))
         return
     overrides = [a for a in arguments if "=" in a and not a.startswith("--")]
+    known = {p.stem for p in (compose.CONF / "optimizer").glob("*.yaml")}
     if script == "experiments/sweep.py":
         grid = sweeps.load(overrides.pop(0).removeprefix("sweep="))
         overrides = [*sweeps.rows(grid)[0].overrides, *overrides]
+        known = set(grid.methods)
     if "-m" in arguments:
         overrides = [re.sub(r"=([^,\[]+),.*", r"=\1", o) for o in overrides]
     if "--methods" in arguments:
-        known = {p.stem for p in (compose.CONF / "optimizer").glob("*.yaml")}
         assert set(arguments[arguments.index("--methods") + 1].split(",")) <= known
     compose.resolve(compose.compose(overrides))
 
