@@ -32,6 +32,7 @@ def log8(x: Tensor) -> Tensor:
 class SigmaDeltaResearch(SigmaDeltaAdam):
     """See the module's docstring; two phases, flat, errors in fp32."""
 
+    on_shards: ClassVar[bool] = False
     carried: ClassVar[dict[str, str]] = {
         **SigmaDeltaAdam.carried,
         "worker_error_before": "mean",
@@ -52,6 +53,9 @@ class SigmaDeltaResearch(SigmaDeltaAdam):
         self.values = require_choice("values", values, "fp32", "log8", "factored")
         self.dense = require_choice("dense", dense, "none", "vectors", "embeddings")
         super().__init__(params, *args, **options)
+        for name, only in (("reduce", "two_phase"), ("errors", "fp32"), ("wire", "fp32")):
+            require_choice(name, getattr(self, name), only)
+        require_choice("variance", self.variance, "of_mean", "shared")
 
     def init_unit(self, unit: Unit) -> None:
         super().init_unit(unit)

@@ -108,7 +108,7 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
 
 
 def each_alone(loop: ModuleType) -> str:
-    """What is said where Accelerate finds no accelerator and was not told of CPUs: it gives every rank a world of one."""
+    """The error when Accelerate finds no GPU and `cpu=True` is missing: every rank would train alone."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)

@@ -92,7 +92,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Script:
-    """What is drawn besides the model. plain: without what may not change a number."""
+    """What is drawn besides the model."""
 
     format: torch.memory_format
     frozen: float

@@ -12,7 +12,9 @@ from experiments.records.record import ROOT
 
 HOUSE = ROOT / "experiments"
 COMMANDS = sorted(p.stem for p in HOUSE.glob("*.py") if not p.stem.startswith("_"))
-STUDIES = sorted(p.stem for p in (ROOT / "studies").glob("*.py") if "__main__" in p.read_text(encoding="utf-8"))
+IDEAS = {"sigma_delta_research"}
+"""Of studies/ what is no script, but a class for a sweep."""
+STUDIES = sorted({p.stem for p in (ROOT / "studies").glob("*.py") if not p.stem.startswith("_")} - IDEAS)
 ROOMS = sorted(p.parent.name for p in HOUSE.glob("*/__init__.py"))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PICTURE = ARCHITECTURE.partition("## Packages")[2].split("```")[1]
