@@ -21,6 +21,7 @@ from birder import checkpoint
 from birder.checkpoint import shards
 from birder.integrations import every_rank
 from tests.helpers import toy
+from tests.helpers.integrations import said
 from tests.helpers.ranks import run_ranks
 
 LOCAL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -29,14 +30,6 @@ LOCAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "SLAMB": (birder.SLAMB, {"lr": 1e-2, "sync_every": 3, "dense_below": 40, "fraction": 0.25}),
     "SparseLoCo": (birder.SparseLoCo, {"lr": 1e-3, "sync_every": 4, "top_k": 4, "chunk": 32}),
 }
-
-
-def said(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError, OSError) as e:
-        return f"{type(e).__name__}: {e}"
-    return ""
 
 
 def attached(method: Any, options: dict[str, Any]) -> tuple[DistributedDataParallel, Any]:

@@ -1,0 +1,167 @@
+"""The Hugging Face Trainer, the real one, on 2 ranks: the example's own code is what runs.
+
+Its cases run one after the other in one pair of processes, which is where the time goes. Two rounds of them: what protects a
+change, and the runs that are interrupted and resumed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from birder.hooks.attachment import unwrap_optimizer
+from tests.helpers import load, toy
+from tests.helpers.integrations import FIRST, METHODS, ROUNDING, Found, both, check_resumed, said
+from tests.helpers.ranks import run_ranks
+
+
+def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    from transformers import BertForSequenceClassification
+
+    hf = load("examples/transformers_trainer.py")
+    steps = 8
+    found: dict[str, Any] = {}
+    for name, method in METHODS.items():
+        options = {"accumulate": 2} if name == "Birder" else {}
+
+        def make(where: str, stop: int | None = None, method: Any = method, n: str = name, o: Any = options) -> Any:
+            more = {"gradient_accumulation_steps": o.get("accumulate", 1), "bf16": n == "OneBitAdam"}
+            return hf.trainer(folder / f"{n} {where}", steps, stop, (method[0], {"lr": 1e-3} | method[1]), **more)
+
+        if resume:
+            make("b", steps // 2).train()
+            resumed = make("b")
+            resumed.train(resume_from_checkpoint=True)
+            found[f"{name} resumed"] = toy.flat(resumed.model).numpy()
+        if (name in FIRST) == resume:
+            continue
+        straight = make("a")
+        found["start"] = toy.flat(straight.model).numpy()
+        straight.train()
+        found[name] = toy.flat(straight.model).numpy()
+        if resume:
+            continue
+        found[f"{name} kept"] = "units" in straight.optimizer.state_dict()
+        found[f"{name} loss"] = straight.evaluate()["eval_loss"]
+        saved = BertForSequenceClassification.from_pretrained(folder / f"{name} a/checkpoint-{steps}").eval()
+        found[f"{name} saved"] = toy.flat(saved).numpy()
+        rows = hf.sentences()[:32]
+        with torch.no_grad():
+            inputs = {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels")}
+            found[f"{name} loss of the saved"] = float(saved(**inputs).loss)
+        found[f"{name} norms"] = [entry["grad_norm"] for entry in straight.state.log_history if "grad_norm" in entry]
+    if resume:
+        return found
+    clipping = hf.trainer(folder / "clipping", 2, max_grad_norm=1.0)
+    found["clip"] = said(clipping.train)
+    found["steps"] = unwrap_optimizer(clipping.optimizer).steps
+    other = hf.trainer(folder / "other", 2, method=(torch.optim.SGD, {"lr": 0.1}))
+    found["other"] = said(other.train)
+    early = hf.trainer(folder / "early", 2, save_strategy="no", bf16=True)
+    early.evaluate()
+    found["evaluated first"] = said(early.train), toy.flat(early.model).numpy(), type(early.model_wrapped).__name__
+    found["evaluated again"] = early.evaluate()["eval_loss"]
+    for name, size, short in (("as found", 7, ()), ("found", 8, (1,)), ("found late", 8, (2,))):
+        search = hf.trainer(folder / name, 3, per_device_train_batch_size=size, auto_find_batch_size=True, data_seed=0)
+        search.add_callback(OutOfMemory(rank, short))
+        found[name] = said(search.train) or toy.flat(search.model).numpy()
+        found[f"{name} sent"] = unwrap_optimizer(search.optimizer).attachment.counter.total
+    return found
+
+
+def OutOfMemory(rank: int, steps: tuple[int, ...]) -> Any:
+    """Memory runs out before these updates, when backward has sent its messages. Dropout begins anew in each attempt."""
+    from transformers import TrainerCallback
+
+    left = list(steps)
+
+    class Callback(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            torch.manual_seed(rank)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step + 1 in left:
+                left.remove(state.global_step + 1)
+                raise RuntimeError("CUDA out of memory.")
+
+    return Callback()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    pytest.importorskip("accelerate")
+    return run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"), False)
+
+
+@pytest.fixture(scope="module")
+def trained_resumed(trained: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return both(trained, run_ranks(in_trainer, 2, tmp_path_factory.mktemp("trainer"), True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
+def test_the_trainer_resumes_bit_for_bit(trained_resumed: Found, method: str) -> None:
+    """With dropout and a schedule; Birder with two micro-batches a step, 1-bit Adam in bf16 autocast."""
+    check_resumed(trained_resumed, method)
+
+
+@pytest.mark.slow
+def test_the_trainer_refuses_its_own_clipping_before_the_first_step(trained: Found) -> None:
+    for mine in trained:
+        assert mine["clip"].startswith("ValueError: TrainingArguments(max_grad_norm=1.0): clipping by the framework")
+        assert mine["steps"] == 0
+
+
+@pytest.mark.slow
+def test_the_trainer_refuses_other_optimizers(trained: Found) -> None:
+    assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_after_it_has_evaluated(trained: Found) -> None:
+    """Accelerate took the bare model for one that it had prepared, and there was no DDP to attach to."""
+    first, second = trained
+    for mine in trained:
+        assert (mine["evaluated first"][0], mine["evaluated first"][2]) == ("", "DistributedDataParallel")
+        assert not np.array_equal(mine["evaluated first"][1], mine["start"])
+    assert np.array_equal(first["evaluated first"][1], second["evaluated first"][1])
+    assert first["evaluated again"] == second["evaluated again"]
+
+
+@pytest.mark.slow
+def test_the_trainer_finds_a_batch_size(trained: Found) -> None:
+    """It wraps the model again, with the same optimizer: that has to be attached again, from the beginning."""
+    for mine in trained:
+        assert np.array_equal(mine["found"], mine["as found"])
+        assert mine["found sent"] == mine["as found sent"] > 0
+        assert mine["found late"].startswith("RuntimeError: gradients of a step have been taken already")
+
+
+@pytest.mark.slow
+def test_the_trainer_saves_and_evaluates_the_mean_of_models_that_differ(trained: Found) -> None:
+    first, second = trained
+    assert np.array_equal(first["CSER saved"], second["CSER saved"])
+    mean = (first["CSER"].astype(np.float64) + second["CSER"]) / 2
+    assert np.abs(first["CSER saved"] - mean).max() < ROUNDING
+    for mine in trained:
+        assert mine["CSER loss"] == pytest.approx(mine["CSER loss of the saved"], rel=ROUNDING)
+    assert np.array_equal(first["Birder saved"], first["Birder"])
+
+
+@pytest.mark.slow
+def test_after_the_trainers_checkpoint_every_rank_has_its_state(trained: Found) -> None:
+    """Ranks other than 0 were given the note that rank 0 had saved."""
+    assert all(mine[f"{name} kept"] for mine in trained for name in FIRST)
+
+
+@pytest.mark.slow
+def test_the_trainer_logs_a_norm_without_clipping(trained: Found) -> None:
+    assert all(norm > 0 for mine in trained for norm in mine["Birder norms"])
+    assert trained[0]["Birder norms"]
