@@ -27,7 +27,7 @@ if not __package__:  # run as a script
 from experiments import compare
 from experiments.config import compose, sweeps
 from experiments.config.compose import Composed
-from experiments.config.sweeps import Row
+from experiments.config.sweeps import SweepRun
 from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
@@ -49,7 +49,7 @@ TIMING = (
 
 
 @dataclass(frozen=True)
-class Variant:
+class MethodRow:
     """One row of the table: what makes it, and the learning rates to try (none: it is only timed)."""
 
     overrides: tuple[str, ...]
@@ -60,13 +60,13 @@ class Variant:
         return next((o.partition("=")[2] for o in self.overrides if o.startswith("optimizer=")), "")
 
 
-def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
+def variants(base: Composed, methods: Sequence[str] | None) -> list[MethodRow]:
     """The rows of the experiment, or those with an optimizer of `methods`. Raises UserError for an unknown one."""
     rows = []
     for entry in compose.compared(base):
         overrides = [o for o in entry if not o.startswith("tune=")]
         tune = [o.partition("=")[2] for o in entry if o.startswith("tune=")]
-        rows.append(Variant(tuple(overrides), tuple(map(float, json.loads(tune[0]))) if tune else ()))
+        rows.append(MethodRow(tuple(overrides), tuple(map(float, json.loads(tune[0]))) if tune else ()))
     known = sorted({row.optimizer for row in rows})
     if unknown := [m for m in methods or () if m not in known]:
         raise UserError(f"experiment '{base.config.exp}' has no '{unknown[0]}'{there_are(unknown[0], known)}")
@@ -74,7 +74,7 @@ def variants(base: Composed, methods: Sequence[str] | None) -> list[Variant]:
 
 
 @dataclass
-class Plan:
+class MethodsRequest:
     """What the command line asks for."""
 
     overrides: list[str]
@@ -82,14 +82,14 @@ class Plan:
     parts: tuple[str, ...]
     dry_run: bool = False
 
-    def compose(self, row: Variant, *more: str) -> Composed:
+    def compose(self, row: MethodRow, *more: str) -> Composed:
         """`row` with `more`. The user's own overrides come last and so win."""
         mine = compose.unless_given([f"wandb.group={EXP}", *more], self.overrides)
         return compose.compose([f"+exp={EXP}", *row.overrides, *mine, *self.overrides])
 
-    def rows(self, variants: Sequence[Variant]) -> list[Row]:
+    def rows(self, variants: Sequence[MethodRow]) -> list[SweepRun]:
         """Of a study: every rate with the first seed, the best one with the others, as far as these parts are asked for."""
-        every: list[Row] = []
+        every: list[SweepRun] = []
         for v in variants:
             every += sweeps.choosing(v.optimizer, (f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[:1])
         return [row for row in every if ("seeds" if row.candidates else "tune") in self.parts]
@@ -125,7 +125,7 @@ def apart(composed: Sequence[Composed]) -> str | None:
     return worlds.reason_not_interleaved([compose.resolve(c) for c in composed], synthetic=False)
 
 
-def all_methods(plan: Plan, methods: Sequence[str] | None) -> int:
+def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
     """Runs what is missing and prints the table. Returns the exit status; raises UserError before anything has run."""
     base = compose.compose([f"+exp={EXP}", *plan.overrides])
     if any(compose.key_of(o) in ("optimizer", "optimizer.lr", "seed", "tune") for o in plan.overrides):
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = command.whole("seeds", options.seeds)
     if not seeds:
         raise UserError(f"--seeds={options.seeds}: give whole numbers, such as 0,1,2")
-    plan = Plan(options.overrides, tuple(seeds), parts, options.dry_run)
+    plan = MethodsRequest(options.overrides, tuple(seeds), parts, options.dry_run)
     return all_methods(plan, command.names(options.methods))
 
 

@@ -44,7 +44,7 @@ import yaml
 
 from birder.predict import METHODS, NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
 from birder.predict.gpus import GPU, UNSURE
-from birder.predict.layouts import Plan
+from birder.predict.layouts import TrainingPlan
 from birder.predict.methods import every
 from experiments.cells import timelines
 from experiments.config import question
@@ -81,7 +81,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True)
-class Model:
+class AskedModel:
     """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted."""
 
     timeline: Timeline
@@ -93,14 +93,14 @@ class Model:
         return 0.0 if self.saved_bytes is None else UNSURE
 
 
-def model_of(q: Question) -> Model:
+def model_of(q: Question) -> AskedModel:
     """The model that is meant: recorded, recorded now, or counted. Raises UserError."""
     if q.timeline:
         t = timelines.load(q.timeline)
         gpu = q.gpu if q.gpu_rate != 1 or _same_gpu(t.gpu, q.gpu) else t.gpu
         there = {"model": t.model, "batch": t.batch_per_gpu, "precision": t.precision, "gpu": gpu}
         q.refuse_others(f"the recorded timeline {t.name}", {**there, **dict.fromkeys([*CHANGING, "steps"])})
-        return Model(_scaled(t, q))
+        return AskedModel(_scaled(t, q))
     if not q.model:
         raise UserError(
             "say model=NAME, such as hf:gpt2-medium, torchvision:resnet101 or package.module:function; or say timeline=NAME "
@@ -111,22 +111,22 @@ def model_of(q: Question) -> Model:
         from experiments.cells import timeline_tools
 
         q.refuse_others("a recording of a function", dict.fromkeys((*CHANGING, "precision")))
-        return Model(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps or STEPS), q))
+        return AskedModel(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps or STEPS), q))
     q.refuse_others("a model that is not a function", {"steps": None})
     return (None if rest else _recorded(q)) or _counted(q)
 
 
-def _recorded(q: Question) -> Model | None:
+def _recorded(q: Question) -> AskedModel | None:
     """A timeline of results/timelines that is the very model, batch, precision and GPU."""
     precision = q.precision or "tf32"
     for t in (timelines.load(name) for name in timelines.names()):
         same = t.model == q.model and t.batch_per_gpu == q.batch and t.precision == precision
         if same and not any(getattr(q, key) for key in CHANGING) and _same_gpu(t.gpu, q.gpu):
-            return Model(_scaled(t, q))
+            return AskedModel(_scaled(t, q))
     return None
 
 
-def _counted(q: Question) -> Model:
+def _counted(q: Question) -> AskedModel:
     """The model's architecture on the GPU's data sheet."""
     from experiments.cells import architectures
 
@@ -141,7 +141,7 @@ def _counted(q: Question) -> Model:
         found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return Model(found, gpu, work.saved_bytes)
+    return AskedModel(found, gpu, work.saved_bytes)
 
 
 def _same_gpu(recorded: str, asked: str) -> bool:
@@ -182,7 +182,7 @@ def costs_of(t: Timeline) -> Costs:
 
 def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
-    m, plan = model_of(q), Plan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
+    m, plan = model_of(q), TrainingPlan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
     t, there = m.timeline, cluster_of(q, m.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:

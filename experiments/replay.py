@@ -21,7 +21,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.cells import suite as suites
-from experiments.cells.suite import Cell, Suite
+from experiments.cells.suite import Measurement, Suite
 from experiments.config import compose
 from experiments.records import record
 from experiments.report import replay_page, tables
@@ -98,7 +98,7 @@ def measure(suite: Suite, options: argparse.Namespace, command: str) -> None:
 
 
 def launch(
-    suite: Suite, options: argparse.Namespace, shaped: bool, nodes: int, cells: Sequence[Cell], command: str
+    suite: Suite, options: argparse.Namespace, shaped: bool, nodes: int, cells: Sequence[Measurement], command: str
 ) -> None:
     """One run: all `cells` in one world."""
     plan = {"suite": suite.model_dump(mode="json"), "mbit": options.mbit, "steps": options.steps}

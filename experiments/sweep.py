@@ -20,7 +20,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 from experiments.config import compose, sweeps
-from experiments.config.sweeps import Row
+from experiments.config.sweeps import SweepRun
 from experiments.records.record import PUBLISHED
 from experiments.report import accuracy
 from experiments.report.table import terminal
@@ -30,7 +30,7 @@ from launch.errors import UserError
 
 
 def sweep(
-    rows: Sequence[Row],
+    rows: Sequence[SweepRun],
     exp: str,
     given: Sequence[str],
     dry_run: bool,

@@ -62,7 +62,7 @@ class Budget(Section):
 
 
 @dataclass(frozen=True)
-class Request:
+class TuneRequest:
     """What the command line asks for."""
 
     optimizers: tuple[str, ...]
@@ -71,7 +71,7 @@ class Request:
     dry_run: bool = False
 
     @classmethod
-    def of(cls, arguments: Sequence[str], dry_run: bool = False) -> Request:
+    def of(cls, arguments: Sequence[str], dry_run: bool = False) -> TuneRequest:
         """Raises UserError for values that are missing, out of range or not numbers."""
         given = [(argument, compose.key_of(argument), argument.partition("=")[2]) for argument in arguments]
         if wrong := [a for a, key, _ in given if key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs")]:
@@ -130,7 +130,7 @@ def lengths(resolved: dict[str, Any], rungs: int) -> list[str]:
     return [f"train.{key}={value}" for value in values]
 
 
-def tune(request: Request, optimizer: str, runs: Study) -> Tuned:
+def tune(request: TuneRequest, optimizer: str, runs: Study) -> Tuned:
     """Makes the trials of one method."""
     import optuna
 
@@ -168,7 +168,7 @@ def tune(request: Request, optimizer: str, runs: Study) -> Tuned:
     return found
 
 
-def tune_all(request: Request) -> int:
+def tune_all(request: TuneRequest) -> int:
     """Tunes every method, trains the chosen rates and prints them. Exit status; raises UserError before anything has run."""
     made = {name: request.compose(name) for name in request.optimizers}
     resolved = {name: compose.resolve(one) for name, one in made.items()}
@@ -209,7 +209,7 @@ def track(table: Table, config: dict[str, Any]) -> None:
     run.finish({})
 
 
-def as_table(tuned: Sequence[Tuned], request: Request) -> Table:
+def as_table(tuned: Sequence[Tuned], request: TuneRequest) -> Table:
     """What was chosen for each method, and from how much."""
     columns = [
         Column("method", "left", value=lambda t: t.label),
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser(__doc__, "the keys above, and Hydra overrides")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
     options = parser.parse_intermixed_args(arguments)
-    return tune_all(Request.of(options.overrides, options.dry_run))
+    return tune_all(TuneRequest.of(options.overrides, options.dry_run))
 
 
 if __name__ == "__main__":

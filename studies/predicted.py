@@ -103,7 +103,7 @@ RATES: tuple[tuple[str, str, int, float], ...] = (
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedStep:
     """One published number, in ms, and what is predicted for it. by_nodes: with a hierarchical all-reduce."""
 
     what: str
@@ -119,7 +119,7 @@ def _step(t: Timeline, network: str, nodes: int, gpus: int, method: str, ring: b
     return simulate(t, cluster, METHODS[method], costs, layout).ms
 
 
-def profiles() -> list[Compared]:
+def profiles() -> list[ComparedStep]:
     """The profile's all-reduce, predicted from bytes and the measured rate alone."""
     found = []
     for p in PROFILES:
@@ -127,12 +127,12 @@ def profiles() -> list[Compared]:
         compute = p.forward + p.backward + p.update
         ring, nodes = (_step(t, p.network, p.nodes, GPUS[p.network], "fp16", kind) - compute for kind in (True, False))
         found.append(
-            Compared(f"{p.network}, {p.nodes} x {GPUS[p.network]}, batch {p.batch}", p.all_reduce, ring, nodes)
+            ComparedStep(f"{p.network}, {p.nodes} x {GPUS[p.network]}, batch {p.batch}", p.all_reduce, ring, nodes)
         )
     return found
 
 
-def throughputs() -> list[Compared]:
+def throughputs() -> list[ComparedStep]:
     """Steps of the blog's throughputs. Computing is that of the profile's rows with batch 16."""
     found = []
     for network, method, gpus, per_s in RATES:
@@ -140,11 +140,11 @@ def throughputs() -> list[Compared]:
         t = bert_large(forward, backward, update, 16)
         label = "Adam" if method == "fp16" else "1-bit Adam"
         ms = _step(t, network, gpus // 4, 4, method, True)
-        found.append(Compared(f"{network}, {gpus} GPUs, {label}", 1e3 * 16 * gpus / per_s, ms))
+        found.append(ComparedStep(f"{network}, {gpus} GPUs, {label}", 1e3 * 16 * gpus / per_s, ms))
     return found
 
 
-def compared(head: Sequence[str], found: Sequence[Compared]) -> Table:
+def compared(head: Sequence[str], found: Sequence[ComparedStep]) -> Table:
     """One line for each published number: it, and each prediction with how far it is off."""
     rows = []
     for b in found:

@@ -73,7 +73,7 @@ class Lengths:
     steps: int = STEPS
 
 
-class World:
+class ResizedWorld:
     """A method on virtual workers, at a constant learning rate. start: parameters, instead of those of the seed."""
 
     def __init__(
@@ -136,7 +136,7 @@ def measure(method: str, seed: int, lengths: Lengths | None = None) -> list[dict
     workload.prepare(Shard())
     lines = []
     for before, afters in CHANGES.items():
-        world = World(config, workload, before, lengths.steps)
+        world = ResizedWorld(config, workload, before, lengths.steps)
         world.train(range(1, lengths.change + 1))
         start, states = world.parameters(), world.states()
         remaining = range(lengths.change + 1, lengths.steps + 1)
@@ -146,7 +146,7 @@ def measure(method: str, seed: int, lengths: Lengths | None = None) -> list[dict
                 if rule == "unchanged":
                     losses = unchanged
                 else:
-                    new = World(config, workload, after, lengths.steps, start)
+                    new = ResizedWorld(config, workload, after, lengths.steps, start)
                     new.take(states, rule)
                     losses = new.train(remaining, look=True)
                 row = {"method": method, "before": before, "after": after, "rule": rule, "seed": seed}

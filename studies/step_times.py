@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from birder.predict import Cluster, Link, Timeline, gpus
 from birder.predict.answers import answer
 from birder.predict.costs import HOST_US
-from birder.predict.layouts import Plan
+from birder.predict.layouts import TrainingPlan
 from experiments.cells import architectures, claimed, timelines
 from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED, ROOT, write_file
@@ -103,7 +103,7 @@ class Shape(BaseModel):
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedThroughput:
     """A published throughput of one GPU and the predicted one, in the row's unit a second."""
 
     row: Shape
@@ -160,7 +160,7 @@ def gpu_of(row: Shape) -> gpus.GPU:
     return replace(found, tflops=peaks, gb_per_s=row.gb_per_s or found.gb_per_s)
 
 
-def compared(row: Shape) -> Compared:
+def compared(row: Shape) -> ComparedThroughput:
     """A row and its prediction: computing, communication, the update of AdamW (of SGD for images)."""
     model = f"torchvision:{row.torchvision}" if row.torchvision else f"hf:{row.name}"
     same = row.model_dump(include={"batch", "precision", "seq", "compiled", "checkpointing"})
@@ -171,9 +171,9 @@ def compared(row: Shape) -> Compared:
     optimizer = "sgd" if row.torchvision else "adamw"
     method = "none" if row.gpus == 1 else {2: "bf16", 4: "fp32"}[row.wide]
     t = work.timeline(there, gpus_per_node=each, optimizer=optimizer)
-    found = answer(t, cluster, Plan(row.layout, row.accumulation, optimizer), [method])
+    found = answer(t, cluster, TrainingPlan(row.layout, row.accumulation, optimizer), [method])
     samples = row.batch * row.accumulation * (row.seq or 1 if row.unit == "tokens" else 1)
-    return Compared(row, work, 1e3 * samples / found.prediction[method].ms)
+    return ComparedThroughput(row, work, 1e3 * samples / found.prediction[method].ms)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def recorded(names: Sequence[str] | None = None) -> list[Recorded]:
 # ---- the page ---------------------------------------------------------------------------------------------------------
 
 
-def why(found: Compared) -> str:
+def why(found: ComparedThroughput) -> str:
     """Why a row is off; empty where it is not."""
     if abs(found.error) <= TARGET:
         return ""
@@ -251,7 +251,7 @@ COLUMNS = (
 )
 
 
-def summary(found: Sequence[Compared]) -> Table:
+def summary(found: Sequence[ComparedThroughput]) -> Table:
     """Errors of the step: of all, of those of the first comparison and of those after it, and by source."""
     rows = list(found)
     parts = {"all": rows, f"the first {FIRST} rows": rows[:FIRST], "rows after them": rows[FIRST:]}

@@ -50,7 +50,7 @@ KEYS = "nodes", "gbps", "results_dir"
 
 
 @dataclass(frozen=True)
-class World:
+class ComparedWorld:
     """One interleaved comparison."""
 
     exp: str
@@ -76,7 +76,7 @@ class World:
         return f"{self.exp}, {self.nodes} nodes, {self.gbps:g} Gbit/s"
 
 
-def worlds(asked: Sequence[str] = ()) -> Iterator[World]:
+def worlds(asked: Sequence[str] = ()) -> Iterator[ComparedWorld]:
     """The worlds that are meant. asked: as in the module's docstring, none: all. Raises UserError for anything else."""
     pairs = dict(a.split("=", 1) for a in asked if "=" in a)
     if unknown := sorted(set(pairs) - set(KEYS)):
@@ -85,7 +85,7 @@ def worlds(asked: Sequence[str] = ()) -> Iterator[World]:
     nodes = _among(pairs.get("nodes"), [str(n) for n in NODES])
     rates = _among(pairs.get("gbps"), [f"{g:g}" for g in GBPS])
     for exp, n, rate in itertools.product(exps, nodes, rates):
-        yield World(exp, int(n), float(rate))
+        yield ComparedWorld(exp, int(n), float(rate))
 
 
 def _among(names: str | list[str] | None, known: list[str]) -> list[str]:

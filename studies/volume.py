@@ -21,7 +21,7 @@ from experiments.report.table import Note, Table, terminal
 from experiments.report.volume import (
     LENGTHS,
     SEARCH,
-    Setting,
+    VolumeSchedules,
     against_adam,
     against_onebit_adam,
     bits,
@@ -45,7 +45,7 @@ CLAIMS = (
 """Quantities of results/paper/zero_one_adam.json, and what they are to be compared with."""
 
 
-def rounds(setting: Setting, lengths: Sequence[int]) -> Table:
+def rounds(setting: VolumeSchedules, lengths: Sequence[int]) -> Table:
     """How often runs communicate."""
     rows = []
     for (rule, aligned), steps in itertools.product(RULES.items(), lengths):
@@ -59,7 +59,7 @@ def rounds(setting: Setting, lengths: Sequence[int]) -> Table:
     return Table.text(head, rows, title="Rounds", notes=(note,))
 
 
-def volume(setting: Setting, lengths: Sequence[int]) -> Table:
+def volume(setting: VolumeSchedules, lengths: Sequence[int]) -> Table:
     """What runs send."""
     rows = []
     for (rule, aligned), wire, steps in itertools.product(RULES.items(), (16, 32), lengths):
@@ -76,7 +76,7 @@ def volume(setting: Setting, lengths: Sequence[int]) -> Table:
     return Table.text(head, rows, title="Volume", notes=(note,))
 
 
-def compared(setting: Setting, lengths: Sequence[int]) -> Table:
+def compared(setting: VolumeSchedules, lengths: Sequence[int]) -> Table:
     """Both next to the published numbers; below, for each of these what comes nearest to it. Raises LookupError."""
     head = ("published", "read as", *(f"{steps:,} steps" for steps in lengths), "passed at, steps")
     rows, nearest = [], []
@@ -100,11 +100,11 @@ def compared(setting: Setting, lengths: Sequence[int]) -> Table:
     return Table.text(head, rows, title="Compared with the published numbers", **said)
 
 
-def tables(setting: Setting, lengths: Sequence[int]) -> list[Table]:
+def tables(setting: VolumeSchedules, lengths: Sequence[int]) -> list[Table]:
     return [part(setting, lengths) for part in (rounds, volume, compared)]
 
 
-def caution(s: Setting) -> Note:
+def caution(s: VolumeSchedules) -> Note:
     """What the numbers are not."""
     return Note(
         f"**Computed from the schedule, nothing was run.** kappa {s.kappa}, variance frozen after {s.warmup_steps:,} "
@@ -113,7 +113,7 @@ def caution(s: Setting) -> Note:
     )
 
 
-def markdown(setting: Setting, lengths: Sequence[int]) -> str:
+def markdown(setting: VolumeSchedules, lengths: Sequence[int]) -> str:
     """The whole page."""
     made = [table.markdown(2) for table in tables(setting, lengths)]
     return sentences.page("zero_one_adam_volume", title=TITLE, caution=caution(setting).text, tables=made)
@@ -131,15 +131,15 @@ OPTIONS = {
     "doubling": ("local_doubling", "steps before the interval doubles"),
     "limit": ("local_limit", "largest interval between syncs"),
 }
-"""Options of the command line: the field of `Setting`, and what it is."""
+"""Options of the command line: the field of `VolumeSchedules`, and what it is."""
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[Setting, list[int], argparse.Namespace]:
+def parse(arguments: Sequence[str] | None) -> tuple[VolumeSchedules, list[int], argparse.Namespace]:
     """The command line. Raises UserError for numbers out of range."""
     parser = command.parser(__doc__)
     parser.add_argument("--steps", default=",".join(map(str, LENGTHS)), help="lengths of the run, separated by commas")
     for name, (field, what) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=int, default=getattr(Setting, field), help=what)
+        parser.add_argument(f"--{name}", type=int, default=getattr(VolumeSchedules, field), help=what)
     parser.add_argument("--results", default=LOCAL, help="results folder")
     parser.add_argument("--print-only", action="store_true", help="write no file")
     options = parser.parse_args(arguments)
@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Setting, list[int], argparse
     for name in OPTIONS:
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}")
-    setting = Setting(**{field: getattr(options, name) for name, (field, _) in OPTIONS.items()})
+    setting = VolumeSchedules(**{field: getattr(options, name) for name, (field, _) in OPTIONS.items()})
     return setting, [int(n) for n in numbers], options
 
 

@@ -1,8 +1,8 @@
 """Topology, collectives and the count of bytes sent. Never does optimizer mathematics."""
 
+from birder.comm.collectives import Collectives, finish
 from birder.comm.communicator import Communicator, Hierarchical, Replicas, SingleProcess, TwoPhase
 from birder.comm.counter import ByteCounter
-from birder.comm.link import Link, finish
 from birder.comm.requests import (
     AcrossHolders,
     AllGather,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from birder.comm.collectives import FEW, Collectives, Operation
 from birder.comm.counter import ByteCounter
 from birder.comm.groups import part
-from birder.comm.link import FEW, Link, Operation
 from birder.comm.topology import Topology
 from birder.kernels.bits import pack, unpack
 
@@ -36,10 +36,14 @@ class Communicator:
     """
 
     def __init__(
-        self, everyone: Link, between: Link | None = None, within: Link | None = None, holding: Link | None = None
+        self,
+        everyone: Collectives,
+        between: Collectives | None = None,
+        within: Collectives | None = None,
+        holding: Collectives | None = None,
     ) -> None:
         self.counter = everyone.counter
-        alone = Link(None, Topology(1, 1), self.counter)
+        alone = Collectives(None, Topology(1, 1), self.counter)
         self.all, self.inter, self.intra, self.inside = everyone, between or everyone, within or alone, holding or alone
         self.world_size, self.rank = everyone.size, everyone.rank
         self.workers, self.worker = self.inter.size, self.inter.rank
@@ -139,7 +143,7 @@ class SingleProcess(Communicator):
     """One process: a worker that is its own server. The methods' control, and what runs without DDP."""
 
     def __init__(self) -> None:
-        super().__init__(Link(None, Topology(1, 1), ByteCounter()))
+        super().__init__(Collectives(None, Topology(1, 1), ByteCounter()))
 
 
 class TwoPhase(Communicator):
@@ -147,7 +151,7 @@ class TwoPhase(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
         """`group` must be this communicator's alone: its collectives overlap those of DDP."""
-        super().__init__(Link(group, topology, ByteCounter()))
+        super().__init__(Collectives(group, topology, ByteCounter()))
 
 
 class Hierarchical(Communicator):
@@ -168,7 +172,7 @@ class Hierarchical(Communicator):
         node, place = divmod(dist.get_rank(group), local)
         within = part(group, [node * local + i for i in range(local)])
         between = part(group, [n * local + place for n in range(topology.nodes)])
-        super().__init__(*(Link(g, topology, counter) for g in (group, between, within)))
+        super().__init__(*(Collectives(g, topology, counter) for g in (group, between, within)))
 
 
 class Replicas(Communicator):
@@ -181,5 +185,5 @@ class Replicas(Communicator):
     def __init__(self, group: dist.ProcessGroup, holding: dist.ProcessGroup, topology: Topology) -> None:
         """group: of the ranks with this rank's shard. holding: of those in its replica. topology: of the whole world."""
         counter = ByteCounter()
-        super().__init__(Link(group, topology, counter), holding=Link(holding, topology, counter))
+        super().__init__(Collectives(group, topology, counter), holding=Collectives(holding, topology, counter))
         self.rank = dist.get_rank()

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from birder.comm.link import Link, finish, new_group
+from birder.comm.collectives import Collectives, finish, new_group
 
 OFFERED = 8
 """Of the groups that were given back: so many of the last are offered to the other ranks."""
@@ -26,7 +26,7 @@ _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], d
 """By the group, not by its name: where ranks are threads of one process, each has another group of the same name."""
 
 
-def borrow(link: Link, device: torch.device) -> dist.ProcessGroup:
+def borrow(link: Collectives, device: torch.device) -> dist.ProcessGroup:
     """A process group of the link's ranks that nobody else uses. All of them call it.
 
     One that was given back, where all ranks have the same, or a new one. device: of the tensors that ranks agree with.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from birder.comm.collectives import Collectives, finish
 from birder.comm.counter import ByteCounter
 from birder.comm.launcher import UNKNOWN, WRONG, Said, said
-from birder.comm.link import Link, finish
 from birder.comm.topology import Topology
 
 WAY_ON = (
@@ -26,7 +26,7 @@ def agreed(group: dist.ProcessGroup, device: torch.device, given: Topology | Non
     """
     size = dist.get_world_size(group)
     mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hierarchical)
-    link = Link(group, Topology(1, size), ByteCounter())
+    link = Collectives(group, Topology(1, size), ByteCounter())
     rows = finish(link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device))).view(size, -1).tolist()
     everyone = [Said(*row) for row in rows]
     if any(one.given for one in everyone):

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from birder.comm.collectives import Operation
 from birder.comm.communicator import Communicator
-from birder.comm.link import Operation
 
 T = TypeVar("T")
 

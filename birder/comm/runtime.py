@@ -29,8 +29,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
+from birder.comm.collectives import CALLS, TASKS, finish
 from birder.comm.communicator import Communicator, SingleProcess
-from birder.comm.link import CALLS, TASKS, finish
 from birder.comm.requests import Request, Requests
 from birder.comm.trace import Trace, note_wire
 

@@ -1,8 +1,8 @@
 """The ranks of a world in one process: their collectives, without a network.
 
 Each rank runs until it would wait for the others (`lockstep` in birder/comm/runtime.py). What it would send is copied to
-where it is received (`Board`). `VirtualLink` changes nothing else of `Link`: paddings, the order of sums and the count of
-bytes are those of real ranks on gloo, and so are the results, bit for bit.
+where it is received (`Board`). `VirtualCollectives` changes nothing else of `Collectives`: paddings, the order of sums and
+the count of bytes are those of real ranks on gloo, and so are the results, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from birder.comm.collectives import Collectives, Wait
 from birder.comm.communicator import Communicator
 from birder.comm.counter import ByteCounter
-from birder.comm.link import Link, Wait
 from birder.comm.topology import Topology
 from birder.kernels.bits import round_up
 
@@ -46,7 +46,7 @@ class Board:
         return posted
 
 
-class VirtualLink(Link):
+class VirtualCollectives(Collectives):
     """A group of virtual ranks, as one of them sees it. It acts as gloo, on any device."""
 
     def __init__(self, board: Board, ranks: list[int], me: int, topology: Topology, counter: ByteCounter) -> None:
@@ -70,10 +70,10 @@ class VirtualLink(Link):
         return arrived
 
 
-def links(topology: Topology, counters: Sequence[ByteCounter]) -> list[VirtualLink]:
+def links(topology: Topology, counters: Sequence[ByteCounter]) -> list[VirtualCollectives]:
     """The link to all others of each rank."""
     everyone, board = list(range(topology.world_size)), Board(topology.world_size)
-    return [VirtualLink(board, everyone, rank, topology, counters[rank]) for rank in everyone]
+    return [VirtualCollectives(board, everyone, rank, topology, counters[rank]) for rank in everyone]
 
 
 def communicators(topology: Topology, hierarchical: bool) -> list[Communicator]:
@@ -86,8 +86,8 @@ def communicators(topology: Topology, hierarchical: bool) -> list[Communicator]:
     rails = [list(range(i, size, local)) for i in range(local)]
     boards = {tuple(group): Board(len(group)) for group in (*nodes, *rails)}
 
-    def link(group: list[int], rank: int) -> Link:
-        return VirtualLink(boards[tuple(group)], group, rank, topology, whole[rank].counter)
+    def link(group: list[int], rank: int) -> Collectives:
+        return VirtualCollectives(boards[tuple(group)], group, rank, topology, whole[rank].counter)
 
     return [Communicator(every, link(rails[r % local], r), link(nodes[r // local], r)) for r, every in enumerate(whole)]
 

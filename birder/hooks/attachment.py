@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from birder.comm import (
     ByteCounter,
-    Link,
+    Collectives,
     Pipeline,
     Requests,
     StreamPipeline,
@@ -28,8 +28,8 @@ from birder.comm import (
     finish,
     run,
 )
+from birder.comm.collectives import backend_for
 from birder.comm.groups import give_back
-from birder.comm.link import backend_for
 from birder.comm.nodes import agreed as agreed_topology
 from birder.optim.base import WIRES, BucketOptimizer, Plan
 from birder.optim.guards import BACKWARD, TWICE, say
@@ -57,7 +57,7 @@ class Attachment(NotCopied):
 
     # No reference to the model: DDP holds this object where Python's collector sees no cycle.
     optimizer: BucketOptimizer
-    link: Link
+    link: Collectives
     overlap: bool
     communicate: bool
     own: dist.ProcessGroup | None = None
@@ -228,7 +228,7 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipel
     """What runs exchanges of tensors on `device` over `group` during backward; None: inside `step`."""
     if group is not None and device.type == "cuda":
         return StreamPipeline(device)
-    # Two threads need messages that tags tell apart, which `Link` has on gloo alone.
+    # Two threads need messages that tags tell apart, which `Collectives` has on gloo alone.
     on_threads = group is not None and backend_for(group, device) == "gloo"
     pipeline = ThreadPipeline() if on_threads else Pipeline()
     pipeline.trace.on = device.type == "cpu"
@@ -250,7 +250,7 @@ def agree(
     """
     topology = agreed_topology(group, device, given, hier)
     digest = torch.tensor([optimizer.digest(topology, hier, *how)], dtype=torch.int64, device=device)
-    digests = finish(Link(group, topology, ByteCounter()).all_gather(digest)).view(-1).tolist()
+    digests = finish(Collectives(group, topology, ByteCounter()).all_gather(digest)).view(-1).tolist()
     odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise RuntimeError(

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from birder.comm import ByteCounter, Link, Topology, finish
-from birder.comm.link import backend_for, new_group
+from birder.comm import ByteCounter, Collectives, Topology, finish
+from birder.comm.collectives import backend_for, new_group
 from birder.hooks.attachment import NotCopied, done, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
 from birder.optim.block_codes import LARGEST, decode, encode
@@ -68,7 +68,7 @@ class BlockScaled(NotCopied):
         self.counter = ByteCounter()
         # A separate group: its messages overlap DDP's, in another order.
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
-        self.link = Link(new_group(ranks, group), topology or Topology(len(ranks), 1), self.counter)
+        self.link = Collectives(new_group(ranks, group), topology or Topology(len(ranks), 1), self.counter)
         self._errors: dict[Tensor, Tensor] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import ByteCounter, Communicator, Hierarchical, Link, Topology, TwoPhase, run
+from birder.comm import ByteCounter, Collectives, Communicator, Hierarchical, Topology, TwoPhase, run
 from birder.comm.groups import borrow
 from birder.hooks.attachment import (
     Attachment,
@@ -251,10 +251,10 @@ def attach(
     comm: Communicator | None = None
     if optimizer.compressed and communicate:
         # A separate group: these collectives overlap DDP's, in another order.
-        own = borrow(Link(group, topology, ByteCounter()), device)
+        own = borrow(Collectives(group, topology, ByteCounter()), device)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
     optimizer.bind(comm, pipeline_for(device, own if overlap else None), unit_mb)
-    link = Link(group, topology, optimizer.comm.counter)
+    link = Collectives(group, topology, optimizer.comm.counter)
     attachment = BucketAttachment(optimizer, link, overlap, communicate, own)
     attachment.replace(names)
     if buckets is None:

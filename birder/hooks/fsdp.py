@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from birder.comm import ByteCounter, Link, Replicas, Topology, finish
+from birder.comm import ByteCounter, Collectives, Replicas, Topology, finish
+from birder.comm.collectives import backend_for
 from birder.comm.groups import borrow, part
-from birder.comm.link import backend_for
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
 from birder.hooks.other_optimizers import open_attachments, watch
 from birder.optim.base import BucketOptimizer, Plan
@@ -186,12 +186,12 @@ def attach_shards(
     replica, shard = mesh.get_coordinate() or (0, 0)
     peers = mesh.mesh[:, shard].tolist()
     # Separate groups: these collectives overlap FSDP's, in another order.
-    own = borrow(Link(_world(), topology, ByteCounter()), device)
+    own = borrow(Collectives(_world(), topology, ByteCounter()), device)
     among = part(own, peers if communicate else [dist.get_rank()])
     comm = Replicas(among, part(own, mesh.mesh[replica].tolist()), topology)
     overlaps = optimizer.compressed and communicate and overlap
     # Dense gradients do not wait behind messages of the step before.
-    link = Link(part(own, peers, 1), topology, comm.counter)
+    link = Collectives(part(own, peers, 1), topology, comm.counter)
     _equalise([*model.parameters(), *model.buffers()], link)
     optimizer.bind(comm, pipeline_for(device, among if overlaps else None), unit_mb)
     attachment = ShardAttachment(optimizer, link, overlap, communicate, own, mesh=mesh, _model=weakref.ref(model))
@@ -298,7 +298,7 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @torch.no_grad()
-def _equalise(tensors: Sequence[Tensor], link: Link) -> None:
+def _equalise(tensors: Sequence[Tensor], link: Collectives) -> None:
     """Gives every replica the values of the first."""
     for mine in map(local, tensors):
         values = mine.contiguous()
@@ -308,7 +308,7 @@ def _equalise(tensors: Sequence[Tensor], link: Link) -> None:
                 mine.copy_(values)
 
 
-def _register(model: nn.Module, attachment: ShardAttachment, inside: Link) -> None:
+def _register(model: nn.Module, attachment: ShardAttachment, inside: Collectives) -> None:
     for number, module in enumerate(_fsdp_modules(model)):
         module.set_all_reduce_hook(functools.partial(attachment.on_reduced, number))
         module.set_custom_all_gather(CountedAllGather(inside))  # type: ignore[arg-type]
@@ -320,7 +320,7 @@ def _register(model: nn.Module, attachment: ShardAttachment, inside: Link) -> No
 class CountedAllGather:
     """FSDP's all-gather of parameters, counted."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Collectives) -> None:
         self.link = link
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ IN_ORDER: Order = (1, 1)
 """Of memory in logical order."""
 
 
-class Kept:
+class SegmentCache:
     """What was made last. Where some of it is asked for again after it was dropped, there is room for as much from then on.
 
     Each step asks for the same in the same order: with room for less, nothing of it would ever be found.
@@ -64,7 +64,7 @@ class Kept:
             self._dropped.popitem(last=False)
 
 
-_made = Kept()
+_made = SegmentCache()
 
 
 def order(t: Tensor) -> Order | None:

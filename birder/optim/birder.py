@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AllGather, AllToAll, Communicator, GatherShards, GatherWorkers, Link, Requests, ShardMean
+from birder.comm import AllGather, AllToAll, Collectives, Communicator, GatherShards, GatherWorkers, Requests, ShardMean
 from birder.kernels import weyl
 from birder.optim.base import BucketOptimizer, Plan, Unit
 from birder.optim.bit_exchange import CARRIED, Modulator, buffers, each_run, move, one_phase
@@ -254,4 +254,4 @@ def floats(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tens
     """bits="none": the workers' mean of u, added up in their order: fp32[padded]."""
     u = yield from ratio(birder, unit, grad, step)
     rows = yield GatherWorkers(u.clone())  # the next unit may use the buffer
-    return (yield GatherShards(Link.sum_of_rows(rows).div_(birder.comm.workers)))
+    return (yield GatherShards(Collectives.sum_of_rows(rows).div_(birder.comm.workers)))

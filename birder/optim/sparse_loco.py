@@ -35,7 +35,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Link, Mean, Requests, ShardMean, WorkerMean
+from birder.comm import (
+    AllGather,
+    AllToAll,
+    Collectives,
+    GatherShards,
+    GatherWorkers,
+    Mean,
+    Requests,
+    ShardMean,
+    WorkerMean,
+)
 from birder.optim.block_codes import decode, encode
 from birder.optim.checks import (
     pair,
@@ -173,7 +183,7 @@ class SparseLoCo(LocalSteps):
         rows = torch.nn.functional.pad(error, (0, -len(error) % (n * self.chunk))).view(n, -1)  # of each server
         codes = encode(rows, "int4", self.chunk)
         error.sub_(decode(codes, "int4", self.chunk).view(-1)[: len(error)])
-        h = Link.sum_of_rows(decode((yield AllToAll(codes)), "int4", self.chunk)).div_(n)
+        h = Collectives.sum_of_rows(decode((yield AllToAll(codes)), "int4", self.chunk)).div_(n)
         codes = encode(h.view(1, -1), "int4", self.chunk).view(-1)
         own = error[self.comm.worker * len(h) :][: len(h)]
         own.add_(h.sub_(decode(codes.view(1, -1), "int4", self.chunk).view(-1))[: len(own)], alpha=n)

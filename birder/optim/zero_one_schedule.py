@@ -56,7 +56,7 @@ def sync(step: int, warmup_steps: int, local_doubling: int, local_limit: int, al
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundCounts:
     """How often a run of `steps` steps communicates.
 
     dense:   rounds in floats.
@@ -72,7 +72,7 @@ class Rounds:
 
 def rounds(
     steps: int, warmup_steps: int, kappa: int, local_doubling: int, local_limit: int, aligned: bool = False
-) -> Rounds:
+) -> RoundCounts:
     """Counts the rounds of steps 1 to `steps`. `aligned`: a variance round takes the place of that step's sync."""
     dense = sum(step <= steps for step in variance_steps(warmup_steps, kappa, aligned))
     synced = min(steps, warmup_steps)
@@ -82,4 +82,4 @@ def rounds(
         origin = 0 if aligned else start
         if steps > start:
             synced += (min(end, steps) - origin) // interval - (start - origin) // interval
-    return Rounds(steps, dense, synced - dense if aligned else synced, steps - synced)
+    return RoundCounts(steps, dense, synced - dense if aligned else synced, steps - synced)

@@ -18,10 +18,10 @@ from birder.predict.cluster import NVLINK, Cluster, Link
 from birder.predict.costs import Costs
 from birder.predict.gpus import GPU, GPUS
 from birder.predict.gpus import find as find_gpu
-from birder.predict.layouts import Plan
-from birder.predict.methods import DEFAULT, METHODS, Method
+from birder.predict.layouts import TrainingPlan
+from birder.predict.methods import DEFAULT, METHODS, MethodSpec
 from birder.predict.simulation import Layout, Step, simulate
-from birder.predict.table import Prediction, Row, crossover, predict, sweep
+from birder.predict.table import PredictedRow, Prediction, crossover, predict, sweep
 from birder.predict.timeline import Gradient, IntraNode, Timeline
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import Any
 from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
-from birder.predict.layouts import DDP, Plan, fits
-from birder.predict.methods import Method, find
+from birder.predict.layouts import DDP, TrainingPlan, fits
+from birder.predict.methods import MethodSpec, find
 from birder.predict.table import (
     NEAR,
     NOT_COMPARED,
+    PredictedRow,
     Prediction,
-    Row,
     advised,
     aligned,
     no_gain,
@@ -63,7 +63,7 @@ class Answer:
 
     prediction: Prediction
     ends: tuple[Prediction, ...]
-    plan: Plan
+    plan: TrainingPlan
     gpu: GPU | None
     memory: dict[str, float]
     lost: Mapping[str, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Answer:
         return savings((self.prediction, *self.ends), name)
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> PredictedRow | None:
         """The method that is advised; where none pays the fastest that could be; None: there is none."""
         return self._advised[0]
 
@@ -83,16 +83,16 @@ class Answer:
         return self._advised[1] is True
 
     @cached_property
-    def _advised(self) -> tuple[Row | None, bool | None]:
+    def _advised(self) -> tuple[PredictedRow | None, bool | None]:
         return advised((self.prediction, *self.ends), self.lost, self.fits)
 
     @property
-    def paying(self) -> list[Row]:
+    def paying(self) -> list[PredictedRow]:
         """The methods of which `best` is one, where it pays."""
         return paying((self.prediction, *self.ends), self.fits)
 
     @property
-    def far(self) -> Row | None:
+    def far(self) -> PredictedRow | None:
         """The fastest method whose models differ, where it is `FAR` times as fast as all others that send."""
         rows = self.prediction.rows
         found = sorted((r for r in rows if r.method.local and self.fits(r.name)), key=lambda r: r.ms)
@@ -146,7 +146,7 @@ class Answer:
             return f"Not decided: {said}, which is within what this prediction can tell."
         return f"Do not compress: {said}, less than is worth a change."
 
-    def _needs(self, method: Method) -> str:
+    def _needs(self, method: MethodSpec) -> str:
         if method.name.startswith("powersgd"):
             return "It needs PyTorch's PowerSGD hook."
         optimizer = NEEDS[method.name.removesuffix("_hierarchical")]
@@ -155,7 +155,7 @@ class Answer:
         more = ", hierarchical=True" if method.hierarchical else ""
         return f"It needs `{optimizer}` and `birder.attach(ddp, optimizer{more})`."
 
-    def rows(self, count: int = 6) -> list[Row]:
+    def rows(self, count: int = 6) -> list[PredictedRow]:
         """The rows that are shown first: fp32, bf16, the fastest compressed ones, the bound, by time."""
         p = self.prediction
         fixed = [p[n] for n in ("fp32", "bf16", "none") if p.has(n)]
@@ -167,7 +167,7 @@ class Answer:
     def table(self) -> list[str]:
         """Lines of at most 80 columns."""
 
-        def line(r: Row) -> tuple[str, ...]:
+        def line(r: PredictedRow) -> tuple[str, ...]:
             value, low, high = self._percent(r.name)
             saves = ("", "") if r.name == "bf16" else (f"{value} %", f"[{low}, {high}]")
             gb = f"{self.memory[r.name]:.1f}{'' if self.fits(r.name) else ' !'}" if r.name in self.memory else ""
@@ -212,7 +212,7 @@ def _ms(value: float) -> str:
 def answer(
     timeline: Timeline,
     cluster: Cluster,
-    plan: Plan = DDP,
+    plan: TrainingPlan = DDP,
     methods: Sequence[str] | None = None,
     costs: Costs | None = None,
     *,
@@ -238,7 +238,7 @@ def answer(
     return Answer(made[0], tuple(made[1:]) if unsure else (), plan, gpu, memory, lost or {})
 
 
-def _names(methods: Sequence[str] | None, cluster: Cluster, plan: Plan, local_steps: int | None) -> list[str]:
+def _names(methods: Sequence[str] | None, cluster: Cluster, plan: TrainingPlan, local_steps: int | None) -> list[str]:
     found = plan.choose(methods, cluster)
     if methods is None and local_steps:
         found += [m for m in find(["diloco"], cluster.nodes, cluster.ranks_per_node) if plan.takes(m)]

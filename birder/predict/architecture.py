@@ -47,7 +47,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class GpuKernel:
     """kind: of `gpus.KINDS`."""
 
     flops: float
@@ -63,7 +63,7 @@ class Work:
     model: str
     precision: str
     batch: int
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[GpuKernel, ...]
     forward: int
     ready: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
@@ -148,7 +148,7 @@ def count(
             module.to(own_dtype)
     if lost := [n for n in shapes if n not in ready]:
         raise ValueError(f"the parameter {lost[0]} gets no gradient")
-    kernels = [Kernel(*k) for k in counter.kernels]
+    kernels = [GpuKernel(*k) for k in counter.kernels]
     if dtype is not None:
         kernels, forward, ready = _with_casts(kernels, forward, ready, shapes)
     host = (LAUNCH_US, LAUNCH_US) if compiled else HOST_US
@@ -160,20 +160,20 @@ def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
 
 
 def _with_casts(
-    kernels: list[Kernel], forward: int, ready: dict[str, int], shapes: dict[str, tuple[int, ...]]
-) -> tuple[list[Kernel], int, dict[str, int]]:
+    kernels: list[GpuKernel], forward: int, ready: dict[str, int], shapes: dict[str, tuple[int, ...]]
+) -> tuple[list[GpuKernel], int, dict[str, int]]:
     """Mixed precision: a cast of all parameters before forward, of each gradient when it is there."""
     sizes = {n: CAST * torch.Size(s).numel() for n, s in shapes.items()}
     added = [0.0] * (len(kernels) + 1)
     for name, at in ready.items():
         added[at] += sizes[name]
-    made = [Kernel(0.0, sum(sizes.values()))]
+    made = [GpuKernel(0.0, sum(sizes.values()))]
     shifted = list(accumulate((1 if bytes_ else 0 for bytes_ in added), initial=1))
     for i, nbytes in enumerate(added):
         if i:
             made.append(kernels[i - 1])
         if nbytes:
-            made.append(Kernel(0.0, nbytes))
+            made.append(GpuKernel(0.0, nbytes))
     return made, forward + 1, {n: at + shifted[at + 1] for n, at in ready.items()}
 
 

@@ -1,4 +1,4 @@
-"""`Plan`: how a model is laid out over the ranks, what a step takes then, and whether it fits. Imports no torch.
+"""`TrainingPlan`: how a model is laid out over the ranks, what a step takes then, and whether it fits. Imports no torch.
 
     ddp     every rank has the whole model; 1-bit methods flat, or with nodes as workers
     hsdp    sharded over the g ranks of a node, replicated over nodes: FSDP gathers parameters and reduce-scatters the
@@ -27,7 +27,7 @@ from typing import Literal
 
 from birder.predict.cluster import Cluster, Link
 from birder.predict.gpus import GPU
-from birder.predict.methods import RUN_STEPS, Method, find, over
+from birder.predict.methods import RUN_STEPS, MethodSpec, find, over
 from birder.predict.timeline import Timeline
 
 CONTEXT_GB = 1.5
@@ -42,7 +42,7 @@ STATE = {"adamw": 8.0, "sgd": 4.0}
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """sharding, accumulation: as above. optimizer: the user's own, with dense methods. run_steps: of the whole run: over it
     is spread what a method sends ever more rarely."""
 
@@ -97,7 +97,7 @@ class Plan:
         hsdp = self.sharding == "hsdp" and cluster.nodes > 1
         return replace(cluster, ring=False, inside=FREE) if hsdp else cluster
 
-    def choose(self, names: Sequence[str] | None, cluster: Cluster) -> list[Method]:
+    def choose(self, names: Sequence[str] | None, cluster: Cluster) -> list[MethodSpec]:
         """Methods by name; None: `DEFAULT` without those that cannot run so. Raises ValueError for one that cannot."""
         found = find(names, cluster.nodes, cluster.ranks_per_node)
         if names and (refused := [m for m in found if not self.takes(m)]):
@@ -105,7 +105,7 @@ class Plan:
             raise ValueError(f"{refused[0].name} {why}: not with sharding={self.sharding}")
         return [over(m, self.run_steps) for m in found if self.takes(m)]
 
-    def takes(self, method: Method) -> bool:
+    def takes(self, method: MethodSpec) -> bool:
         """Whether a method can run so: FSDP needs replicas to compress between, and one model for all ranks."""
         if self.sharding == "ddp":
             return True
@@ -113,7 +113,7 @@ class Plan:
             return method.name in WIDTHS
         return method.dense or (method.hierarchical and not method.local)
 
-    def memory_gb(self, t: Timeline, cluster: Cluster, method: Method, saved_bytes: float) -> float:
+    def memory_gb(self, t: Timeline, cluster: Cluster, method: MethodSpec, saved_bytes: float) -> float:
         """(4), in GB. saved_bytes: activations of one micro-batch."""
         shards = self.shards(cluster)
         own = STATE[self.optimizer] / shards if method.dense else self.state(method, cluster)
@@ -123,14 +123,14 @@ class Plan:
             whole = (half or 4.0) * LAYERS_AT_ONCE * max(g.numel for g in t.gradients)
         return (8 * t.elements / shards + own * t.elements + whole + saved_bytes) / 1e9 + CONTEXT_GB
 
-    def state(self, method: Method, cluster: Cluster) -> float:
+    def state(self, method: MethodSpec, cluster: Cluster) -> float:
         """Bytes of state per parameter of the model on one rank. Under HSDP all of it is sharded, not the errors alone."""
         if self.sharding == "hsdp":
             return method.state(cluster.nodes, 1) / cluster.ranks_per_node
         return method.state(*cluster.workers(method.hierarchical))
 
 
-DDP = Plan()
+DDP = TrainingPlan()
 
 
 def fits(gb: float, gpu: GPU) -> bool:

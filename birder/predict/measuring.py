@@ -13,9 +13,9 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import ByteCounter, Topology, finish
-from birder.comm import Link as Collectives
+from birder.comm import Collectives as Collectives
+from birder.comm.collectives import backend_for
 from birder.comm.groups import part
-from birder.comm.link import backend_for
 from birder.predict.cluster import Link
 from birder.predict.costs import BYTES, Costs
 from birder.predict.recording import clock_of

@@ -52,7 +52,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodSpec:
     """A row of the tables.
 
     update:  kernels over all parameters after the last message.
@@ -79,19 +79,19 @@ class Method:
         model, shard, chunk = self.kept
         return model + shard / shards + chunk / (workers * shards)
 
-    def by_nodes(self) -> Method:
+    def by_nodes(self) -> MethodSpec:
         """The same with nodes as workers."""
         return replace(self, name=f"{self.name}_hierarchical", label=f"{self.label}, hierarchical", hierarchical=True)
 
 
 def _row(
     name: str, label: str, kept: tuple[float, float, float], update: str, *rounds: Round, about: str = "", **more: bool
-) -> Method:
+) -> MethodSpec:
     """update: kernels, separated by spaces."""
-    return Method(name, label, rounds, tuple(update.split()), kept, about=about, **more)
+    return MethodSpec(name, label, rounds, tuple(update.split()), kept, about=about, **more)
 
 
-def _dense(name: str, label: str, nbytes: float, encode: str, decode: str = "", about: str = "") -> Method:
+def _dense(name: str, label: str, nbytes: float, encode: str, decode: str = "", about: str = "") -> MethodSpec:
     sent = Round(nbytes=nbytes, encode=tuple(encode.split()), decode=tuple(decode.split()))
     return _row(name, label, (4, 0, 0), "sgdm", sent, about=about, dense=True)
 
@@ -129,12 +129,12 @@ def _alone(every: int, talks: Round, encode: tuple[str, ...] = ("eager",)) -> tu
     return Round(1 - 1 / every, "none", encode=encode, layout="unit"), replace(talks, share=1 / every)
 
 
-def _sparse(name: str, label: str, kept: float, about: str, *rounds: Round, local: bool = True) -> Method:
+def _sparse(name: str, label: str, kept: float, about: str, *rounds: Round, local: bool = True) -> MethodSpec:
     """Of the CSER paper's family."""
     return _row(name, label, (kept, 0, 0), "eager", *rounds, about=about, local=local)
 
 
-def _low_rank(rank: int) -> Method:
+def _low_rank(rank: int) -> MethodSpec:
     sent = Round(wire="lowrank", rank=rank, encode=("low_rank",))
     about = "P, Q and the error are in the state; compressing steps only"
     return _row(f"powersgd{rank}", f"PowerSGD rank {rank}", (8, 0, 0), "sgdm", sent, about=about)
@@ -152,7 +152,7 @@ RUN_STEPS = 100_000
 """Of a run, where nobody says."""
 
 
-def over(method: Method, steps: int = RUN_STEPS) -> Method:
+def over(method: MethodSpec, steps: int = RUN_STEPS) -> MethodSpec:
     """The method in a run of so many steps, where some of its rounds come ever more rarely; any other unchanged."""
     usual = tuple(r for r in method.rounds if not r.growth)
     if len(usual) == len(method.rounds):
@@ -201,7 +201,7 @@ _FLAT = (
         local=True,
     ),
 )
-METHODS: dict[str, Method] = {
+METHODS: dict[str, MethodSpec] = {
     m.name: over(m)
     for m in (
         _dense("fp32", "DDP fp32", 4.0, "scale"),
@@ -280,7 +280,7 @@ DEFAULT = (
 """Methods of a table when none are named; hierarchical ones where a node has several ranks."""
 
 
-def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[Method]:
+def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[MethodSpec]:
     """The methods of these names, or the default ones. Raises ValueError for a name that is unknown."""
     if names is None:
         names = [n for n in DEFAULT if min(nodes, ranks_per_node) > 1 or not METHODS[n].hierarchical]
@@ -289,7 +289,7 @@ def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[M
     return [METHODS[n] for n in names]
 
 
-def every(method: Method, steps: int) -> Method:
+def every(method: MethodSpec, steps: int) -> MethodSpec:
     """Local SGD or DiLoCo with a round of averaging in every `steps`; any other method unchanged. Raises ValueError."""
     if steps < 1:
         raise ValueError(f"local_steps must be at least 1, got {steps}")

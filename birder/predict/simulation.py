@@ -23,7 +23,7 @@ from functools import cached_property
 
 from birder.predict.cluster import NOTHING, Cluster, Transfer
 from birder.predict.costs import EXCHANGES, Costs
-from birder.predict.methods import Method, Round, low_rank_numbers
+from birder.predict.methods import MethodSpec, Round, low_rank_numbers
 from birder.predict.timeline import Gradient, Timeline
 
 ALIGN = 32
@@ -142,7 +142,7 @@ def over(sent: Transfer) -> list[Stage]:
     return [("nic", sent.ms), ("", sent.late_ms)]
 
 
-def program(item: Item, round_: Round, method: Method, cluster: Cluster, costs: Costs, layout: Layout) -> None:
+def program(item: Item, round_: Round, method: MethodSpec, cluster: Cluster, costs: Costs, layout: Layout) -> None:
     """Fills in the item's stages and what it sends."""
     d = float(item.elements)
     lane = "encode" if round_.split else "comm"
@@ -289,7 +289,9 @@ def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] 
     return busy
 
 
-def simulate(timeline: Timeline, cluster: Cluster, method: Method, costs: Costs, layout: Layout | None = None) -> Step:
+def simulate(
+    timeline: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, layout: Layout | None = None
+) -> Step:
     """One step, the mean over the kinds of step that the method has."""
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
     workers, _ = cluster.workers(method.hierarchical)
@@ -306,7 +308,7 @@ def simulate(timeline: Timeline, cluster: Cluster, method: Method, costs: Costs,
 
 
 def _step(
-    timeline: Timeline, cluster: Cluster, method: Method, round_: Round, costs: Costs, layout: Layout, update: float
+    timeline: Timeline, cluster: Cluster, method: MethodSpec, round_: Round, costs: Costs, layout: Layout, update: float
 ) -> Step:
     found = items_of(round_, timeline, layout)
     for item in found:

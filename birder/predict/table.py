@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
-from birder.predict.layouts import DDP, HALVES, WIDTHS, Plan
-from birder.predict.methods import METHODS, WARM, Method, every
+from birder.predict.layouts import DDP, HALVES, WIDTHS, TrainingPlan
+from birder.predict.methods import METHODS, WARM, MethodSpec, every
 from birder.predict.simulation import Layout, Step, simulate
 from birder.predict.timeline import Timeline
 
@@ -32,13 +32,13 @@ TIE = 0.02
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRow:
     """One method. ms with its interval low..high; state_bytes: of optimizer and hook, on one rank.
 
     beyond: ms of it that were not simulated, but missing in the prediction of a step that was measured.
     """
 
-    method: Method
+    method: MethodSpec
     step: Step
     low: float
     high: float
@@ -61,9 +61,9 @@ class Prediction:
     timeline: Timeline
     cluster: Cluster
     costs: Costs
-    rows: tuple[Row, ...]
+    rows: tuple[PredictedRow, ...]
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> PredictedRow:
         """The row of a method. Raises KeyError for one that was not asked for."""
         for row in self.rows:
             if row.name == name:
@@ -101,7 +101,7 @@ def predict(
     beyond_ms: float = 0.0,
     *,
     local_steps: int | None = None,
-    plan: Plan = DDP,
+    plan: TrainingPlan = DDP,
 ) -> Prediction:
     """Every method's step. methods: names in `METHODS`; None: `DEFAULT`. costs: of the timeline's GPU where it is known.
 
@@ -129,11 +129,11 @@ def predict(
         more = 0.0 if method.name == "none" else beyond_ms
         low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
         state = method.state(*cluster.workers(method.hierarchical)) * timeline.elements
-        rows.append(Row(method, step, low, high, state, max(more, 0.0)))
+        rows.append(PredictedRow(method, step, low, high, state, max(more, 0.0)))
     return Prediction(timeline, whole, costs, tuple(rows))
 
 
-def _sharded(t: Timeline, cluster: Cluster, method: Method, costs: Costs, plan: Plan) -> Row:
+def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, plan: TrainingPlan) -> PredictedRow:
     """A dense method where FSDP shards over all ranks: its collectives are in the timeline, and nothing else is sent."""
     width = WIDTHS[method.name]
     alone = Cluster(1, 1, cluster.between, cluster.inside)
@@ -144,7 +144,7 @@ def _sharded(t: Timeline, cluster: Cluster, method: Method, costs: Costs, plan: 
 
 
 def _interval(
-    t: Timeline, cluster: Cluster, method: Method, costs: Costs, layout: Layout, step: Step, bound: float
+    t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, layout: Layout, step: Step, bound: float
 ) -> tuple[float, float]:
     spread = cluster.between.spread
     ends = [step.ms]
@@ -170,7 +170,7 @@ def advised(
     found: Sequence[Prediction],
     lost: Mapping[str, float] | None = None,
     fits: Callable[[str], bool] = lambda name: True,
-) -> tuple[Row | None, bool | None]:
+) -> tuple[PredictedRow | None, bool | None]:
     """(a method, whether it pays; None: not decided). The one rule for the command line, the page and its pictures.
 
     A method pays that gains `NEAR` over bf16 by the first prediction, and whose saving is above 0 in all of them. Of those
@@ -192,24 +192,24 @@ def advised(
     return next(r for r in kept if ms[r.name] <= (1 + TIE) * min(ms[k.name] for k in kept)), True
 
 
-def whole_run(p: Prediction, row: Row, warm: float | None = None) -> float:
+def whole_run(p: Prediction, row: PredictedRow, warm: float | None = None) -> float:
     """ms of a step, the mean over a run. warm: its share of dense steps; None: the usual one of the method."""
     if warm is None:
         warm = WARM if row.method.warm and p.has("fp32") else 0.0
     return warm * p["fp32"].ms + (1 - warm) * row.ms if warm else row.ms
 
 
-def paying(found: Sequence[Prediction], fits: Callable[[str], bool] = lambda name: True) -> list[Row]:
+def paying(found: Sequence[Prediction], fits: Callable[[str], bool] = lambda name: True) -> list[PredictedRow]:
     """The methods of which one is `advised`."""
     p = found[0]
     return [r for r in _candidates(p, fits) if _gains(p, r) and savings(found, r.name)[1] > 0]
 
 
-def _candidates(p: Prediction, fits: Callable[[str], bool]) -> list[Row]:
+def _candidates(p: Prediction, fits: Callable[[str], bool]) -> list[PredictedRow]:
     return [r for r in p.rows if not (r.method.dense or r.method.local) and fits(r.name)]
 
 
-def _gains(p: Prediction, row: Row) -> bool:
+def _gains(p: Prediction, row: PredictedRow) -> bool:
     return p.speedup(row.name, "bf16")[0] >= 1 + NEAR
 
 
@@ -237,7 +237,7 @@ def decide(p: Prediction) -> tuple[str | None, str]:
     return best.name, f"{wins}: {best.ms:.4g} ms a step, the bound is {p['none'].ms:.4g}."
 
 
-def no_gain(p: Prediction, best: Row | None) -> str | None:
+def no_gain(p: Prediction, best: PredictedRow | None) -> str | None:
     """Why the best of the compressed methods can gain nothing over bf16; None: it may."""
     bf16, bound = p["bf16"], p["none"]
     if bf16.step.ms <= (1 + NEAR) * bound.ms:  # costs that were not simulated do not justify compressing
@@ -324,7 +324,7 @@ def crossover(
     highest: float = 1000.0,
     beyond_ms: float = 0.0,
     local_steps: int | None = None,
-    plan: Plan = DDP,
+    plan: TrainingPlan = DDP,
 ) -> dict[str, float | None]:
     """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % by default.
 
@@ -340,7 +340,7 @@ def crossover(
     timeline, cluster = plan.timeline(timeline, cluster), plan.between(cluster)
     more = max(beyond_ms, 0.0)
 
-    def pays(method: Method) -> Callable[[float], bool]:
+    def pays(method: MethodSpec) -> Callable[[float], bool]:
         method = method if local_steps is None else every(method, local_steps)
 
         def at(gbps: float) -> bool:
@@ -375,7 +375,7 @@ def sweep(
     layout: Layout | None = None,
     *,
     local_steps: int | None = None,
-    plan: Plan = DDP,
+    plan: TrainingPlan = DDP,
 ) -> list[Prediction]:
     """A prediction for each value of `gbps` or `nodes`, as `predict` makes it. Raises ValueError for another name."""
     if over not in ("gbps", "nodes"):

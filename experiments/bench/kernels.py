@@ -31,7 +31,7 @@ DRAW: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
 
 
 @dataclass(frozen=True)
-class Kernel:
+class BenchKernel:
     """bytes: moved per element. run: one call, by the functions of the given module, on prepared tensors."""
 
     name: str
@@ -40,18 +40,20 @@ class Kernel:
 
 
 KERNELS = (
-    Kernel(
+    BenchKernel(
         "encode",
         20.125,
         lambda k, t: k.encode(t["g"], t["m"], t["b"], beta=0.95, eps=0.0, hold=False, worker=1, **DRAW),
     ),
-    Kernel("reduce_bits", (WORKERS + 1) / 8, lambda k, t: k.reduce_bits(t["rows"], **DRAW)),
-    Kernel("apply_bits", 8.125, lambda k, t: k.apply_bits([t["p"]], [0], t["bits"], lr=1e-3, decay=0.0, active=None)),
-    Kernel("add_momentum", 16.0, lambda k, t: k.add_momentum(t["e"], t["g"], t["m"], beta=0.9, mask=None)),
-    Kernel("add_message", 12.0, lambda k, t: k.add_message(t["e"], t["g"], None)),
-    Kernel("split_signs", 8.125, lambda k, t: k.split_signs(t["e"], t["scale"], None)),
-    Kernel("add_average", WORKERS / 8 + 8, lambda k, t: k.add_average(t["e"], t["messages"], None)),
-    Kernel("write_signs", 4.125, lambda k, t: k.write_signs(t["e"], t["results"], None)),
+    BenchKernel("reduce_bits", (WORKERS + 1) / 8, lambda k, t: k.reduce_bits(t["rows"], **DRAW)),
+    BenchKernel(
+        "apply_bits", 8.125, lambda k, t: k.apply_bits([t["p"]], [0], t["bits"], lr=1e-3, decay=0.0, active=None)
+    ),
+    BenchKernel("add_momentum", 16.0, lambda k, t: k.add_momentum(t["e"], t["g"], t["m"], beta=0.9, mask=None)),
+    BenchKernel("add_message", 12.0, lambda k, t: k.add_message(t["e"], t["g"], None)),
+    BenchKernel("split_signs", 8.125, lambda k, t: k.split_signs(t["e"], t["scale"], None)),
+    BenchKernel("add_average", WORKERS / 8 + 8, lambda k, t: k.add_average(t["e"], t["messages"], None)),
+    BenchKernel("write_signs", 4.125, lambda k, t: k.write_signs(t["e"], t["results"], None)),
 )
 
 
@@ -96,7 +98,7 @@ def measured(device: torch.device, elements: int | None = None, rounds: int | No
 
 
 def _measure(
-    kernel: Kernel, made: dict[str, Tensor], elements: int, rounds: int, device: torch.device
+    kernel: BenchKernel, made: dict[str, Tensor], elements: int, rounds: int, device: torch.device
 ) -> dict[str, Any]:
     half = round(kernel.bytes * elements / 2)
     source = torch.zeros(half, dtype=torch.uint8, device=device).fill_(1)

@@ -7,8 +7,8 @@ DeepSpeed itself is not needed: what is re-created is the order and the cost of 
 - four collectives one after the other: all-to-all of the bits, all-gather of the scales, all-gather of the server's bits, and
   of its scales.
 
-Its own backend sends with NCCL or MPI and packs with CuPy; here messages travel as those of all methods do (`Link`), and
-NumPy packs.
+Its own backend sends with NCCL or MPI and packs with CuPy; here messages travel as those of all methods do (`Collectives`),
+and NumPy packs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, Method, Timeline, simulate
+from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, MethodSpec, Timeline, simulate
 from birder.predict.methods import Round
 
 # ---- 1-bit Adam's profile of BERT-Large with Adam: its Table 1, read in a summary, so "secondary" in results/paper ----
@@ -26,7 +26,7 @@ HIDDEN, LAYERS, FEED, WORDS, PLACES = 1024, 24, 4096, 30522, 512
 
 
 @dataclass(frozen=True)
-class Profile:
+class StepProfile:
     """A row of the profile, ms: forward, all-reduce, rest of backward, optimizer's step."""
 
     network: str
@@ -39,17 +39,17 @@ class Profile:
 
 
 PROFILES = (
-    Profile("Ethernet", 16, 1, 36.65, 2205.86, 33.63, 74.96),
-    Profile("Ethernet", 16, 16, 35.71, 2275.43, 60.81, 75.59),
-    Profile("Ethernet", 16, 64, 137.80, 2259.36, 243.72, 74.92),
-    Profile("Ethernet", 8, 16, 37.91, 2173.35, 60.71, 75.63),
-    Profile("Ethernet", 4, 16, 36.94, 2133.24, 62.82, 76.85),
-    Profile("Ethernet", 2, 16, 34.95, 1897.21, 61.23, 75.26),
-    Profile("InfiniBand", 8, 1, 25.36, 316.18, 23.25, 58.49),
-    Profile("InfiniBand", 8, 16, 32.81, 336.40, 59.99, 57.79),
-    Profile("InfiniBand", 8, 64, 131.04, 339.52, 237.92, 56.91),
-    Profile("InfiniBand", 4, 16, 33.45, 297.28, 56.81, 57.98),
-    Profile("InfiniBand", 2, 16, 32.86, 183.74, 56.49, 58.60),
+    StepProfile("Ethernet", 16, 1, 36.65, 2205.86, 33.63, 74.96),
+    StepProfile("Ethernet", 16, 16, 35.71, 2275.43, 60.81, 75.59),
+    StepProfile("Ethernet", 16, 64, 137.80, 2259.36, 243.72, 74.92),
+    StepProfile("Ethernet", 8, 16, 37.91, 2173.35, 60.71, 75.63),
+    StepProfile("Ethernet", 4, 16, 36.94, 2133.24, 62.82, 76.85),
+    StepProfile("Ethernet", 2, 16, 34.95, 1897.21, 61.23, 75.26),
+    StepProfile("InfiniBand", 8, 1, 25.36, 316.18, 23.25, 58.49),
+    StepProfile("InfiniBand", 8, 16, 32.81, 336.40, 59.99, 57.79),
+    StepProfile("InfiniBand", 8, 64, 131.04, 339.52, 237.92, 56.91),
+    StepProfile("InfiniBand", 4, 16, 33.45, 297.28, 56.81, 57.98),
+    StepProfile("InfiniBand", 2, 16, 32.86, 183.74, 56.49, 58.60),
 )
 
 
@@ -125,7 +125,7 @@ def even(name: str, gpu: str, shapes: SHAPES, compute_ms: float) -> Timeline:
     return evenly(name, gpu, shapes, compute_ms / 3, 2 * compute_ms / 3, precision="stated", source="stated")
 
 
-def ms(t: Timeline, cluster: Cluster, method: Method, layout: Layout | None = None) -> float:
+def ms(t: Timeline, cluster: Cluster, method: MethodSpec, layout: Layout | None = None) -> float:
     """A step, kernels at the rates assumed for the timeline's GPU."""
     return simulate(t, cluster, method, Costs.of_gpu(t.gpu), layout).ms
 
@@ -133,7 +133,7 @@ def ms(t: Timeline, cluster: Cluster, method: Method, layout: Layout | None = No
 # ---- CSER: how fast a GPU must be -------------------------------------------------------------------------------------
 
 
-def cser(gradient_ratio: int, model_ratio: int, reset_every: int, nbytes: float = 4.0) -> Method:
+def cser(gradient_ratio: int, model_ratio: int, reset_every: int, nbytes: float = 4.0) -> MethodSpec:
     """CSER with these ratios; nbytes: of a value that is sent."""
 
     def means(share: float, density: float) -> Round:

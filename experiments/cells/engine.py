@@ -29,7 +29,7 @@ import torch.distributed as dist
 from experiments.cells import suite
 from experiments.cells.model import ReplayModel
 from experiments.cells.setups import Setup, Setups
-from experiments.cells.suite import Cell, Scaled, Suite
+from experiments.cells.suite import Measurement, Scaled, Suite
 from experiments.records import record
 from experiments.training import machine, step_profile, traffic, worker
 from experiments.training.world import gathered, joined
@@ -68,7 +68,7 @@ class Node:
     def __init__(self, spec: RunSpec) -> None:
         self.spec, self.plan = spec, spec.config[spec.exp]
         self.suite = Suite.model_validate(self.plan["suite"])
-        self.cells = [Cell(**c) for c in self.plan["cells"]]
+        self.cells = [Measurement(**c) for c in self.plan["cells"]]
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.shard = Shard(self.rank, self.size)
         self.link = link_file.read(spec.path)
@@ -98,7 +98,7 @@ class Node:
 
     def _measure(self, cells: Sequence[Scaled], setups: Setups) -> None:
         """The rounds of cells that are compared, and their records."""
-        mine: dict[Cell, list[dict[str, Any]]] = {s.cell: [] for s in cells}
+        mine: dict[Measurement, list[dict[str, Any]]] = {s.cell: [] for s in cells}
         name = ", ".join(filter(None, [cells[0].cell.model, cells[0].cell.rate]))
         before, began = gathered(machine.read()), time.monotonic()
         for number in range(self.rounds):
@@ -135,7 +135,7 @@ class Node:
 
     def _profile(self, s: Scaled, setup: Setup) -> None:
         """One more step, as chrome trace and PNG."""
-        kept, cell = step_profile.Kept(1), s.cell
+        kept, cell = step_profile.KeptSpans(1), s.cell
         dist.barrier()
         taken = setup.step()
         spans = setup.optimizer.pipeline.trace.last

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from birder.comm import Communicator, Hierarchical, Topology, TwoPhase
-from birder.comm.link import Operation
+from birder.comm.collectives import Operation
 from experiments.cells.model import ReplayModel, pause_until
 
 
-class _Timed:
+class _Waiting:
     """Knows how long it has waited for the clock, and made what nobody else would have to."""
 
     waited_s = 0.0
@@ -41,7 +41,7 @@ class _Timed:
         return waited
 
 
-class FlatNode(_Timed, TwoPhase):
+class FlatNode(_Waiting, TwoPhase):
     """Flat 1-bit communication where this rank stands for a node of `gpus` GPUs: n = N gpus workers, N nodes.
 
     All-to-all: each of n workers sends D/(8n) bytes to each worker of the other nodes. A node's NIC sends
@@ -96,7 +96,7 @@ class FlatNode(_Timed, TwoPhase):
         return self._buffers[key]
 
 
-class HierarchicalNode(_Timed, Hierarchical):
+class HierarchicalNode(_Waiting, Hierarchical):
     """Hierarchical 1-bit communication where this rank does the work of all shards of a node.
 
     What happens inside the node is a wait, the timeline's constants times the share of the elements.

@@ -22,7 +22,7 @@ from birder.comm import Topology
 from birder.predict.timeline import Timeline
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode, maker
-from experiments.cells.suite import Method, Scaled, Suite
+from experiments.cells.suite import Scaled, Suite, SuiteMethod
 from experiments.cells.timelines import BUCKET_MB, bucket_delay_ms
 from experiments.training import step_profile
 from experiments.training.torch_hooks import attach_hook
@@ -33,7 +33,7 @@ from experiments.training.world import gathered, memory_left
 class Setup:
     """Model, DDP, optimizer and communication of one method; each of `nodes` processes is a node of `gpus` GPUs."""
 
-    def __init__(self, method: Method, model: ReplayModel, fraction: float, nodes: int, gpus: int) -> None:
+    def __init__(self, method: SuiteMethod, model: ReplayModel, fraction: float, nodes: int, gpus: int) -> None:
         self.method, self.model, self.gpus = method, model, gpus
         options = {k: v for k, v in method.optimizer.items() if k != "_target_"}
         self.optimizer: Any = method.kind(model.parameters(), **options)

@@ -16,12 +16,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from birder.predict.timeline import Timeline
 from experiments.cells import timelines
-from experiments.config.data_files import Data, DataFiles
+from experiments.config.data_files import DataFiles, PlainData
 
 # ---- how it is reported: `report` of its YAML, of which experiments/report/replay_page.py makes the page --------------
 
 
-class Section(Data):
+class PageSection(PlainData):
     """A part of the page (experiments/report/replay_page.py). terminal: shown there too. columns: heading -> quantity."""
 
     kind: Literal[
@@ -35,14 +35,14 @@ class Section(Data):
     columns: dict[str, str] = Field(default_factory=dict)
 
 
-class Plot(Data):
+class Plot(PlainData):
     kind: Literal["lines", "dots"]
     file: str
     alt: str
     title: str
 
 
-class Report(Data):
+class Report(PlainData):
     """caveats: what the numbers are not; a clause falls away where nothing is known of what it names in {}.
 
     ratios:       method -> heading of the speedups over it; one that begins with "of" is a percentage.
@@ -58,7 +58,7 @@ class Report(Data):
     about: str
     ratios: dict[str, str]
     ours: str
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
     node_columns: tuple[int, ...] = ()
 
 
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     link: str
 
 
-class Cell(NamedTuple):
+class Measurement(NamedTuple):
     """One measurement. link: None where nothing crosses it and the suite measures that once for all links."""
 
     model: str
@@ -93,7 +93,7 @@ class Cell(NamedTuple):
     method: str
 
 
-class Model(Data):
+class SuiteModel(PlainData):
     """timeline:     its name, with {rate}, or a path; default: <model>_{rate}.
     architecture: what models of the same parameters share; default: the model's name.
     short:        what distinguishes it from others of its architecture.
@@ -113,7 +113,7 @@ class Model(Data):
     default: bool = True
 
 
-class Link(Data):
+class SuiteLink(PlainData):
     """gbit: what the real link is called.
 
     goodput_mbit: Mbit/s of TCP of the real link, which an emulated one stands for; None: this machine's loopback, not shaped.
@@ -126,7 +126,7 @@ class Link(Data):
     fractions: dict[str, dict[int, Share]] = Field(default_factory=dict)
 
 
-class Method(Data):
+class SuiteMethod(PlainData):
     """A row of the tables.
 
     optimizer: class of `birder` (or, with two dots, of this repository), and its arguments.
@@ -172,7 +172,7 @@ class Method(Data):
         return ("hierarchical" if self.hierarchical else "flat") if self.wire == "1bit" else self.wire
 
 
-class Suite(Data):
+class Suite(PlainData):
     """record: name of a cell's record; a new measurement replaces the old one. mbit: token-bucket rate of the emulated links.
 
     gpus_per_node: what one process stands for. any_link: cells that send nothing are measured once, whatever the link.
@@ -187,9 +187,9 @@ class Suite(Data):
     nodes: tuple[int, ...]
     mbit: float = Field(gt=0)
     rounds: int = Field(4, ge=1)
-    models: dict[str, Model]
-    links: dict[str, Link]
-    methods: dict[str, Method]
+    models: dict[str, SuiteModel]
+    links: dict[str, SuiteLink]
+    methods: dict[str, SuiteMethod]
     report: Report
     rates: dict[str, str] = Field(default_factory=dict)
     any_link: bool = False
@@ -207,12 +207,12 @@ class Suite(Data):
             if link.fractions and n not in link.fractions.get(model, {}):
                 raise ValueError(f"links.{name}.fractions says nothing of {model} on {n} nodes")
         try:
-            self.id(Cell("model", None, 1, None, "method"))
+            self.id(Measurement("model", None, 1, None, "method"))
         except (KeyError, IndexError, ValueError):
             raise ValueError("record may hold {model}, {rate}, {nodes}, {link}, {method} and no other braces") from None
         return self
 
-    def id(self, cell: Cell) -> str:
+    def id(self, cell: Measurement) -> str:
         """Name of a cell's record. Records have no group, so no other table takes them up."""
         return self.record.format(**{**cell._asdict(), "link": cell.link or "any"})
 
@@ -220,7 +220,7 @@ class Suite(Data):
         """What a model's computation replays. Raises UserError."""
         return timelines.load((self.models[model].timeline or f"{model}_{{rate}}").format(rate=rate))
 
-    def rate(self, place: Place | Cell) -> str:
+    def rate(self, place: Place | Measurement) -> str:
         """What the rate of a place is called; empty in suites without rates."""
         return self.rates.get(place.rate or "", "")
 
@@ -228,11 +228,11 @@ class Suite(Data):
         return self.models[model].architecture or model
 
     @property
-    def rows(self) -> dict[str, Method]:
+    def rows(self) -> dict[str, SuiteMethod]:
         """The methods that are rows of tables."""
         return {name: m for name, m in self.methods.items() if m.checks is None}
 
-    def fraction(self, cell: Cell) -> float:
+    def fraction(self, cell: Measurement) -> float:
         """Share of the elements that is to be there."""
         if cell.link and (by_model := self.links[cell.link].fractions):
             return by_model[cell.model][cell.nodes]
@@ -243,7 +243,7 @@ class Suite(Data):
         """How many rounds cells have. On one node nothing crosses a link and nothing is compared: no more than ALONE."""
         return self.rounds if nodes > 1 else min(self.rounds, ALONE)
 
-    def dilation(self, cell: Cell, fraction: float, mbit_per_s: float | None) -> float:
+    def dilation(self, cell: Measurement, fraction: float, mbit_per_s: float | None) -> float:
         """How much slower a cell runs than the cluster that it stands for: fraction x wished rate / measured rate.
 
         fraction: share of the bytes that is sent. On loopback the network is what it is and only the share counts.
@@ -254,10 +254,10 @@ class Suite(Data):
         assert mbit_per_s
         return fraction * wished / mbit_per_s
 
-    def cell(self, place: Place, method: str) -> Cell:
+    def cell(self, place: Place, method: str) -> Measurement:
         """The cell that a place of a table shows."""
         idle = self.any_link and (place.nodes == 1 or self.methods[method].wire == "none")
-        return Cell(place.model, place.rate, place.nodes, None if idle else place.link, method)
+        return Measurement(place.model, place.rate, place.nodes, None if idle else place.link, method)
 
     def places(
         self,
@@ -277,11 +277,11 @@ class Suite(Data):
         """A setting's places, one for each number of nodes."""
         return [Place(setting[0], setting[1], n, setting[2]) for n in self.nodes]
 
-    def cells(self, places: Sequence[Place], methods: Collection[str]) -> list[Cell]:
+    def cells(self, places: Sequence[Place], methods: Collection[str]) -> list[Measurement]:
         """What is to be measured, each once. Cells that share parameters and a method stand together."""
         return list(dict.fromkeys(self._cells(places, methods)))
 
-    def _cells(self, places: Sequence[Place], methods: Collection[str]) -> Iterator[Cell]:
+    def _cells(self, places: Sequence[Place], methods: Collection[str]) -> Iterator[Measurement]:
         for architecture in dict.fromkeys(self.architecture(p.model) for p in places):
             mine = [p for p in places if self.architecture(p.model) == architecture]
             for name, method in self.methods.items():
@@ -290,9 +290,9 @@ class Suite(Data):
                     chosen = [p for p in mine if (p.rate, p.link) == (mine[0].rate, mine[0].link) and p.nodes > 1]
                 yield from (self.cell(p, name) for p in chosen)
 
-    def worlds(self, cells: Sequence[Cell]) -> dict[tuple[bool, int], list[Cell]]:
+    def worlds(self, cells: Sequence[Measurement]) -> dict[tuple[bool, int], list[Measurement]]:
         """(over emulated links, nodes) -> the cells that one run measures."""
-        found: dict[tuple[bool, int], list[Cell]] = {}
+        found: dict[tuple[bool, int], list[Measurement]] = {}
         for c in cells:
             emulated = c.nodes > 1 and (c.link is None or self.links[c.link].goodput_mbit is not None)
             found.setdefault((emulated, c.nodes), []).append(c)
@@ -311,8 +311,8 @@ class Scaled:
     elements: that are there. dilation: how much slower than on the cluster.
     """
 
-    cell: Cell
-    method: Method
+    cell: Measurement
+    method: SuiteMethod
     share: float
     timeline: Timeline
     replayed: Timeline
@@ -326,7 +326,7 @@ class Scaled:
         return self.cell.method, self.share
 
 
-def scale(suite: Suite, cell: Cell, mbit_per_s: float) -> Scaled:
+def scale(suite: Suite, cell: Measurement, mbit_per_s: float) -> Scaled:
     """The cell over links that carry `mbit_per_s`. Raises UserError for a timeline that is not there."""
     method, share = suite.methods[cell.method], suite.fraction(cell)
     whole = suite.timeline(cell.model, cell.rate)

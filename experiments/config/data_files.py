@@ -19,13 +19,13 @@ from launch.words import there_are
 CONF = ROOT / "conf"
 
 
-class Data(BaseModel):
+class PlainData(BaseModel):
     """Plain values, each key checked. A key that nobody knows is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Kind = TypeVar("Kind", bound=Data)
+Kind = TypeVar("Kind", bound=PlainData)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.config import compose
-from experiments.config.data_files import Data, DataFiles
+from experiments.config.data_files import DataFiles, PlainData
 
 
-class Part(Data):
+class Part(PlainData):
     """One comparison.
 
     exp: its experiment. overrides: what it has by default. methods: optimizers to keep, None for all. accuracy: it is
@@ -33,7 +33,7 @@ class Part(Data):
         return [m for m in known if (self.methods is None or m in self.methods) and (methods is None or m in methods)]
 
 
-class Paper(Data):
+class Paper(PlainData):
     """All comparisons of a paper."""
 
     parts: tuple[Part, ...]

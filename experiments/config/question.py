@@ -16,7 +16,7 @@ from launch.errors import UserError
 Methods = Annotated[Text | list[Text], Words("names of methods, such as birder,bf16")]
 
 
-class Cluster(Section):
+class AskedCluster(Section):
     nodes: Nodes = doc("number of nodes")
     ranks_per_node: Ranks = doc("ranks (GPUs) of a node, which share its NICs")
     gbps: Positive = doc("rate of a node's NIC, Gbit/s each way")
@@ -51,7 +51,7 @@ class Question(Section):
     gpu_rate: Positive = doc("the GPU computes so many times as fast as is assumed, or as where it was recorded")
     steps: Count | None = doc("a function's timeline is recorded here, on so many steps, instead of counted")
     methods: Methods | None = doc("rows of the table; null: the usual ones")
-    cluster: Cluster = doc("the cluster that is asked about: cluster=NAME, a file of conf/predict/cluster")
+    cluster: AskedCluster = doc("the cluster that is asked about: cluster=NAME, a file of conf/predict/cluster")
     _said: frozenset[str] = PrivateAttr(default=frozenset())
 
     def said(self, key: str) -> bool:

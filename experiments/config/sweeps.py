@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from experiments.config.data_files import Data, DataFiles
+from experiments.config.data_files import DataFiles, PlainData
 from launch.errors import UserError
 from launch.words import there_are
 
 Value = int | float | str | None
 
 
-class Method(Data):
+class SweepMethod(PlainData):
     """One optimizer's part of a grid. optimizer: None: it has the name of the entry."""
 
     optimizer: str | None = None
@@ -38,7 +38,7 @@ class Method(Data):
     rates: list[float] | None = None
 
     @model_validator(mode="after")
-    def fits(self) -> Method:
+    def fits(self) -> SweepMethod:
         for setting in self.settings:
             if len(setting) != len(self.keys):
                 raise ValueError(f"{setting} has {len(setting)} values for the {len(self.keys)} keys {self.keys}")
@@ -50,7 +50,7 @@ class Method(Data):
         return [[f"optimizer.{k}={_typed(v)}" for k, v in zip(self.keys, s, strict=True)] for s in self.settings]
 
 
-class Sweep(Data):
+class Sweep(PlainData):
     """A file of conf/sweep. See the module's docstring."""
 
     exp: str
@@ -60,7 +60,7 @@ class Sweep(Data):
     choose_seeds: int = Field(1, ge=1)
     choose_at: list[str] = Field(default_factory=list)
     overrides: list[str] = Field(default_factory=list)
-    methods: dict[str, Method]
+    methods: dict[str, SweepMethod]
 
     @model_validator(mode="after")
     def chooses(self) -> Sweep:
@@ -76,7 +76,7 @@ names, load = FILES.names, FILES.load
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRun:
     """One run. overrides: of the composition, without the user's own.
 
     candidates: overrides of the runs that choose, some for each rate, of which those at `place` have this row's rate: the row
@@ -96,7 +96,7 @@ class Row:
 
 def rows(
     sweep: Sweep, methods: list[str] | None = None, rates: list[float] | None = None, seeds: list[int] | None = None
-) -> list[Row]:
+) -> list[SweepRun]:
     """All runs of the grid, or those of some methods, rates and seeds. Raises UserError for an unknown method.
 
     With `choose` the runs of a setting that choose come before its others. Of one rate, further seeds are run in any case.
@@ -118,7 +118,7 @@ def rows(
                 by = sweep.seeds[: sweep.choose_seeds]
                 found += choosing(optimizer, common, every, wanted, by, sweep.choose_at)
             else:
-                found += [Row(optimizer, _row(common, rate, seed)) for rate in every for seed in wanted]
+                found += [SweepRun(optimizer, _row(common, rate, seed)) for rate in every for seed in wanted]
     return found
 
 
@@ -129,17 +129,19 @@ def choosing(
     seeds: Sequence[int],
     by: Sequence[int],
     choose_at: Sequence[str] = (),
-) -> list[Row]:
+) -> list[SweepRun]:
     """The rows of one setting: all rates with those seeds `by` that are among `seeds`, then the best with the others.
 
     common: the overrides of the setting. choose_at: as in `Sweep`.
     """
     candidates = tuple(tuple((*_row(common, rate, seed), *choose_at) for seed in by) for rate in rates)
-    found = [Row(optimizer, one) for rate in candidates for seed, one in zip(by, rate, strict=True) if seed in seeds]
+    found = [
+        SweepRun(optimizer, one) for rate in candidates for seed, one in zip(by, rate, strict=True) if seed in seeds
+    ]
     choose = {one for rate in candidates for one in rate}
     for place, rate in enumerate(rates):
         made = [_row(common, rate, seed) for seed in seeds]
-        found += [Row(optimizer, one, candidates, place) for one in made if one not in choose]
+        found += [SweepRun(optimizer, one, candidates, place) for one in made if one not in choose]
     return found
 
 

@@ -14,7 +14,7 @@ from experiments.records.record import ResultRecord, is_finite
 from experiments.report.comparison import Cell, Comparison, Setting
 from experiments.report.differences import order, variants
 from experiments.report.formats import DASH, mean_sd, numbered, task
-from experiments.report.metrics import Difference, Parity
+from experiments.report.metrics import Difference, StatedParity
 from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
 
@@ -81,9 +81,9 @@ class AccuracyTable:
         return HELD_OUT if all(map(is_finite, known)) else None
 
     @cached_property
-    def parity(self) -> Parity | None:
+    def parity(self) -> StatedParity | None:
         """What methods are compared with and what counts as no difference; None where runs say nothing, or not the same."""
-        said = {Parity.of(r.config) for cell in self.cells for r in cell.valid}
+        said = {StatedParity.of(r.config) for cell in self.cells for r in cell.valid}
         return said.pop() if len(said) == 1 else None
 
     @property
@@ -125,7 +125,7 @@ class AccuracyTable:
         """Of all methods, each at its best learning rate, to `held_against`."""
         return None if self.held_against is None else self.versus(self.held_against, self.chosen)
 
-    def versus(self, base: Cell, cells: Sequence[Cell], parity: Parity | None = None) -> Comparison:
+    def versus(self, base: Cell, cells: Sequence[Cell], parity: StatedParity | None = None) -> Comparison:
         """Of some cells to one. parity: where the runs state none. Raises ValueError without either."""
         stated = self.parity or parity
         if stated is None:
@@ -227,7 +227,7 @@ def _by_comparison(records: list[ResultRecord]) -> list[tuple[str, list[ResultRe
     found: dict[str, list[ResultRecord]] = {}
     names: dict[str, str] = {}
     for r in sorted(records, key=lambda r: (r.time, r.id)):
-        said = Parity.of(r.config)
+        said = StatedParity.of(r.config)
         name = "" if said is None else said.baseline
         names.setdefault(name.lower(), name)
         found.setdefault(name.lower(), []).append(r)

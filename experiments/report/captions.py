@@ -15,7 +15,7 @@ from experiments.report import metrics
 from experiments.report.formats import number, percent, times
 from experiments.report.metrics import FASTER, OPEN, SLOWER, Speedup
 from experiments.report.sentences import say
-from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.speedup import SpeedupRow, SpeedupTable
 from experiments.report.table import Note
 from experiments.training import machine
 
@@ -39,7 +39,7 @@ def share(found: Speedup | None, same: bool = False) -> str:
     return percent(found.value) + found.between(0, 100)
 
 
-def versus(table: SpeedupTable, row: Row, wire: str) -> str:
+def versus(table: SpeedupTable, row: SpeedupRow, wire: str) -> str:
     """A speedup of a table over its baseline of `wire`, as `faster` writes it."""
     return faster(table.compared(row, wire), row is table.baseline(wire))
 
@@ -93,7 +93,7 @@ def fastest(table: SpeedupTable) -> str:
     return say("fastest", mine=mine.label, won=won, half=table.speedup(mine, "bf16"), bound=_bound(table))
 
 
-def compressed(table: SpeedupTable) -> list[Row]:
+def compressed(table: SpeedupTable) -> list[SpeedupRow]:
     """The rows that were timed and compress."""
     return [row for row in table.rows if is_compressed(row.record.wire) and row.ms]
 
@@ -103,7 +103,7 @@ def _bound(table: SpeedupTable) -> str | None:
     return None if bound is None else _times(table.compared(bound, "fp32"))
 
 
-def _between(row: Row, best: Row) -> Speedup | None:
+def _between(row: SpeedupRow, best: SpeedupRow) -> Speedup | None:
     """Of `best` over `row`; None where one of them stands for several runs."""
     return metrics.speedup(row.record, best.record) if row.runs == best.runs == 1 else None
 

@@ -22,7 +22,7 @@ from experiments.report import replayed as replays
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.comparison import Cell
 from experiments.report.formats import DASH, fraction, mean_sd, metric_unit, number, times
-from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE, Parity
+from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE, StatedParity
 from experiments.report.sentences import say
 from experiments.report.speedup import newest
 
@@ -223,7 +223,7 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
 def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     """None for a single seed that both have: it decides nothing."""
     others = [c for c in table.one_of_each if c.records[0].method != base.records[0].method]
-    found = table.versus(base, others, parity=Parity(baseline=base.label, margin=CLOSE, relative=True))
+    found = table.versus(base, others, parity=StatedParity(baseline=base.label, margin=CLOSE, relative=True))
     gap, relative, p = found.gap(cell), found.parity.relative, found.p
     if gap is None or gap.n < 2:
         return None
@@ -294,7 +294,7 @@ def zero_one_run(records: Records, value: float) -> Words:
 
 
 def _bert_large(nodes: int, gpus: int, gbps: float) -> claimed.Run:
-    rounds = volume.Setting().rounds(STEPS, False)
+    rounds = volume.VolumeSchedules().rounds(STEPS, False)
     cluster = Cluster(nodes, gpus, Link(gbps), inside=Link(1e6))
     return claimed.bert_large_run(cluster, STEPS, ONEBIT_WARMUP, (rounds.dense, rounds.onebit, rounds.skipped))
 
@@ -348,7 +348,7 @@ def dense_steps(records: Records, value: float, dense: int, steps: int) -> Words
 
 def schedule(records: Records, value: float, reading: str) -> Words:
     """What 0/1 Adam saves, a per cent, from its schedule alone."""
-    setting, target = volume.Setting(), value / 100
+    setting, target = volume.VolumeSchedules(), value / 100
     found = volume.measured(setting, reading)
     if any(saved >= target for saved, _ in found):
         nearest = min(found, key=lambda f: abs(f[0] - target))

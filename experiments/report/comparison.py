@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from experiments.records.record import ResultRecord, is_finite
-from experiments.report.metrics import BETTER, LEVEL, OPEN, WORSE, Difference, Parity, difference, holm
+from experiments.report.metrics import BETTER, LEVEL, OPEN, WORSE, Difference, StatedParity, difference, holm
 
 
 class Setting(NamedTuple):
@@ -116,7 +116,7 @@ class Comparison:
 
     base: Cell
     others: tuple[Cell, ...]
-    parity: Parity
+    parity: StatedParity
     higher_is_better: bool
 
     def gap(self, cell: Cell) -> Difference | None:

@@ -79,7 +79,7 @@ def minutes(records: Sequence[ResultRecord]) -> int:
     return math.ceil(took / 60)
 
 
-class Study:
+class StudyFacts:
     """A table of accuracies; methods by their labels, at their best rate or at one that is named: "Birder@0.006".
 
     The name alone of a method with several variants is the one that stands for it (`one_of_each`).
@@ -112,7 +112,7 @@ class Study:
         """The paired difference to `base`, the stated baseline if None, as tables have it: "-0.1 [-0.6, 0.4] points"."""
         return self.beyond(name, self, base, unit)
 
-    def beyond(self, name: str, other: Study, base: str | None, unit: str = "") -> str:
+    def beyond(self, name: str, other: StudyFacts, base: str | None, unit: str = "") -> str:
         """The same to a method of another study with the same seeds."""
         theirs = other.table.held_against if base is None else other.cell(base)
         found = theirs and difference(self.cell(name).by_seed, theirs.by_seed, self.table.relative)
@@ -164,7 +164,7 @@ OTHERS: dict[str, Any] = {
     "keys": reference.tables,
     "cited": claims.cited,
     "ACCURATE": claims.ACCURATE,
-    "volume": lambda kind: [value for value, _ in volume.measured(volume.Setting(), kind)],
+    "volume": lambda kind: [value for value, _ in volume.measured(volume.VolumeSchedules(), kind)],
 }
 """Functions that need no records."""
 
@@ -284,7 +284,7 @@ class Facts:
     def _studies(self) -> dict[str, list[list[AccuracyTable]]]:
         return accuracy_page.studies(self._records)
 
-    def study(self, *words: str, virtual: bool = True) -> Study:
+    def study(self, *words: str, virtual: bool = True) -> StudyFacts:
         """The only table whose title has all of `words`; virtual: among the studies on virtual workers alone.
 
         Of a setting's studies the first one, unless a word says against which baseline.
@@ -293,7 +293,7 @@ class Facts:
         every = list({t.slug: t for t in every}.values()) if virtual else self._records.tables
         found = [t for t in every if all(w in t.title for w in words)]
         found = [t for t in found if not t.against] or found
-        return Study(only(found, f"a table of accuracies with {', '.join(words)}"), self.results)
+        return StudyFacts(only(found, f"a table of accuracies with {', '.join(words)}"), self.results)
 
     def studies(self, exp: str) -> str:
         """The tables of all studies of an experiment."""

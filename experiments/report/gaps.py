@@ -35,7 +35,7 @@ SMALL = 1 / 16
 
 
 @dataclass(frozen=True)
-class Row:
+class GapRow:
     """A method, in its best variant, against the baseline.
 
     gap: in the unit of the axis. each: bytes per parameter and step that a rank sends; 0 where that is not known.
@@ -57,7 +57,7 @@ class Panel:
     higher_is_better: bool
     baseline: str
     margin: float
-    rows: tuple[Row, ...]
+    rows: tuple[GapRow, ...]
     limit: float
 
 
@@ -113,7 +113,7 @@ def panel(table: AccuracyTable) -> Panel | None:
     for cell in table.one_of_each:
         gap = table.compared(cell)
         if gap is not None and gap.low is not None and gap.high is not None:
-            rows.append(Row(cell.records[0].method, gap.times(scale), table.verdict(cell), bytes_each(table, cell)))
+            rows.append(GapRow(cell.records[0].method, gap.times(scale), table.verdict(cell), bytes_each(table, cell)))
     if not rows:
         return None
     metric = str(table.metric["name"])
@@ -147,7 +147,7 @@ def with_bytes(studies: Studies) -> list[Panel]:
 
 
 def bytes_each(table: AccuracyTable, cell: Cell) -> float:
-    """`Row.each` of a cell, by a run of the table that all-reduces fp32, whose 8 (n-1)/n are known."""
+    """`GapRow.each` of a cell, by a run of the table that all-reduces fp32, whose 8 (n-1)/n are known."""
     dense = next((r for c in table.cells for r in c.valid if full_precision(r) and _payload(r)), None)
     if dense is None:
         return 0.0

@@ -16,7 +16,7 @@ from experiments.report.comparison import Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.sentences import say
-from experiments.report.speedup import Row
+from experiments.report.speedup import SpeedupRow
 from experiments.report.table import Column, Note, Table, terminal
 from launch.errors import UserError
 
@@ -32,7 +32,7 @@ class Line:
     label: str
     tried: tuple[Cell, ...]
     best: Cell | None
-    timed: Row | None
+    timed: SpeedupRow | None
 
     @property
     def record(self) -> ResultRecord | None:
@@ -41,7 +41,7 @@ class Line:
 
     @property
     def payload(self) -> float | None:
-        return Row(self.label, self.record).payload if self.record else None
+        return SpeedupRow(self.label, self.record).payload if self.record else None
 
     @property
     def first_seed(self) -> int:
@@ -101,9 +101,9 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
         for label in dict.fromkeys(cell.label for cell in scores.cells):
             mine = tuple(cell for cell in scores.cells if cell.label == label)
             clock = next((r for r in timed if same_setting(r, mine[0].records[0])), None)
-            lines.append(Line(label, mine, scores.bests[label], Row(label, clock) if clock else None))
+            lines.append(Line(label, mine, scores.bests[label], SpeedupRow(label, clock) if clock else None))
         bound = [r for r in timed if r.wire == "none"]
-        lines += [Line(r.method, (), None, Row(r.method, r)) for r in bound[:1]]
+        lines += [Line(r.method, (), None, SpeedupRow(r.method, r)) for r in bound[:1]]
         tables.append(MethodsTable(scores, tuple(lines)))
     return tables
 

@@ -71,7 +71,7 @@ def students_t(n: int) -> float:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class TimedRounds:
     """One method's rounds.
 
     ms:    milliseconds a step of each round, of the slowest rank.
@@ -116,11 +116,11 @@ def step_ms(r: ResultRecord) -> float | None:
     return float(ms) if ms and r.status == "completed" else None
 
 
-def rounds(r: ResultRecord) -> Rounds | None:
+def rounds(r: ResultRecord) -> TimedRounds | None:
     """The rounds in a record; None where it has none, as in the record of a single run."""
     if r.status != "completed" or not r.turns or not r.turns.get("ms"):
         return None
-    return Rounds(tuple(r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))
+    return TimedRounds(tuple(r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))
 
 
 def interval(base: ResultRecord, own: ResultRecord) -> Speedup | None:
@@ -154,7 +154,7 @@ def _spread(r: ResultRecord) -> tuple[float, float] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def ratio(base: Rounds, other: Rounds, *, seed: int = 0) -> Speedup | None:
+def ratio(base: TimedRounds, other: TimedRounds, *, seed: int = 0) -> Speedup | None:
     """Step time of `base` over that of `other`, paired by rounds. None for too few rounds, or not as many of both."""
     if len(base.ms) != len(other.ms) or len(base.ms) < LEAST_ROUNDS:
         return None
@@ -182,7 +182,7 @@ def _typical(ms: np.ndarray, steps: np.ndarray, mean: bool) -> np.ndarray:
 # ---- differences of a metric -------------------------------------------------------------------------------------------
 
 
-class Parity(schema.Parity):
+class StatedParity(schema.Parity):
     """What a comparison was stated to be, before it was made. baseline: in any case of letters."""
 
     model_config = ConfigDict(frozen=True)
@@ -191,7 +191,7 @@ class Parity(schema.Parity):
     margin: float
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Parity | None:
+    def of(cls, config: Mapping[str, Any]) -> StatedParity | None:
         """As a configuration says; None where it says nothing."""
         said = config.get("parity") or {}
         return cls(**said) if said.get("baseline") and said.get("margin") else None

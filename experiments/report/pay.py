@@ -24,7 +24,7 @@ PRECISION = "bf16"
 
 
 @dataclass(frozen=True)
-class Model:
+class PayModel:
     """A model of the page: what it is called, how it is asked for, and the batches of the grid."""
 
     label: str
@@ -41,14 +41,14 @@ BEGINS_WITH = "h100-sxm"
 class Choice:
     """The grid. gpus: by default every one that computes in `PRECISION`."""
 
-    models: tuple[Model, ...] = (
-        Model("GPT-2 124M, 1,024 tokens", "hf:gpt2", (4, 16, 64), 1024),
-        Model("GPT-2 medium 355M, 1,024 tokens", "hf:gpt2-medium", (2, 8, 32), 1024),
-        Model("Llama 3.2 1B, 2,048 tokens", "hf:llama-3.2-1b", (1, 4), 2048),
-        Model("Qwen2 0.5B, 2,048 tokens", "hf:qwen2-0.5b", (1, 8), 2048),
-        Model("BERT-Base, 384 tokens", "hf:bert-base", (4, 32), 384),
-        Model("ViT-B/16", "torchvision:vit_b_16", (32, 256)),
-        Model("ResNet-50", "torchvision:resnet50", (16, 64, 256)),
+    models: tuple[PayModel, ...] = (
+        PayModel("GPT-2 124M, 1,024 tokens", "hf:gpt2", (4, 16, 64), 1024),
+        PayModel("GPT-2 medium 355M, 1,024 tokens", "hf:gpt2-medium", (2, 8, 32), 1024),
+        PayModel("Llama 3.2 1B, 2,048 tokens", "hf:llama-3.2-1b", (1, 4), 2048),
+        PayModel("Qwen2 0.5B, 2,048 tokens", "hf:qwen2-0.5b", (1, 8), 2048),
+        PayModel("BERT-Base, 384 tokens", "hf:bert-base", (4, 32), 384),
+        PayModel("ViT-B/16", "torchvision:vit_b_16", (32, 256)),
+        PayModel("ResNet-50", "torchvision:resnet50", (16, 64, 256)),
     )
     gpus: tuple[str, ...] = tuple(name for name, gpu in gpus.GPUS.items() if PRECISION in gpu.tflops)
     ranks: tuple[int, ...] = (1, 4, 8)

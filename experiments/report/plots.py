@@ -17,7 +17,7 @@ from experiments.report import captions, curves, figure, gaps, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import fraction, mean_sd, metric_axis, metric_gap, metric_unit, number
-from experiments.report.gaps import Against, Panel, Point, Row, Studies
+from experiments.report.gaps import Against, GapRow, Panel, Point, Studies
 from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE
 from experiments.report.speedup import SpeedupTable
 from experiments.report.time_to_loss import GBPS, GPUS, OURS, Race
@@ -239,7 +239,7 @@ def _order(label: str) -> tuple[int, str]:
     return 2 * label.startswith("Birder") + ("fp32" not in label and "bf16" not in label), label
 
 
-def _gap(axes: Axes, place: int, row: Row, panel: Panel) -> None:
+def _gap(axes: Axes, place: int, row: GapRow, panel: Panel) -> None:
     gap, tint = row.gap, VERDICTS[row.verdict]
     if abs(gap.value) <= panel.limit:
         figure.interval(axes, gap.value, place, gap, tint, dot=4.5)

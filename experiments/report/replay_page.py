@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells import timelines
-from experiments.cells.suite import Cell, Place, Section, Suite
+from experiments.cells.suite import Measurement, PageSection, Place, Suite
 from experiments.report import prediction, replay_words, sentences
 from experiments.report.formats import DASH, number, percent, size, times
 from experiments.report.replay_plots import plot
@@ -86,7 +86,7 @@ def show(suite: Suite, results_dir: str | Path, *, device: str = "cpu", kernels_
             console.print(str(path), soft_wrap=True, markup=False, highlight=False)
 
 
-def _blocks(results: Results, section: Section) -> Iterator[Block]:
+def _blocks(results: Results, section: PageSection) -> Iterator[Block]:
     made = list(SECTIONS[section.kind](results, section))
     if made and section.heading:
         yield f"## {section.heading}"
@@ -97,7 +97,7 @@ def _blocks(results: Results, section: Section) -> Iterator[Block]:
 # ---- its sections -----------------------------------------------------------------------------------------------------
 
 
-def _summary(results: Results, section: Section) -> Iterator[Block]:
+def _summary(results: Results, section: PageSection) -> Iterator[Block]:
     """One row for each assumption: the suite's method against fp32 and bf16 on all nodes, next to the paper."""
     suite, ours, rows = results.suite, results.suite.report.ours, []
     for setting in results.settings():
@@ -114,7 +114,7 @@ def _summary(results: Results, section: Section) -> Iterator[Block]:
     yield Table.text(head, rows)
 
 
-def _times(results: Results, section: Section) -> Iterator[Block]:
+def _times(results: Results, section: PageSection) -> Iterator[Block]:
     """Step times and speedups over nodes, a table for each model, rate and link."""
     suite = results.suite
     for model in results.models:
@@ -152,7 +152,7 @@ def grid(results: Results, places: list[Place], title: str) -> Table:
     return Table.text(("method", *head), rows, title=title)
 
 
-def _memory(results: Results, section: Section) -> Iterator[Block]:
+def _memory(results: Results, section: PageSection) -> Iterator[Block]:
     """State and peak of the cells with the whole model."""
     suite = results.suite
     about = {c: {**r.config[suite.name], "state": r.state_bytes_per_rank} for c, r in results.records.items()}
@@ -217,7 +217,7 @@ ON_GPU = (
 )
 
 
-def _kernels(results: Results, section: Section) -> Iterator[Block]:
+def _kernels(results: Results, section: PageSection) -> Iterator[Block]:
     """The kernels of each device, and on a GPU what a hook costs."""
     for device, r in sorted(results.kernels.items()):
         about: dict[str, Any] = r.config[results.suite.name]
@@ -242,7 +242,7 @@ GPU_GB_PER_S = 1300.0
 """What element-wise kernels reach of an A100-80GB's 2 TB/s: an assumption."""
 
 
-def _details(results: Results, section: Section) -> Iterator[Table]:
+def _details(results: Results, section: PageSection) -> Iterator[Table]:
     """Every cell with the columns that the suite asks for, in one table or in one for each place."""
     suite = results.suite
     rates, links = [None, *suite.rates], [None, *suite.links]
@@ -261,20 +261,20 @@ def _details(results: Results, section: Section) -> Iterator[Table]:
         yield Table.of(head, mine, title=f"{title}, {p.nodes} nodes")
 
 
-def _named(results: Results, c: Cell) -> str:
+def _named(results: Results, c: Measurement) -> str:
     suite = results.suite
     where = f"{c.model}, {suite.rate(c)}, {c.nodes} x {suite.gpus_per_node}"
     return where + (f", {c.link}" if c.link else "") + f": {suite.methods[c.method].label}"
 
 
-def _here(results: Results, c: Cell) -> str:
+def _here(results: Results, c: Measurement) -> str:
     """Median, smallest and largest; records before `min_ms` called these p10 and p90."""
     t = results.records[c].timing
     least, most = t.get("min_ms", t.get("p10_ms")), t.get("max_ms", t.get("p90_ms"))
     return f"{number(t['median_ms'])} ({number(least)}–{number(most)})"
 
 
-def _arithmetic(results: Results, c: Cell) -> float | None:
+def _arithmetic(results: Results, c: Measurement) -> float | None:
     """Bytes that the method sends for this share of the elements, without headers."""
     if c.nodes == 1:
         return None
@@ -282,12 +282,12 @@ def _arithmetic(results: Results, c: Cell) -> float | None:
     return timelines.nic_bytes(suite.methods[c.method].traffic, elements, c.nodes, suite.gpus_per_node)
 
 
-def _of_arithmetic(results: Results, c: Cell) -> str:
+def _of_arithmetic(results: Results, c: Measurement) -> str:
     nic, expected = results.records[c].bytes_per_step["nic_tx"], _arithmetic(results, c)
     return number(nic / expected) if nic is not None and expected else DASH
 
 
-def _gpu(results: Results, c: Cell) -> str:
+def _gpu(results: Results, c: Measurement) -> str:
     """Share of the step that encoding and update would take on a GPU, by their memory traffic alone."""
     nbytes = results.suite.methods[c.method].gpu_bytes
     if nbytes is None:
@@ -296,7 +296,7 @@ def _gpu(results: Results, c: Cell) -> str:
     return percent(ms / results.clock(c))
 
 
-def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
+def _foreseen(results: Results, c: Measurement, clock: float = 1.0) -> str:
     """What is predicted, on a clock that is so many times slower than the cluster's, and how far off it is."""
     name = results.records[c].id
     if name not in results.predicted.index:
@@ -305,11 +305,11 @@ def _foreseen(results: Results, c: Cell, clock: float = 1.0) -> str:
     return f"{number(clock * found.predicted_ms)} ({100 * found.error:+.1f} %)"
 
 
-def _of_step(results: Results, c: Cell, *keys: str) -> str:
+def _of_step(results: Results, c: Measurement, *keys: str) -> str:
     return percent(sum(results.clock(c, key) for key in keys) / results.clock(c))
 
 
-QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
+QUANTITIES: dict[str, Callable[[Results, Measurement], str]] = {
     "cell": _named,
     "method": lambda rs, c: rs.suite.methods[c.method].label,
     "dilation": lambda rs, c: number(rs.records[c].link["dilation"]),
@@ -335,7 +335,7 @@ QUANTITIES: dict[str, Callable[[Results, Cell], str]] = {
 """What a column of a details table can hold."""
 
 
-SECTIONS: dict[str, Callable[[Results, Section], Iterable[Block]]] = {
+SECTIONS: dict[str, Callable[[Results, PageSection], Iterable[Block]]] = {
     "summary": _summary,
     "reproduced": lambda results, _: replay_words.reproduced(results),
     "fastest": lambda results, _: filter(None, ["\n".join(f"- {said}" for said in replay_words.fastest(results))]),

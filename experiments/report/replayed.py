@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.cells.suite import Cell, Place, Setting, Suite
+from experiments.cells.suite import Measurement, Place, Setting, Suite
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import captions, metrics, prediction
 from experiments.report.metrics import Speedup
@@ -20,7 +20,7 @@ class Results:
     """All cells of a suite that have been measured, the kernels by device, and what is predicted (`prediction.load`)."""
 
     suite: Suite
-    records: dict[Cell, ResultRecord]
+    records: dict[Measurement, ResultRecord]
     kernels: dict[str, ResultRecord]
     predicted: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False)
 
@@ -29,7 +29,7 @@ class Results:
         cell = self.suite.cell(place, method)
         return self.clock(cell, key) if cell in self.records else None
 
-    def clock(self, cell: Cell, key: str = "median_ms") -> float:
+    def clock(self, cell: Measurement, key: str = "median_ms") -> float:
         """Step time, or a part of it (a key of the split), on the cluster: this machine's clock divided by the dilation."""
         r = self.records[cell]
         return float({**r.timing, **r.timing["split"]}[key]) / float(r.link["dilation"])
@@ -81,7 +81,7 @@ def undilated(r: ResultRecord) -> ResultRecord:
 
 def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
     """The latest completed record of every cell: its section of the configuration, named as the suite, tells which."""
-    cells: dict[Cell, ResultRecord] = {}
+    cells: dict[Measurement, ResultRecord] = {}
     kernels: dict[str, ResultRecord] = {}
     for r in sorted(records, key=lambda r: (r.time, r.id)):
         about = r.config.get(suite.name, {})
@@ -90,7 +90,7 @@ def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
         if "kernels" in about:
             kernels[r.hardware["device"]] = r
         elif about.get("method") in suite.methods and about["model"] in suite.models:
-            cells[Cell(**{key: about.get(key) for key in Cell._fields})] = r
+            cells[Measurement(**{key: about.get(key) for key in Measurement._fields})] = r
     return Results(suite, cells, kernels)
 
 

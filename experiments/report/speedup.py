@@ -29,7 +29,7 @@ COSTLESS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedupRow:
     """One line of a table: a run, standing for `runs` runs that differ in seed and learning rate only."""
 
     label: str
@@ -71,7 +71,7 @@ class SpeedupTable:
         return max((r.time, r.id) for r in self.records)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SpeedupRow]:
         suffix = variants(self.records, COSTLESS)
         cells: dict[tuple[Any, ...], list[ResultRecord]] = {}
         for r in sorted(self.records, key=lambda r: (*order(r), suffix[r.id], r.status, r.time, r.id)):
@@ -80,27 +80,27 @@ class SpeedupTable:
             cells.setdefault((r.method + suffix[r.id], r.wire, alone), []).append(r)
         rows = []
         for (label, _, _), same in cells.items():
-            same.sort(key=lambda r: (Row(label, r).ms or 0.0, r.id))
-            rows.append(Row(label, same[(len(same) - 1) // 2], len(same)))
+            same.sort(key=lambda r: (SpeedupRow(label, r).ms or 0.0, r.id))
+            rows.append(SpeedupRow(label, same[(len(same) - 1) // 2], len(same)))
         return rows
 
-    def row(self, label: str) -> Row:
+    def row(self, label: str) -> SpeedupRow:
         """Raises KeyError for a label that no row has."""
         return {row.label: row for row in self.rows}[label]
 
-    def baseline(self, wire: str) -> Row | None:
+    def baseline(self, wire: str) -> SpeedupRow | None:
         """The fastest completed run of a dense method whose collectives carry `wire` ("none": the bound)."""
         timed = [row for row in self.rows if row.record.wire == wire and row.ms is not None and row.dense]
         return min(timed, key=lambda row: row.ms or 0.0, default=None)
 
-    def compared(self, row: Row, wire: str) -> Speedup | None:
+    def compared(self, row: SpeedupRow, wire: str) -> Speedup | None:
         """Of `row` over the baseline of `wire`; None when either is missing. A row of several runs has no interval."""
         base = self.baseline(wire)
         found = None if base is None else metrics.speedup(base.record, row.record)
         alone = base is not None and base.runs == row.runs == 1
         return found if found is None or alone else replace(found, low=None, high=None)
 
-    def speedup(self, row: Row, wire: str) -> float | None:
+    def speedup(self, row: SpeedupRow, wire: str) -> float | None:
         """The value of `compared`."""
         found = self.compared(row, wire)
         return None if found is None else found.value
@@ -111,7 +111,7 @@ class SpeedupTable:
         found = [row.record.rounds_per_step for row in self.rows if row.record.wire != "none"]
         return any(rounds is not None and rounds < 1 for rounds in found)
 
-    def payload_ratio(self, row: Row) -> float | None:
+    def payload_ratio(self, row: SpeedupRow) -> float | None:
         """Payload of `row` as a share of the fp32 baseline's."""
         base = self.baseline("fp32")
         return row.payload / base.payload if base and base.payload and row.payload is not None else None

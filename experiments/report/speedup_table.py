@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from experiments.report import arithmetic, captions, prediction, sentences
 from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
-from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.speedup import SpeedupRow, SpeedupTable
 from experiments.report.table import Column, Note, Table
 
 OFF = 0.1
@@ -16,9 +16,9 @@ OFF_MARK = " ‡"
 
 
 def columns(table: SpeedupTable) -> list[Column]:
-    """The columns, each with what makes its cells from a `Row`; to add one see experiments/report/table.py."""
+    """The columns, each with what makes its cells from a `SpeedupRow`; to add one see experiments/report/table.py."""
 
-    def of_bound(row: Row) -> str:
+    def of_bound(row: SpeedupRow) -> str:
         return captions.share(table.compared(row, "none"), row is table.baseline("none"))
 
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
@@ -44,7 +44,7 @@ def columns(table: SpeedupTable) -> list[Column]:
     ]
 
 
-def measured(name: str, value: Callable[[Row], str], *, short: str = "", terminal: bool = True) -> Column:
+def measured(name: str, value: Callable[[SpeedupRow], str], *, short: str = "", terminal: bool = True) -> Column:
     """A column of something that a run measured: a dash for one that failed."""
     return Column(name, "right", short, terminal, lambda row: value(row) if row.record.status == "completed" else DASH)
 
@@ -114,7 +114,7 @@ def metric_column(table: SpeedupTable) -> Column:
     """The metric of what was trained on real data."""
     name = next((str(r.metric["name"]) for r in table.records if r.metric.get("name")), "metric")
 
-    def value(row: Row) -> str:
+    def value(row: SpeedupRow) -> str:
         trained = row.record.wire != "none" and not row.record.data.get("synthetic")
         return mean_sd(row.record.metric.get("value"), None) if trained else DASH
 
@@ -139,16 +139,16 @@ def markdown(table: SpeedupTable) -> str:
     return as_table(table).markdown() + plot
 
 
-def _label(row: Row) -> str:
+def _label(row: SpeedupRow) -> str:
     return row.label + (OFF_MARK if (row.record.link.get("off_by") or 0.0) > OFF else "")
 
 
-def _link(row: Row) -> str:
+def _link(row: SpeedupRow) -> str:
     link = f"[{row.record.id}](../records/{row.record.id}.json)"
     return f"{link} (median of {row.runs} runs)" if row.runs > 1 else link
 
 
-def step_time(row: Row) -> str:
+def step_time(row: SpeedupRow) -> str:
     """Median (or mean, and that it is one) and spread in milliseconds; for a failed run its status."""
     t = row.record.timing
     if row.record.status != "completed":
@@ -159,7 +159,7 @@ def step_time(row: Row) -> str:
     return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
 
 
-def payload(row: Row) -> str:
+def payload(row: SpeedupRow) -> str:
     """What a node sends per step: between nodes, and within the node where that was counted too."""
     intra = row.record.bytes_per_step["payload_intra"]
     if row.record.nodes > 1 and intra:

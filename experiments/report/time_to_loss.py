@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from birder.predict import METHODS, Cluster, Link, predict
-from birder.predict.layouts import Plan
+from birder.predict.layouts import TrainingPlan
 from birder.predict.table import whole_run
 from experiments.cells import timelines
 from experiments.records.record import PUBLISHED, ResultRecord
@@ -107,6 +107,8 @@ def step_ms(r: ResultRecord, total: int) -> dict[tuple[str, float], float]:
         timeline = timelines.load(FOLDER / f"gpt2_{gpu}.json")
         for gbps in GBPS:
             cluster = Cluster.of_gpus(NODES, 8, Link(gbps, LATENCY_US))
-            p = predict(timeline, cluster, ["fp32", "none", name], local_steps=every, plan=Plan(run_steps=total))
+            p = predict(
+                timeline, cluster, ["fp32", "none", name], local_steps=every, plan=TrainingPlan(run_steps=total)
+            )
             found[gpu, gbps] = whole_run(p, p[name], dense)
     return found

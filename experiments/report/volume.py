@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from birder.optim.zero_one_schedule import Rounds
+    from birder.optim.zero_one_schedule import RoundCounts
 
-    Measure = Callable[[Rounds], float]
+    Measure = Callable[[RoundCounts], float]
 
 LENGTHS = (118_000, 152_511)
 """Steps of the published runs of BERT-Base and BERT-Large."""
@@ -21,7 +21,7 @@ SEARCH = range(20_000, 400_001, 100)
 
 
 @dataclass(frozen=True)
-class Setting:
+class VolumeSchedules:
     """The two schedules. onebit_warmups: 1-bit Adam's dense steps, with the model that they are published for."""
 
     kappa: int = 16
@@ -30,7 +30,7 @@ class Setting:
     local_limit: int = 16
     onebit_warmups: tuple[tuple[str, int], ...] = (("BERT-Large", 23_000), ("BERT-Base", 16_000))
 
-    def rounds(self, steps: int, aligned: bool) -> Rounds:
+    def rounds(self, steps: int, aligned: bool) -> RoundCounts:
         """How often a run of so many steps communicates. Imports torch, as all of birder.optim."""
         from birder.optim import zero_one_schedule as schedule
 
@@ -39,7 +39,7 @@ class Setting:
         )
 
 
-def bits(rounds: Rounds, wire: int) -> float:
+def bits(rounds: RoundCounts, wire: int) -> float:
     """Bits per parameter over the run, one way; `wire`: bits of a float in variance rounds."""
     return wire * rounds.dense + rounds.onebit
 
@@ -50,22 +50,22 @@ def onebit_adam_bits(steps: int, warmup: int, wire: int) -> float:
     return wire * dense + (steps - dense)
 
 
-def against_adam(rounds: Rounds, wire: int) -> float:
+def against_adam(rounds: RoundCounts, wire: int) -> float:
     """How many times less than an all-reduce of floats in every step."""
     return wire * rounds.steps / bits(rounds, wire)
 
 
-def against_onebit_adam(rounds: Rounds, warmup: int, wire: int) -> float:
+def against_onebit_adam(rounds: RoundCounts, warmup: int, wire: int) -> float:
     """The share of 1-bit Adam's volume that is saved."""
     return 1 - bits(rounds, wire) / onebit_adam_bits(rounds.steps, warmup, wire)
 
 
-def rounds_saved(rounds: Rounds) -> float:
+def rounds_saved(rounds: RoundCounts) -> float:
     """The share of steps without any round."""
     return rounds.skipped / rounds.steps
 
 
-def readings(setting: Setting, kind: str) -> list[tuple[str, Measure]]:
+def readings(setting: VolumeSchedules, kind: str) -> list[tuple[str, Measure]]:
     """The ways in which a published number can be read."""
     if kind == "rounds":
         return [("steps without any round", rounds_saved)]
@@ -81,7 +81,7 @@ def readings(setting: Setting, kind: str) -> list[tuple[str, Measure]]:
     ]
 
 
-def measured(setting: Setting, kind: str, lengths: Sequence[int] = LENGTHS) -> list[tuple[float, str]]:
+def measured(setting: VolumeSchedules, kind: str, lengths: Sequence[int] = LENGTHS) -> list[tuple[float, str]]:
     """(value, reading and length of the run) by the rule as published, least first."""
     return sorted(
         (measure(setting.rounds(steps, False)), f"{words}, {steps:,} steps")
@@ -90,7 +90,7 @@ def measured(setting: Setting, kind: str, lengths: Sequence[int] = LENGTHS) -> l
     )
 
 
-def passed_at(setting: Setting, measure: Measure, value: float) -> str:
+def passed_at(setting: VolumeSchedules, measure: Measure, value: float) -> str:
     """Run lengths at which the measure passes `value`, to 100 steps, by the rule as published."""
     above = [measure(setting.rounds(steps, False)) >= value for steps in SEARCH]
     crossings = [steps for steps, now, before in zip(SEARCH[1:], above[1:], above, strict=False) if now != before]

@@ -19,7 +19,7 @@ from pathlib import Path
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
-from experiments.config.sweeps import Row
+from experiments.config.sweeps import SweepRun
 from experiments.records import labels, old_keys, privacy, record
 from experiments.records.record import ResultRecord, is_finite, loss_diverged
 from experiments.report.accuracy import HELD_OUT
@@ -189,7 +189,7 @@ class SweepQueue:
     tried:   places of rows that this process has run. said: the last word on each row.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[SweepRun]
     study: Study
     given: Sequence[str] = ()
     wandb_group: str | None = None
@@ -209,7 +209,7 @@ class SweepQueue:
     def of(self, overrides: tuple[str, ...]) -> ResultRecord | None:
         return self.study.done(self.name(overrides))
 
-    def is_chosen(self, row: Row) -> bool | None:
+    def is_chosen(self, row: SweepRun) -> bool | None:
         """Whether the row's learning rate did best with the seeds that choose; None where that cannot be said yet."""
         every = [overrides for rate in row.candidates for overrides in rate]
         waits = self.patient or self.study.dry_run or any(self.name(o) in self.elsewhere for o in every)

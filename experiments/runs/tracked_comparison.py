@@ -15,7 +15,7 @@ from experiments.config.compose import Composed
 from experiments.records import labels
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import speedup, tables
-from experiments.report.speedup import Row, SpeedupTable
+from experiments.report.speedup import SpeedupRow, SpeedupTable
 from experiments.report.table import Table
 from experiments.tracking.start import start
 from experiments.tracking.tracked import About, Cell, TrackedRun
@@ -88,7 +88,7 @@ class TrackedComparison:
                 self.folder.parent.rmdir()
 
 
-def numbers(table: SpeedupTable, row: Row) -> dict[str, Cell]:
+def numbers(table: SpeedupTable, row: SpeedupRow) -> dict[str, Cell]:
     """A row of the table `rows`, by its columns: what was measured, as numbers; None: not measured."""
     r = row.record
     t, sent, ratios = r.timing, r.bytes_per_step, dict[str, Cell]()

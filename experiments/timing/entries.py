@@ -19,8 +19,8 @@ from experiments.timing import cycles
 from experiments.timing.shared_ddp import Ready, SharedDDP
 from experiments.training import method
 from experiments.training.clock import StepClock, Stopwatch
-from experiments.training.method import Length, Method
-from experiments.training.traffic import NicMeter, Rounds, past_the_counters
+from experiments.training.method import AttachedMethod, Length
+from experiments.training.traffic import NicMeter, StepTraffic, past_the_counters
 from experiments.workloads.base import Batch, Shard, Workload
 from launch.errors import UserError
 
@@ -172,7 +172,7 @@ class Variant(Entry):
         self.described, self.config = described, described["config"]
         self.id, self.label = described["id"], labels.method(self.config)
         self.compressed = False
-        self.method: Method | None = None
+        self.method: AttachedMethod | None = None
         self.stream: Iterator[Batch] | None = None
         self.warm_up = 0
         self.state_bytes = 0
@@ -183,7 +183,7 @@ class Variant(Entry):
         self.clock = StepClock(0, self.shared.shard.device, every=10**9)
         self.updates: list[float] = []
         self.sent = [0, 0, 0]  # bytes within the node, between nodes, collectives
-        self.traffic: Rounds | None = None
+        self.traffic: StepTraffic | None = None
 
     def make(self) -> None:
         """Begins the training. Sets `failed` where that cannot be."""
@@ -192,7 +192,9 @@ class Variant(Entry):
         self.own = Own(self.shared)
         shared = self.shared
         try:
-            self.method = Method(self.config, shared.workload, shared.ddp, shared.shard, shared.length, shared.seed)
+            self.method = AttachedMethod(
+                self.config, shared.workload, shared.ddp, shared.shard, shared.length, shared.seed
+            )
         except (UserError, ValueError, TypeError, RuntimeError) as error:
             self.failed = " ".join(str(error).split())
             return
@@ -235,7 +237,7 @@ class Variant(Entry):
             counter = self.method.attachment.counter
             counter.reset()
             if self.traffic is None:
-                self.traffic = Rounds(counter)
+                self.traffic = StepTraffic(counter)
             self.traffic.follow(counter)
         super().begin(timed)
 

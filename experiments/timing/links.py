@@ -20,7 +20,7 @@ BOUND_TURNS = 9
 round errs by: single turns vary by 3 to 5 %, the median of three differed by up to 7 % between worlds on the same machine."""
 
 
-class Links:
+class EmulatedLinks:
     """What every rank knows of them, and how rank 0 has them set.
 
     agree:  makes what a function returns on rank 0 known to every rank. say: prints a line on rank 0.

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from experiments.records import record
 from experiments.timing import plan, results
 from experiments.timing.entries import Bound, Entry, Shared, Variant
-from experiments.timing.links import BOUND_TURNS, Links
+from experiments.timing.links import BOUND_TURNS, EmulatedLinks
 from experiments.timing.opened import Exchange, dense, due, ready
 from experiments.timing.profiled import bits_ms, profile
 from experiments.timing.shared_ddp import SharedDDP
@@ -81,7 +81,7 @@ class _World:
         self.bounds = [v for v in described if not v["config"]["comm"]["enabled"]]
         """What the comparison calls its runs without communication: the bound stands for them."""
         self.watch = Stopwatch(shard.device)
-        self.links = Links(spec, self._agree, self._say)
+        self.links = EmulatedLinks(spec, self._agree, self._say)
         self.exchange = Exchange(self.ddp, [v["config"] for v in described])
         self.held = True
         self.repeated = False

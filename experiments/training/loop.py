@@ -13,7 +13,7 @@ import torch.distributed as dist
 from experiments.records import labels, record
 from experiments.training import rank_link, step_profile, traffic
 from experiments.training.clock import StepClock
-from experiments.training.method import Method, begin
+from experiments.training.method import AttachedMethod, begin
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
 from experiments.training.sharded import gathered, wrap
 from experiments.training.track import Tracker
@@ -50,12 +50,12 @@ class _Run:
         self.world_size = spec.nodes * spec.ranks_per_node if self.virtual else shard.world_size
         self.workload, self.length, model = begin(spec, shard, self.world_size)
         self.ddp = wrap(model, spec, shard.device)
-        kind = VirtualMethod if self.virtual else Method
+        kind = VirtualMethod if self.virtual else AttachedMethod
         self.method = kind(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
         self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
         asked = self.config.get("profile")
-        self.profile = step_profile.Kept(int(asked["steps"])) if asked else None
+        self.profile = step_profile.KeptSpans(int(asked["steps"])) if asked else None
         nic = NicMeter(blind=self.virtual or past_the_counters(dist.get_backend()))
         self.traffic = Traffic(self.attachment.counter, nic)
         self.method.seed(spec.seed, shard.rank)

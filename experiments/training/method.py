@@ -109,7 +109,7 @@ def batches(config: dict[str, Any], workload: Workload, shard: Shard, length: Le
         epoch, skip = epoch + 1, 0
 
 
-class Method:
+class AttachedMethod:
     """An optimizer attached to `ddp` as a resolved configuration says. Made on every rank.
 
     optimizer, attachment, scaler: what makes a step; scaler is None but for fp16.

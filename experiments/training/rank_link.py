@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from birder.comm.link import backend_for
+from birder.comm.collectives import backend_for
 from experiments.records import labels
 from experiments.training.world import gathered
 from launch.errors import UserError

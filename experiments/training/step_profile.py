@@ -90,7 +90,7 @@ def _gaps(begin: float, end: float, inside: list[tuple[float, float]]) -> list[t
     return [*left, (begin, end)] if begin < end else left
 
 
-class Kept:
+class KeptSpans:
     """The spans of the first `most` timed steps of one rank."""
 
     def __init__(self, most: int) -> None:
@@ -103,7 +103,7 @@ class Kept:
             self.steps.append((step, began, seconds, pieces(spans)))
 
 
-def typical(ranks: Sequence[Kept]) -> int | None:
+def typical(ranks: Sequence[KeptSpans]) -> int | None:
     """Position of the step whose time, on its slowest rank, is nearest to the median."""
     times = [max(step[2] for step in steps) for steps in zip(*(kept.steps for kept in ranks))]
     if not times:
@@ -112,7 +112,7 @@ def typical(ranks: Sequence[Kept]) -> int | None:
     return min(range(len(times)), key=lambda i: abs(times[i] - middle))
 
 
-def chrome_trace(ranks: Sequence[Kept], position: int) -> dict[str, Any]:
+def chrome_trace(ranks: Sequence[KeptSpans], position: int) -> dict[str, Any]:
     """The step at `position` in Chrome's trace format: a process for each rank, a thread for each kind. Microseconds."""
     events: list[dict[str, Any]] = []
     for rank, kept in enumerate(ranks):
@@ -130,7 +130,7 @@ def chrome_trace(ranks: Sequence[Kept], position: int) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw(ranks: Sequence[Kept], position: int, title: str, path: Path) -> None:
+def draw(ranks: Sequence[KeptSpans], position: int, title: str, path: Path) -> None:
     """The same step as a picture, PNG: time to the right, every rank's lanes below each other."""
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -161,7 +161,7 @@ def draw(ranks: Sequence[Kept], position: int, title: str, path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def write(ranks: Sequence[Kept], folder: Path, title: str) -> list[Path]:
+def write(ranks: Sequence[KeptSpans], folder: Path, title: str) -> list[Path]:
     """Writes both files of the typical step below `folder`, and returns their paths; none without timed steps.
 
     Raises UserError when they cannot be written.

@@ -27,8 +27,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import BlockScaled, BucketOptimizer
-from birder.comm import ByteCounter, Link, Topology, Trace
-from birder.comm.link import backend_for
+from birder.comm import ByteCounter, Collectives, Topology, Trace
+from birder.comm.collectives import backend_for
 from birder.comm.trace import current, note_wire
 from birder.hooks.attachment import done, on_thread
 from birder.hooks.block_scaled import LARGEST
@@ -45,20 +45,20 @@ DENSE_STEPS = 2
 """Steps before PowerSGD compresses: the fewest that torch takes."""
 
 
-class _Timed:
+class _TimedFuture:
     """A future of torch's hooks, whose callbacks and waits leave spans in the trace. `began`: of its all-reduce, if any."""
 
     def __init__(self, future: Future[Any], trace: Trace, unit: int | None, began: float | None = None) -> None:
         self.future, self.trace, self.unit, self.began = future, trace, unit, began
 
-    def then(self, callback: Callable[[Future[Any]], Any]) -> "_Timed":
+    def then(self, callback: Callable[[Future[Any]], Any]) -> "_TimedFuture":
         def timed(future: Future[Any]) -> Any:
             with self.trace.work(self.unit):
                 if self.began is not None:
                     note_wire(self.began, time.perf_counter())
                 return callback(future)
 
-        return _Timed(self.future.then(timed), self.trace, self.unit)
+        return _TimedFuture(self.future.then(timed), self.trace, self.unit)
 
     def wait(self) -> Any:
         waited_from = time.perf_counter()
@@ -84,7 +84,7 @@ class _Work:
 
     def get_future(self) -> Any:
         future, at = self.work.get_future(), current()
-        return future if at is None else _Timed(future, *at, self.began)
+        return future if at is None else _TimedFuture(future, *at, self.began)
 
 
 class HookAttachment:
@@ -111,7 +111,7 @@ class HookAttachment:
         if name in LARGEST:
             self.scaled = BlockScaled(name, error_feedback=error_feedback, group=group, topology=topology)
         self.counter = ByteCounter() if self.scaled is None else self.scaled.counter
-        self.link = Link(group, topology, self.counter)
+        self.link = Collectives(group, topology, self.counter)
         self.low_rank: powersgd.PowerSGDState | None = None
         if name == "powersgd":
             # Against a division by zero where a gradient is 0 throughout.
@@ -185,7 +185,7 @@ class HookAttachment:
                 future = HALF[self.name](self.link.group, bucket)
             else:
                 future = powersgd.powerSGD_hook(self.low_rank, bucket)
-        return future.future if isinstance(future, _Timed) else future
+        return future.future if isinstance(future, _TimedFuture) else future
 
     def _count(self, bucket: dist.GradBucket) -> None:
         if self.low_rank is None:

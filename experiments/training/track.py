@@ -24,7 +24,7 @@ from launch.spec import RunSpec
 COLUMNS = ("step", "seconds", "loss", "metric")
 
 
-class Curve:
+class CurveFile:
     """Appends rows to `path`, each on disk at once.
 
     start: the step after which the run continues. Rows of later steps, written before the interruption, are dropped, and so
@@ -102,7 +102,7 @@ class Tracker:
             return
         self._start = start
         self._stride = max(1, -(-total // CURVE_ROWS))
-        self._curve = Curve(spec.path / "curve.csv", start)
+        self._curve = CurveFile(spec.path / "curve.csv", start)
         self._drawn = 0.0
         self._shown: dict[str, Any] = {}
         self._rate: float | None = None

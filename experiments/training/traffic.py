@@ -17,7 +17,7 @@ NEAR = 0.05
 """Median and mean of the bytes that are this close to each other tell the same."""
 
 
-class Rounds:
+class StepTraffic:
     """What each step of one rank has sent since the last `reset`. All ranks follow the same plan, so one speaks for all.
 
     `end_step` is called after every step, outside of evaluation and checkpoints.
@@ -142,7 +142,7 @@ class Traffic:
     """
 
     def __init__(self, counter: ByteCounter, nic: NicMeter) -> None:
-        self.counter, self.nic, self.rounds = counter, nic, Rounds(counter)
+        self.counter, self.nic, self.rounds = counter, nic, StepTraffic(counter)
         self._before: dict[str, int | None]
         self.resume({})
         self._counting = False

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Topology, VirtualRanks
-from experiments.training.method import Method, Part, batches, forward_backward, make_optimizer
+from experiments.training.method import AttachedMethod, Part, batches, forward_backward, make_optimizer
 from experiments.workloads.base import Batch, Shard
 
 
-class VirtualMethod(Method):
-    """`Method` for every virtual rank. A batch of its stream is one of each rank, in rank order."""
+class VirtualMethod(AttachedMethod):
+    """`AttachedMethod` for every virtual rank. A batch of its stream is one of each rank, in rank order."""
 
     def connect(self, config: dict[str, Any], seed: int) -> None:
         assert isinstance(self.ddp, DistributedDataParallel)  # rules.check_virtual

@@ -14,7 +14,7 @@ from experiments.workloads import bert, weights
 from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out
 from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.squad_data import (
-    Question,
+    SquadQuestion,
     best_spans,
     em_f1_sums,
     find_file,
@@ -139,7 +139,7 @@ class BertSquad(bert.Bert):
         return found
 
     @staticmethod
-    def _scores(predictions: list[str], questions: list[Question], shard: Shard) -> dict[str, float]:
+    def _scores(predictions: list[str], questions: list[SquadQuestion], shard: Shard) -> dict[str, float]:
         exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in questions])
         exact, f1, count = all_sum([exact, f1, float(len(predictions))], shard)
         return {"f1": 100 * f1 / count, "exact_match": 100 * exact / count}
@@ -149,7 +149,7 @@ class BertSquad(bert.Bert):
         return self._answers(model, device, self._dev, self._dev_questions)
 
     def _answers(
-        self, model: nn.Module, device: torch.device, windows: _Windows, questions: list[Question]
+        self, model: nn.Module, device: torch.device, windows: _Windows, questions: list[SquadQuestion]
     ) -> list[str]:
         texts = [""] * len(questions)
         scores = [-float("inf")] * len(texts)
@@ -169,7 +169,7 @@ class BertSquad(bert.Bert):
     def _file(self, split: str) -> Path:
         return find_file(self.data_path, self.train_file if split == "train" else self.dev_file, split)
 
-    def _questions(self, split: str, limit: int | None) -> list[Question]:
+    def _questions(self, split: str, limit: int | None) -> list[SquadQuestion]:
         if self._from_files:
             questions = read_json(self._file(split))
         elif self.synthetic:
@@ -198,7 +198,7 @@ class _Windows:
     offsets:  int32[windows, seq_len, 2]: characters of each context token, (0, 0) elsewhere; only with `with_offsets`.
     """
 
-    def __init__(self, workload: BertSquad, questions: list[Question], with_offsets: bool) -> None:
+    def __init__(self, workload: BertSquad, questions: list[SquadQuestion], with_offsets: bool) -> None:
         size = workload.seq_len
         ids, ends, owner, answers, offsets = [], [], [], [], []
         for first in range(0, len(questions), CHUNK):
@@ -238,7 +238,7 @@ class _Windows:
         return len(self.ids)
 
 
-def _answer_tokens(tokens: Any, window: int, question: Question) -> tuple[int, int]:
+def _answer_tokens(tokens: Any, window: int, question: SquadQuestion) -> tuple[int, int]:
     """First and last token of the first answer in this window, or (0, 0) when it is not wholly inside."""
     text, at = question.answers[0]
     first = tokens.char_to_token(window, at, sequence_index=1)

@@ -19,7 +19,7 @@ XZ_MAGIC = b"\xfd7zXZ\x00"
 
 
 @dataclass(frozen=True)
-class Question:
+class SquadQuestion:
     """One question on one paragraph. `answers`: (text, offset of its first character in `context`), at least one."""
 
     id: str
@@ -69,7 +69,7 @@ def _is_braced(head: bytes, tail: bytes) -> bool:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") and tail.rstrip().endswith(b"}")
 
 
-def read_json(file: Path) -> list[Question]:
+def read_json(file: Path) -> list[SquadQuestion]:
     """Questions of a file in the official SQuAD 1.1 format, plain or .xz. Raises UserError when it is broken."""
     try:
         raw = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
@@ -80,7 +80,7 @@ def read_json(file: Path) -> list[Question]:
         raise UserError(f"{file} is not valid JSON: {error}") from error
     try:
         questions = [
-            Question(
+            SquadQuestion(
                 _text(qa, "id"),
                 _text(qa, "question").strip(),
                 _text(paragraph, "context"),
@@ -108,13 +108,13 @@ def _offset(answer: Any) -> int:
     return at
 
 
-def read_hub(dataset: str, split: str) -> list[Question]:
+def read_hub(dataset: str, split: str) -> list[SquadQuestion]:
     """Questions of a hub data set with SQuAD's columns. Raises UserError when the hub cannot be reached."""
     instead = "local files with data.path=FOLDER (train-v1.1.json, dev-v1.1.json)"
     table: Any = from_hub(dataset, split=split, read=lambda table: table, instead=instead)
     try:
         questions = [
-            Question(
+            SquadQuestion(
                 row["id"],
                 row["question"].strip(),
                 row["context"],
@@ -127,7 +127,7 @@ def read_hub(dataset: str, split: str) -> list[Question]:
     return checked(questions, dataset)
 
 
-def checked(questions: list[Question], source: str) -> list[Question]:
+def checked(questions: list[SquadQuestion], source: str) -> list[SquadQuestion]:
     """`questions` whose answers stand at their offsets. Raises UserError when more than 1 % do not, or none is left."""
     good = [q for q in questions if q.answers and all(q.context[at : at + len(text)] == text for text, at in q.answers)]
     if len(good) < max(1, 0.99 * len(questions)):
@@ -137,7 +137,7 @@ def checked(questions: list[Question], source: str) -> list[Question]:
     return good
 
 
-def synthetic_questions(count: int, split: str) -> list[Question]:
+def synthetic_questions(count: int, split: str) -> list[SquadQuestion]:
     """Made-up paragraphs of a few facts, each asked for one of them; the answer is a name or a year."""
     stream = generator("synthetic questions", split)
 
@@ -161,7 +161,7 @@ def synthetic_questions(count: int, split: str) -> list[Question]:
         before = sum(len(sentence) + 1 for sentence in text[:asked])
         answer = year if wants_year else person
         questions.append(
-            Question(
+            SquadQuestion(
                 id=f"{split}-{number}",
                 question=f"{'When was' if wants_year else 'Who built'} the {thing} of {place}"
                 + (" built?" if wants_year else "?"),
@@ -176,7 +176,7 @@ def synthetic_questions(count: int, split: str) -> list[Question]:
 
 
 @dataclass(frozen=True)
-class Span:
+class AnswerSpan:
     """An answer inside one window: first and last token, and start logit + end logit."""
 
     first: int
@@ -186,7 +186,7 @@ class Span:
 
 def best_spans(
     start_logits: Tensor, end_logits: Tensor, allowed: Tensor, n_best: int, max_answer_len: int
-) -> list[Span | None]:
+) -> list[AnswerSpan | None]:
     """The best span of each window, or None where none is possible.
 
     start_logits, end_logits: float[windows, tokens]. allowed: bool[windows, tokens], True for the context's tokens.
@@ -203,10 +203,10 @@ def best_spans(
     fits &= (starts > never)[:, :, None] & (ends > never)[:, None, :]
     scores = (starts[:, :, None] + ends[:, None, :]).masked_fill(~fits, -torch.inf).flatten(1)
     best, where = scores.max(dim=1)
-    spans: list[Span | None] = []
+    spans: list[AnswerSpan | None] = []
     for i, (score, position) in enumerate(zip(best.tolist(), where.tolist(), strict=True)):
         row, column = divmod(position, n_best)
-        spans.append(None if score == -torch.inf else Span(int(firsts[i, row]), int(lasts[i, column]), score))
+        spans.append(None if score == -torch.inf else AnswerSpan(int(firsts[i, row]), int(lasts[i, column]), score))
     return spans
 
 

@@ -20,7 +20,7 @@ from experiments.bench import hooks as bench_hooks
 from experiments.bench import kernels as bench_kernels
 from experiments.bench.peers import FusedOneBitAdam
 from experiments.cells import suite, timelines
-from experiments.cells.suite import Cell
+from experiments.cells.suite import Measurement
 from experiments.records import record
 from experiments.records.record import ResultRecord
 from experiments.report import replay_page, replay_words, replayed, tables
@@ -34,7 +34,7 @@ METHODS = BENCH.methods
 MS = {"fp32": 100.0, "powersgd1": 41.0, "deepspeed": 80.0, "birder": 42.0, "birder_one_phase": 40.0, "none": 35.0}
 
 
-def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
+def entry(cell: Measurement, ms: float, **changes: Any) -> ResultRecord:
     """A record of `cell` whose step takes `ms` of the cluster's clock."""
     method = METHODS[cell.method]
     dilation, fraction = 4.0, BENCH.fraction(cell) if cell.link in BENCH.links else 1.0
@@ -61,7 +61,7 @@ def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
 
 
 def grid(link: str, nodes: int, times: dict[str, float], model: str = "resnet50") -> list[ResultRecord]:
-    return [entry(Cell(model, None, nodes, link, name), ms) for name, ms in times.items()]
+    return [entry(Measurement(model, None, nodes, link, name), ms) for name, ms in times.items()]
 
 
 def verdicts(records: list[ResultRecord]) -> list[str]:
@@ -77,17 +77,17 @@ def test_every_cell_has_a_name_of_its_own_and_a_timeline() -> None:
     for name in BENCH.models:
         BENCH.timeline(name, None)
     # Memory over peers is measured with the whole model.
-    assert BENCH.fraction(Cell("bert_base", None, 2, "loopback", "fp32")) == 1
+    assert BENCH.fraction(Measurement("bert_base", None, 2, "loopback", "fp32")) == 1
 
 
 def test_dilation_is_the_wished_rate_over_the_measured_one_for_the_share_that_is_sent() -> None:
-    assert BENCH.dilation(Cell("resnet50", None, 4, "emulated", "birder"), 1 / 8, 34.0) == 9450 / 34 / 8
-    assert BENCH.dilation(Cell("resnet50", None, 4, "loopback", "birder"), 1 / 2, 34.0) == 1 / 2
+    assert BENCH.dilation(Measurement("resnet50", None, 4, "emulated", "birder"), 1 / 8, 34.0) == 9450 / 34 / 8
+    assert BENCH.dilation(Measurement("resnet50", None, 4, "loopback", "birder"), 1 / 2, 34.0) == 1 / 2
 
 
 @pytest.mark.parametrize("model", BENCH.models)
 def test_a_selection_of_tensors_stands_for_the_model(model: str) -> None:
-    fraction = BENCH.fraction(Cell(model, None, 4, "emulated", "powersgd4"))
+    fraction = BENCH.fraction(Measurement(model, None, 4, "emulated", "powersgd4"))
     whole = BENCH.timeline(model, None)
     part = timelines.select(whole, fraction)
     shapes = {g.name: g.shape for g in whole.gradients}
@@ -173,7 +173,8 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
     kernels = bench_kernels.measure(torch.device("cpu"), 4096, rounds=1)
     plan = {"kernels": kernels, "backend": "cpu"}
     record.write(
-        entry(Cell("resnet50", None, 1, "x", "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}), tmp_path
+        entry(Measurement("resnet50", None, 1, "x", "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}),
+        tmp_path,
     )
     for path in tables.save(replay_page.render(BENCH, tmp_path)):
         assert path.is_file()

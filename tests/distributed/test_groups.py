@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from birder import Birder, Topology, attach
 from birder.comm import TwoPhase, Union, run
-from birder.comm.link import backend_for, new_group
+from birder.comm.collectives import backend_for, new_group
 from birder.predict import measuring
 from experiments.training import rank_link
 from tests.helpers import toy

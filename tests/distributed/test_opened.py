@@ -130,7 +130,7 @@ def _train(rank: int, world: int, spec: Any, memory: float) -> None:
     from experiments.timing import turns
     from experiments.training import machine
 
-    class Links(turns.Links):
+    class Links(turns.EmulatedLinks):
         def settle(self, bound_s: float) -> float | None:
             self.shapes, self.mbit = True, 100.0
             return 1.0
@@ -139,7 +139,7 @@ def _train(rank: int, world: int, spec: Any, memory: float) -> None:
 
         def check(self, mbit: float, dilation: float) -> None: ...
 
-    turns.Links = Links  # type: ignore[misc]
+    turns.EmulatedLinks = Links  # type: ignore[misc]
     turns.MEMORY = memory
     machine.DRIFT = 1e9  # a busy machine is not what is tested
     turns.train(spec)

@@ -14,7 +14,7 @@ import birder
 from birder.comm import Span, Topology, Trace
 from birder.comm.trace import note_wire
 from experiments.training import step_profile
-from experiments.training.step_profile import Kept
+from experiments.training.step_profile import KeptSpans
 from experiments.training.torch_hooks import attach_hook
 from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.runs import digits, train
@@ -64,14 +64,14 @@ def test_a_trace_that_is_off_keeps_nothing_and_one_step_is_all_that_is_kept() ->
 
 
 def test_the_step_that_is_shown_is_the_one_nearest_to_the_median() -> None:
-    ranks = [Kept(4), Kept(4)]
+    ranks = [KeptSpans(4), KeptSpans(4)]
     for step, (a, b) in enumerate([(1.0, 9.0), (2.0, 1.0), (3.0, 3.1), (0.1, 0.1), (5.0, 5.0)], start=1):
         ranks[0].keep(step, 0.0, a, [])
         ranks[1].keep(step, 0.0, b, [])
     assert len(ranks[0].steps) == 4  # no more are kept
     assert step_profile.typical(ranks) == 2
-    assert step_profile.typical([Kept(4)]) is None
-    assert step_profile.write([Kept(4)], Path("nowhere"), "") == []
+    assert step_profile.typical([KeptSpans(4)]) is None
+    assert step_profile.write([KeptSpans(4)], Path("nowhere"), "") == []
 
 
 class Layers(torch.nn.Module):

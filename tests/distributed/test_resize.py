@@ -20,10 +20,10 @@ def short(rank: int, world: int) -> dict[str, Any]:
     workload = Digits()
     workload.prepare(Shard())
     config = resize.settings("birder", 1)
-    two = resize.World(config, workload, 2, SHORT.steps)
+    two = resize.ResizedWorld(config, workload, 2, SHORT.steps)
     straight = two.train(range(1, SHORT.steps + 1), look=True)
     states = two.states()
-    four = resize.World(config, workload, 4, SHORT.steps, two.parameters())
+    four = resize.ResizedWorld(config, workload, 4, SHORT.steps, two.parameters())
     kept = {}
     for rule in ("mean", "zeros"):
         four.take(states, rule)

@@ -10,15 +10,15 @@ import torch
 from birder.comm import ByteCounter
 from experiments.records import record
 from experiments.training.clock import StepClock
-from experiments.training.traffic import Rounds
+from experiments.training.traffic import StepTraffic
 from tests.helpers.ranks import fresh_world
 from tests.helpers.runs import digits, train
 
 
-def rounds_of(*sent: int) -> Rounds:
+def rounds_of(*sent: int) -> StepTraffic:
     """Steps that send so many bytes, in one collective each; 0: none is started."""
     counter = ByteCounter()
-    rounds = Rounds(counter)
+    rounds = StepTraffic(counter)
     for nbytes in sent:
         counter.collectives += nbytes > 0
         counter.sent(nbytes, same_node=False)
@@ -30,7 +30,7 @@ def test_a_round_is_a_step_in_which_anything_is_sent() -> None:
     for sent, wanted in (((), (0, 0)), ((5, 0, 0, 5), (2, 4)), ((0, 0), (0, 2))):
         assert ((found := rounds_of(*sent)).sending, found.steps) == wanted
     counter = ByteCounter(collectives=7, inter=100)
-    rounds = Rounds(counter)
+    rounds = StepTraffic(counter)
     counter.collectives = 10
     rounds.end_step()
     counter.reset()

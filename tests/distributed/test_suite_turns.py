@@ -12,7 +12,7 @@ import pytest
 from experiments.cells import setups, suite, timelines
 from experiments.cells.engine import Node, carried
 from experiments.cells.setups import Setups
-from experiments.cells.suite import Cell
+from experiments.cells.suite import Measurement
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
 from experiments.report import arithmetic, replay_page, replay_words, replayed, speedup
 from experiments.report.table import Note
@@ -232,6 +232,6 @@ def test_with_a_timeline_what_hides_behind_backward_is_not_counted() -> None:
 
 def test_on_one_node_there_are_fewer_rounds_and_models_may_have_shares_of_their_own() -> None:
     assert (PAPER.rounds_on(1), PAPER.rounds_on(2)) == (suite.ALONE, PAPER.rounds)
-    assert PAPER.fraction(Cell("resnet50_b128", "tf32", 4, "9.4", "birder_hierarchical")) == 1 / 16
-    assert PAPER.fraction(Cell("resnet50_b128", "tf32", 4, "9.4", "fp32")) == 1 / 48
-    assert PAPER.fraction(Cell("bert_base_b12", "tf32", 4, "9.4", "fp32")) == 1 / 96
+    assert PAPER.fraction(Measurement("resnet50_b128", "tf32", 4, "9.4", "birder_hierarchical")) == 1 / 16
+    assert PAPER.fraction(Measurement("resnet50_b128", "tf32", 4, "9.4", "fp32")) == 1 / 48
+    assert PAPER.fraction(Measurement("bert_base_b12", "tf32", 4, "9.4", "fp32")) == 1 / 96

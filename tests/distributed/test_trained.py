@@ -248,7 +248,7 @@ def test_the_commands_of_the_validation_compose(nodes: int, tmp_path: Path) -> N
 def test_a_part_of_the_validation_and_what_is_recorded() -> None:
     part = list(validate.worlds(["resnet50", "nodes=4,2", "gbps=10,2.5", "results_dir=x"]))
     assert [(w.nodes, w.gbps) for w in part] == [(2, 2.5), (2, 10.0), (4, 2.5), (4, 10.0)]
-    of = validate.World(world()[0].exp, 2, 10.0)
+    of = validate.ComparedWorld(world()[0].exp, 2, 10.0)
     assert of.made(world())
     assert not of.made([*world(), dataclasses.replace(world()[0], status="failed")])
     assert not dataclasses.replace(of, gbps=5.0).made(world())

@@ -43,17 +43,17 @@ def _train(rank: int, world: int, spec: RunSpec, alone: bool, memory: float) -> 
     """Trains, in turns or alone; the losses of each method on this rank."""
     from experiments.timing import turns
     from experiments.training import loop
-    from experiments.training.method import Method
+    from experiments.training.method import AttachedMethod
 
     seen: dict[str, list[float]] = {}
-    step = Method.step
+    step = AttachedMethod.step
 
-    def noted(self: Method, *arguments: Any) -> Any:
+    def noted(self: AttachedMethod, *arguments: Any) -> Any:
         loss = step(self, *arguments)
         seen.setdefault(f"{type(self.optimizer).__name__} {self.optimizer.wire}", []).append(float(loss))
         return loss
 
-    Method.step = noted  # type: ignore[method-assign]
+    AttachedMethod.step = noted  # type: ignore[method-assign]
     turns.MEMORY = memory
     machine.DRIFT = 1e9  # a busy machine is not what is tested
     (loop if alone else turns).train(spec)
@@ -155,9 +155,9 @@ def test_without_methods_the_bound_is_left(tmp_path: Path) -> None:
 
 
 def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.timing.links import BOUND_TURNS, Links
+    from experiments.timing.links import BOUND_TURNS, EmulatedLinks
 
-    made = Links.__new__(Links)
+    made = EmulatedLinks.__new__(EmulatedLinks)
     cluster = {"dilation": "auto", "link_gbps": 10, "nodes": 2, "max_total_gbps": 5.0}
     made.config = {"cluster": cluster, "timeline": "resnet50_b32_tf32"}
     made.shapes, made.mbit, made.set_to = True, None, []

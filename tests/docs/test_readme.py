@@ -191,7 +191,7 @@ def test_commands_compose(page: str, arguments: list[str]) -> None:
         assert predict.ask([a for a in arguments if "=" in a and not a.startswith("--")])
         return
     if script == "experiments/tune.py":
-        request = tune.Request.of([a for a in arguments if a != "--dry-run"])
+        request = tune.TuneRequest.of([a for a in arguments if a != "--dry-run"])
         for optimizer in request.optimizers:
             compose.resolve(request.compose(optimizer))
         return

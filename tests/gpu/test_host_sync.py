@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import birder
 from birder import kernels
-from birder.comm import StreamPipeline
-from birder.comm import link as link_module
+from birder.comm import StreamPipeline, collectives
 from birder.comm import run as perform
 from birder.comm.late import sent
 from birder.hooks.attachment import mark_overflow
@@ -71,7 +70,7 @@ not wait would make the coordinate move a step later than the equations do. No w
 def padded(monkeypatch: pytest.MonkeyPatch, kind: str) -> FakeGpu:
     """Steps of a model whose embedding has a row without gradient for ever, once the host has seen that they are few."""
     gpu = FakeGpu()
-    monkeypatch.setattr(link_module, "dist", Nccl())
+    monkeypatch.setattr(collectives, "dist", Nccl())
     with gpu.running(monkeypatch):
         p = torch.nn.Parameter(torch.randn(400, 64, device=GPU))
         optimizer = birder.Birder([p], lr=0.01)
@@ -111,7 +110,7 @@ def run(
     elements: of a unit. feed: gradients arrive one by one, as in backward. seen: Birder has seen every coordinate.
     """
     gpu, launches = FakeGpu(), []
-    monkeypatch.setattr(link_module, "dist", Nccl())
+    monkeypatch.setattr(collectives, "dist", Nccl())
     with gpu.running(monkeypatch):
         params = [torch.nn.Parameter(torch.randn(40, 7, device=GPU)) for _ in range(tensors)]
         optimizer = getattr(birder, name.split()[0])(params, lr=0.01, **EVERY[name], **options)
@@ -216,7 +215,7 @@ def test_birder_waits_no_more_for_a_row_that_never_has_a_gradient(kind, monkeypa
 
 def test_agreement_on_an_overflow_waits_for_nothing(monkeypatch):
     gpu = FakeGpu()
-    monkeypatch.setattr(link_module, "dist", Nccl())
+    monkeypatch.setattr(collectives, "dist", Nccl())
     with gpu.running(monkeypatch):
         perform(communicator("flat"), mark_overflow([torch.randn(10, 10, device=GPU) for _ in range(3)], GPU))
     assert gpu.waits == []

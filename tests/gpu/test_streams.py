@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 import birder
 from birder import kernels
-from birder.comm import ByteCounter, Communicator, Link, StreamPipeline, Union
-from birder.comm import link as link_module
+from birder.comm import ByteCounter, Collectives, Communicator, StreamPipeline, Union, collectives
 from birder.kernels import reference
 from tests.helpers.fake_cuda import FakeCuda, Stream
 
@@ -37,7 +36,7 @@ def eager(monkeypatch):
 
 
 class FakeNccl:
-    """What birder/comm/link.py asks of torch.distributed, as NCCL does it: on a stream of its own, in the order of the calls.
+    """What `birder.comm.collectives` asks of torch.distributed, as NCCL does it: on its own stream, in order.
 
     All ranks send what this one sends.
     """
@@ -69,9 +68,9 @@ class FakeNccl:
         return self._queue(flat, flat, lambda: flat.mul_(1), async_op)
 
 
-def nccl_link(size: int) -> Link:
+def nccl_link(size: int) -> Collectives:
     """A link of `size` ranks on NCCL, of which this is number 1."""
-    link = Link.__new__(Link)
+    link = Collectives.__new__(Collectives)
     link.group, link.counter, link.size, link.rank = None, ByteCounter(), size, 1 % size
     link.ranks, link.near, link._received = list(range(size)), [True] * size, {}
     link._backends = {"cpu": "nccl"}
@@ -119,7 +118,7 @@ def test_every_read_comes_after_its_write(name):
 def test_so_it_does_with_collectives_on_a_stream_of_their_own(name, kind, monkeypatch):
     fake = FakeCuda()
     pipeline = StreamPipeline(CPU, fake)
-    monkeypatch.setattr(link_module, "dist", FakeNccl(fake))
+    monkeypatch.setattr(collectives, "dist", FakeNccl(fake))
     run(name, fake, pipeline, comm=communicator(kind))
     assert fake.faults == []
 

@@ -39,21 +39,21 @@ def fault(name: str, file: str, right: str, wrong: str, *tests: str) -> Fault:
 FAULTS = [
     fault(
         "a mean is not divided by n",
-        "comm/link.py",
+        "comm/collectives.py",
         "self.sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)",
         "self.sum_of_rows((yield from self.all_to_all(rows)))",
         f"{DISTRIBUTED}mean.py",
     ),
     fault(
         "the mean within a node is not divided by its ranks",
-        "comm/link.py",
+        "comm/collectives.py",
         "self.all_to_all(rows, received))).div_(self.size)",
         "self.all_to_all(rows, received)))",
         f"{DISTRIBUTED}onebit_lamb.py",
     ),
     fault(
         "nobody waits for messages",
-        "comm/link.py",
+        "comm/collectives.py",
         "                w.wait()\n            if staging",
         "                pass\n            if staging",
         f"{DISTRIBUTED}contract.py",

@@ -92,21 +92,25 @@ def test_ddp_knows_its_hooks_and_its_reducer(world: Any) -> None:
 
 
 def test_process_groups(world: Any) -> None:
-    needs(hasattr(world, "bound_device_id"), "ProcessGroup.bound_device_id", "birder/comm/link.py")
+    needs(hasattr(world, "bound_device_id"), "ProcessGroup.bound_device_id", "birder/comm/collectives.py")
     numbered: Any = dist.distributed_c10d._world
-    needs(isinstance(getattr(numbered, "group_count", None), int), "_world.group_count", "birder/comm/link.py")
+    needs(isinstance(getattr(numbered, "group_count", None), int), "_world.group_count", "birder/comm/collectives.py")
     before = world.bound_device_id
     world.bound_device_id = None
     world.bound_device_id = before
     made = inspect.signature(dist.new_group).parameters
-    needs("use_local_synchronization" in made, "new_group(use_local_synchronization)", "birder/comm/link.py")
+    needs("use_local_synchronization" in made, "new_group(use_local_synchronization)", "birder/comm/collectives.py")
     timeout = world._get_backend(torch.device("cpu")).options._timeout
-    needs(timeout.total_seconds() > 0, "backend.options._timeout", "birder/comm/link.py")
+    needs(timeout.total_seconds() > 0, "backend.options._timeout", "birder/comm/collectives.py")
     config = str(dist.get_backend_config(world))
-    needs("cpu:gloo" in config.split(","), f"get_backend_config as a list (it is {config!r})", "birder/comm/link.py")
+    needs(
+        "cpu:gloo" in config.split(","),
+        f"get_backend_config as a list (it is {config!r})",
+        "birder/comm/collectives.py",
+    )
     if dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        needs(hasattr(options, "_timeout"), "ProcessGroupNCCL.Options._timeout", "birder/comm/link.py")
+        needs(hasattr(options, "_timeout"), "ProcessGroupNCCL.Options._timeout", "birder/comm/collectives.py")
 
 
 def test_a_generator_shows_what_it_holds() -> None:

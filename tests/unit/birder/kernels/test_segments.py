@@ -13,7 +13,7 @@ from birder.kernels import segments
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "ROOM", 4)
-    monkeypatch.setattr(segments, "_made", segments.Kept())
+    monkeypatch.setattr(segments, "_made", segments.SegmentCache())
 
 
 def steps(number: int, tables: int) -> list[list[Any]]:

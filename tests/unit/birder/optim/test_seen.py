@@ -16,7 +16,7 @@ import birder
 from birder import Topology
 from birder.comm import Hierarchical, TwoPhase
 from birder.comm import run as perform
-from birder.comm.link import Operation
+from birder.comm.collectives import Operation
 from birder.optim import seen
 
 BLOCK = seen.BLOCK

@@ -118,7 +118,7 @@ def test_the_schedule_by_counting(aligned):
             oracle.rounds_now()
             counted = {name: counted[name] + oracle.had[name] for name in counted}
             found = schedule.rounds(step, warmup, kappa, doubling, limit, aligned)
-            assert found == schedule.Rounds(step, counted["variance"], counted["onebit"], step - counted["sync"])
+            assert found == schedule.RoundCounts(step, counted["variance"], counted["onebit"], step - counted["sync"])
             assert oracle.had["variance"] == (step in schedule.variance_steps(warmup, kappa, aligned))
             assert oracle.had["sync"] == schedule.sync(step, warmup, doubling, limit, aligned), (step, warmup)
 

@@ -14,7 +14,7 @@ import birder
 from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, Timeline
 from birder.predict.answers import Answer, answer
 from birder.predict.gpus import GPUS, find
-from birder.predict.layouts import CONTEXT_GB, STATE, Plan
+from birder.predict.layouts import CONTEXT_GB, STATE, TrainingPlan
 from birder.predict.methods import every
 
 MILLION = 1_000_000
@@ -29,9 +29,11 @@ def timeline(step_ms: float = 90.0, elements: int = 100 * MILLION, layers: int =
     return Timeline("made", "made", "a100", "bf16", 1, 8, forward, step_ms, gradients, inside, "a test", update_ms=2.0)
 
 
-def ask(gbps: float, plan: Plan | None = None, nodes: int = 4, latency_us: float = 20.0, **options: Any) -> Answer:
+def ask(
+    gbps: float, plan: TrainingPlan | None = None, nodes: int = 4, latency_us: float = 20.0, **options: Any
+) -> Answer:
     cluster = Cluster.of_gpus(nodes, 8, Link(gbps, latency_us))
-    return answer(timeline(**options.pop("model", {})), cluster, plan or Plan(), **options)
+    return answer(timeline(**options.pop("model", {})), cluster, plan or TrainingPlan(), **options)
 
 
 def test_a_slow_link_is_a_reason_to_compress_and_the_sentence_says_how() -> None:
@@ -91,13 +93,13 @@ def test_a_method_that_does_not_pay_is_preferred_to_none_that_does() -> None:
     rows = (sure, row("birder", 1.055), row("sigma_delta", 1.045), prediction["none"])
     made = replace(prediction, rows=rows)
     for order in (made, replace(made, rows=(rows[2], rows[1], rows[0], rows[3]))):
-        found = Answer(order, (), Plan(), None, {}, {"birder": 1.0, "sigma_delta": 0.0})
+        found = Answer(order, (), TrainingPlan(), None, {}, {"birder": 1.0, "sigma_delta": 0.0})
         assert found.pays
         assert found.best is not None
         assert found.best.name == order.winner == "birder"
     # Where nothing pays, it is said of the fastest, whatever keeps accuracy.
     none = replace(made, rows=(sure, row("birder", 1.045), row("sigma_delta", 1.035), prediction["none"]))
-    said = Answer(none, (), Plan(), None, {}, {"birder": 1.0, "sigma_delta": 0.0})
+    said = Answer(none, (), TrainingPlan(), None, {}, {"birder": 1.0, "sigma_delta": 0.0})
     assert not said.pays
     assert said.sentences()[0].startswith("Do not compress: Birder, the fastest whose ranks share one model, saves 4 %")
     assert none.winner == "bf16"
@@ -122,11 +124,13 @@ def test_what_is_needed_can_be_imported() -> None:
 
 
 def test_in_a_short_run_moments_cost_more() -> None:
-    first = {n: ask(5, methods=["birder", "sigma_delta"], plan=Plan(run_steps=n)).prediction for n in (300, 100_000)}
+    first = {
+        n: ask(5, methods=["birder", "sigma_delta"], plan=TrainingPlan(run_steps=n)).prediction for n in (300, 100_000)
+    }
     assert first[300]["birder"].ms == first[100_000]["birder"].ms
     assert first[300]["sigma_delta"].ms > 1.2 * first[100_000]["sigma_delta"].ms > 1.2 * first[300]["birder"].ms
     with pytest.raises(ValueError, match="run_steps must be at least 1, got 0"):
-        Plan(run_steps=0)
+        TrainingPlan(run_steps=0)
 
 
 def test_a_dense_warm_up_counts_where_methods_are_near() -> None:
@@ -154,14 +158,14 @@ def test_of_methods_alike_the_one_that_keeps_accuracy_is_advised() -> None:
 
 
 def test_accumulation_computes_more_for_the_same_messages() -> None:
-    one, four = ask(10), ask(10, Plan(accumulation=4))
+    one, four = ask(10), ask(10, TrainingPlan(accumulation=4))
     assert four.prediction["none"].step.ms == pytest.approx(4 * one.prediction["none"].step.ms, rel=0.05)
     assert four.prediction["fp32"].step.nic_bytes == one.prediction["fp32"].step.nic_bytes
     assert four.saving("birder")[0] < one.saving("birder")[0]
 
 
 def test_hsdp_sends_shards_between_nodes_and_takes_what_it_can_run() -> None:
-    found = ask(10, Plan("hsdp"))
+    found = ask(10, TrainingPlan("hsdp"))
     names = {r.name for r in found.prediction.rows}
     assert {"fp32", "bf16", "birder_hierarchical", "none"} <= names
     assert names.isdisjoint({"birder", "cser", "powersgd4", "local_sgd"})
@@ -172,7 +176,7 @@ def test_hsdp_sends_shards_between_nodes_and_takes_what_it_can_run() -> None:
 
 
 def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
-    slow, fast = ask(10, Plan("fsdp")), ask(800, Plan("fsdp"))
+    slow, fast = ask(10, TrainingPlan("fsdp")), ask(800, TrainingPlan("fsdp"))
     for found in (slow, fast):
         assert found.sentences()[0].startswith("Do not compress: FSDP over all ranks")
         assert {r.name for r in found.prediction.rows} == {"fp32", "bf16", "fp16", "none"}
@@ -184,11 +188,11 @@ def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
 
 def test_a_method_that_a_layout_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"birder needs the whole model, or nodes as workers: not with sharding=hsdp"):
-        ask(10, Plan("hsdp"), methods=["birder"])
+        ask(10, TrainingPlan("hsdp"), methods=["birder"])
     with pytest.raises(ValueError, match=r"birder_hierarchical needs replicas: not with sharding=fsdp"):
-        ask(10, Plan("fsdp"), methods=["birder_hierarchical"])
+        ask(10, TrainingPlan("fsdp"), methods=["birder_hierarchical"])
     with pytest.raises(ValueError, match="accumulation must be at least 1"):
-        Plan(accumulation=0)
+        TrainingPlan(accumulation=0)
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------------
@@ -227,11 +231,11 @@ def test_local_steps_set_how_often_ranks_meet() -> None:
 
 def test_memory_is_parameters_gradients_state_and_activations() -> None:
     t, cluster = timeline(), Cluster(4, 8, Link(10))
-    whole = Plan().memory_gb(t, cluster, METHODS["bf16"], 3e9)
+    whole = TrainingPlan().memory_gb(t, cluster, METHODS["bf16"], 3e9)
     assert whole == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"] + 2))
-    own = Plan("hsdp").state(METHODS["onebit_adam_hierarchical"], cluster)
+    own = TrainingPlan("hsdp").state(METHODS["onebit_adam_hierarchical"], cluster)
     assert own == METHODS["onebit_adam"].state(4, 1) / 8  # the moments are sharded too
-    shared = Plan("hsdp").memory_gb(t, cluster, METHODS["bf16"], 3e9)
+    shared = TrainingPlan("hsdp").memory_gb(t, cluster, METHODS["bf16"], 3e9)
     assert shared == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"]) / 8 + 2 * 2 * 0.01)
 
 

@@ -20,7 +20,7 @@ from birder.comm.virtual import communicators
 from birder.kernels import reference
 from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, Timeline, simulate
 from birder.predict.costs import BYTES
-from birder.predict.methods import Method, every, over
+from birder.predict.methods import MethodSpec, every, over
 
 SIDE = 256
 WARM = {"warmup_steps": 2}
@@ -98,7 +98,7 @@ def asked(name: str, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> Sim
     return SimpleNamespace(nic=sum(sent[-cycle:]) / cycle, state=made[0].state_bytes(), calls=calls, first=made[0])
 
 
-def tabled(name: str, topology: Topology) -> tuple[Method, float]:
+def tabled(name: str, topology: Topology) -> tuple[MethodSpec, float]:
     """The table's row, and the bytes that a node sends by it."""
     method = METHODS[name if topology.ranks_per_node == 1 else f"{name}_hierarchical"]
     method = over(every(method, 4) if name.startswith("diloco") else method, steps=10)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from birder.predict import Cluster, Costs, Plan, Timeline, answer, crossover, predict, sweep
+from birder.predict import Cluster, Costs, Timeline, TrainingPlan, answer, crossover, predict, sweep
 from birder.predict.timeline import read
 from tests.helpers import ROOT
 from tests.unit.birder.predict.test_predict import link
@@ -84,7 +84,7 @@ def test_a_sweep_goes_to_a_thousand_nodes() -> None:
 @pytest.mark.parametrize("sharding", ["hsdp", "fsdp"])
 def test_each_point_of_a_sweep_is_the_prediction_for_that_cluster(sharding: str) -> None:
     """FSDP's own collectives depend on the link's rate and on the number of nodes."""
-    plan, there = Plan(sharding), Cluster(2, 8, link(10.0))  # type: ignore[arg-type]
+    plan, there = TrainingPlan(sharding), Cluster(2, 8, link(10.0))  # type: ignore[arg-type]
     names = ["bf16", "none"] if sharding == "fsdp" else ["bf16", "birder_hierarchical", "none"]
     for over, values in (("gbps", [1.0, 10.0, 400.0]), ("nodes", [2, 4, 64])):
         for value, found in zip(values, sweep(bert(), there, over, values, names, plan=plan), strict=True):
@@ -94,7 +94,7 @@ def test_each_point_of_a_sweep_is_the_prediction_for_that_cluster(sharding: str)
 
 
 def test_the_crossover_of_a_layout_is_that_of_its_replicas() -> None:
-    plan, there = Plan("hsdp"), Cluster(8, 8, link(10.0))
+    plan, there = TrainingPlan("hsdp"), Cluster(8, 8, link(10.0))
     rate = crossover(bert(), there, ["birder_hierarchical"], plan=plan)["birder_hierarchical"]
     assert rate is not None
     for factor, pays in ((0.98, True), (1.02, False)):
@@ -107,9 +107,12 @@ def test_the_crossover_of_a_layout_is_that_of_its_replicas() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: crossover(bert(), Cluster(2, 8, link(1.0)), plan=Plan("fsdp")), "no replicas to compress between"),
         (
-            lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "gbps", [1.0], ["birder"], plan=Plan("hsdp")),
+            lambda: crossover(bert(), Cluster(2, 8, link(1.0)), plan=TrainingPlan("fsdp")),
+            "no replicas to compress between",
+        ),
+        (
+            lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "gbps", [1.0], ["birder"], plan=TrainingPlan("hsdp")),
             "not with sharding",
         ),
         (lambda: link(0.0), "rate must be positive"),

@@ -13,7 +13,7 @@ import pytest
 from birder.predict.timeline import parse
 from experiments import replay
 from experiments.cells import engine, suite, timelines
-from experiments.cells.suite import Cell, Model, Place, Suite
+from experiments.cells.suite import Measurement, Place, Suite, SuiteModel
 from experiments.cells.timelines import nic_bytes
 from experiments.records import record
 from experiments.records.record import ResultRecord
@@ -28,7 +28,7 @@ AT = Place("resnet50_b32", "tf32", 8, "9.4")
 MS = {"fp32": 100.0, "bf16": 60.0, "onebit_adam": 55.0, "birder": 50.0, "birder_hierarchical": 40.0, "none": 35.0}
 
 
-def entry(cell: Cell, ms: float, **changes: Any) -> ResultRecord:
+def entry(cell: Measurement, ms: float, **changes: Any) -> ResultRecord:
     """A record of `cell` whose step takes `ms` on the cluster."""
     method, elements = PAPER.methods[cell.method], 798_657
     dilation = PAPER.dilation(cell, method.fraction, 28.0)
@@ -64,7 +64,7 @@ def grid(
     return found
 
 
-def chosen(model: str, rates: Any, links: Any, nodes: Any, methods: Any = tuple(MS)) -> list[Cell]:
+def chosen(model: str, rates: Any, links: Any, nodes: Any, methods: Any = tuple(MS)) -> list[Measurement]:
     """The rows' cells, without those of the check alone."""
     cells = PAPER.cells(PAPER.places([model], rates, links, nodes), methods)
     return [c for c in cells if c.method in methods]
@@ -114,7 +114,7 @@ def test_times_are_divided_by_their_own_dilation_and_speedups_by_each_other() ->
 
 
 def test_the_page_says_what_it_is_and_guesses_nothing(tmp_path: Path) -> None:
-    save(tmp_path, [*grid(), entry(Cell("resnet50_b32", "tf32", 2, "9.4", "fp32_serial"), 100.0)])
+    save(tmp_path, [*grid(), entry(Measurement("resnet50_b32", "tf32", 2, "9.4", "fp32_serial"), 100.0)])
     for path in tables.save(replay_page.render(PAPER, tmp_path)):
         assert path.is_file()
     page = replay_page.paths(PAPER, tmp_path)[0].read_text()
@@ -175,9 +175,9 @@ def test_arithmetic_of_the_check_by_hand() -> None:
 
 def test_the_check_names_what_is_off() -> None:
     t = timelines.load("resnet50_b32_tf32")
-    cells = [Cell("resnet50_b32", "tf32", n, "9.4", "fp32") for n in (2, 8)]
+    cells = [Measurement("resnet50_b32", "tf32", n, "9.4", "fp32") for n in (2, 8)]
     good, bad = (replay_words.expected(t, c.nodes, 9.4) for c in cells)
-    half = Cell("resnet50_b32", "tf32", 8, "9.4", "bf16")
+    half = Measurement("resnet50_b32", "tf32", 8, "9.4", "bf16")
     slow = entry(half, replay_words.expected(t, 8, 9.4, "bf16") * 0.92)
     slow = dataclasses.replace(slow, link={**slow.link, "off_by": 0.07})
     results = collect([entry(cells[0], good * 1.04), entry(cells[1], bad * 1.2), slow])
@@ -227,7 +227,9 @@ def tiny(folder: Path) -> Suite:
     content |= {"gpus_per_node": 8, "forward_ms": 4.0, "step_ms": 16.0, "gradients": gradients, "intra_node": inside}
     path = timelines.write(parse({**content, "source": "a test"}, "test"), folder / "tiny_b4_tf32.json")
     methods = PAPER.methods | {name: BENCH.methods[name] for name in OF_BENCH}
-    return PAPER.model_copy(update={"models": {"tiny_b4": Model(title="tiny", timeline=str(path))}, "methods": methods})
+    return PAPER.model_copy(
+        update={"models": {"tiny_b4": SuiteModel(title="tiny", timeline=str(path))}, "methods": methods}
+    )
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_a_name_is_the_variant_that_stands_for_the_method_and_ideas_of_studies_s
     records += [run(99.0, seed, 1.0, "studies.one.Idea", "an idea") for seed in range(3)]
     (table,) = accuracy.build(records)
     assert [c.label for c in table.one_of_each] == ["Birder (optimizer.eps=1.0)"]
-    study = facts.Study(table, tmp_path)
+    study = facts.StudyFacts(table, tmp_path)
     assert study.cell("Birder") is table.one_of_each[0]
     assert study.cell("Birder (optimizer.eps=2.0)").by_seed == {0: 95.0}
     assert study.cell("an idea").by_seed.keys() == {0, 1, 2}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from experiments.report import captions, metrics, speedup
-from experiments.report.metrics import Rounds, ratio
+from experiments.report.metrics import TimedRounds, ratio
 from tests.helpers.records import run
 
 
-def rounds(ms: np.ndarray | list[float], mean: bool = False, steps: int = 2) -> Rounds:
-    return Rounds(tuple(map(float, ms)), (steps,) * len(ms), mean)
+def rounds(ms: np.ndarray | list[float], mean: bool = False, steps: int = 2) -> TimedRounds:
+    return TimedRounds(tuple(map(float, ms)), (steps,) * len(ms), mean)
 
 
 def test_what_slows_all_methods_of_a_round_widens_nothing() -> None:
@@ -40,7 +40,7 @@ def test_too_few_rounds_or_not_as_many_have_no_interval() -> None:
 
 def test_steps_that_differ_in_kind_count_by_all_of_them() -> None:
     # A cycle of 6 steps, one of them of 100 ms and five of 10 ms, over two rounds of 1 and 5 steps.
-    local = Rounds((100.0, 10.0) * 4, (1, 5) * 4, mean=True)
+    local = TimedRounds((100.0, 10.0) * 4, (1, 5) * 4, mean=True)
     assert metrics._typical(np.array(local.ms), np.array(local.steps), True) == pytest.approx(150 / 6)
     found = ratio(rounds([50.0] * 8), local)
     assert found is not None
@@ -81,7 +81,7 @@ def test_the_interval_of_the_inverse_is_the_inverse() -> None:
 def test_rounds_of_a_record() -> None:
     turns = {"world": "w", "ms": [1.0, 2.0], "steps": [2, 2]}
     uneven = {"typical": "mean"}
-    assert metrics.rounds(run("Birder", timing=uneven, turns=turns)) == Rounds((1.0, 2.0), (2, 2), True)
+    assert metrics.rounds(run("Birder", timing=uneven, turns=turns)) == TimedRounds((1.0, 2.0), (2, 2), True)
     assert metrics.rounds(run("Birder", 1.0)) is None
     assert metrics.rounds(run("Birder", timing=uneven, turns=turns, status="failed")) is None
 

@@ -11,7 +11,7 @@ import pytest
 from experiments.config import compose
 from experiments.records.record import ResultRecord
 from experiments.report import accuracy
-from experiments.report.metrics import Difference, Parity, difference, holm
+from experiments.report.metrics import Difference, StatedParity, difference, holm
 from launch.errors import UserError
 from tests.helpers.records import score
 
@@ -118,14 +118,15 @@ def test_no_verdict_without_a_margin_that_all_runs_share() -> None:
 
 def test_experiments_state_their_margins() -> None:
     stated = {
-        exp: Parity.of(compose.resolve(compose.compose([f"+exp={exp}"]))) for exp in ("bert_squad", "ptb", "digits")
+        exp: StatedParity.of(compose.resolve(compose.compose([f"+exp={exp}"])))
+        for exp in ("bert_squad", "ptb", "digits")
     }
     assert stated == {
-        "bert_squad": Parity(baseline="BertAdam", margin=1.0),
-        "ptb": Parity(baseline="BertAdam", margin=0.03, relative=True),
-        "digits": Parity(baseline="SGDM", margin=1.0),
+        "bert_squad": StatedParity(baseline="BertAdam", margin=1.0),
+        "ptb": StatedParity(baseline="BertAdam", margin=0.03, relative=True),
+        "digits": StatedParity(baseline="SGDM", margin=1.0),
     }
-    assert Parity.of(compose.resolve(compose.compose([]))) is None
+    assert StatedParity.of(compose.resolve(compose.compose([]))) is None
     with pytest.raises(UserError, match=r"parity\.margin"):
         compose.resolve(compose.compose(["parity.margin=-1"]))
 

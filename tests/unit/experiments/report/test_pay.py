@@ -17,11 +17,13 @@ from experiments.cells.architectures import Asked
 from experiments.records.record import PUBLISHED
 from experiments.report import html_page, pay
 from experiments.report.html_page import Grid
-from experiments.report.pay import Choice, Model
+from experiments.report.pay import Choice, PayModel
 from tests.helpers import BROWSER
 from tests.helpers.tiers import slow
 
-SMALL = Choice((Model("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400))
+SMALL = Choice(
+    (PayModel("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400)
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from launch.errors import UserError
 from studies import volume as cli
 from tests.helpers.commands import refused
 
-SETTING = volume.Setting()
+SETTING = volume.VolumeSchedules()
 
 
 def counts(steps: int, aligned: bool) -> tuple[int, int, int]:
@@ -68,7 +68,7 @@ def test_the_known_reductions():
 
 
 def test_volume_by_hand():
-    r = schedule.Rounds(steps=100, dense=5, onebit=60, skipped=40)
+    r = schedule.RoundCounts(steps=100, dense=5, onebit=60, skipped=40)
     assert volume.bits(r, 16) == 5 * 16 + 60
     assert volume.against_adam(r, 32) == 3200 / (5 * 32 + 60)
     assert volume.onebit_adam_bits(100, 20, 16) == 20 * 16 + 80

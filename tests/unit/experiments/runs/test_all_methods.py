@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments import all_methods, compare
-from experiments.all_methods import Plan
+from experiments.all_methods import MethodsRequest
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.records import labels, record
@@ -90,7 +90,7 @@ def arguments(runs: Runs, *more: str) -> list[str]:
 
 def test_every_row_composes_and_has_three_rates() -> None:
     base = compose.compose([f"+exp={methods_table.EXP}"])
-    plan = Plan(["scale=quick"], (0,), all_methods.PARTS)
+    plan = MethodsRequest(["scale=quick"], (0,), all_methods.PARTS)
     rows = all_methods.variants(base, None)
     made = [compose.resolve(plan.compose(row)) for row in rows]
     names = [labels.method(m) for m in made]

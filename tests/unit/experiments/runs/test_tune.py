@@ -65,7 +65,7 @@ def test_every_method_has_the_same_trials_and_held_out_data_decide(
     assert tune.main(arguments(runs, "budget=4", "seeds=2", "span=10")) == 0
     places = {}
     for name in BEST:
-        lr = float(compose.resolve(tune.Request((name,), ("+exp=digits",)).compose(name))["optimizer"]["lr"])
+        lr = float(compose.resolve(tune.TuneRequest((name,), ("+exp=digits",)).compose(name))["optimizer"]["lr"])
         short = [r for r in runs.started if r[0] == name and r[2] == 5]
         assert len(short) == 4
         assert all(lr / 10 <= r[1] <= lr * 10 for r in short)

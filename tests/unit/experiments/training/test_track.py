@@ -23,7 +23,7 @@ from experiments.records.record import ROOT
 from experiments.tracking import tracked, wandb_run
 from experiments.tracking.tracked import TrackedRun
 from experiments.training import track
-from experiments.training.track import Curve, Tracker
+from experiments.training.track import CurveFile, Tracker
 from launch.errors import UserError
 from launch.spec import RunSpec
 from tests.helpers import wandb_file
@@ -67,7 +67,7 @@ def test_resume_drops_rows_beyond_the_resumed_step_and_a_torn_row(tmp_path: Path
 
 def test_a_torn_row_of_a_step_before_the_checkpoint_is_dropped_too(tmp_path: Path) -> None:
     (tmp_path / "curve.csv").write_text("step,seconds,loss,metric\n1,1.000,5,\n2,2.0")
-    Curve(tmp_path / "curve.csv", start=5).close()
+    CurveFile(tmp_path / "curve.csv", start=5).close()
     assert (tmp_path / "curve.csv").read_text() == "step,seconds,loss,metric\n1,1.000,5,\n"
 
 
@@ -143,7 +143,7 @@ def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: Any, capsys: An
 
 
 def test_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    curve = Curve(tmp_path / "curve.csv")
+    curve = CurveFile(tmp_path / "curve.csv")
 
     class Full:
         def write(self, _: str) -> None:

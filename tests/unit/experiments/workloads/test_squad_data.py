@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.workloads.base import Shard
-from experiments.workloads.squad_data import Question, checked, find_file, read_json, synthetic_questions
+from experiments.workloads.squad_data import SquadQuestion, checked, find_file, read_json, synthetic_questions
 from launch.errors import UserError
 from tests.helpers.workload_data import squad_files
 from tests.unit.experiments.workloads.test_workloads_squad import tiny
@@ -111,7 +111,7 @@ def test_an_empty_or_deeply_nested_context_is_one_line(tmp_path: Path, content: 
 
 def test_answers_that_are_not_at_their_offset() -> None:
     good = synthetic_questions(200, "dev")
-    bad = Question("bad", "?", "some text", (("other", 0),))
+    bad = SquadQuestion("bad", "?", "some text", (("other", 0),))
     assert checked([*good, bad], "x") == good
     with pytest.raises(UserError, match="3 of 23 questions"):
         checked([*good[:20], bad, bad, bad], "x")

@@ -1,4 +1,4 @@
-"""`Link`: the collectives of one process group, each counting the bytes that this rank sends."""
+"""`Collectives`: the collectives of one process group, each counting the bytes that this rank sends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Post:
     nbytes: sent to every peer; `ring`: of an all-reduce around a ring.
     """
 
-    link: Link
+    link: Collectives
     nbytes: int
     start: Callable[[int | None], Wait]
     ring: bool = False
@@ -170,7 +170,7 @@ def _arrival(sent: dist.Work | None, received: Tensor) -> Wait:
     return arrived
 
 
-class Link:
+class Collectives:
     """A process group, with the collectives that the methods need. A link without a group is this process alone.
 
     On gloo, exchanges are plain sends and receives, all posted before the first is waited for: gloo's own all-to-all
