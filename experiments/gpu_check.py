@@ -18,7 +18,8 @@ once, so a later failure loses nothing:
                many as the time allows
 
 The report is OUT/TIME/report.md, next to a file of JSON lines for each part. A rehearsal shows that the command works and
-says nothing about a GPU. No network is needed, and this package need not be installed: docs/gpu.md lists what must be there.
+says nothing about a GPU. No network is needed, and this package need not be installed: docs/appendix/gpu.md lists what must
+be there.
 Exit status: 0 success; 1 a check failed or a part was cut off; 2 no GPU, or bad input; 130 Ctrl-C.
 """
 

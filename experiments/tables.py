@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables.print_group(args.results or own, args.group, verbose=args.verbose)
         return 0
     written = [path for f in folders for path in write(f, args.exp)]
-    print("\n".join(map(str, written)) or f"no tables: no records in {args.results or own}/records")
+    print("\n".join(map(str, written)) or f"no tables: no completed run in {args.results or own}/records")
     return 0
 
 

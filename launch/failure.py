@@ -53,6 +53,10 @@ class RunFailed(Exception):
     """A run that started did not end well. The message is one line that names the rank and the node."""
 
 
+class Diverged(RuntimeError):
+    """The loss is NaN or inf. The program did nothing wrong, so one line is said and no traceback is shown."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why a run failed. `traceback` is for the user's eyes, once; empty where there is none."""

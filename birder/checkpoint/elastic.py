@@ -109,6 +109,7 @@ def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, _Whole]]:
     name, units = type(optimizer).__name__, state["units"]
+    optimizer.check_layout(state)
     if units is None or len(units) != len(optimizer.units):
         raise ValueError(f"the saved state has {len(units or [])} units, this optimizer has {len(optimizer.units)}")
     workers, shards = state["signature"]

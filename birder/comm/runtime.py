@@ -17,11 +17,13 @@ on all ranks: the number of the task, in the order of submission, and of the cal
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import GeneratorType
 from typing import Any, TypeVar, overload
@@ -222,6 +224,20 @@ class OwnTurn(Pipeline):
             yield from asking(task())
 
 
+_PIPELINES: weakref.WeakSet[ThreadPipeline] = weakref.WeakSet()
+LEAVE_S = 10.0
+"""How long a process that ends waits for messages under way: a script may stop between backward and `step`."""
+
+
+@atexit.register
+def _leave() -> None:
+    """A thread that is inside gloo when the interpreter ends would abort the process, and a run that is over would count as
+    failed."""
+    until = time.monotonic() + LEAVE_S
+    for pipeline in list(_PIPELINES):
+        pipeline.settle(until - time.monotonic())
+
+
 class ThreadPipeline(Pipeline):
     """Two worker threads, for CPU tensors. Each keeps the order of submission."""
 
@@ -238,6 +254,7 @@ class ThreadPipeline(Pipeline):
         ]
         for thread in self._threads:
             thread.start()
+        _PIPELINES.add(self)
 
     @property
     def sound(self) -> bool:
@@ -282,6 +299,11 @@ class ThreadPipeline(Pipeline):
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def settle(self, seconds: float) -> None:
+        """Returns when all submitted tasks are done, or after so long."""
+        with self._state:
+            self._state.wait_for(lambda: self._open == 0, max(seconds, 0.0))
 
     def close(self) -> None:
         self._begun.put(None)

@@ -7,7 +7,7 @@ rank's replica on that rank's own gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -65,11 +65,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _drives(outer: Optimizer, owner: Optimizer) -> bool:
-    """Whether `outer` is a wrapper of `owner`: keeps it as an attribute, or in a list of these."""
-    inner = [o for value in vars(outer).values() for o in _optimizers(value) if o is not outer]
+    """Whether `outer` is a wrapper of `owner`: keeps it as an attribute, or in lists and dicts of these."""
+    kept = [value for name, value in vars(outer).items() if name not in ("state", "param_groups")]
+    inner = [o for o in _optimizers(kept) if o is not outer]
     return any(o is owner or _drives(o, owner) for o in inner)
 
 
-def _optimizers(value: Any) -> Iterable[Optimizer]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, Optimizer)]
+def _optimizers(value: Any, depth: int = 4) -> Iterable[Optimizer]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and depth:
+        return [found for one in value for found in _optimizers(one, depth - 1)]
+    return [value] if isinstance(value, Optimizer) else []

@@ -212,7 +212,8 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
     run_dir = Path(resolved["output_dir"]) / exp / (resolved["run_name"] or run_id)
     if (run_dir / "spec.yaml").exists():
         if resolved["resume"] != "auto":
-            raise UserError(f"{run_dir} holds a run already: resume it (resume=auto) or choose another run_name")
+            resume = "" if resolved["cluster"]["name"] == "virtual" else "resume it (resume=auto) or "
+            raise UserError(f"{run_dir} holds a run already: {resume}choose another run_name")
         run_id = same_run.go_on(run_dir, resolved)
     return RunSpec(
         id=run_id,

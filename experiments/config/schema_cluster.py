@@ -48,7 +48,7 @@ class Virtual(Local):
 class Emulated(Cluster):
     link_gbps: Positive = doc("rate of the network that is emulated, Gbit/s per node and direction")
     dilation: Dilation = doc("the links here are set to link_gbps / dilation; auto: measured at the start")
-    max_total_gbps: Positive | None = doc("what this machine can carry over all nodes; null: 5 Gbit/s per core")
+    max_total_gbps: Positive | None = doc("what this machine can carry over all nodes; null: 4 to 5 Gbit/s per core")
 
 
 class Ssh(Cluster):

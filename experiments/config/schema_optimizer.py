@@ -58,6 +58,7 @@ class BertAdam(_Adam):
 
 
 class LAMB(_Adam):
+    eps: Positive = doc("added to the root of the variance")
     bias_correction: Switch = doc("as published; DeepSpeed's code has none")
     min_coeff: NotNegative = doc("lower bound of the ratio |x|/|r|")
     max_coeff: Positive | None = doc("upper bound of the ratio")
@@ -75,6 +76,7 @@ class OneBitAdam(_Adam):
 
 
 class OneBitLAMB(_Adam):
+    eps: Positive = doc("added to the root of the variance")
     warmup_steps: Steps = doc("dense steps before variance and ratios are frozen")
     min_coeff: NotNegative = doc("lower bound of the ratio |x|/|r| in the warm-up")
     max_coeff: Positive | None = doc("upper bound of the ratio in the warm-up")
@@ -163,6 +165,7 @@ class EF21SGDM(_Momentum):
 
 
 class SLAMB(_Adam):
+    eps: Positive = doc("added to the root of the variance")
     beta3: Fraction = doc("weight left of a fresh element for each step without being averaged")
     fraction: Share = doc("k, the share of elements sent in a step")
     sync_every: Count = doc("H, steps between averages of the models")

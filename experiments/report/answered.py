@@ -15,6 +15,7 @@ from experiments.records.record import ResultRecord, read_all
 from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE
 from experiments.report.sentences import lines, say
 from experiments.report.table import Table
+from launch.errors import UserError
 
 WIDTH = 80
 VERDICTS = Path("tables") / "accuracy_verdicts.json"
@@ -38,6 +39,8 @@ def known_verdicts(results: Path) -> list[list[list[str]]]:
     file = results / VERDICTS
     if file.is_file():
         return list(json.loads(file.read_text(encoding="utf-8")))
+    if not (results / "records").is_dir():
+        raise UserError(f"no results folder {results}: it has no records/; leave --results out for the published ones")
     return verdicts(read_all(results))
 
 

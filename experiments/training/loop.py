@@ -23,6 +23,7 @@ from experiments.training.world import gathered as everyones
 from experiments.training.world import world
 from experiments.workloads.base import Shard, all_sum
 from launch.errors import UserError
+from launch.failure import Diverged
 from launch.spec import RunSpec
 from launch.words import say
 
@@ -30,7 +31,7 @@ from launch.words import say
 def train(spec: RunSpec) -> None:
     """Trains as the rank that torchrun's environment names, and writes the record on rank 0.
 
-    Raises UserError for what the user can mend, RuntimeError when the loss has diverged (NaN or inf).
+    Raises UserError for what the user can mend, Diverged when the loss is NaN or inf.
     """
     with world(spec) as shard:
         _Run(spec, shard).run()
@@ -130,10 +131,10 @@ class _Run:
         self._finish(tracker, samples)
 
     def _check_losses(self) -> None:
-        """Raises RuntimeError for the first loss that is NaN or inf. With a GradScaler steps that overflow are skipped."""
+        """Raises Diverged for the first loss that is NaN or inf. With a GradScaler steps that overflow are skipped."""
         for step, loss in self.losses:
             if self.method.scaler is None and not math.isfinite(value := float(loss)):
-                raise RuntimeError(f"the loss is {value} at step {step}: lower optimizer.lr")
+                raise Diverged(f"the loss is {value} at step {step}: lower optimizer.lr")
         self.losses.clear()
 
     def _resume(self) -> int:

@@ -98,7 +98,7 @@ class _Rank:
             self.node,
             kind=type(error).__name__,
             message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            traceback="" if isinstance(error, failure.Diverged) else "".join(traceback.format_exception(error)),
             user_error=isinstance(error, UserError),
             peers=peers,
         )

@@ -1,0 +1,41 @@
+"""A script that ends between backward and `step`, where messages are still under way, ends as with torch: with code 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers import ROOT
+
+SCRIPT = """
+import time, torch, birder, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8))
+optimizer = birder.Birder(model.parameters())
+ddp = DistributedDataParallel(model)
+birder.attach(ddp, optimizer)
+for step in range(5):
+    loss = ddp(torch.randn(4, 64)).square().mean()
+    if step == 4 and dist.get_rank() == 1:
+        time.sleep(0.1)
+    optimizer.zero_grad()
+    loss.backward()
+    if step == 4:
+        break  # the loss is small enough, or the time is over
+    optimizer.step()
+print("ended", flush=True)
+"""
+
+
+def test_a_script_may_end_between_backward_and_step(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("ended") == 2
