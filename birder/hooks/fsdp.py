@@ -165,8 +165,8 @@ def attach_shards(
         raise TypeError(f"with mesh= attach needs DDP or a model that fully_shard made, got {type(model).__name__}")
     if not optimizer.on_shards:
         raise TypeError(
-            f"{type(optimizer).__name__} works on whole parameters, FSDP shards them: use Birder, OneBitAdam, OneBitLAMB "
-            "or a dense method, or DistributedDataParallel"
+            f"{type(optimizer).__name__} works on whole parameters, FSDP shards them: use Birder, SigmaDeltaAdam, OneBitAdam "
+            "or AdamW, or DistributedDataParallel"
         )
     reshard(model)
     _check_parameters(model, optimizer, mesh)
