@@ -23,7 +23,7 @@ from torch import Tensor
 
 from birder.checkpoint import Restored
 from birder.optim.base import BucketOptimizer, Unit, round_up
-from birder.optim.by_parameter import Flat, own
+from birder.optim.by_parameter import Flat, check_layout, own
 
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, _Whole]]:
     name, units = type(optimizer).__name__, state["units"]
-    optimizer.check_layout(state)
+    check_layout(optimizer, state)
     if units is None or len(units) != len(optimizer.units):
         raise ValueError(f"the saved state has {len(units or [])} units, this optimizer has {len(optimizer.units)}")
     workers, shards = state["signature"]

@@ -1,4 +1,4 @@
-"""`Collectives`: the collectives of one process group, each counting the bytes that this rank sends."""
+"""`Collectives` of one process group: each counts the bytes that this rank sends."""
 
 from __future__ import annotations
 

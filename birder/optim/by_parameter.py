@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from birder.comm import AllGather, GatherShards, run
 from birder.optim.contract import Method
-from birder.optim.layout import Unit
+from birder.optim.layout import Unit, round_up
 
 Flat = dict[str, Tensor]
 """A unit's state; what has a number for every element has `padded` of them."""
@@ -94,3 +96,71 @@ def put_back(method: Method, saved: dict[Tensor, Flat]) -> None:
                 of_parameter(method, unit, name, flat[name], i).copy_(state[name])
         method.load_unit(unit, own(method, unit, flat))
     method.forget_derived()
+
+
+# ---- a saved state and the parameters that it is of --------------------------------------------------------------------
+
+
+def numbering(method: Method) -> list[Tensor]:
+    """All parameters, in the order in which torch numbers them."""
+    return [p for group in method.param_groups for p in group["params"]]
+
+
+def layout(method: Method) -> str:
+    """Which parameters the units hold, by torch's numbers, and their shapes: "0:3x4 1:3 | 2:5". "" before `attach`."""
+    numbers = {p: i for i, p in enumerate(numbering(method))}
+    return " | ".join(
+        " ".join(f"{numbers[p]}:{_shape(p)}" for p in unit.wholes if p in numbers) for unit in method.units
+    )
+
+
+def check_layout(method: Method, state_dict: dict[str, Any]) -> None:
+    """Raises ValueError where the saved units hold other parameters, whose state may well have the same length."""
+    saved, mine = state_dict.get("layout"), layout(method)
+    if saved is None or saved == mine:
+        return
+    theirs, ours = (dict(part.split(":") for part in text.replace("|", " ").split()) for text in (saved, mine))
+    names = {str(i): method._names.get(p, f"parameter {i}") for i, p in enumerate(numbering(method))}
+    wrong = {
+        "lacks": [i for i in ours if i not in theirs],
+        "has, but this run does not train,": [i for i in theirs if i not in ours],
+        "has another shape of": [i for i in ours if theirs.get(i, ours[i]) != ours[i]],
+    }
+    said = [f"{what} {_listed([names[i] for i in sorted(found, key=int)])}" for what, found in wrong.items() if found]
+    raise ValueError(
+        f"the saved state {' and '.join(said) or 'has these parameters in other units'}: resume with the same model and "
+        "unit size, and with those layers frozen that were frozen when it was saved (requires_grad, before birder.attach "
+        "or the first step); freeze and unfreeze after loading"
+    )
+
+
+def by_number(method: Method, state_dict: dict[str, Any]) -> dict[int, Flat] | None:
+    """The saved state by torch's numbers of parameters; None where units are the saved ones, or ranks keep parts of it.
+
+    Raises ValueError for a parameter whose shape is not the saved one.
+    """
+    saved = state_dict.get("layout")
+    if saved in (None, layout(method)) or method.compressed or method.comm.holders > 1:
+        return None
+    held, found = numbering(method), {}
+    for unit, tensors in zip(saved.split(" | "), state_dict["units"], strict=True):
+        first = 0
+        for i, (number, _, shape) in enumerate(part.partition(":") for part in unit.split()):
+            p = held[int(number)]
+            if shape != _shape(p):
+                check_layout(method, state_dict)
+            places = slice(first, first + p.numel())
+            found[int(number)] = {
+                name: t[i].clone() if name in method.by_tensor else t[places].view(p.shape).clone()
+                for name, t in tensors.items()
+            }
+            first += round_up(p.numel(), method.alignment)
+    return found
+
+
+def _shape(p: Tensor) -> str:
+    return "x".join(map(str, p.shape))
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests, run
 from birder.optim.agreement import Agreement
-from birder.optim.by_parameter import Flat, parts, put_back
+from birder.optim.by_parameter import Flat, by_number, check_layout, layout, numbering, parts, put_back
 from birder.optim.contract import Method, arguments
-from birder.optim.layout import Unit, round_up
+from birder.optim.layout import Unit
 
 BY_UNIT = (
     "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by unit, and "
@@ -216,44 +216,11 @@ class MethodState(Method):
             "rank": self.comm.rank,
             "fingerprint": self.fingerprint() if differ else None,
             "changed": self.watch.changed,
-            "layout": self._layout(),
+            "layout": layout(self),
             "units": [dict(u.state) for u in self.units] if self._bound else None,
-            "aside": {i: self._aside[p] for i, p in enumerate(self._held()) if p in self._aside},
+            "aside": {i: self._aside[p] for i, p in enumerate(numbering(self)) if p in self._aside},
             **torchs,
         }
-
-    def _held(self) -> list[Tensor]:
-        """All parameters, in the order in which torch numbers them."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _layout(self) -> str:
-        """Which parameters the units hold, by torch's numbers, and their shapes: "0:3x4 1:3 | 2:5". "" before `attach`."""
-        numbers = {p: i for i, p in enumerate(self._held())}
-        return " | ".join(
-            " ".join(f"{numbers[p]}:{'x'.join(map(str, p.shape))}" for p in unit.wholes if p in numbers)
-            for unit in self.units
-        )
-
-    def check_layout(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the saved units hold other parameters, whose state may well have the same length."""
-        saved, mine = state_dict.get("layout"), self._layout()
-        if saved is None or saved == mine:
-            return
-        theirs, ours = (dict(part.split(":") for part in text.replace("|", " ").split()) for text in (saved, mine))
-        names = {str(i): self._names.get(p, f"parameter {i}") for i, p in enumerate(self._held())}
-        wrong = {
-            "lacks": [i for i in ours if i not in theirs],
-            "has, but this run does not train,": [i for i in theirs if i not in ours],
-            "has another shape of": [i for i in ours if theirs.get(i, ours[i]) != ours[i]],
-        }
-        said = [
-            f"{what} {_listed([names[i] for i in sorted(found, key=int)])}" for what, found in wrong.items() if found
-        ]
-        raise ValueError(
-            f"the saved state {' and '.join(said) or 'has these parameters in other units'}: resume with the same model and "
-            "unit size, and with those layers frozen that were frozen when it was saved (requires_grad, before birder.attach "
-            "or the first step); freeze and unfreeze after loading"
-        )
 
     @contextlib.contextmanager
     def _hooks_set_aside(self, *kinds: str) -> Iterator[None]:
@@ -309,7 +276,7 @@ class MethodState(Method):
             self.follow_groups()  # torch replaces the group dicts
         if not live:
             self.steps = int(state_dict["steps"])
-            held, aside = self._held(), state_dict.get("aside") or {}
+            held, aside = numbering(self), state_dict.get("aside") or {}
             self._aside = {held[i]: (since, dict(kept)) for i, (since, kept) in aside.items()}
         self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
@@ -364,10 +331,10 @@ class MethodState(Method):
                 "model, and train with a new optimizer"
             )
         units = state_dict["units"]
-        if (found := self._by_number(state_dict)) is not None:
+        if (found := by_number(self, state_dict)) is not None:
             self._load_by_number(state_dict, found)
             return
-        self.check_layout(state_dict)
+        check_layout(self, state_dict)
         if len(units) != len(self.units):
             raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
         for unit, tensors in zip(self.units, units, strict=True):
@@ -375,32 +342,9 @@ class MethodState(Method):
             unit.moved = set(range(len(unit.params)))  # which ones have is not saved: all may have
         self._fingerprint = state_dict.get("fingerprint")
 
-    def _by_number(self, state_dict: dict[str, Any]) -> dict[int, Flat] | None:
-        """The saved state by torch's numbers of parameters; None where units are the saved ones, or ranks keep parts of it.
-
-        Raises ValueError for a parameter whose shape is not the saved one.
-        """
-        saved = state_dict.get("layout")
-        if saved in (None, self._layout()) or self.compressed or self.comm.holders > 1:
-            return None
-        held, found = self._held(), {}
-        for unit, tensors in zip(saved.split(" | "), state_dict["units"], strict=True):
-            first = 0
-            for i, (number, _, shape) in enumerate(part.partition(":") for part in unit.split()):
-                p = held[int(number)]
-                if shape != "x".join(map(str, p.shape)):
-                    self.check_layout(state_dict)
-                places = slice(first, first + p.numel())
-                found[int(number)] = {
-                    name: t[i].clone() if name in self.by_tensor else t[places].view(p.shape).clone()
-                    for name, t in tensors.items()
-                }
-                first += round_up(p.numel(), self.alignment)
-        return found
-
     def _load_by_number(self, state_dict: dict[str, Any], found: dict[int, Flat]) -> None:
         """As torch does: every parameter gets its own state, whichever are trained now. What is frozen keeps it aside."""
-        held, self.steps = self._held(), int(state_dict["steps"])
+        held, self.steps = numbering(self), int(state_dict["steps"])
         trained = {p for unit in self.units for p in unit.wholes}
         state_dict["aside"] = (state_dict.get("aside") or {}) | {
             i: (self.steps, kept) for i, kept in found.items() if held[i] not in trained
@@ -442,10 +386,6 @@ def _saying_who_is_missing() -> Iterator[None]:
         raise RuntimeError(f"{ALONE} ({str(error).splitlines()[0]})") from error
     finally:
         timer.cancel()
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def identical(a: list[Any], b: list[Any]) -> bool:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import ByteCounter, Topology, finish
-from birder.comm import Collectives as Collectives
+from birder.comm import ByteCounter, Collectives, Topology, finish
 from birder.comm.collectives import backend_for
 from birder.comm.groups import part
 from birder.predict.cluster import Link

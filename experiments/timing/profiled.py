@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import birder
-from birder.comm import AllGather, AllToAll, ByteCounter, Requests, Topology
-from birder.comm import Collectives as Collectives
+from birder.comm import AllGather, AllToAll, ByteCounter, Collectives, Requests, Topology
 from birder.optim import BucketOptimizer
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit, make_units

@@ -76,7 +76,7 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
 
 
 def OutOfMemory(rank: int, steps: tuple[int, ...]) -> Any:
-    """Memory runs out before these updates, when backward has sent its messages. Dropout begins anew in each attempt."""
+    """Memory runs out before these updates, when backward has sent its messages. Every attempt has the same dropout."""
     from transformers import TrainerCallback
 
     left = list(steps)
