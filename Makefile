@@ -25,9 +25,14 @@ ASTRAY = $(if $(call OF,$1),$(filter-out help $(call OF,$1),$(MAKECMDGOALS)))
 $(foreach v,$(TYPED),$(if $(call ASTRAY,$v),$(error make $(firstword $(call ASTRAY,$v)) has no variable $v: $v is of make $\
 $(call OF,$v))))
 
-OVERRIDES = $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
-	$(if $(SEED),'seed=$(SEED)') $(if $(DATA),'data.path=$(DATA)') $(if $(CLUSTER),'cluster=$(CLUSTER)') \
-	$(if $(HOSTS),'cluster.hosts="$(HOSTS)"') $(if $(SCALE),'scale=$(SCALE)') $(if $(OPT),'--methods=$(OPT)') $(ARGS)
+# A value in the shell's quotes, whatever is in it.
+q = '$(subst ','\'',$1)'
+OVERRIDES = $(if $(NODES),$(call q,cluster.nodes=$(NODES))) $(if $(RANKS),$(call q,cluster.ranks_per_node=$(RANKS))) \
+	$(if $(SEED),$(call q,seed=$(SEED))) $(if $(DATA),$(call q,data.path=$(DATA))) $(if $(CLUSTER),$(call q,cluster=$(CLUSTER))) \
+	$(if $(HOSTS),$(call q,cluster.hosts="$(HOSTS)")) $(if $(SCALE),$(call q,scale=$(SCALE))) $(if $(OPT),$(call q,--methods=$(OPT))) \
+	$(ARGS)
+# The experiment that the user names, or one line that says how.
+NAMED = $(call q,+exp=$(or $(EXP),$(error which experiment? make $@ EXP=digits (files of conf/exp))))
 
 resnet50:      ## try: ResNet-50, synthetic images: does compression pay? 4 minutes
 bert_squad:    ## reproduce: BERT-Base fine-tuned on SQuAD 1.1
@@ -41,10 +46,10 @@ $(EXPERIMENTS): $(READY)
 	@$(BIN)/python experiments/compare.py +exp=$@ $(OVERRIDES)
 
 nodes: $(READY)  ## reproduce: on 1, 2, 4, 8 nodes: make nodes EXP=resnet50 RANKS=2
-	@for n in 1 2 4 8; do $(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES) "cluster.nodes=$$n" || exit $$?; done
+	@for n in 1 2 4 8; do $(BIN)/python experiments/compare.py $(NAMED) $(OVERRIDES) "cluster.nodes=$$n" || exit $$?; done
 
 exp: $(READY)  ## reproduce: any other file of conf/exp: make exp EXP=NAME
-	@$(BIN)/python experiments/compare.py '+exp=$(EXP)' $(OVERRIDES)
+	@$(BIN)/python experiments/compare.py $(NAMED) $(OVERRIDES)
 
 cser zero_one_adam slamb: $(READY)
 	@$(BIN)/python experiments/compare.py --paper $@ $(OVERRIDES)
@@ -67,9 +72,10 @@ gpu-check: $(READY)  ## reproduce: everything that needs a GPU (20 minutes at mo
 	@$(BIN)/python experiments/gpu_check.py $(ARGS)
 
 predict: $(READY)  ## try: will it pay? MODEL=hf:gpt2 GPU=h100 BATCH=8 NODES=4 GBPS=25
-	@$(BIN)/python experiments/predict.py $(if $(MODEL),'model=$(MODEL)') $(if $(BATCH),'batch=$(BATCH)') \
-	  $(if $(GPU),'gpu=$(GPU)') $(if $(SEQ),'seq=$(SEQ)') $(if $(PRECISION),'precision=$(PRECISION)') $(if $(NODES),'cluster.nodes=$(NODES)') $(if $(RANKS),'cluster.ranks_per_node=$(RANKS)') \
-	  $(if $(GBPS),'cluster.gbps=$(GBPS)') $(if $(OPT),'methods=$(OPT)') $(ARGS)
+	@$(BIN)/python experiments/predict.py $(if $(MODEL),$(call q,model=$(MODEL))) $(if $(BATCH),$(call q,batch=$(BATCH))) \
+	  $(if $(GPU),$(call q,gpu=$(GPU))) $(if $(SEQ),$(call q,seq=$(SEQ))) $(if $(PRECISION),$(call q,precision=$(PRECISION))) \
+	  $(if $(NODES),$(call q,cluster.nodes=$(NODES))) $(if $(RANKS),$(call q,cluster.ranks_per_node=$(RANKS))) \
+	  $(if $(GBPS),$(call q,cluster.gbps=$(GBPS))) $(if $(OPT),$(call q,methods=$(OPT))) $(ARGS)
 
 tables: $(READY)  ## reproduce: tables, plots and pages again, from the records
 	@$(BIN)/python experiments/tables.py
@@ -78,7 +84,7 @@ page: $(READY)  ## try: all results as one page for a browser (some minutes)
 	@$(BIN)/python experiments/page.py
 
 publish: $(READY)  ## develop: a group of runs to results/published: GROUP=NAME
-	@$(BIN)/python experiments/publish.py $(GROUP) $(if $(EXP),'--exp=$(EXP)')
+	@$(BIN)/python experiments/publish.py $(if $(GROUP),$(call q,$(GROUP))) $(if $(EXP),$(call q,--exp=$(EXP)))
 
 # Three processes for two cores, as tests wait for each other's ranks; files and tests in random order (after a failure the seed
 # is printed). tests/conftest.py says what comes first. Compiled modules are kept even where the environment says no: the tests start

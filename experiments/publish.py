@@ -22,10 +22,13 @@ from launch.errors import UserError
 def chosen(own: Path, group: str | None, exp: str | None) -> list[ResultRecord]:
     """The records to publish. Raises UserError when there are none, or one of them is not evidence."""
     what = f"group '{group}'" if group else f"experiment '{exp}'"
-    found = [r for r in read_all(own) if (r.group == group if group else r.exp == exp)]
+    there = read_all(own)
+    found = [r for r in there if (r.group == group if group else r.exp == exp)]
     if not found:
-        groups = sorted({r.group for r in read_all(own) if r.group})
-        raise UserError(f"no record of {what} in {own / 'records'}; groups there: {', '.join(groups) or 'none'}")
+        kind, names = (
+            ("groups", {r.group for r in there if r.group}) if group else ("experiments", {r.exp for r in there})
+        )
+        raise UserError(f"no record of {what} in {own / 'records'}; {kind} there: {', '.join(sorted(names)) or 'none'}")
     for r in found:
         if r.git.get("dirty") is not False:
             state = "changed code" if r.git.get("dirty") else "code of an unknown commit"

@@ -33,6 +33,7 @@ if not __package__:  # run as a script
     import _script  # noqa: F401
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -60,7 +61,10 @@ def main() -> int:
     # Hydra wants its flags before the overrides; users write them anywhere. "--": a flag may take a value, or none (--info).
     typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:] if a != "--"]
     overrides = compose.as_of_now(compose.readable([a for a in typed_in if _is_override(a)]))
-    sys.argv[1:] = [*(a for a in typed_in if not _is_override(a)), "--", *overrides]
+    flags = [a for a in typed_in if not _is_override(a)]
+    if wrong := [a for a in get_args_parser().parse_known_args(flags)[1] if a.startswith("-")]:
+        raise UserError(f"unrecognized arguments: {' '.join(wrong)}; --help lists the flags, --hydra-help Hydra's")
+    sys.argv[1:] = [*flags, "--", *overrides]
     jobs: list[Job] = []
 
     def job(config: DictConfig) -> None:

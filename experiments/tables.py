@@ -21,6 +21,7 @@ from experiments.cells import suite as suites
 from experiments.records.record import LOCAL, PUBLISHED, read_all
 from experiments.report import documents, replay_page, tables
 from experiments.runs import command
+from launch.errors import UserError
 
 
 def further(results: Path) -> dict[Path, bytes]:
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
     args = parser.parse_args(argv)
+    if args.verbose and not args.group:
+        raise UserError("--verbose is of the table of a group of runs: add --group=NAME")
     own = Path(LOCAL)
     folders = [args.results] if args.results else [f for f in (PUBLISHED, own) if f.is_dir()]
     if args.exp and not args.results:

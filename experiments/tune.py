@@ -114,7 +114,7 @@ class Tuned:
     def warning(self) -> str | None:
         """What to do where the best rate is at the edge of those tried, or there is none."""
         if self.best is None:
-            return f"{self.label}: no trial ended with a number: lower optimizer.lr or narrow span="
+            return f"{self.label}: no rate from {self.low:g} to {self.high:g} ended with a number: widen it with span="
         place = math.log(self.best / self.low) / math.log(self.high / self.low)
         if EDGE <= place <= 1 - EDGE and min(self.tried) < self.best < max(self.tried):
             return None

@@ -163,11 +163,7 @@ def attach_shards(
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(f"with mesh= attach needs DDP or a model that fully_shard made, got {type(model).__name__}")
-    if not optimizer.on_shards:
-        raise TypeError(
-            f"{type(optimizer).__name__} works on whole parameters, FSDP shards them: use Birder, SigmaDeltaAdam, OneBitAdam "
-            "or AdamW, or DistributedDataParallel"
-        )
+    check_method(type(optimizer))
     reshard(model)
     _check_parameters(model, optimizer, mesh)
     _check_alone(model, optimizer, communicate)
@@ -199,6 +195,15 @@ def attach_shards(
     _register(model, attachment, comm.inside)
     watch(attachment)
     return attachment
+
+
+def check_method(cls: type[BucketOptimizer]) -> None:
+    """Raises TypeError unless a method of this class works on shards of parameters."""
+    if not cls.on_shards:
+        raise TypeError(
+            f"{cls.__name__} works on whole parameters, FSDP shards them: use Birder, SigmaDeltaAdam, OneBitAdam or AdamW, "
+            "or DistributedDataParallel"
+        )
 
 
 def reshard(model: nn.Module) -> None:

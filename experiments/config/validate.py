@@ -118,7 +118,7 @@ def unknown(key: str, known: Sequence[str]) -> UserError:
     near = near or difflib.get_close_matches(key, around, n=2, cutoff=0.6)
     near = near or [k for k in known if k.rpartition(".")[2] == last][:3]  # the right name in the wrong section
     near = near or (siblings[:8] if section else [])
-    hint = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows all keys"
+    hint = f"did you mean {' or '.join(near)}?" if near else "docs/configuration.md lists all keys"
     return UserError(f"no key {shown(str(key))} in the configuration; {hint}")
 
 

@@ -67,10 +67,16 @@ def report(error: BaseException) -> int:
     raise error
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, where argparse prints all flags."""
+        raise UserError(f"{message}; --help lists the flags")
+
+
 def parser(doc: str | None, overrides: str = "") -> argparse.ArgumentParser:
     """Of a command's arguments. doc: the module's docstring, which becomes the help. overrides: the help of key=value
     arguments, which `parse_intermixed_args` takes anywhere; empty: the command has none."""
-    made = argparse.ArgumentParser(description=manual(doc), formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = _Parser(description=manual(doc), formatter_class=argparse.RawDescriptionHelpFormatter)
     if overrides:
         made.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
     return made

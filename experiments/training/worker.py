@@ -171,4 +171,10 @@ def _flush() -> None:
 
 
 if __name__ == "__main__":
+    if not Path(sys.argv[-1]).is_file() or len(sys.argv) != 2:
+        print(
+            "error: no spec.yaml: a run writes it when it starts, --dry-run does not: experiments/run.py",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     main(sys.argv[1])

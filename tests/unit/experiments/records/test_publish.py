@@ -79,6 +79,7 @@ def test_bad_input_is_one_line_and_moves_nothing(tmp_path: Path, capsys: pytest.
         (["absent"], "no record of group 'absent'"),
         (["absent"], "groups there: g"),
         (["--exp", "ptb"], "no record of experiment 'ptb'"),
+        (["--exp", "ptb"], "experiments there: resnet50"),
         ([], "make publish GROUP=NAME"),
         (["g", "--exp", "resnet50"], "make publish GROUP=NAME"),
         (["g"], "names the curve"),

@@ -21,7 +21,7 @@ from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
-from tests.helpers.tiers import slow_unless
+from tests.helpers.tiers import slow, slow_unless
 
 Captured = pytest.CaptureFixture[str]
 
@@ -169,6 +169,19 @@ def test_help_fits_80_columns(name: str) -> None:
     env = os.environ | {"COLUMNS": "80", "PYTHONPATH": ""}
     done = subprocess.run([sys.executable, str(ROOT / name), "--help"], capture_output=True, text=True, env=env)
     check_help(name, done.returncode, done.stdout, done.stderr)
+
+
+WITH_ARGUMENTS = ("run", "tables", "publish", "page", "tune", "sweep", "compare", "predict", "gpu_check")
+
+
+@pytest.mark.parametrize("name", [slow(name) if name != "run" else name for name in WITH_ARGUMENTS])
+def test_an_unknown_flag_is_one_line(name: str) -> None:
+    command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), "--no-such-flag"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "--no-such-flag" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 HELP_OF_ALL = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,22 @@ def test_make_with_a_variable_of_runs_for_a_target_that_runs_nothing_by_it(goal:
     assert done.returncode == 2
     assert f"make {goal} has no variable {name}: {name} is of make resnet50 " in done.stderr
     for target in ("resnet50", "exp", "methods", "cser"):
-        assert make("-n", f"VENV={sys.prefix}", target, given).returncode == 0
+        assert make("-n", f"VENV={sys.prefix}", target, given, *["EXP=digits"] * (target == "exp")).returncode == 0
+
+
+@pytest.mark.parametrize("target", ["exp", "nodes"])
+def test_make_without_an_experiment(target: str) -> None:
+    done = make(f"VENV={sys.prefix}", target)
+    assert done.returncode == 2
+    assert f"which experiment? make {target} EXP=" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_make_with_an_apostrophe_in_a_value() -> None:
+    """It would end the shell's quotes, and what follows it would be another word."""
+    shown = make("-n", f"VENV={sys.prefix}", "digits", "DATA=it's; here", "ARGS=--dry-run").stdout
+    command = next(line for line in shown.splitlines() if "compare.py" in line)
+    assert shlex.split(command)[2:] == ["+exp=digits", "data.path=it's; here", "--dry-run"]
 
 
 def test_make_knows_the_variables_that_it_lists() -> None:

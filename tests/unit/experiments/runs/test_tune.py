@@ -108,7 +108,7 @@ def test_rates_that_diverge_count_as_trials(runs: Runs, capsys: pytest.CaptureFi
     given = [*arguments(runs, "budget=3", "seeds=2"), "optimizer=birder"]
     assert tune.main(given) == 0
     assert len(runs.started) == 3
-    assert "no trial ended with a number" in " ".join(capsys.readouterr().out.split())
+    assert "ended with a number: widen it with span=" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
