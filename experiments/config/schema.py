@@ -44,7 +44,7 @@ class Data(Section):
 
 class Method(Section):
     label: Text | None = doc("how tables call the method; an optimizer's file sets it")
-    sends: Text | None = doc("what travels: 1bit, blocks, masked, model; an optimizer's file sets it")
+    sends: Text | None = doc("what travels: 1bit, blocks, masked, model, topk; an optimizer's file sets it")
 
 
 class LrSchedule(Section):

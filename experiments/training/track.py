@@ -96,7 +96,6 @@ class Tracker:
         metric: str = "metric",
     ) -> None:
         self.total, self.sample, self.metric = total, sample, metric
-        self._main = is_main
         self._closed = not is_main
         if not is_main:
             return

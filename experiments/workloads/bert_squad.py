@@ -101,7 +101,6 @@ class BertSquad(bert.Bert):
         train, held = leave_out(train, None if self.synthetic else self.held_out, "questions")
         texts = dict.fromkeys(text for q in train for text in (q.question, q.context))
         self.load_tokenizer(texts)
-        self._pad = int(self.tokenizer.pad_token_id or 0)
         self._typed = "token_type_ids" in self.tokenizer.model_input_names
         self._train = _Windows(self, train, with_offsets=False)
         # A question's windows stay on one rank, which alone can choose the best of them.
