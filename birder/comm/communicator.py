@@ -79,9 +79,9 @@ class Communicator:
         """Phase 1: every worker's bytes for the chunk that this rank serves. [c*workers] -> [workers, c]."""
         return (yield from self.inter.all_to_all(packed.view(self.workers, -1), out))
 
-    def gather_workers(self, values: Tensor) -> Operation[Tensor]:
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         """`values` of each worker, for this rank's shard. [k] -> [workers, k]."""
-        return (yield from self.inter.all_gather(values))
+        return (yield from self.inter.all_gather(values, out))
 
     def gather(self, chunk: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         """Phase 2: the served chunks of all shards and workers, in element order. [k] -> [shards*workers*k]."""
@@ -130,10 +130,12 @@ class Communicator:
         own = yield from self.across_holders(value.reshape(1))
         return (yield from self.all.sum(own)).reshape(value.shape)
 
-    def across_holders(self, values: Tensor) -> Operation[Tensor]:
-        """The sum over the ranks that hold the other parts of the same parameters. [k] -> [k]."""
+    def across_holders(self, values: Tensor, largest: bool = False) -> Operation[Tensor]:
+        """The sum, or the maximum, over the ranks that hold the other parts of the same parameters. [k] -> [k]."""
         if self.holders == 1:
             return values
+        if largest:
+            return (yield from self.inside.all_gather(values.contiguous())).amax(0)
         return (yield from self.inside.sum(values))  # in rank order, so that all ranks get the same bits
 
 

@@ -72,8 +72,8 @@ class FlatNode(_Waiting, TwoPhase):
         received = yield from self.all.all_to_all(sent, self._received(sent.numel(), sent, out))
         return received[:, : rows.shape[1]].contiguous()
 
-    def gather_workers(self, values: Tensor) -> Operation[Tensor]:
-        return (yield from self._gather(values, self.value_copies, None))
+    def gather_workers(self, values: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
+        return (yield from self._gather(values, self.value_copies, out))
 
     def gather(self, chunk: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         return (yield from self._gather(chunk, self.gather_copies, out)).reshape(-1)
