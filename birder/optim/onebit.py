@@ -25,7 +25,7 @@ from birder.comm import AllGather, AllToAll, Communicator, Requests
 from birder.comm.late import Late
 from birder.optim.base import BucketOptimizer, Unit, gradient
 from birder.optim.layout import maxima
-from birder.optim.watch import FIRST, looked_at
+from birder.optim.watch import FIRST, Counted, looked_at
 
 Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
@@ -139,9 +139,8 @@ class OneBitMethod(OneBitMean):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._with_variance: dict[int, Late] = {}
         """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
-        self._lost: dict[int, Late] = {}
-        """By unit: how many numbers of each parameter got a gradient outside of the support."""
-        self._lost_warned = False
+        self._lost = Counted()
+        """Numbers that got a gradient outside of the support."""
         super().__init__(*args, **kwargs)
 
     def taking_part(self, unit: Unit) -> Tensor:
@@ -187,27 +186,20 @@ class OneBitMethod(OneBitMean):
         """Counts the numbers that this rank's gradient, fp32[padded], would move, whose variance is 0 for good. Seldom."""
         mask = self.support(unit).mask
         late = step - self.warmup_steps
-        if mask is None or self._lost_warned or late <= 0 or not looked_at(FIRST + late):
+        if mask is None or self._lost.warned or late <= 0 or not looked_at(FIRST + late):
             return
-        lost = (grad != 0).logical_and_(~mask)
-        self._lost[unit.index] = Late(torch.stack([part.sum() for part in unit.views(lost)]))
+        self._lost.note(unit, (grad != 0).logical_and_(~mask))
 
     def _warn_of_lost(self) -> None:
-        for unit in self.units:
-            late = self._lost.get(unit.index)
-            if late is None or not late.there:
-                continue
-            del self._lost[unit.index]
-            count, p = max(zip(late.read(), unit.wholes, strict=True), key=lambda found: found[0])
-            if count and not self._lost_warned:
-                self._lost_warned = True
-                warnings.warn(
-                    f"{self.kind}: {count} numbers of {self.named(p)} get a gradient that they did not have in the "
-                    f"{self.warmup_steps} steps of the warm-up. Their variance stays 0, so they never move: use a longer "
-                    "warm-up, or another optimizer for this parameter",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        if found := self._lost.most(self.units):
+            count, p = found
+            warnings.warn(
+                f"{self.kind}: {count} numbers of {self.named(p)} get a gradient that they did not have in the "
+                f"{self.warmup_steps} steps of the warm-up. Their variance stays 0, so they never move: use a longer "
+                "warm-up, or another optimizer for this parameter",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.

@@ -28,6 +28,7 @@ One-process reference: tests/helpers/reference_slamb.py.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -47,6 +48,7 @@ from birder.optim.checks import (
     require_number,
     require_whole,
 )
+from birder.optim.watch import Counted, looked_at
 
 SMALLEST = 2.0**-15
 """Smallest share of elements sent in a step."""
@@ -115,6 +117,7 @@ class SLAMB(BucketOptimizer):
             become(self, FORMS[form], f"form={form!r}")
         self.sync_phase = self.first_sync if sync_phase is None else require_whole("sync_phase", sync_phase, 0)
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
+        self._unseen = Counted()
         self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
         self._powers: dict[torch.device, Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
@@ -161,6 +164,18 @@ class SLAMB(BucketOptimizer):
             m.index_copy_(0, chosen, (yield Mean(m.index_select(0, chosen), WIRES[self.wire])))  # (2)
         self.grow_older(unit, mask)  # tau of (3)
         unit.result = mask
+        if self.unseen == "step" and not self._unseen.warned and looked_at(step):
+            self._unseen.note(unit, (m != 0).logical_and_(v == 0))
+
+    def check_step(self, step: int) -> None:
+        if found := self._unseen.most(self.units):
+            count, p = found
+            warnings.warn(
+                f"SLAMB: {count} numbers of {self.named(p)} have had a gradient on other ranks alone, so this rank moves "
+                'them by m/eps, which can diverge: unseen="hold" leaves them where they are',
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
         """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
@@ -176,6 +191,7 @@ class SLAMB(BucketOptimizer):
 
     def forget_derived(self) -> None:
         self._ahead.clear()
+        self._unseen.clear()
 
     def look_up(self, ages: int, age: Tensor) -> Tensor:
         """beta3^age for whole numbers below `ages`, fp32 in the shape of `age`."""

@@ -33,6 +33,34 @@ def looked_at(times: int) -> bool:
     return times <= FIRST or mixed(times) % ONE_OF == 0
 
 
+class Counted:
+    """How many numbers of each parameter are in some case, counted on the device now and then, for a warning."""
+
+    def __init__(self) -> None:
+        self.warned = False
+        self._late: dict[int, Late] = {}
+
+    def note(self, unit: Unit, there: Tensor) -> None:
+        """there: bool[padded]."""
+        self._late[unit.index] = Late(torch.stack([part.sum() for part in unit.views(there)]))
+
+    def most(self, units: Iterable[Unit]) -> tuple[int, Tensor] | None:
+        """A parameter that has some, and how many; None where none has, or once `warned`. Does not wait."""
+        for unit in units:
+            if self.warned or (late := self._late.get(unit.index)) is None or not late.there:
+                continue
+            del self._late[unit.index]
+            count, p = max(zip(late.read(), unit.wholes, strict=True), key=lambda found: found[0])
+            if count:
+                self.warned = True
+                return count, p
+        return None
+
+    def clear(self) -> None:
+        """Forgets what was counted, not `warned`."""
+        self._late.clear()
+
+
 class GradientWatch:
     """Of one optimizer. `note` when backward is over, `changed` at the beginning of `step`.
 

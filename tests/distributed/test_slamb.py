@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from birder import SLAMB
+from birder import SLAMB, attach
 from birder.comm import ByteCounter
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
@@ -249,3 +251,28 @@ def test_resumed_within_an_interval_equals_uninterrupted(form: str) -> None:
     results = run_ranks(interrupted, 3, {**OPTIONS, "form": form})
     assert all((straight == again).all() for ((straight, again),) in results)
     assert (results[0][0][0] != results[1][0][0]).any()
+
+
+def used_by_one_rank(rank: int, world: int, unseen: str) -> list[str]:
+    """What a rank is warned of. An expert is used by rank 0 alone."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"all": nn.Linear(4, 4), "expert": nn.Linear(4, 4)})
+    optimizer = SLAMB(model.parameters(), unseen=unseen)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.module.forward = lambda x: model["expert"](model["all"](x)) if rank == 0 else model["all"](x)
+    attach(ddp, optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    return [str(w.message) for w in said if "on other ranks alone" in str(w.message)]
+
+
+def test_a_layer_that_only_other_ranks_use_is_warned_of_once() -> None:
+    """Its steps there are m/eps, a million times the momentum."""
+    for unseen, warned in (("step", 1), ("hold", 0)):
+        said = run_ranks(used_by_one_rank, 2, unseen)
+        assert [len(s) for s in said] == [0, warned]
+        assert all('unseen="hold"' in s for s in said[1])
