@@ -120,10 +120,8 @@ def test_other_forms_equal_the_reference_bit_for_bit(nodes, local, options):
     [
         (3, 1, ONE_PHASE),
         (2, 2, ONE_PHASE),
-        slow(8, 1, ONE_PHASE),
         (2, 2, WEYL),
         slow(3, 2, WEYL | ONE_PHASE),
-        slow(8, 1, WEYL),
     ],
 )
 def test_other_forms_on_real_ranks_equal_the_reference_bit_for_bit(nodes, local, options):
