@@ -118,9 +118,8 @@ def train(name: str, change: Change | None, rank: int, late: bool = False, **how
     if attachment is not None:
         attachment.close()
     warned = [str(w.message) for w in said if w.category is RuntimeWarning]
-    return torch.stack(rows), [
-        line for line in warned if "of the warm-up" not in line
-    ]  # toy's rows come late: another matter
+    other_matters = ("of the warm-up", "on other ranks alone")  # toy's rows come late, and not on every rank
+    return torch.stack(rows), [line for line in warned if not any(part in line for part in other_matters)]
 
 
 def ranks_train(rank: int, world: int, names: list[str], changes: list[str], how: dict[str, Any]) -> dict[Any, Any]:
