@@ -171,8 +171,8 @@ class SLAMB(BucketOptimizer):
         if found := self._unseen.most(self.units):
             count, p = found
             warnings.warn(
-                f"SLAMB: {count} numbers of {self.named(p)} have had a gradient on other ranks alone, so this rank moves "
-                'them by m/eps, which can diverge: unseen="hold" leaves them where they are',
+                f"{self.kind}: {count} numbers of {self.named(p)} have had a gradient on other ranks alone, so this rank "
+                'moves them by m/eps, which can diverge: unseen="hold" leaves them where they are',
                 RuntimeWarning,
                 stacklevel=2,
             )

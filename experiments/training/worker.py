@@ -171,7 +171,7 @@ def _flush() -> None:
 
 
 if __name__ == "__main__":
-    if not Path(sys.argv[-1]).is_file() or len(sys.argv) != 2:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
         print(
             "error: no spec.yaml: a run writes it when it starts, --dry-run does not: experiments/run.py",
             file=sys.stderr,

@@ -70,7 +70,7 @@ PARTS = {
     # What comes out otherwise when it is sent inside `step`.
     ("DDP, overlap=False", "Birder"): otherwise("DDP, overlap=False", "Birder", "DDP"),
     ("FSDP2, overlap=False", "Birder"): otherwise("FSDP2, overlap=False", "Birder", "FSDP2"),
-    ("FSDP2", "Birder"): ALL,  # with guards of its own
+    ("FSDP2", "Birder"): ALL,  # FSDP2 has its own guards
 }
 """Of other rows, the cells that `make test-all` runs, but for variants of a habit that come out as with Birder under DDP."""
 

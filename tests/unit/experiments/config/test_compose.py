@@ -175,6 +175,7 @@ def test_unknown_names(overrides: list[str], words: str) -> None:
         (["comm.bucket_cap_mb=1e300"], "comm.bucket_cap_mb must be at most 100000, not 1e+300"),
         (["cluster.nodes=99999999999999999999999"], "cluster.nodes must be at most 10000"),
         (["optimizer._target_=birder.Nosuch"], "no class optimizer._target_='birder.Nosuch'"),
+        (["comm.topology=hsdp", "optimizer=muon"], "comm.topology=hsdp: Muon works on whole parameters"),
         (["optimizer._target_=torch.nn.Linear"], "optimizer._target_='torch.nn.Linear' is not a BucketOptimizer"),
         (["workload._target_=os.system"], "workload._target_='os.system' is not a Workload"),
         (["cluster._target_=subprocess.Popen"], "cluster._target_='subprocess.Popen' is not a Launcher"),
