@@ -227,6 +227,7 @@ def attach(
             "the optimizer holds parameters that the model does not have: build it from model.parameters(), one for each "
             "wrapped model"
         )
+    _check_split(optimizer, {name: p for p, name in names.items() if p in mine})
     if not mine.isdisjoint(getattr(model, "_delay_all_reduce_params", [])):
         raise RuntimeError(
             "DistributedDataParallel(delay_all_reduce_named_params=...) keeps gradients of this optimizer's parameters from "
@@ -271,6 +272,19 @@ def attached(model: nn.Module, optimizer: BucketOptimizer) -> bool:
     """Whether `optimizer` is attached to this very model: one that was wrapped again has no hook yet."""
     hooks = [state for _, state in getattr(unwrap_model(model), "_comm_hooks", ()) if isinstance(state, BucketHook)]
     return any(a.optimizer is optimizer and not a.closed for hook in hooks for a in hook.attachments)
+
+
+def _check_split(optimizer: BucketOptimizer, params: dict[str, Tensor]) -> None:
+    """Raises RuntimeError if tensor parallelism has split `params` and ranks with other parts would compute other steps of
+    what they hold in common. Torch marks parts so (torch.distributed.tensor.parallel.ddp)."""
+    for name, spec in ((name, p._st_info) for name, p in params.items() if hasattr(p, "_st_info")):
+        even = all(spec.shape[at.dim] % spec.mesh.size(i) == 0 for i, at in enumerate(spec.placements) if at.is_shard())
+        if not optimizer.elementwise or optimizer.max_grad_norm is not None or (optimizer.compressed and not even):
+            raise RuntimeError(
+                f"tensor parallelism has split {name}{'' if even else ', in unequal parts'}: with DDP it takes SGDM, AdamW "
+                "or BertAdam, and with equal parts Birder, SigmaDeltaAdam or Lion, each without max_grad_norm. Other methods "
+                "have scales and norms of more than this rank's part"
+            )
 
 
 def _nodes(mesh: DeviceMesh, group: dist.ProcessGroup) -> Topology | None:

@@ -43,6 +43,7 @@ class DenseAdam(BucketOptimizer):
     carried: ClassVar[dict[str, str]] = {"m": "copy", "v": "copy", "missed": "copy"}
     by_tensor: ClassVar[frozenset[str]] = frozenset({"missed"})
     on_shards: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     def init_unit(self, unit: Unit) -> None:
         unit.keep("m", "v")

@@ -69,6 +69,8 @@ class Method(torch.optim.Optimizer):
     It says what happens to it with another number of workers (birder/checkpoint/elastic.py) or shards (shards.py)."""
     on_shards: ClassVar[bool] = False
     """Whether the method works on any part of a parameter: on elements, and on norms of layout.py. Others refuse FSDP."""
+    elementwise: ClassVar[bool] = False
+    """Whether no element's step depends on other elements, as scales and norms do. Others refuse tensor parallelism."""
     by_tensor: ClassVar[frozenset[str]] = frozenset()
     """States that are a number for each parameter, in the order of `unit.params`, not for each element."""
     read_in_update: ClassVar[frozenset[str]] = frozenset()

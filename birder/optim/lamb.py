@@ -15,7 +15,7 @@ One-process reference: tests/distributed/test_lamb.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ class LAMB(DenseAdam):
 
     State: m and v, fp32[d], the same on all ranks. Parameters without gradient are left alone.
     """
+
+    elementwise: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class Muon(AdamW):
     """
 
     on_shards: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class SGDM(BucketOptimizer):
 
     carried: ClassVar[dict[str, str]] = {"momentum": "copy"}
     on_shards: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         "active": "copy",
     }
     on_shards: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
     seen_by: ClassVar[str] = "v"
