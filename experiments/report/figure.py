@@ -10,8 +10,9 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -151,16 +152,36 @@ def digest(png: bytes) -> bytes:
     return found[1] if found else png
 
 
-def png(figure: Figure, data: object, mark: str = MARK) -> bytes:
-    """The file of a figure; its description is the mark and a digest of the data that it shows and of what it says."""
+def lay_out(figure: Figure) -> None:
+    """Places everything."""
     engine = figure.get_layout_engine()
     assert engine is not None
     for _ in range(2):  # the first layout moves ticks, whose widths the second one then knows
         engine.execute(figure)
     figure.set_layout_engine("none")  # savefig would draw everything once more for a third
-    buffer = io.BytesIO()
+
+
+_undrawn: ContextVar[bool] = ContextVar("undrawn", default=False)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Within it `png` gives the description alone, which is all that `digest` reads: drawing is most of the work."""
+    token = _undrawn.set(True)
+    try:
+        yield
+    finally:
+        _undrawn.reset(token)
+
+
+def png(figure: Figure, data: object, mark: str = MARK) -> bytes:
+    """The file of a figure; its description is the mark and a digest of the data that it shows and of what it says."""
     # Versions of matplotlib draw different pixels; the digest lets --check compare what is shown.
     shown = [data, figure.get_suptitle(), *(text.get_text() for text in figure.texts)]
     described = f"{mark}, data {hashlib.sha256(repr(shown).encode()).hexdigest()}"
+    if _undrawn.get():
+        return described.encode()
+    lay_out(figure)
+    buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, "Description": described})
     return buffer.getvalue()

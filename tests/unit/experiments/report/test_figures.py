@@ -39,13 +39,15 @@ from experiments.report import (
 from studies import predicted
 
 UNITS = re.compile(r"\b(ms|Gbit/s|kB|nats|nats per token|GPUs|nodes|step|points|times as fast)\b|%")
+CURVES = 10
+"""Pictures of loss curves whose layout is looked at."""
 SLACK = 1.0
 """Pixels by which boxes may meet: a text's box is a little larger than its ink."""
 
 
 @dataclass
 class Rendered:
-    """What is made of the published records: the pictures, laid out, and the names of files that differ from those kept."""
+    """What is made of the published records: pictures, laid out, and the names of files that differ from those kept."""
 
     pictures: dict[str, Figure]
     wrong: list[str]
@@ -63,7 +65,8 @@ def published(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rendered]:
-    """Everything is drawn once. The look of the pictures stays, as ticks are placed by it."""
+    """All pictures are made, and laid out but for most of the many loss curves: of these the ones with most to say. The look
+    stays, as ticks are placed by it."""
     kept: dict[bytes, Figure] = {}
     files: dict[str, bytes] = {}
     png, render = figure.png, tables.render
@@ -79,7 +82,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rendered]:
 
     folder = tmp_path_factory.mktemp("pictures")
     results = published(folder)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, figure.undrawn():
         patch.setattr(figure, "png", keep)
         patch.setattr(tables, "render", note)
         wrong = cli.check(results)
@@ -93,8 +96,21 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rendered]:
         for over, values in SWEEPS.items():
             swept = sweep(t, Cluster(8, 8, Link(10.0, 20.0)), over, values, SHOWN)
             found[over] = prediction_plots.draw_sweep(swept, over, folder / over).read_bytes()
+    pictures = {name: kept[content] for name, content in found.items()}
+    curves = sorted((name for name in pictures if name.endswith("_curve.png")), key=lambda n: said(pictures[n]))
+    for name in curves[:-CURVES]:
+        del pictures[name]
     with figure.styled():
-        yield Rendered({name: kept[content] for name, content in found.items()}, wrong)
+        for made in pictures.values():
+            figure.lay_out(made)
+            made.draw_without_rendering()
+        yield Rendered(pictures, wrong)
+
+
+def said(made: Figure) -> int:
+    """How much text there is in a picture's titles and legends."""
+    texts = [*made.texts, *(text for legend in legends(made) for text in legend.get_texts())]
+    return sum(len(text.get_text()) for text in texts)
 
 
 @pytest.fixture
