@@ -99,7 +99,7 @@ test-all: $(READY)  ## develop: all tests but those of whole clusters
 	@$(pytest) -m "not cluster and not campaign and not habits"
 
 test-clusters: $(READY)  ## develop: tests of whole clusters: emulated, ssh, SLURM, faults
-	@$(pytest) -n auto -p no:randomly -m cluster
+	@$(pytest) -p no:randomly -m cluster
 
 mutants: $(READY)  ## develop: 24 faults in a copy of birder: do the tests find them?
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations

@@ -61,7 +61,7 @@ def pytest_collection() -> Iterator[Any]:
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the marks in this hook too, and would come first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Tests of a file that share something dear run on one worker, and so do all that start sandboxes.
+    """Tests of a file that share something dear run on one worker, and so do those of the group "sandbox".
 
     Dear: a fixture of the module, or what a function of the file keeps (functools.cache).
     """

@@ -40,7 +40,8 @@ LIMIT_S = 60.0
 SOON_S = 240.0
 """Less than `cluster.collective_timeout_s`, after which a run ends in any case; ample for a busy machine."""
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox"), pytest.mark.timeout(900)]
+# A group of its own, beside the other sandboxes: together they would take twice as long as all the rest.
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("faults"), pytest.mark.timeout(900)]
 
 WHY_NOT = emulated.why_not()
 CLUSTER = "emulated" if WHY_NOT is None else "local"
