@@ -277,7 +277,7 @@ def accuracies_by_bytes(studies: Studies) -> bytes | None:
         names = [_by_bytes(axes, panel) for axes, panel in zip(grid.flat, found, strict=False)]
         _verdict_key(made, grid[0, 0])
         figure.head(made, gaps.point_of_bytes(found), sentences.say("panels_bytes_setting"))
-        made.draw_without_rendering()
+        figure.lay_out(made)  # for good: names that then move keep their panels where they are
         for some in names:
             _thin_out(some)
         return figure.png(made, found)
@@ -296,6 +296,7 @@ def _by_bytes(axes: Axes, panel: Panel) -> list[Annotation]:
             figure.interval(axes, row.each, y, gap, tint, dot=4.5, upright=True)
         place: dict[str, Any] = {"textcoords": "offset points", "xytext": NEAR[0][0], "fontsize": 6.5, "color": tint}
         names.append(axes.annotate(row.label.replace(OURS, ""), (row.each, y), annotation_clip=True, **place))
+        names[-1].set_in_layout(False)  # it stays inside its panel
     axes.set_ylim(*_upwards(panel, 1.15))
     axes.set_xscale("log")
     axes.set_xlabel("bytes per parameter and step")
