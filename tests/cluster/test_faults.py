@@ -40,7 +40,7 @@ LIMIT_S = 60.0
 SOON_S = 240.0
 """Less than `cluster.collective_timeout_s`, after which a run ends in any case; ample for a busy machine."""
 
-# A group of its own, beside the other sandboxes: together they would take twice as long as all the rest.
+# Not in the group "sandbox": one worker would run both, and take twice as long as all others.
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("faults"), pytest.mark.timeout(900)]
 
 WHY_NOT = emulated.why_not()

@@ -47,9 +47,11 @@ SLACK = 1.0
 
 @dataclass
 class Rendered:
-    """What is made of the published records: pictures, laid out, and the names of files that differ from those kept."""
+    """What is made of the published records: the pictures, those that are laid out, and the names of files that differ from
+    those kept."""
 
     pictures: dict[str, Figure]
+    placed: dict[str, Figure]
     wrong: list[str]
 
 
@@ -65,7 +67,7 @@ def published(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rendered]:
-    """All pictures are made, and laid out but for most of the many loss curves: of these the ones with most to say. The look
+    """Everything is made once, and laid out; of the many loss curves only those with the most text. The look of the pictures
     stays, as ticks are placed by it."""
     kept: dict[bytes, Figure] = {}
     files: dict[str, bytes] = {}
@@ -98,13 +100,12 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rendered]:
             found[over] = prediction_plots.draw_sweep(swept, over, folder / over).read_bytes()
     pictures = {name: kept[content] for name, content in found.items()}
     curves = sorted((name for name in pictures if name.endswith("_curve.png")), key=lambda n: said(pictures[n]))
-    for name in curves[:-CURVES]:
-        del pictures[name]
+    placed = {name: made for name, made in pictures.items() if name not in curves[:-CURVES]}
     with figure.styled():
-        for made in pictures.values():
+        for made in placed.values():
             figure.lay_out(made)
             made.draw_without_rendering()
-        yield Rendered(pictures, wrong)
+        yield Rendered(pictures, placed, wrong)
 
 
 def said(made: Figure) -> int:
@@ -161,9 +162,9 @@ def test_every_kind_of_picture_is_looked_at(pictures: dict[str, Figure]) -> None
 
 
 @pytest.mark.slow
-def test_texts_overlap_nothing_and_are_whole(pictures: dict[str, Figure]) -> None:
+def test_texts_overlap_nothing_and_are_whole(rendered: Rendered) -> None:
     wrong = []
-    for name, made in pictures.items():
+    for name, made in rendered.placed.items():
         boxes = [(t.get_text(), box(t)) for t in shown(made)]
         wrong += [(name, a, b) for (a, x), (b, y) in combinations(boxes, 2) if overlap(x, y)]
         for text, b in boxes:
@@ -173,8 +174,8 @@ def test_texts_overlap_nothing_and_are_whole(pictures: dict[str, Figure]) -> Non
 
 
 @pytest.mark.slow
-def test_legends_cover_no_panel(pictures: dict[str, Figure]) -> None:
-    for name, made in pictures.items():
+def test_legends_cover_no_panel(rendered: Rendered) -> None:
+    for name, made in rendered.placed.items():
         for legend in legends(made):
             assert not [axes for axes in made.axes if overlap(box(legend), axes.bbox)], name
 
