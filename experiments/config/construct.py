@@ -66,7 +66,6 @@ def _construct(section: dict[str, Any], name: str, base: type) -> Any:
 def check_classes(resolved: dict[str, Any]) -> None:
     """Raises UserError unless `optimizer` and `cluster` name classes of the right kind."""
     from birder import BucketOptimizer
-    from birder.hooks import fsdp
 
     _class(resolved["cluster"], "cluster", Launcher)
     section = resolved["optimizer"]
@@ -74,6 +73,8 @@ def check_classes(resolved: dict[str, Any]) -> None:
     if section["_target_"] not in OPTIMIZERS:  # a class of the user's: its keys are known by its constructor alone
         validate.arguments(cls, {"params": (), **section}, "optimizer")
     if resolved["comm"]["topology"] == "hsdp":
+        from birder.hooks import fsdp  # torch takes a second to load its own
+
         try:
             fsdp.check_method(cls)
         except TypeError as error:
