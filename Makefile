@@ -163,7 +163,7 @@ help:  ## develop: show this text
 	@awk '/^#= /{name = $$2; $$1 = $$2 = $$3 = ""; sub(/^ +/, ""); printf "  %-14s %s\n", name, $$0}' $(firstword $(MAKEFILE_LIST))
 #= NODES = of runs predict: number of nodes, all here without a cluster
 #= RANKS = of runs nodes predict: ranks (GPUs) per node
-#= OPT = of runs nodes predict: which optimizers, e.g. sgdm,birder
+#= OPT = of runs nodes predict: e.g. sgdm,birder (predict: bf16,birder)
 #= EXP = of exp nodes publish: a file of conf/exp
 #= SEED = of runs nodes: random seed
 #= DATA = of runs nodes: folder or file of the data set

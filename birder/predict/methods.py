@@ -280,10 +280,16 @@ DEFAULT = (
 """Methods of a table when none are named; hierarchical ones where a node has several ranks."""
 
 
+DENSE = ("sgdm", "sgdm_nesterov", "adamw", "bertadam", "lamb", "muon")
+"""Optimizers that send what DDP sends: rows by wire, not by optimizer."""
+
+
 def find(names: Sequence[str] | None, nodes: int, ranks_per_node: int) -> list[MethodSpec]:
     """The methods of these names, or the default ones. Raises ValueError for a name that is unknown."""
     if names is None:
         names = [n for n in DEFAULT if min(nodes, ranks_per_node) > 1 or not METHODS[n].hierarchical]
+    if dense := [n for n in names if n in DENSE]:
+        raise ValueError(f"{dense[0]} sends whole gradients: say how they travel, fp32 or bf16")
     if unknown := [n for n in names if n not in METHODS]:
         raise ValueError(f"no method {unknown[0]!r}{nearest(unknown[0], METHODS)}")
     return [METHODS[n] for n in names]

@@ -119,6 +119,10 @@ def test_the_crossover_of_a_layout_is_that_of_its_replicas() -> None:
         (lambda: link(1.0, latency_us=-1), "must not be negative"),
         (lambda: Cluster(0, 1, link(1.0)), "at least 1 node"),
         (lambda: predict(bert(), Cluster(2, 1, link(1.0)), ["magic"]), "no method 'magic'"),
+        (
+            lambda: predict(bert(), Cluster(2, 1, link(1.0)), ["birder", "adamw"]),
+            "adamw sends whole gradients: say",
+        ),
         (lambda: Costs.of_gpu("abacus"), "no memory bandwidth known of 'abacus'"),
         (lambda: Costs.of_bandwidth(0.0), "must be positive"),
         (lambda: crossover(bert(), Cluster(1, 8, link(1.0))), "one node"),

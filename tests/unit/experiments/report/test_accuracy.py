@@ -327,6 +327,13 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     titles = [panel.title for panel in gaps.panels(accuracy_page.studies([*made, *more]))]
     assert titles == ["digits, 12 steps, 8 workers", "digits, 12 steps, 4 workers"]
     assert [panel.title for panel in gaps.panels(accuracy_page.studies([*made, *same]))] == titles
+    # Once each, also where a table of the page stands next to others of its batch and to others of its batch in all.
+    studies = accuracy_page.studies([*made, *same])
+    assert [panel.title for panel in gaps.panels({exp: [*every, *every] for exp, every in studies.items()})] == titles
+    few = [dataclasses.replace(r, method=r.method.replace("Birder", "Birder local")) for r in same]
+    wide = [dataclasses.replace(r, id=f"{m}{r.id}", method=m) for m in ("A", "B") for r in made if r.method == "Birder"]
+    assert [p.title for p in gaps.panels(accuracy_page.studies([*made, *wide, *same]))] == titles[:1]
+    assert len(gaps.panels(accuracy_page.studies([*made, *wide, *few]))) == 2  # a method that the first lacks
     shorter = [dataclasses.replace(r, config=r.config | {"train": r.config["train"] | {"max_steps": 6}}) for r in same]
     assert len(gaps.panels(accuracy_page.studies([*made, *shorter]))) == 1
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
