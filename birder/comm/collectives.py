@@ -170,6 +170,20 @@ def _arrival(sent: dist.Work | None, received: Tensor) -> Wait:
     return arrived
 
 
+def gather_into(out: Tensor, part: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> dist.Work | None:
+    """torch's all-gather into one tensor: newer releases have renamed it, and warn of the old name."""
+    call: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, part, group=group, async_op=async_op)
+
+
+def scatter_into(
+    part: Tensor, flat: Tensor, group: dist.ProcessGroup | None, async_op: bool = False, **op: dist.ReduceOp.RedOpType
+) -> dist.Work | None:
+    """torch's reduce-scatter of one tensor, likewise. op: the sum where it is not given."""
+    call: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(part, flat, group=group, async_op=async_op, **op)
+
+
 class Collectives:
     """A process group, with the collectives that the methods need. A link without a group is this process alone.
 
@@ -264,7 +278,7 @@ class Collectives:
         def start(tag: int | None) -> Wait:
             if self._backend(part) != "gloo":
                 flat = gathered.view(-1)
-                return _arrival(dist.all_gather_into_tensor(flat, part, group=self.group, async_op=True), gathered)
+                return _arrival(gather_into(flat, part, self.group, async_op=True), gathered)
             if gathered[self.rank].data_ptr() != part.data_ptr():
                 gathered[self.rank].copy_(part)
             return self._exchange([part] * self.size, gathered, tag)
@@ -284,7 +298,7 @@ class Collectives:
             part = received[: rows.shape[1]]
 
             def start(tag: int | None) -> Wait:
-                return _arrival(dist.reduce_scatter_tensor(part, flat, group=self.group, async_op=True), part)
+                return _arrival(scatter_into(part, flat, self.group, async_op=True), part)
 
             return (yield Post(self, rows[0].nbytes, start)).div_(self.size)
         return self.sum_of_rows((yield from self.all_to_all(rows, received))).div_(self.size)

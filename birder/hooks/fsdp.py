@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
 from birder.comm import ByteCounter, Collectives, Replicas, Topology, finish
-from birder.comm.collectives import backend_for
+from birder.comm.collectives import backend_for, gather_into, scatter_into
 from birder.comm.groups import borrow, part
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
 from birder.hooks.other_optimizers import open_attachments, watch
@@ -335,7 +335,7 @@ class CountedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.link.count_pairwise(input_tensor.nbytes)
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return gather_into(output_tensor, input_tensor, group, async_op)
 
 
 class CountedReduceScatter(CountedAllGather):
@@ -349,4 +349,4 @@ class CountedReduceScatter(CountedAllGather):
             output_tensor.copy_(finish(self.link.reduce_scatter_mean(input_tensor)))
             return None
         self.link.count_pairwise(output_tensor.nbytes)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return scatter_into(output_tensor, input_tensor, group, async_op, op=op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from experiments.workloads.base import Batch, Shard, Workload, all_sum, at_least
 from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
-from experiments.workloads.ordering import as_global, batch_indices, generator, steps_per_epoch
+from experiments.workloads.ordering import as_global, batch_indices, fixed_choice, generator, steps_per_epoch
 from launch.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -28,6 +28,8 @@ class ResNet50(Workload):
     data_path:        folder with train/<class>/ and val/<class>/; None: synthetic images.
     image_size:       side of the square crop in pixels, at least 32.
     workers:          loader processes per rank for real images.
+    held_out:         number of training images to leave out of training, always the same ones; the accuracy on them is
+                      the metric `held_out`, for the choice of hyper-parameters. None or 0: none.
     eval_batch:       images per batch in `evaluate`.
     synthetic_images: images that one epoch of synthetic data stands for.
     allow_synthetic:  False makes a missing `data_path` an error.
@@ -41,6 +43,7 @@ class ResNet50(Workload):
     data_path: str | None = None
     image_size: int = 224
     workers: int = 0
+    held_out: int | None = None
     eval_batch: int = 64
     synthetic_images: int = 1_281_167
     allow_synthetic: bool = True
@@ -48,12 +51,14 @@ class ResNet50(Workload):
     def __post_init__(self) -> None:
         if (size := self.image_size) < 32:
             raise UserError(f"workload.image_size={size} is too small: at least 32, the paper uses 224")
-        at_least(0, workers=self.workers)
+        at_least(0, workers=self.workers, held_out=self.held_out)
         self.synthetic = self.data_path is None
         self.data_name = f"synthetic {size}x{size} images" if self.synthetic else "ImageNet folder"
         self.num_classes = 1000
         self._train_size = self.synthetic_images
         self._folders: dict[str, Any] = {}
+        self._kept: list[int] = []
+        self._held: list[int] = []
         self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
 
     def check(self) -> None:
@@ -74,7 +79,12 @@ class ResNet50(Workload):
             "val": ImageFolder(image_split(root, ("val", "test"))),
         }
         self.num_classes = len(classes)
-        self._train_size = len(self._folders["train"])
+        count = len(self._folders["train"])
+        self._held = fixed_choice(count, self.held_out or 0, "held_out")
+        self._kept = sorted(set(range(count)).difference(self._held))
+        if not self._kept:
+            raise UserError(f"workload.held_out={self.held_out} leaves nothing of {count} training images")
+        self._train_size = len(self._kept)
 
     def build_model(self) -> nn.Module:
         from torchvision.models import resnet50
@@ -97,7 +107,7 @@ class ResNet50(Workload):
 
         augment = T.Compose(self.augmentation())
         order = [
-            indices.tolist()
+            [self._kept[i] for i in indices.tolist()]
             for _, indices in batch_indices(
                 self._train_size, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
             )
@@ -117,11 +127,19 @@ class ResNet50(Workload):
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         if self.synthetic:
             return {}
+        top1, top5 = self._accuracies(model, "val", range(len(self._folders["val"])), shard)
+        found = {"top1": top1, "top5": top5}
+        if self._held:
+            found["held_out"], _ = self._accuracies(model, "train", self._held, shard)
+        return found
+
+    def _accuracies(self, model: nn.Module, split: str, of: Sequence[int], shard: Shard) -> tuple[float, float]:
+        """(top1, top5) of the images number `of`, in per cent."""
         from torchvision import transforms as T
 
         resize = T.Resize(round(self.image_size * 256 / 224))
-        images = _Images(self._folders["val"], T.Compose([resize, T.CenterCrop(self.image_size), *to_tensor()]), 0, 0)
-        mine = list(range(shard.rank, len(images), shard.world_size))
+        images = _Images(self._folders[split], T.Compose([resize, T.CenterCrop(self.image_size), *to_tensor()]), 0, 0)
+        mine = list(of[shard.rank :: shard.world_size])
         batches = [mine[i : i + self.eval_batch] for i in range(0, len(mine), self.eval_batch)]
         sums = [0.0, 0.0, 0.0]
         for pixels, labels in self._load(images, batches, shard):
@@ -130,7 +148,7 @@ class ResNet50(Workload):
             sums[1] += float(best.any(dim=1).sum())
             sums[2] += len(labels)
         top1, top5, count = all_sum(sums, shard)
-        return {"top1": 100 * top1 / count, "top5": 100 * top5 / count}
+        return 100 * top1 / count, 100 * top5 / count
 
     def _synthetic_pool(self, shard: Shard, batch: int, seed: int) -> list[tuple[Tensor, Tensor]]:
         key = (shard, batch, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,18 @@ def counted(rank: int, world: int) -> dict[str, Any]:
         out[name] = (attachment.counter.intra, attachment.counter.inter, optimizer.state_bytes())
         out["fed"] = attachment.overlap
     return out
+
+
+def warned(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model, optimizer, _ = hsdp("toy", make_mesh(1, world), "AdamW", {"lr": 0.01})
+        train(model, optimizer, toy.loss, rank, range(1, 3))
+    return [str(w.message) for w in found if issubclass(w.category, FutureWarning | DeprecationWarning)]
+
+
+def test_a_step_warns_of_no_old_names_of_torch() -> None:
+    assert run_ranks(warned, 2) == [[], []]
 
 
 @pytest.mark.parametrize("replicas", [2, slow(4)])

@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -300,24 +301,36 @@ class Script:
 
     def values(self) -> dict[str, np.ndarray]:
         named = self.named()
-        return {name: whole(p).detach().float().contiguous().clone().cpu().numpy() for name, p in named.items()}
+        found = zip(named, wholes(named.values()), strict=True)
+        return {name: p.detach().float().contiguous().clone().cpu().numpy() for name, p in found}
 
     def record(self) -> None:
         self.trace.append(self.values())
 
 
 def whole(p: Any) -> Tensor:
-    if not hasattr(p, "full_tensor"):
-        return p  # type: ignore[no-any-return]
-    if p.device.type == "cpu":
-        return p.full_tensor()  # type: ignore[no-any-return]
-    group = p.device_mesh.get_group(p.device_mesh.ndim - 1)  # `full_tensor` on gloo reads a GPU's addresses on the host
-    own = torch.zeros(-(-p.shape[0] // group.size()), *p.shape[1:])
-    mine = p.to_local().detach().cpu()
-    own[: len(mine)] = mine
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts)[: p.shape[0]]
+    return wholes([p])[0]
+
+
+def wholes(params: Iterable[Any]) -> list[Tensor]:
+    """FSDP's parameters whole, others as they are. One all-gather for all: `full_tensor` has one for each."""
+    found = list(params)
+    sharded = [i for i, p in enumerate(found) if hasattr(p, "full_tensor")]
+    if not sharded:
+        return found
+    mesh = found[sharded[0]].device_mesh
+    group, rows = mesh.get_group(mesh.ndim - 1), []
+    for p in (found[i] for i in sharded):
+        mine = p.to_local().detach().cpu()
+        rows.append(mine.new_zeros(-(-p.shape[0] // group.size()), *p.shape[1:]))
+        rows[-1][: len(mine)] = mine
+    own = torch.cat([part.flatten() for part in rows])
+    ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(ranks, own, group=group)
+    parts = zip(*(rank.split([part.numel() for part in rows]) for rank in ranks), strict=True)
+    for i, part, of in zip(sharded, rows, parts, strict=True):
+        found[i] = torch.cat([one.view(part.shape) for one in of])[: found[i].shape[0]]
+    return found
 
 
 @functools.lru_cache(maxsize=8)

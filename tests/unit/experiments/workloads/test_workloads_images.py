@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from experiments.workloads.base import Shard
 from experiments.workloads.cifar100 import Cifar100
@@ -71,6 +72,27 @@ def test_loader_processes_do_not_change_the_images(tmp_path: Path) -> None:
         batches.append(list(workload.train_batches(shard, 3, seed=0, epoch=0)))
     assert len(batches[0]) == 2
     assert all(same(a, b) for a, b in zip(*batches, strict=True))
+
+
+def test_held_out_images_of_imagenet_are_not_trained_on_and_have_an_accuracy(tmp_path: Path) -> None:
+    root = str(image_folder(tmp_path / "data", train=6, val=2))
+    whole, less = (ResNet50(root, image_size=32, held_out=number) for number in (None, 5))
+    seen = []
+    for workload in (whole, less):
+        workload.prepare(Shard())
+        seen.append({x.numpy().tobytes() for x, _ in workload.train_batches(Shard(), 1, seed=0, epoch=0)})
+    assert [len(images) for images in seen] == [12, 7]
+    assert seen[1] < seen[0]
+
+    class Last(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([[0.0, 1.0]]).expand(len(images), 2)
+
+    trained = sum(int(label) for _, label in less.train_batches(Shard(), 1, seed=0, epoch=0))
+    found = less.evaluate(Last(), Shard())
+    assert found == {**whole.evaluate(Last(), Shard()), "held_out": pytest.approx(100 * (6 - trained) / 5)}
+    with pytest.raises(UserError, match="held_out=12 leaves nothing of 12"):
+        ResNet50(root, image_size=32, held_out=12).prepare(Shard())
 
 
 def test_a_part_of_an_image_folder_is_chosen_before_anything_is_decoded(tmp_path: Path) -> None:
