@@ -68,13 +68,15 @@ def chosen(studies: Studies) -> list[AccuracyTable]:
 
 def shown(studies: Studies) -> list[AccuracyTable]:
     """The `chosen` studies, each with others of its experiment that are as long: those to the same baseline with another
-    number of workers and at least half as many methods, and the weightiest one with more methods. Each table once."""
+    number of workers and at least half as many methods, and the weightiest one with more methods, to another baseline or of
+    another number of workers. Each table once."""
     found: dict[str, AccuracyTable] = {}
     for first, every in zip(chosen(studies), studies.values(), strict=True):
         others = sorted((t for tables in every for t in tables if _length(t) >= _length(first)), key=_weight)
         scaled = [t for t in others if _baseline(t) == _baseline(first) and t.setting.workers != first.setting.workers]
         scaled = [t for t in scaled if 2 * len(_methods(t)) >= len(_methods(first))]
-        more = [t for t in others if _methods(t) - _methods(first)][-1:]
+        elsewhere = [t for t in others if (_baseline(t), t.setting.workers) != (_baseline(first), first.setting.workers)]
+        more = [t for t in elsewhere if _methods(t) - _methods(first)][-1:]
         found |= {t.slug: t for t in (first, *scaled, *more)}
     return list(found.values())
 

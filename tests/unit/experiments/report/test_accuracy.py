@@ -334,6 +334,11 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     wide = [dataclasses.replace(r, id=f"{m}{r.id}", method=m) for m in ("A", "B") for r in made if r.method == "Birder"]
     assert [p.title for p in gaps.panels(accuracy_page.studies([*made, *wide, *same]))] == titles[:1]
     assert len(gaps.panels(accuracy_page.studies([*made, *wide, *few]))) == 2  # a method that the first lacks
+    nodes = [
+        dataclasses.replace(r, id=f"n{r.id}", nodes=2, ranks_per_node=4, method=r.method.replace("Birder", "CSER"))
+        for r in made if r.method != "1-bit Adam"
+    ]  # fmt: skip
+    assert len(gaps.panels(accuracy_page.studies([*made, *wide, *nodes]))) == 1  # as many workers, in another shape
     shorter = [dataclasses.replace(r, config=r.config | {"train": r.config["train"] | {"max_steps": 6}}) for r in same]
     assert len(gaps.panels(accuracy_page.studies([*made, *shorter]))) == 1
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
