@@ -75,7 +75,9 @@ def shown(studies: Studies) -> list[AccuracyTable]:
         others = sorted((t for tables in every for t in tables if _length(t) >= _length(first)), key=_weight)
         scaled = [t for t in others if _baseline(t) == _baseline(first) and t.setting.workers != first.setting.workers]
         scaled = [t for t in scaled if 2 * len(_methods(t)) >= len(_methods(first))]
-        elsewhere = [t for t in others if (_baseline(t), t.setting.workers) != (_baseline(first), first.setting.workers)]
+        elsewhere = [
+            t for t in others if (_baseline(t), t.setting.workers) != (_baseline(first), first.setting.workers)
+        ]
         more = [t for t in elsewhere if _methods(t) - _methods(first)][-1:]
         found |= {t.slug: t for t in (first, *scaled, *more)}
     return list(found.values())
