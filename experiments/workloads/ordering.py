@@ -90,3 +90,15 @@ def fixed_choice(count: int, limit: int | None, name: str) -> list[int]:
     if limit is None or limit >= count:
         return list(range(count))
     return sorted(torch.randperm(count, generator=generator("choice", name))[:limit].tolist())
+
+
+def choose_out(count: int, number: int | None) -> tuple[list[int], list[int]]:
+    """(to train on, held out), sorted indices of training images: `number` are held out, always the same ones.
+
+    Raises UserError where nothing would be left.
+    """
+    held = fixed_choice(count, number or 0, "held_out")
+    kept = sorted(set(range(count)).difference(held))
+    if number and not kept:
+        raise UserError(f"workload.held_out={number} leaves nothing of {count} training images")
+    return kept, held

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from experiments.workloads.base import Batch, Shard, Workload, all_sum, at_least
 from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
-from experiments.workloads.ordering import as_global, batch_indices, fixed_choice, generator, steps_per_epoch
+from experiments.workloads.ordering import as_global, batch_indices, choose_out, generator, steps_per_epoch
 from launch.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -79,11 +79,7 @@ class ResNet50(Workload):
             "val": ImageFolder(image_split(root, ("val", "test"))),
         }
         self.num_classes = len(classes)
-        count = len(self._folders["train"])
-        self._held = fixed_choice(count, self.held_out or 0, "held_out")
-        self._kept = sorted(set(range(count)).difference(self._held))
-        if not self._kept:
-            raise UserError(f"workload.held_out={self.held_out} leaves nothing of {count} training images")
+        self._kept, self._held = choose_out(len(self._folders["train"]), self.held_out)
         self._train_size = len(self._kept)
 
     def build_model(self) -> nn.Module:

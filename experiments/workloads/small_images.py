@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from experiments.workloads import cifar_models
 from experiments.workloads.base import Batch, Shard, all_sum, at_least, one_of
 from experiments.workloads.files import existing_dir, no_synthetic
-from experiments.workloads.ordering import Shuffled, fixed_choice, generator
+from experiments.workloads.ordering import Shuffled, choose_out, fixed_choice, generator
 from launch.errors import UserError
 
 MODELS = ("resnet18", "small_cnn", *cifar_models.WIDE, *cifar_models.THIN)
@@ -86,12 +86,9 @@ class SmallImages(Shuffled):
         train = (train[0][keep], train[1][keep]) if len(keep) < len(train[1]) else train
         self._evaluated = {"top1": test}
         if self.held_out and not self.synthetic:  # random images have no accuracy
-            if self.held_out >= len(train[1]):
-                raise UserError(f"workload.held_out={self.held_out} leaves nothing of {len(train[1])} training images")
-            out = torch.zeros(len(train[1]), dtype=torch.bool)
-            out[fixed_choice(len(train[1]), self.held_out, "held_out")] = True
-            self._evaluated["held_out"] = (train[0][out], train[1][out])
-            train = (train[0][~out], train[1][~out])
+            kept, held = choose_out(len(train[1]), self.held_out)
+            self._evaluated["held_out"] = (train[0][held], train[1][held])
+            train = (train[0][kept], train[1][kept])
         # Per-channel mean and spread of the training images, on the 0..1 scale.
         pixels = train[0][:5000].float() / 255
         self._mean = pixels.mean((0, 2, 3)).view(1, -1, 1, 1).to(shard.device)
