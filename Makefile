@@ -95,11 +95,11 @@ pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -
 test: $(READY)  ## develop: the tests that protect a change
 	@$(pytest) -m "not slow and not gpu and not cluster and not campaign and not habits"
 
-test-all: $(READY)  ## develop: all tests but those of whole clusters
-	@$(pytest) -m "not cluster and not campaign and not habits"
+test-all: $(READY)  ## develop: all tests
+	@$(pytest) -m "not campaign and not habits"
 
 test-clusters: $(READY)  ## develop: tests of whole clusters: emulated, ssh, SLURM, faults
-	@$(pytest) -p no:randomly -m cluster
+	@$(pytest) -m cluster
 
 mutants: $(READY)  ## develop: 24 faults in a copy of birder: do the tests find them?
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.mutations

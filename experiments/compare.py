@@ -230,11 +230,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="also how it was measured, and what was published")
     options = parser.parse_intermixed_args(arguments)
     methods = command.names(options.methods)
+    overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
     if start.under_torchrun():
         if options.paper:
             raise UserError("--paper starts its runs itself: do not call it under torchrun")
-        return join(options.overrides, methods)
-    overrides = [*options.overrides, *["cluster.dry_run=true"] * options.dry_run]
+        return join(overrides, methods)
     if options.paper:
         return of_paper(options.paper, overrides, methods, options.verbose)
     return compare(overrides, methods, functools.partial(tables.print_group, verbose=True) if options.verbose else None)

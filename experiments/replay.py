@@ -25,7 +25,7 @@ from experiments.cells.suite import Measurement, Suite
 from experiments.config import compose
 from experiments.records import record
 from experiments.report import replay_page, tables
-from experiments.runs import command
+from experiments.runs import command, start
 from launch.base import Launcher
 from launch.emulated import launcher as emulated
 from launch.errors import UserError
@@ -90,6 +90,7 @@ def measure(suite: Suite, options: argparse.Namespace, command: str) -> None:
             raise UserError(f"the table needs links of a set rate, and this machine has none to give: {reason}")
         say(f"No emulated links here ({reason}): loopback alone is measured.")
         worlds = {world: some for world, some in worlds.items() if not world[0]}
+    start.check_folder(Path(options.results))
     for (shaped, nodes), cells in worlds.items():
         began = time.monotonic()
         launch(suite, options, shaped, nodes, cells, command)
@@ -114,6 +115,7 @@ def measure_kernels(suite: Suite, options: argparse.Namespace, command: str) -> 
 
     from experiments.bench import kernels
 
+    start.check_folder(Path(options.results))
     device = torch.device("cpu")
     plan = {"kernels": kernels.measure(device, options.elements), "backend": kernels.backend_name(device)}
     write_kernels(suite, options, plan, device.type, command)

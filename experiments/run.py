@@ -81,6 +81,10 @@ def main() -> int:
         hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
     except compose.CONFIG_ERRORS as error:
         return command.report(compose.explain(error, overrides))
+    except OSError as error:  # Hydra makes a folder for the jobs of -m
+        raise UserError(f"cannot write to {error.filename}: {error.strerror}; set output_dir=FOLDER") from error
+    if not jobs and set(flags) <= {"-m", "--multirun"}:
+        raise UserError(f"no job to run: a pattern matches no name in {' '.join(overrides)}")
     several = len(jobs) > 1 and not start.under_torchrun()
     if several:
         check(jobs)

@@ -100,11 +100,11 @@ def _torch() -> str | None:
 
 
 def _gpus() -> int:
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia*")):
+        return 0
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")  # set by shells and containers also where there is no GPU
     if listed is not None:
         return sum(g.strip() not in ("", "-1") for g in listed.split(","))
-    if shutil.which("nvidia-smi") is None:
-        return 0
     try:
         return sum(line.startswith("GPU ") for line in _run("nvidia-smi", "-L").splitlines())
     except (OSError, subprocess.SubprocessError):

@@ -80,7 +80,7 @@ def _groups(items: Sequence[pytest.Item]) -> dict[str, tuple[bool, int]]:
     found: dict[str, tuple[bool, int]] = {}
     for item in items:
         long, count = found.get(name := _group(item), (False, 0))
-        found[name] = (long or item.get_closest_marker("long") is not None, count + 1)
+        found[name] = (long or any(map(item.get_closest_marker, ("long", "cluster"))), count + 1)
     return found
 
 

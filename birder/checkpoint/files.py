@@ -171,6 +171,11 @@ def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = tree
         return {"tensor": name}
     if isinstance(tree, dict):
+        if wrong := next((k for k in tree if not isinstance(k, (bool, int, float, str, NoneType))), None):
+            raise TypeError(
+                f"{name.partition('/')[2] or 'it'} has a key of type {type(wrong).__name__}, checkpoints hold numbers and "
+                "strings as keys: remove it"
+            )
         return {"dict": [[k, _pack(v, f"{name}/{k}", tensors)] for k, v in tree.items()]}
     if isinstance(tree, (list, tuple)):
         return {"list": [_pack(v, f"{name}/{i}", tensors) for i, v in enumerate(tree)]}

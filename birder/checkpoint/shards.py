@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from birder.hooks.fsdp import ShardAttachment, reshard
-from birder.optim.by_parameter import Flat, gathered, own
-from birder.optim.layout import Unit
+from birder.optim.base import BucketOptimizer
+from birder.optim.by_parameter import Flat, check_layout, gathered, layout, numbering, of_parameter, own
+from birder.optim.layout import local
 
 OWN = {"mean", "sum"}
 """Of `Method.carried`: what every replica has for itself."""
@@ -35,12 +36,17 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     Raises TypeError for an entry of a group that JSON cannot hold.
     """
     reshard(model)
-    attachment.optimizer.pipeline.wait()
-    flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
+    optimizer, names = attachment.optimizer, _names(model)
+    optimizer.pipeline.wait()
+    flats = [gathered(optimizer, unit) for unit in optimizer.units]
+    aside = {
+        names[p]: [since, {name: str(t.dtype).removeprefix("torch.") for name, t in kept.items()}]
+        for p, (since, kept) in optimizer._aside.items()
+    }
     state = {
-        "meta": _meta(attachment),
+        "meta": json.dumps(_meta(attachment) | {"aside": aside}),
         "model": model.state_dict(),
-        "optimizer": _by_parameter(model, attachment, flats),
+        "optimizer": _by_parameter(names, attachment, flats, {p: kept for p, (_, kept) in optimizer._aside.items()}),
     }
     dcp.save(state, checkpoint_id=folder)
 
@@ -48,12 +54,13 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
 def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> None:
     """Restores what `save` wrote. Every rank calls it, after `attach`; `unit_mb` may be another one.
 
-    Raises ValueError for the state of another method or, where replicas keep different parts, of another number of them.
+    Raises ValueError for the state of another method, where other layers were frozen or, where replicas keep different parts,
+    for another number of replicas.
     """
     optimizer = attachment.optimizer
     about: dict[str, Any] = {"meta": ""}
     dcp.load(about, checkpoint_id=folder)
-    saved, mine = json.loads(about["meta"]), json.loads(_meta(attachment))
+    saved, mine = json.loads(about["meta"]), _meta(attachment)
     if saved["method"] != mine["method"]:
         raise ValueError(f"the checkpoint holds what {saved['method']} keeps, this optimizer is {mine['method']}")
     differs = not OWN.isdisjoint(optimizer.carried.values())
@@ -62,28 +69,53 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
             f"state of {saved['method']} was saved by {saved['replicas']} replicas, this run has {mine['replicas']}, and "
             f"every replica keeps its own part: use {saved['replicas']} replicas, of any number of shards"
         )
+    if sorted(_parameters(saved.get("layout", mine["layout"]))) != sorted(_parameters(mine["layout"])):
+        check_layout(optimizer, saved)
     reshard(model)
     optimizer.pipeline.wait()
+    names, numbers = _names(model), numbering(optimizer)
+    place = {name: i for i, p in enumerate(numbers) if (name := names.get(p)) is not None}
+    aside = {
+        place[name]: (since, {k: _empty(optimizer, numbers[place[name]], k, dtype) for k, dtype in kept.items()})
+        for name, (since, kept) in saved.get("aside", {}).items()
+    }
     flats = [{k: v.clone() for k, v in gathered(optimizer, unit).items()} for unit in optimizer.units]
-    state = {"model": model.state_dict(), "optimizer": _by_parameter(model, attachment, flats)}
+    frozen = {numbers[i]: kept for i, (_, kept) in aside.items()}
+    state = {"model": model.state_dict(), "optimizer": _by_parameter(names, attachment, flats, frozen)}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     groups = [
         {k: tuple(v) if isinstance(v, list) else _like(present.get(k), v) for k, v in g.items()}
         for g, present in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
-    numbers = optimizer.state_dict()["param_groups"]
+    present = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({
         "steps": saved["steps"],
         "options": saved.get("options"),
         "signature": optimizer.comm.signature,
         "units": [own(optimizer, unit, flat) for unit, flat in zip(optimizer.units, flats, strict=True)],
-        "param_groups": [g | {"params": n["params"]} for g, n in zip(groups, numbers, strict=True)],
+        "aside": aside,
+        "param_groups": [g | {"params": n["params"]} for g, n in zip(groups, present, strict=True)],
     })  # fmt: skip
 
 
-def _meta(attachment: ShardAttachment) -> str:
-    """What is not a tensor, as JSON."""
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {p: name for name, p in model.named_parameters()}
+
+
+def _parameters(saved: str) -> list[str]:
+    """Those of `layout`, in whichever units: "0:3x4 1:3 | 2:5"."""
+    return saved.replace("|", " ").split()
+
+
+def _empty(optimizer: BucketOptimizer, p: Tensor, name: str, dtype: str) -> Tensor:
+    """Room for a state of a parameter that is frozen: this rank's part."""
+    like = torch.empty((), device=p.device) if name in optimizer.by_tensor else local(p)
+    return torch.empty_like(like, dtype=getattr(torch, dtype))
+
+
+def _meta(attachment: ShardAttachment) -> dict[str, Any]:
+    """What is not a tensor, as JSON knows it."""
     optimizer = attachment.optimizer
     groups = [
         {k: _plain(v, f"param_groups[{i}][{k!r}]") for k, v in g.items() if k != "params"}
@@ -91,7 +123,7 @@ def _meta(attachment: ShardAttachment) -> str:
     ]
     replicas = attachment.mesh.size(0)
     about = {"method": optimizer.kind, "options": optimizer.shared_options, "steps": optimizer.steps}
-    return json.dumps(about | {"replicas": replicas, "groups": groups})
+    return about | {"replicas": replicas, "groups": groups, "layout": layout(optimizer)}
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -116,27 +148,28 @@ def _like(present: Any, saved: Any) -> Any:
     return saved
 
 
-def _by_parameter(model: nn.Module, attachment: ShardAttachment, flats: list[Flat]) -> dict[str, dict[str, Tensor]]:
-    """{parameter: {name: tensor}}; the tensors share the memory of `flats`."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    found: dict[str, dict[str, Tensor]] = {}
-    for unit, flat in zip(attachment.optimizer.units, flats, strict=True):
+def _by_parameter(
+    names: dict[Tensor, str], attachment: ShardAttachment, flats: list[Flat], aside: dict[Tensor, Flat]
+) -> dict[str, dict[str, Tensor]]:
+    """{parameter: {name: tensor}}; the tensors share the memory of `flats` and `aside`, what is kept of frozen parameters."""
+    optimizer = attachment.optimizer
+    kept = dict(aside)
+    for unit, flat in zip(optimizer.units, flats, strict=True):
         for i, p in enumerate(unit.wholes):
-            found[names[p]] = dict(_entries(attachment, unit, flat, i))
-    return found
+            kept[p] = {name: of_parameter(optimizer, unit, name, tensor, i) for name, tensor in flat.items()}
+    return {names[p]: dict(_entries(attachment, p, its)) for p, its in kept.items()}
 
 
-def _entries(attachment: ShardAttachment, unit: Unit, flat: Flat, i: int) -> Iterator[tuple[str, Tensor]]:
-    p, mesh, optimizer = unit.wholes[i], attachment.mesh, attachment.optimizer
+def _entries(attachment: ShardAttachment, p: Tensor, kept: Flat) -> Iterator[tuple[str, Tensor]]:
+    mesh, optimizer = attachment.mesh, attachment.optimizer
     one = torch.empty(p.shape, device="meta").stride()
-    for name in flat:
-        kind = optimizer.carried[name]
+    for name, tensor in kept.items():
         if name in optimizer.by_tensor:
-            yield name, flat[name][i]
-        elif kind in OWN:
-            part = unit.view(flat[name], i).unsqueeze(0)
+            yield name, tensor
+        elif optimizer.carried[name] in OWN:
             shape = torch.Size([mesh.size(0), *p.shape])
-            yield name, DTensor.from_local(part, mesh, (Shard(0), Shard(1)), shape=shape, stride=(p.numel(), *one))
+            part, stride = tensor.unsqueeze(0), (p.numel(), *one)
+            yield name, DTensor.from_local(part, mesh, (Shard(0), Shard(1)), shape=shape, stride=stride)
         else:
             over = p.device_mesh  # type: ignore[attr-defined]
-            yield name, DTensor.from_local(unit.view(flat[name], i), over, (Shard(0),), shape=p.shape, stride=one)
+            yield name, DTensor.from_local(tensor, over, (Shard(0),), shape=p.shape, stride=one)

@@ -156,8 +156,12 @@ class EveryRank:
         every_rank.save(folder, self.method, self.name)
         self._saved_at = self.method.steps
         if weights and self.method.local_models:
-            with self.method.averaged():
-                weights[:] = copy.deepcopy(weights)
+            mine = {p.data_ptr() for unit in self.method.units for p in unit.params if p.numel()}
+            copies: dict[int, Any] = {}
+            with self.method.averaged():  # what is another method's stays the model's own, to be averaged by that one
+                for state in weights:
+                    found = {k: t for k, t in state.items() if isinstance(t, Tensor) and t.data_ptr() in mine}
+                    state.update({k: copy.deepcopy(t, copies) for k, t in found.items()})
 
     def look_in(self, folder: str | None) -> None:
         """Where the next `load` is to look."""

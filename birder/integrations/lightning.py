@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 import birder
 from birder.comm import Topology, run
@@ -56,6 +57,7 @@ class BirderCallback(Callback):
         """Before validate, test and predict Lightning gives all ranks rank 0's model: make that the mean of all."""
         method = self._method(trainer)
         if stage == "fit":
+            self._loaded = {}  # of an earlier fit that failed
             self._attach_after_setup(trainer.strategy)
         elif method is not None and method.local_models:
             method.pipeline.wait()
@@ -123,7 +125,12 @@ class BirderCallback(Callback):
                 checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """This rank's own state, where Lightning will look for it. Raises ValueError for another number of ranks."""
+        """This rank's own state, where Lightning will look for it. Raises ValueError for another number of ranks.
+
+        To test, validate or predict, the model is enough.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
         states = checkpoint.get("optimizer_states") or [{}]
         if KEY not in states[0]:
             return  # of one process, or of a dense method; another rank's state is refused by the optimizer

@@ -185,6 +185,11 @@ class Guards(MethodState):
         outside = [p for p in everything if p not in self._where and p.grad is not None and p.numel()]
         if outside:
             if self.comm.world_size > 1 or self.attachment is not None:
+                if stale := [p for p in outside if not p.requires_grad]:
+                    raise RuntimeError(
+                        f"{self.named(stale[0])} is frozen and still has a gradient, which would move it under torch: set "
+                        "p.grad = None where you freeze it, or call zero_grad() without set_to_none=False"
+                    )
                 raise RuntimeError(
                     f"{self.named(outside[0])} has a gradient but was frozen or not there when the optimizer was attached: "
                     + (AGAIN_SHARDED if self._sharded else AGAIN)

@@ -19,6 +19,7 @@ from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import Flat, by_number, check_layout, layout, numbering, parts, put_back
 from birder.optim.contract import Method, arguments
 from birder.optim.layout import Unit
+from birder.optim.watch import bit_sums
 
 BY_UNIT = (
     "get_optimizer_state_dict and set_optimizer_state_dict know state by parameter, this optimizer keeps it by unit, and "
@@ -119,7 +120,8 @@ class MethodState(Method):
         """Inside, the parameters are the mean over all ranks: what to evaluate and to keep. Every rank enters it.
 
         Where parameters are the same on all ranks it does nothing. Its bytes are not counted. `state_dict` is inside what it
-        is outside: the state that belongs to this rank's own parameters.
+        is outside: the state that belongs to this rank's own parameters. Parameters that are given other values inside (the
+        best weights so far, loaded again) keep them, as after a change outside.
         """
         if not self.local_models or self.comm.world_size == 1 or self._within is not None:
             yield
@@ -128,14 +130,18 @@ class MethodState(Method):
         saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
         with torch.no_grad(), _saying_who_is_missing():
             run(self.comm, self.average_parameters(counted=False))
+        means = [bit_sums(unit) for unit in self.units]
         self._within = saved
         try:
             yield
         finally:
             self._within = None
             with torch.no_grad():
-                for unit, values in zip(self.units, saved, strict=True):
-                    torch._foreach_copy_(unit.params, values)
+                for unit, values, mean in zip(self.units, saved, means, strict=True):
+                    same = (bit_sums(unit) == mean).tolist()
+                    for p, own, as_it_was in zip(unit.params, values, same, strict=True):
+                        if as_it_was:
+                            p.copy_(own)
 
     def fingerprint(self) -> int:
         """A 63-bit sum over the bits of all `own_parameters` and their places: the same for the same values."""

@@ -255,6 +255,11 @@ class ParameterWatch:
         return bool(changed)
 
 
+def bit_sums(unit: Unit) -> Tensor:
+    """`bit_sum` of each of the unit's parameters: int64[parameters]."""
+    return torch.stack([bit_sum(_memory(p.detach())) for p in unit.params])
+
+
 def _unit_sum(unit: Unit, flat: Tensor | None) -> Tensor:
     """`bit_sum` of the unit's parameters, in logical order. flat: what was read of them, fp32[padded], in their place."""
     if unit.device.type == "cpu":  # one by one, nothing is copied

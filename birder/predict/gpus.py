@@ -63,6 +63,14 @@ class GPU:
         compute = flops / (share * self.peak(precision) * 1e9) if flops else 0.0
         return compute + nbytes / (MEMORY * self.gb_per_s * 1e6)
 
+    def is_called(self, word: str) -> bool:
+        """Whether a word of a name fits: its family, "pcie" or "sxm" by its link, its memory within a tenth."""
+        if word in ("pcie", "sxm"):
+            return (word == "pcie") == (self.inside == "PCIe")
+        if memory := re.fullmatch(r"(\d+)gb", word):
+            return abs(int(memory[1]) / self.gb - 1) < 0.1
+        return word in self.name.split("-")
+
     @property
     def link(self) -> Link:
         """To the other GPUs of a node, as large collectives find it."""
@@ -101,6 +109,7 @@ GPUS: dict[str, GPU] = {
     g.name: g
     for g in (
         _gpu("v100-sxm", "V100 SXM 32 GB", (15.7, 125.0), 900, 32, NVLINK2, 0.75),
+        _gpu("v100-sxm-16gb", "V100 SXM 16 GB", (15.7, 125.0), 900, 16, NVLINK2, 0.75),
         _gpu("v100-pcie", "V100 PCIe 16 GB", (14.0, 112.0), 900, 16, PCIE3, 0.75),
         _gpu("t4", "T4", (8.1, 65.0), 320, 16, PCIE3),
         _gpu("a100-sxm-80gb", "A100 SXM 80 GB", _A100, 2039, 80, NVLINK3),
@@ -126,16 +135,28 @@ rates of matrix products that were measured (github.com/stas00/ml-engineering, c
 profile of BERT-Large (experiments/cells/claimed.py); of others it is not known."""
 
 
+WORDS = {
+    *("", "nvidia", "geforce", "tesla", "quadro", "tensor", "core", "gpu", "graphics", "card"),
+    *("hbm2", "hbm2e", "hbm3", "hbm3e"),
+}
+"""What may stand in a GPU's name without telling it from others."""
+
+
 def find(name: str) -> GPU:
-    """The GPU of a name as people, data sheets or `torch.cuda.get_device_name` write it. Raises ValueError."""
-    said = [w.removeprefix("rtx") for w in re.findall(r"[a-z0-9]+", re.sub(r"sxm\d", "sxm", name.lower()))]
-    said = [f"{w}gb" if w in ("40", "80") else w for w in said]
+    """The GPU of a name as people, data sheets or `torch.cuda.get_device_name` write it.
+
+    Raises ValueError, also for a variant that is not among `GPUS`: an H100 NVL, a slice of one (MIG), other memory.
+    """
+    plain = re.sub(r"\b(\d\d+) ?gb?\b|\b(40|80)\b", r"\1\2gb", re.sub(r"sxm\d", "sxm", name.lower()))
+    said = [w for w in (w.removeprefix("rtx") for w in re.findall(r"[a-z0-9]+", plain)) if w not in WORDS]
     families = {g.name.removeprefix("rtx-").split("-")[0]: g for g in reversed(GPUS.values())}
     family = next((w for w in said if w in families), None)
-    if family is None:
-        raise ValueError(f"no GPU {name!r} is known{nearest(name.lower(), [*GPUS, *families], GPUS)}")
     variants = [g for g in GPUS.values() if family in g.name.split("-")]
-    return max(variants, key=lambda g: sum(w in g.name.split("-") for w in said))  # the first of equals
+    # The first of equals.
+    best = max(variants, key=lambda g: sum(g.is_called(w) for w in said), default=None)
+    if best is None or not all(map(best.is_called, said)):
+        raise ValueError(f"no GPU {name!r} is known{nearest(name.lower(), [*GPUS, *families], GPUS)}")
+    return best
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:

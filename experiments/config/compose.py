@@ -115,7 +115,14 @@ def readable(overrides: Sequence[str]) -> list[str]:
     if wrong := [key for key in map(key_of, overrides) if _OWN.fullmatch(key)]:
         own = "output_dir, run_name and results_dir say where a run is kept, and jobs run one after the other"
         raise UserError(f"{wrong[0]} is not used here: {own}")
+    if lists := [key for key, _, value in (o.lstrip("+").partition("=") for o in overrides) if _is_list(key, value)]:
+        raise UserError(f"{lists[0]} is one name, not a list; run.py -m runs each of NAME,NAME")
     return [_HOSTS.sub(r'\1"\2"', _PATH.sub(_path, o)) for o in overrides]
+
+
+def _is_list(key: str, value: str) -> bool:
+    """Of a group's files Hydra would compose one over the other."""
+    return key in ("exp", *validate.GROUPS) and value.startswith("[")
 
 
 def _path(match: re.Match[str]) -> str:

@@ -50,7 +50,9 @@ def explain(error: Exception, config_dir: Path, known: Callable[[str], list[str]
                 return UserError(f"{key} is not in this configuration yet: +{key}=VALUE adds it")
             return UserError(f"{key} has no value that could be removed")
         if match := re.match(r"Ambiguous value for argument '(.*)'", text):
-            how = "quote a text with a comma, write a list as [a,b]; run.py -m runs each"
+            of_a_group = match[1].lstrip("+").partition("=")[0] in ("exp", *validate.GROUPS)
+            how = "" if of_a_group else "quote a text with a comma, write a list as [a,b]; "
+            how += "run.py -m runs each"
             return UserError(f"{one_line(match[1])} has several values: {how}")
         return UserError(one_line(text))
     if isinstance(error, omegaconf.errors.MissingMandatoryValue):

@@ -16,7 +16,10 @@ _PLACES = {
 _ABSOLUTE = re.compile(
     r"""(?P<quote>['"])(?P<quoted>[/~][^'"]*)(?P=quote)|(?<![\w.:/~…-])(?P<bare>[/~][^\s'",;:=\[\]{}()]+)"""
 )
-_ASSIGNMENT = re.compile(r"""(?P<key>[\w.@/-]+)=(?P<value>\[[^\]]*\]|"[^"]*"|'[^']*'|\S+)""")
+_ASSIGNMENT = re.compile(r"""(?P<key>[\w.@/-]+)=(?P<value>\[[^\]]*\]|\{[^{}]*\}|"[^"]*"|'[^']*'|\S+)""")
+_MAPPING = re.compile(r"\{.*\}", re.DOTALL)
+_ENTRY = re.compile(r"""(?P<key>[\w.@/-]+)(?P<is>["']?\s*:\s*)(?P<value>\[[^\]]*\]|"[^"]*"|'[^']*'|[^,{}]+)""")
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def is_private(key: str) -> bool:
@@ -26,13 +29,17 @@ def is_private(key: str) -> bool:
 
 
 def clean_path(path: str, base: Path) -> str:
-    """An absolute path as seen from `base` when it lies below, else "…/" and its last component."""
+    """An absolute path as seen from `base` when it lies below, else "…/" and its last component.
+
+    Of a checkpoint, which has the name of its step, also its run's: RUN/checkpoints/step-N.
+    """
     pure = Path(path)
     if pure == base:
         return "."
     if pure.is_relative_to(base):
         return pure.relative_to(base).as_posix()
-    return f"{HIDDEN}/{pure.name}"
+    kept = 3 if re.fullmatch(r"step-\d+", pure.name) and pure.parent.name == "checkpoints" else 1
+    return "/".join([HIDDEN, *[part for part in pure.parts if part != "/"][-kept:]])
 
 
 def clean_text(text: str, base: Path) -> str:
@@ -47,7 +54,11 @@ def clean_text(text: str, base: Path) -> str:
     def assignment(match: re.Match[str]) -> str:
         return f"{match['key']}={HIDDEN}" if is_private(match["key"]) else match[0]
 
-    text = _ASSIGNMENT.sub(assignment, text.replace("file:///", "/"))
+    def entry(match: re.Match[str]) -> str:
+        return f"{match['key']}{match['is']}{HIDDEN}" if is_private(match["key"]) else match[0]
+
+    text = _LOGIN.sub(HIDDEN, _ASSIGNMENT.sub(assignment, text.replace("file:///", "/")))
+    text = _MAPPING.sub(lambda braces: _ENTRY.sub(entry, braces[0]), text)
     host = socket.gethostname()
     if len(host) > 3 and host != "localhost":
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", HIDDEN, text)

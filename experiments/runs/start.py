@@ -62,10 +62,13 @@ def saved_steps(spec: RunSpec) -> list[int]:
 
 
 def check_results(resolved: dict[str, Any]) -> None:
+    """`check_folder` of a run that is to be started."""
+    if not resolved["cluster"]["dry_run"]:
+        check_folder(Path(resolved["results_dir"]))
+
+
+def check_folder(folder: Path) -> None:
     """Raises UserError where records could not be written or read in the end: known before the first step."""
-    if resolved["cluster"]["dry_run"]:
-        return
-    folder = Path(resolved["results_dir"])
     try:
         (folder / "records").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,9 +156,17 @@ def as_rank(
 
 
 def adopt_torchrun_world(composed: Composed) -> None:
-    """Makes the cluster of a configuration the world that torchrun has made. Raises UserError."""
+    """Makes the cluster of a configuration the world that torchrun has made. Raises UserError.
+
+    So it does where something else was typed: a dry run, workers that no ranks are, another number of ranks.
+    """
     world = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    asked = composed.config.cluster
+    if asked.dry_run:
+        raise UserError("--dry-run starts nothing, and torchrun has started ranks: call it without torchrun")
+    if asked.name in ("emulated", "virtual"):
+        raise UserError(f"cluster={asked.name} makes its own world: call it without torchrun")
     if world % per_node:
         raise UserError(f"{world} ranks cannot be divided into nodes of {per_node}: start as many on every node")
     one_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")  # for all starts
@@ -165,8 +176,13 @@ def adopt_torchrun_world(composed: Composed) -> None:
             "of those before them: use --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on "
             "every node"
         )
-    cluster = composed.config.cluster
-    cluster.nodes, cluster.ranks_per_node, cluster.name = world // per_node, per_node, "torchrun"
+    typed_in = set(map(compose.key_of, composed.overrides))
+    for key, here in (("nodes", world // per_node), ("ranks_per_node", per_node)):
+        if f"cluster.{key}" in typed_in and asked[key] != here:
+            raise UserError(
+                f"cluster.{key}={asked[key]}, and torchrun has made a world of {key}={here}: leave the key out"
+            )
+    asked.nodes, asked.ranks_per_node, asked.name = world // per_node, per_node, "torchrun"
 
 
 def under(cluster: DictConfig, command: str) -> str:

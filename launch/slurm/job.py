@@ -100,9 +100,13 @@ def gpus(partition: str | None) -> int | None:
 
 
 def environment() -> dict[str, str]:
-    """This environment without what belongs to a job that this process may itself be part of."""
+    """This environment without what belongs to a job that this process may itself be part of.
+
+    Nor what would make an array of the job: its tasks would all train into one folder.
+    """
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    return {k: v for k, v in os.environ.items() if k in kept or not k.startswith("SLURM_")}
+    others = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("SLURM_")}
+    return {k: v for k, v in others.items() if k != "SBATCH_ARRAY_INX"}
 
 
 def submit(command: Sequence[str]) -> str:

@@ -98,8 +98,13 @@ class SlurmLauncher(Launcher):
         self._ask_for_gpus = gpus_per_node is None and self.backend == "auto"
         if gpus_per_node is None and self.backend == "nccl":
             gpus_per_node = self.ranks_per_node
-        number = re.search(r"(\d+)$", str(gpus_per_node or 0))
-        gpus = int(number[1]) if number else 0
+        number = re.search(r"(?:^|:)(\d+)$", str(gpus_per_node or 0))
+        if not number:
+            directive("gpus-per-node", gpus_per_node)  # refused where it is more than a line
+            raise UserError(
+                f"cluster.gpus_per_node={gpus_per_node} is a kind of GPU without their number: {gpus_per_node}:N"
+            )
+        gpus = int(number[1])
         if gpus < self.ranks_per_node and (gpus_per_node or self.backend == "nccl"):
             raise UserError(
                 f"cluster.gpus_per_node={gpus_per_node} is fewer than the {self.ranks_per_node} ranks of a node: "
@@ -184,10 +189,9 @@ class SlurmLauncher(Launcher):
         )
         return [a.replace("is_host=0", "is_host={is_host}") if a.startswith("is_host=") else a for a in command]
 
-    def script(self, spec: RunSpec) -> str:
-        """The job's script: complete and the same for every start of the job."""
-        folder = spec.path.absolute()
-        logs = str(folder / "logs").replace("%", "%%")  # sbatch and srun fill in %n and others
+    def all_options(self, spec: RunSpec) -> dict[str, Any]:
+        """What the job asks for: sbatch's long options and their values."""
+        logs = _logs(spec)
         options = {
             "job-name": spec.id,
             "chdir": Path.cwd(),
@@ -196,8 +200,13 @@ class SlurmLauncher(Launcher):
             **self._gpus(spec),
             **self.options,
         }
+        return {key: value for key, value in options.items() if value is not False}
+
+    def script(self, spec: RunSpec) -> str:
+        """The job's script: complete and the same for every start of the job."""
+        folder = spec.path.absolute()
         lines = ["#!/bin/bash", f"# {spec.id}: {' '.join(spec.command.split())}"]
-        lines += [directive(key, value) for key, value in options.items() if value is not False]
+        lines += [directive(key, value) for key, value in self.all_options(spec).items()]
         node = [self.python, str(NODE_PROGRAM), "--ranks", str(self.ranks_per_node), "--backend", self.backend]
         node += ["--interface", self.interface] if self.interface else []
         exports = {"BIRDER_RESUME": "auto", **self.torchrun_environment()}
@@ -208,14 +217,20 @@ class SlurmLauncher(Launcher):
             errors=shlex.quote(str(folder / "errors")),
             left=shlex.quote(str(folder / failure.TORCHRUN)),
             exports="\n".join(f"export {k}={shlex.quote(v)}" for k, v in exports.items()),
-            log=shlex.quote(f"{logs}/node%n.log"),
+            log=shlex.quote(f"{_logs(spec)}/node%n.log"),
             node=shlex.join(node) + ' --first "$first" --second "$second" --port "$port" --',
             torchrun=shlex.join(self.command(spec.file, spec, 0)),
         )
         return "\n".join(lines) + "\n\n" + body
 
+    def submission(self, spec: RunSpec) -> list[str]:
+        """sbatch's command line, with the script's options once more: a site's SBATCH_* would count before the script."""
+        given = self.all_options(spec).items()
+        options = [f"--{key}" if value is None or value is True else f"--{key}={value}" for key, value in given]
+        return ["sbatch", "--parsable", *options, str(spec.path.absolute() / "job.sh")]
+
     def preview(self, spec: RunSpec) -> str:
-        return f"{self.script(spec)}\n{shlex.join(_submission(spec))}"
+        return f"{self.script(spec)}\n{shlex.join(self.submission(spec))}"
 
     def run(self, spec_path: Path, spec: RunSpec) -> None:
         logs = spec.path / "logs"
@@ -224,7 +239,7 @@ class SlurmLauncher(Launcher):
         (spec.path / "job.sh").write_text(self.script(spec))
         output, log = Tail(logs / "output.log"), Tail(logs / "slurm.log")
         with process.stop_signals():
-            job = slurm_job.submit(_submission(spec))
+            job = slurm_job.submit(self.submission(spec))
             try:
                 say(f"SLURM job {job}: submitted")
                 if not self.wait:
@@ -270,8 +285,9 @@ class SlurmLauncher(Launcher):
         return all(f.exists() and json.loads(f.read_text())["state"] == "done" for f in files)
 
 
-def _submission(spec: RunSpec) -> list[str]:
-    return ["sbatch", "--parsable", str(spec.path.absolute() / "job.sh")]
+def _logs(spec: RunSpec) -> str:
+    """The folder of logs, for sbatch and srun, which fill in %n and others."""
+    return str(spec.path.absolute() / "logs").replace("%", "%%")
 
 
 def directive(key: str, value: Any) -> str:

@@ -15,7 +15,7 @@ from launch.emulated.launcher import EmulatedLauncher, capacity_gbps, inside, ne
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from tests.helpers import emulated_run
-from tests.helpers.stub_run import make_spec
+from tests.helpers.stub_run import make_spec, with_gpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("sandbox")]
 
@@ -108,7 +108,7 @@ def test_one_node_needs_no_network(tmp_path: Path, impossible: None, capsys: Cap
 
 
 def test_nothing_leads_around_the_link(possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with_gpus(monkeypatch, "0,1,2,3")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     env = made().environment(2)
     wanted = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_HOSTID": "node2", "CUDA_VISIBLE_DEVICES": "2"}

@@ -68,7 +68,8 @@ def running(site: Site) -> list[str]:
 def test_four_nodes(site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     """The world is as asked for, each rank on a node of its own; the user sees what rank 0 prints. A name with a space."""
     folder = tmp_path / "a folder 100%n"
-    launcher = start(STUB, "launch", "ok", folder, 4)
+    of_the_site = {"SBATCH_ARRAY_INX": "0-1", "SBATCH_JOB_NAME": "another", "SBATCH_NO_REQUEUE": "1"}
+    launcher = start(STUB, "launch", "ok", folder, 4, **of_the_site)
     out, err = launcher.communicate()
     assert (launcher.returncode, err) == (0, ""), site.logs()
     assert "rank 0 says hello" in out
@@ -78,6 +79,8 @@ def test_four_nodes(site: Site, start: Callable[..., subprocess.Popen], tmp_path
     assert {w["SLURMD_NODENAME"] for w in worlds} == {"node0", "node1", "node2", "node3"}
     assert all(w["BIRDER_NODE"] == w["SLURMD_NODENAME"].removeprefix("node") for w in worlds)
     assert {w["SLURM_JOB_ID"] for w in worlds}.isdisjoint({"7"})
+    assert {w["SLURM_JOB_NAME"] for w in worlds} == {"stub-1"}
+    assert not any("SLURM_ARRAY_TASK_ID" in w for w in worlds)
     for world in worlds:
         assert (world["WORLD_SIZE"], world["GLOO_SOCKET_IFNAME"], world["NCCL_SOCKET_IFNAME"]) == ("4", "lo", "lo")
         assert world["MASTER_ADDR"] == "127.0.0.1"  # not a node's name, which nobody can look up here

@@ -74,7 +74,8 @@ def test_dry_run_needs_no_slurm_and_writes_nothing(
     launcher(dry_run=True).launch(make_spec(tmp_path))
     shown = capsys.readouterr().out
     assert shown.startswith("#!/bin/bash\n")
-    assert shown.endswith(f"sbatch --parsable {tmp_path}/run/job.sh\n")
+    command = shlex.split(shown.splitlines()[-1])
+    assert (command[:2], command[-1]) == (["sbatch", "--parsable"], f"{tmp_path}/run/job.sh")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="needs sbatch, which is not here"):
         launcher().launch(make_spec(tmp_path))
@@ -85,6 +86,7 @@ def test_dry_run_needs_no_slurm_and_writes_nothing(
     [
         ({"gpus_per_node": 2}, "gpus_per_node=2 is fewer than the 4 ranks"),
         ({"gpus_per_node": "a100:2"}, "gpus_per_node=a100:2 is fewer"),
+        ({"gpus_per_node": "a100"}, "gpus_per_node=a100 is a kind of GPU without their number: a100:N"),
         ({"gpus_per_node": 0, "backend": "nccl"}, "gpus_per_node=0 is fewer"),
         ({"sbatch": {"nodes": 3}}, "sbatch.nodes is set by other keys"),
         ({"sbatch": {"partition": "x"}}, "sbatch.partition is set by other keys"),

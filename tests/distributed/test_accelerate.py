@@ -63,6 +63,7 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
     found["compiled"] = toy.flat(run("Birder", "compiled", 1, dynamo_backend="aot_eager")[0]).numpy()
     found["one rank's"] = said(lambda: accelerator._optimizers[0].load_state_dict({"state": {}, "param_groups": []}))
     found |= saved_by_hand(rank, loop, accelerator, folder)
+    found["two models"] = two_models(rank, loop, accelerator, folder / "two")
     found["each alone"] = each_alone(loop)
     return found
 
@@ -137,6 +138,33 @@ def saved_by_hand(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -
     return found
 
 
+def two_models(rank: int, loop: ModuleType, accelerator: Any, folder: Path) -> list[float]:
+    """Of each of two models with local steps, how far the saved weights are from the mean of the ranks'."""
+    from safetensors.torch import load_file
+
+    accelerator.free_memory()
+    nets, (method, arguments) = [toy.make(), toy.make()], METHODS["CSER"]
+    plain = [method(net.parameters(), **arguments) for net in nets]
+    first, second, *optimizers = accelerator.prepare(*nets, *plain)
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        loop.attach(accelerator, model, optimizer)
+        for step in range(3):
+            accelerator.backward(toy.loss(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(str(folder))
+    torch.distributed.barrier()
+    found = []
+    for net, one, name in zip(nets, plain, ("model.safetensors", "model_1.safetensors"), strict=True):
+        saved = load_file(folder / name)
+        own = toy.flat(net)
+        with one.averaged():
+            mean = {k: v.clone() for k, v in net.state_dict().items()}
+            assert not torch.equal(own, toy.flat(net))
+        found.append(max(float((saved[k] - mean[k]).abs().max()) for k in mean))
+    return found
+
+
 @pytest.fixture(scope="module")
 def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("accelerate")
@@ -198,6 +226,10 @@ def test_a_scripts_own_hook_of_save_state_is_given_this_ranks_state(accelerated:
 
 def test_accelerate_saves_the_optimizer_of_the_second_attempt(accelerated: Found) -> None:
     assert all(mine["second attempt"] for mine in accelerated)
+
+
+def test_accelerate_saves_the_mean_of_each_of_two_models(accelerated: Found) -> None:
+    assert [mine["two models"] for mine in accelerated] == [[0.0, 0.0]] * 2
 
 
 def test_accelerate_trains_in_bf16_autocast(accelerated: Found) -> None:

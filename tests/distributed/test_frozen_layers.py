@@ -108,6 +108,21 @@ def frozen_at_attach(rank: int, few: bool) -> dict[str, Any]:
     return found
 
 
+def frozen_with_a_gradient(rank: int) -> str:
+    """What the layer's last step left, zeroed: torch moves it on by its momentum."""
+    model = Trunk()
+    optimizer = METHODS["Birder"](model.parameters())
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    train(ddp, optimizer, rank, 2)
+    optimizer.zero_grad(set_to_none=False)
+    model.first.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    ddp(torch.ones(4, 6)).square().sum().backward()
+    return said(optimizer.step)
+
+
 def ignored_by_ddp(rank: int) -> str:
     model = Trunk()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["aux.weight"])
@@ -171,6 +186,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     for f in (
         used_on_one_rank,
         ignored_by_ddp,
+        frozen_with_a_gradient,
         added_group,
         frozen_variance,
         dense_against_torch,
@@ -221,6 +237,12 @@ def test_unfreezing_is_refused_until_the_model_is_attached_again(name: str) -> N
     assert steps
     assert spread == 0.0
     assert moved
+
+
+def test_a_gradient_that_was_left_when_its_layer_was_frozen_is_named() -> None:
+    line = of(frozen_with_a_gradient)
+    assert "first.weight is frozen and still has a gradient" in line
+    assert "p.grad = None" in line
 
 
 def test_what_ddp_ignores_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from birder import attach
 from birder.checkpoint import shards as checkpoints
 from birder.optim.by_parameter import gathered
 from tests.helpers import toy
@@ -27,7 +28,7 @@ def state(model: torch.nn.Module, attachment: Any) -> dict[str, Any]:
     """Every entry of the state, whole."""
     flats = [gathered(attachment.optimizer, unit) for unit in attachment.optimizer.units]
     found = {}
-    for key, entries in checkpoints._by_parameter(model, attachment, flats).items():
+    for key, entries in checkpoints._by_parameter(checkpoints._names(model), attachment, flats, {}).items():
         for name, t in entries.items():
             found[f"{key}.{name}"] = (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().numpy()
     return found
@@ -105,3 +106,52 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_number_of_shards(tmp_path: Pat
         assert "saved by 2 replicas, this run has 3" in birder
         assert "any number of shards" in adam
         assert "holds what Birder keeps, this optimizer is LAMB" in another
+
+
+def frozen_meanwhile(rank: int, world: int, folder: str) -> dict[str, tuple[bool, str]]:
+    """Saved while a layer is frozen that was trained before: gone on with after unfreezing it, and loaded unfrozen."""
+    mesh, out = make_mesh(1, 2), {}
+
+    def begin(method: str, options: dict[str, Any]) -> tuple[Any, Any, Any, list[torch.nn.Parameter]]:
+        model, optimizer, attachment = hsdp("toy", mesh, method, options, unit_mb=0.001)
+        return (
+            model,
+            optimizer,
+            attachment,
+            list(next(m for m in model.modules() if isinstance(m, torch.nn.Linear)).parameters()),
+        )
+
+    def freeze(layer: list[torch.nn.Parameter], frozen: bool, model: Any, optimizer: Any) -> Any:
+        for p in layer:
+            p.requires_grad_(not frozen)
+            p.grad = None
+        return attach(model, optimizer, mesh=mesh, unit_mb=0.001)
+
+    for method in ("SigmaDeltaAdam", "AdamW", "Birder"):
+        options = {"lr": 0.01}
+        model, optimizer, attachment, layer = begin(method, options)
+        train(model, optimizer, toy.loss, rank, range(1, 4))
+        attachment = freeze(layer, True, model, optimizer)
+        train(model, optimizer, toy.loss, rank, range(4, 6))
+        checkpoints.save(f"{folder}/{method}", model, attachment)
+        freeze(layer, False, model, optimizer)
+        train(model, optimizer, toy.loss, rank, range(6, 9))
+        again, other, attached, layer = begin(method, options)
+        said = ""
+        try:
+            checkpoints.load(f"{folder}/{method}", again, attached)
+        except ValueError as e:
+            said = str(e)
+        attached = freeze(layer, True, again, other)
+        checkpoints.load(f"{folder}/{method}", again, attached)
+        freeze(layer, False, again, other)
+        train(again, other, toy.loss, rank, range(6, 9))
+        out[method] = torch.equal(full(model), full(again)), said
+    return out
+
+
+def test_a_layer_that_is_frozen_while_it_is_saved_keeps_its_state(tmp_path: Path) -> None:
+    for result in run_ranks(frozen_meanwhile, 2, str(tmp_path), ranks_per_node=2):
+        for method, (same, said) in result.items():
+            assert same, method
+            assert "frozen when it was saved" in said, method

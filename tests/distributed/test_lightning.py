@@ -68,6 +68,8 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         with torch.no_grad():
             x, y = lightning.circle(1).tensors
             found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
+        if name == "CSER":
+            found["next fold"] = next_fold(lightning, trainer, folder / "CSER a/last.ckpt")
     if resume:
         return found
     from lightning.pytorch.callbacks import LearningRateFinder
@@ -98,6 +100,30 @@ def after_a_failed_validation(trainer: Any) -> tuple[bool, bool]:
     during = toy.flat(module)
     callback.on_exception(trainer, module, RuntimeError("of the script"))
     return torch.equal(own, during), torch.equal(own, toy.flat(module))
+
+
+def next_fold(lightning: ModuleType, trainer: Any, path: Path) -> bool:
+    """Whether a fit after a test from a checkpoint, with the same callback, begins with the weights of its own module."""
+
+    class Fold(Tested(lightning)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            self.first = toy.flat(self)
+
+    callback = next(c for c in trainer.callbacks if type(c).__name__ == "BirderCallback")
+    trainer.test(trainer.lightning_module, lightning.DataLoader(lightning.circle(1), 64), ckpt_path=path, verbose=False)
+    torch.manual_seed(1)
+    module = Fold(*METHODS["CSER"])
+    own = toy.flat(module).clone()
+    os.environ.update(LOCAL_RANK=str(torch.distributed.get_rank()), WORLD_SIZE="2")
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    again = lightning.Trainer(accelerator="cpu", strategy="ddp", devices=2, callbacks=[callback], max_steps=1, **quiet)
+    again.fit(module, lightning.DataLoader(lightning.circle(), 16))
+    return torch.equal(module.first, own)
 
 
 def saved_during_validation(trainer: Any) -> tuple[bool, bool]:
@@ -160,6 +186,8 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
     assert np.array_equal(first["Birder saved"], first["Birder"])
     assert first["failed validation"] == second["failed validation"] == (False, True)
     assert first["saved during validation"] == second["saved during validation"] == (True, True)
+    assert first["next fold"]
+    assert second["next fold"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -18,11 +19,15 @@ if not __package__:
 from experiments.records import record
 from experiments.runs import command
 from experiments.training import worker
+from launch import environment
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.process import Stopped
 from launch.spec import RunSpec
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def train(spec: RunSpec) -> None:
@@ -44,6 +49,12 @@ def train(spec: RunSpec) -> None:
     if stub == "bad input":
         raise UserError("the data folder is empty")
     time.sleep(600)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    """This machine has GPUs, and those are visible that CUDA_VISIBLE_DEVICES lists."""
+    monkeypatch.setattr(environment, "any_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
 
 
 def make_spec(folder: Path, stub: str = "ok") -> RunSpec:

@@ -142,3 +142,5 @@ def test_trees_come_back_as_they_were(tmp_path: Path) -> None:
     assert same(tree, found)
     with pytest.raises(TypeError):
         checkpoint_files.write_tree(tmp_path / "t", {"x": object()})
+    with pytest.raises(TypeError, match="a/0 has a key of type tuple, checkpoints hold numbers and strings as keys"):
+        checkpoint_files.write_tree(tmp_path / "t", {"a": [{(0, 1): 3}]})  # written, it could not be read again

@@ -20,7 +20,7 @@ from launch import failure, local, lock, process
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from tests.helpers import ROOT
-from tests.helpers.stub_run import make_spec
+from tests.helpers.stub_run import make_spec, with_gpus
 from tests.helpers.waiting import until
 
 STUB = ROOT / "tests/helpers/stub_run.py"
@@ -177,13 +177,13 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_gpus_are_divided_among_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,4,6")
+    with_gpus(monkeypatch, "0,2,4,6")
     launcher = LocalLauncher(nodes=2, ranks_per_node=2)
     assert [launcher.environment(k)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,2", "4,6"]
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with_gpus(monkeypatch, "0")
     with pytest.raises(UserError, match="needs 2 GPUs"):
         LocalLauncher(nodes=2, ranks_per_node=1, backend="nccl").check(make_spec(tmp_path))
     # Left to itself the run goes to the CPU as a whole.
@@ -193,7 +193,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with_gpus(monkeypatch, "3")
     launcher = LocalLauncher(nodes=2, ranks_per_node=2, backend="gloo", device="cuda")
     launcher.check(make_spec(tmp_path))
     assert "4 ranks share 1 GPU: times mean nothing" in capsys.readouterr().out

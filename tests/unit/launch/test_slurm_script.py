@@ -112,7 +112,7 @@ def script_of(folder: Path, key: str, value: str) -> str:
 
 
 def typed(key: str, value: str) -> str:
-    return value + "4" if key == "gpus_per_node" else value  # it ends in the number of GPUs
+    return value + ":4" if key == "gpus_per_node" else value  # it ends in the number of GPUs
 
 
 @pytest.mark.parametrize("key", [*TEXTS, "comment"])
@@ -123,6 +123,15 @@ def test_every_option_arrives_as_it_was_typed(tmp_path: Path, key: str) -> None:
         assert f"--{key.replace('_', '-')}={value}" in options, value
         assert len(options) - len(plain) in (-1, 0), value
         assert [o for o in options if o.startswith("--nodes")] == ["--nodes=2"], value
+
+
+def test_the_command_line_says_what_the_script_says(tmp_path: Path) -> None:
+    """SBATCH_PARTITION and the like, which sites export, count before the script's lines, and not before the command line."""
+    made = launcher(partition="a b", time=30, sbatch={"hold": None, "exclusive": False, "comment": 'it\'s "x"'})
+    command, spec = made.submission(make_spec(tmp_path)), make_spec(tmp_path)
+    assert (command[0], command[-1]) == ("sbatch", f"{tmp_path}/run/job.sh")
+    assert sorted(command[2:-1]) == sorted(read(made.script(spec)))
+    assert {"--partition=a b", "--time=30", "--hold", "--requeue"} < set(command)
 
 
 def test_bash_can_read_every_script(tmp_path: Path) -> None:

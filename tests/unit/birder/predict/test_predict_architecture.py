@@ -160,7 +160,10 @@ def test_a_parameter_without_gradient_is_named() -> None:
         ("H100 PCIe", "h100-pcie"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("4090", "rtx-4090"),
-        ("Tesla V100-SXM2-16GB", "v100-sxm"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+        ("T4 PCIe", "t4"),
+        ("B200 192 GB", "b200"),
         ("L4", "l4"),
         ("l40s", "l40s"),
     ],
@@ -177,7 +180,19 @@ def test_every_gpu_is_found_by_its_own_name_and_label() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"), [("h1000", "did you mean h100"), ("abacus", "there are: v100-sxm"), ("rtx 4080", "rtx-4090")]
+    ("said", "words"),
+    [
+        ("h1000", "did you mean h100"),
+        ("abacus", "there are: v100-sxm"),
+        ("rtx 4080", "rtx-4090"),
+        # Another variant, or two: an answer would be for another GPU than was asked about.
+        ("NVIDIA H100 NVL", "h100"),
+        ("h100,a100", "did you mean h100, a100"),
+        ("a100-sxm-20gb", "a100-sxm-80gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-sxm-40gb"),
+        ("L40S SXM", "l40s"),
+        ("rtx-a6000-ada", "rtx-a6000"),
+    ],
 )
 def test_an_unknown_gpu_is_answered_with_the_nearest(said: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -202,6 +202,19 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
     refused(replay.main, ["suite=paper", *arguments], words, capsys)
 
 
+@pytest.mark.parametrize("arguments", [["suite=paper"], ["suite=bench", "--kernels-only"]])
+def test_a_folder_that_cannot_be_read_is_refused_before_anything_is_measured(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emulated, "why_not", lambda: None)
+    monkeypatch.setattr(replay, "launch", lambda *_: pytest.fail("measured"))
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records/x.json").write_text('{"half')
+    refused(replay.main, [*arguments, "--results", str(tmp_path)], "is not a readable record", capsys)
+    (tmp_path / "file").touch()
+    refused(replay.main, [*arguments, "--results", str(tmp_path / "file")], "set results_dir=FOLDER", capsys)
+
+
 def test_without_a_sandbox_the_table_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

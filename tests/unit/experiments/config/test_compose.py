@@ -14,6 +14,7 @@ from experiments.runs import start
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
+from tests.helpers.stub_run import with_gpus
 from tests.helpers.tiers import slow
 
 EXPERIMENTS = sorted(p.stem for p in (compose.CONF / "exp").glob("*.yaml"))
@@ -60,9 +61,13 @@ def test_learning_rate_rule() -> None:
 
 def test_scale_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`paper` needs both a GPU and data."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with_gpus(monkeypatch, "0,1")
     assert resolved("+exp=resnet50")["scale"]["name"] == "quick"
     assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "paper"
+    monkeypatch.setattr(
+        "launch.environment.any_gpu", lambda: False
+    )  # shells set the variable where there is no GPU, too
+    assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "quick"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "quick"
 
@@ -152,6 +157,9 @@ def test_betas(betas: str) -> None:
             ["seed=1,2"],
             "seed=1,2 has several values: quote a text with a comma, write a list as [a,b]; run.py -m runs each",
         ),
+        (["+exp=digits,ptb"], "+exp=digits,ptb has several values: run.py -m runs each"),
+        (["+exp=[digits,ptb]"], "exp is one name, not a list"),
+        (["optimizer=[sgdm,birder]"], "optimizer is one name, not a list"),
     ],
 )
 def test_unknown_names(overrides: list[str], words: str) -> None:

@@ -237,6 +237,28 @@ def test_records_keep_private_things_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert "2 images/s" in made.reason
 
 
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("'cluster.env={WANDB_API_KEY:SECRET,NCCL_DEBUG:INFO}'", "'cluster.env={WANDB_API_KEY:…,NCCL_DEBUG:INFO}'"),
+        ('cluster.env={A: 1, "AWS_SECRET_ACCESS_KEY": "a b"}', 'cluster.env={A: 1, "AWS_SECRET_ACCESS_KEY": …}'),
+        ("wandb={mode: online, entity: me}", "wandb={mode: online, entity: …}"),
+        ("cluster.sbatch={mail-user: me@site.org, hold: null}", "cluster.sbatch={mail-user: …, hold: null}"),
+        ("cluster.env={HTTPS_PROXY: http://me:pw@proxy:80}", "cluster.env={HTTPS_PROXY: http://…@proxy:80}"),
+        ("cluster.ssh={port: 22, user: me} seed=1", "cluster.ssh=… seed=1"),
+        ("error: key: one of a, host: b", "error: key: one of a, host: b"),
+    ],
+)
+def test_a_mapping_keeps_its_private_entries_out(typed: str, kept: str) -> None:
+    assert privacy.clean_text(typed, Path("/base")) == kept
+
+
+def test_a_checkpoint_is_named_with_its_run() -> None:
+    """Else a run from another run's checkpoint of the same step would count as recorded."""
+    typed = [f"workload.weights=/scratch/{run}/checkpoints/step-1000" for run in ("adamw", "birder")]
+    assert [privacy.clean_text(t, Path("/base")) for t in typed] == [t.replace("/scratch", "…") for t in typed]
+
+
 def test_words_that_only_look_private_stay() -> None:
     kept = {"tokenizer": "bert", "max_tokens": 128, "lr": 0.1, "keep": 2, "scale": {"name": "a/b"}}
     assert privacy.clean(kept, Path("/base")) == kept

@@ -1,4 +1,7 @@
-"""The command lines: exit status, one line for a mistake, nothing stray written. `make`: test_make.py."""
+"""run.py and compare.py on the command line: exit status, one line for a mistake, nothing stray written.
+
+All scripts: test_scripts.py. `make`: test_make.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import birder
 from experiments import compare, run
 from experiments.config import compose
 from experiments.records import record
@@ -21,7 +23,6 @@ from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
-from tests.helpers.tiers import slow, slow_unless
 
 Captured = pytest.CaptureFixture[str]
 
@@ -39,12 +40,6 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """`python experiments/run.py ARGUMENTS`, in this process."""
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     return run.main()
-
-
-def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "experiments" / name), *arguments]
-    # Of Python's own environment: readline, which pytest may load, sets COLUMNS below it.
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ.copy())
 
 
 @pytest.mark.parametrize(
@@ -77,6 +72,8 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ["-m", "+exp=digits", "seed=1,x"],  # before the first job runs
         ["-m", "+exp=digits,resnet50", "data.path=/no/such/folder"],
         ["-m", "+exp=digits", "seed=1,2", "run_name=mine"],
+        ["-m", "+exp=digits", "optimizer=glob(zz*)"],
+        ["-m", "+exp=digits", "seed=1,2", f"output_dir={ROOT / 'README.md'}"],
     ],
 )
 def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -86,6 +83,26 @@ def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.Monkey
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert [p for p in Path.cwd().rglob("*") if p.name != "multirun.yaml" and p.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dry-run"], "--dry-run starts nothing, and torchrun has started ranks"),
+        (["cluster=virtual", "cluster.nodes=64"], "cluster=virtual makes its own world: call it without torchrun"),
+        (["cluster=emulated"], "cluster=emulated makes its own world"),
+        (["cluster.nodes=4"], "cluster.nodes=4, and torchrun has made a world of nodes=1: leave the key out"),
+        (["cluster.ranks_per_node=1"], "a world of ranks_per_node=2"),
+    ],
+)
+def test_under_torchrun_another_world_is_refused(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert typed(monkeypatch, "+exp=digits", *arguments) == 2
+    assert words in capsys.readouterr().err
+    assert list(Path.cwd().iterdir()) == []
 
 
 def test_first_lines_say_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -102,127 +119,6 @@ def test_first_lines_say_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(compare.tables, "print_group", lambda *a: [])
     assert compare.compare(["+exp=bert_squad", "scale=quick"], ["birder"]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == [first, command]
-
-
-@pytest.mark.parametrize("name", ["run.py", "compare.py"])
-def test_scripts_from_any_folder(name: str) -> None:
-    done = script(name, "+exp=nothing")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no experiment 'nothing'; there are: ")
-    assert done.stderr.count("\n") == 1
-
-
-SCRIPTS = sorted(
-    p.relative_to(ROOT).as_posix()
-    for folder in ("experiments", "studies")
-    for p in (ROOT / folder).glob("*.py")
-    if not p.name.startswith("_") and p.name != "sigma_delta_research.py"  # no script, but a class for a sweep
-)
-
-
-FEW = {
-    "experiments/run.py",
-    "experiments/compare.py",
-    "experiments/predict.py",
-    "studies/spread.py",
-    "studies/volume.py",
-}
-
-
-def test_all_scripts_begin_alike() -> None:
-    """With the standard library alone before _script, which answers where the rest is missing."""
-    for name in SCRIPTS:
-        guard = "\nif not __package__:  # run as a script\n    import _script"
-        before, guarded, _ = (ROOT / name).read_text().partition(guard)
-        assert guarded, name
-        assert set(re.findall(r"^(?:import|from) (\w+)", before, re.MULTILINE)) <= sys.stdlib_module_names, name
-
-
-@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, SCRIPTS))
-def test_a_python_without_the_packages_is_one_line(name: str) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    command = [sys.executable, "-S", str(ROOT / name)]  # -S: nothing that was installed is found
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("error: ")
-    assert "make setup" in done.stderr
-
-
-@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, SCRIPTS))
-def test_version(name: str) -> None:
-    done = subprocess.run([sys.executable, "-S", str(ROOT / name), "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"birder-repro {birder.__version__}, commit ")
-
-
-def check_help(name: str, status: int, out: str, err: str) -> None:
-    """Called from any folder; nothing is left there."""
-    assert (status, err) == (0, ""), name
-    assert Path(name).stem in out
-    assert [line for line in out.splitlines() if len(line) > 80] == [], name
-    assert "Exit status" in " ".join(out.split()), name
-    assert list(Path.cwd().iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["experiments/run.py", "experiments/predict.py"])
-def test_help_fits_80_columns(name: str) -> None:
-    env = os.environ | {"COLUMNS": "80", "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, str(ROOT / name), "--help"], capture_output=True, text=True, env=env)
-    check_help(name, done.returncode, done.stdout, done.stderr)
-
-
-WITH_ARGUMENTS = ("run", "tables", "publish", "page", "tune", "sweep", "compare", "predict", "gpu_check")
-
-
-@pytest.mark.parametrize("name", [slow(name) if name != "run" else name for name in WITH_ARGUMENTS])
-def test_an_unknown_flag_is_one_line(name: str) -> None:
-    command = [sys.executable, str(ROOT / "experiments" / f"{name}.py"), "--no-such-flag"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert "--no-such-flag" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-HELP_OF_ALL = """
-import contextlib, io, json, runpy, sys
-said = {}
-sys.path[0] = sys.argv[1].rpartition("/")[0]  # as of a script
-for path in sys.argv[1:]:
-    sys.argv = [path, "--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            runpy.run_path(path, run_name="__main__")
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-    said[path] = status, out.getvalue(), err.getvalue()
-print(json.dumps(said))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["experiments", "studies"])
-def test_help_of_all_scripts_fits_80_columns(folder: str) -> None:
-    """In one process: what takes the time is what they import."""
-    paths = [str(ROOT / name) for name in SCRIPTS if name.startswith(folder)]
-    env = os.environ | {"COLUMNS": "80", "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL, *paths], capture_output=True, text=True, env=env)
-    for path, said in json.loads(done.stdout).items():
-        check_help(path, *said)
-
-
-@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "examples").glob("[!_]*.py")))
-def test_an_example_without_torchrun_or_packages_is_one_line(name: str) -> None:
-    """It says how to start it, and what to install."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    for flags, said in ((["-S"], "make setup"), ([], f" --nproc-per-node 2 {ROOT / 'examples' / name}")):
-        command = [sys.executable, *flags, str(ROOT / "examples" / name)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: ")
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -348,7 +244,8 @@ def test_dry_run(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
 
 
 def test_a_flag_that_may_have_a_value_takes_no_override_for_it() -> None:
-    done = script("run.py", "+exp=digits", "seed=3", "--info")
+    command = [sys.executable, str(ROOT / "experiments/run.py"), "+exp=digits", "seed=3", "--info"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy())
     assert (done.returncode, done.stderr) == (0, "")
     assert "seed: 3" in done.stdout
 
