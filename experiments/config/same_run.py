@@ -109,6 +109,11 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     return earlier.id
 
 
+def changed_midway(config: dict[str, Any]) -> bool:
+    """Whether the run of a record was resumed with keys that it had not begun with, other than the number of ranks."""
+    return any(key not in _OF_THE_WORLD for key, *_ in config.get(CHANGED) or ())
+
+
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[list[Any]]:
     """[key, then, now] for all keys in which two configurations differ that change the trajectory; None: not there."""
     old, new = BEFORE | flatten(then), BEFORE | flatten(now)

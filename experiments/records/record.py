@@ -22,7 +22,7 @@ from launch.words import say
 SCHEMA = 1
 DIVERGED = "the loss is "
 """How the reason begins of a run whose loss was NaN or inf (experiments/training/loop.py)."""
-LATER = {"rounds_per_step", "turns"}
+LATER = {"rounds_per_step", "steps", "turns"}
 """Fields that records of this schema may lack: they were added when there were records already."""
 LOCAL = "results/local"
 """Where runs write, below the working directory; git ignores it."""
@@ -50,6 +50,7 @@ class ResultRecord:
     bytes_per_step:       {payload_intra, payload_inter, nic_tx, nic_rx}: bytes sent (rx: received) per node and step.
     collectives_per_step: number of collectives that one rank starts per step.
     rounds_per_step:      share of the steps in which anything is sent; None in records older than the field.
+    steps:                optimizer steps of the whole run; None in records older than the field.
     turns:                of a method that took turns with others in one world, else empty: {world: the id that these share;
                           ms, steps: per round, a step's milliseconds on the slowest rank and the number of steps; seed;
                           held: "all", or "one" where memory held one method at a time; repeated; bound_ms: {before, after};
@@ -95,6 +96,7 @@ class ResultRecord:
     metric: dict[str, Any] = field(default_factory=dict)
     curve: str | None = None
     rounds_per_step: float | None = None
+    steps: int | None = None
     turns: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
 

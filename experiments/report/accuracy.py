@@ -11,8 +11,8 @@ from typing import Any
 from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord, is_finite
-from experiments.report.comparison import Cell, Comparison, Setting
-from experiments.report.differences import order, variants
+from experiments.report.comparison import Cell, Comparison, Setting, counts
+from experiments.report.differences import differing, order, variants
 from experiments.report.formats import DASH, mean_sd, numbered, task
 from experiments.report.metrics import Difference, StatedParity
 from experiments.report.sentences import say
@@ -144,10 +144,11 @@ class AccuracyTable:
 
     @cached_property
     def held_against(self) -> Cell | None:
-        """What others are compared with: the baseline, or that of its rates with several seeds that does better than the
-        chosen one. A method is not better than a baseline whose own tuning has failed."""
+        """What others are compared with: the baseline, or that of its rates with several seeds, none of which diverged, that
+        does better than the chosen one. A method is not better than a baseline whose own tuning has failed."""
         base = self.baseline
-        mine = [c for c in self.cells if base and c.label == base.label and (c is base or len(c.by_seed) > 1)]
+        rated = [c for c in self.cells if base and c.label == base.label]
+        mine = [c for c in rated if c is base or c.settled]
         return max(mine, key=lambda c: self.value(c, self.criterion), default=None)
 
     @property
@@ -164,7 +165,8 @@ class AccuracyTable:
 
     @cached_property
     def bests(self) -> dict[str, Cell | None]:
-        """Of each method, by its label, the learning rate with the best mean metric; one with a failed seed is not one.
+        """Of each method, by its label, the learning rate with the best mean metric: of those with several seeds, where there
+        are any, over the seeds that they share. One of which a seed diverged is not one.
 
         With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
         choice even if other seeds fail.
@@ -190,14 +192,19 @@ class AccuracyTable:
 
     def _best(self, label: str) -> Cell | None:
         mine = [c for c in self.cells if c.label == label]
-        seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing] if self.criterion else None
-        sound = [c for c in mine if self.criterion or len(c.valid) == len(c.records)]
-        scored = [(value, c) for c in sound if (value := self.value(c, self.criterion, seeds)) > -math.inf]
+        sound = [c for c in mine if self.criterion or (c.valid and len(c.valid) == len(c.counting))]
+        if self.criterion:
+            seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing]
+        else:
+            sound = [c for c in sound if len(c.valid) > 1] or sound
+            seeds = sorted(set.intersection(*(set(c.by_seed) for c in sound))) if sound else []
+        scored = [(value, c) for c in sound if (value := self.value(c, self.criterion, seeds or None)) > -math.inf]
         return max(scored, key=lambda found: found[0], default=(0.0, None))[1]
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:
-    """One table for each experiment, scale, shape, batch, precision, data, length of training and learning rate's schedule.
+    """One table for each experiment, scale, shape, batch, precision, data, workload, length of training and learning rate's
+    schedule.
 
     A study that stated another baseline (`parity`) has its own table. Synthetic data has no accuracy.
     """
@@ -210,16 +217,31 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
             failures.append(r)
         elif r.metric.get("name"):
             settings.setdefault(Setting.of(r), []).append(r)
-    for r in failures:  # a run that failed early does not know its data
+    asked = {setting: {_asked(r, setting) for r in members} for setting, members in settings.items()}
+    for r in failures:  # a run that failed early knows neither its data's name nor where its epochs end
         for setting, members in settings.items():
-            if setting == Setting.of(r, setting.data):
+            here = Setting.of(r, setting.data)._replace(length=setting.length)
+            if here == setting and _asked(r, setting) in asked[setting]:
                 members.append(r)
+    for setting, members in list(settings.items()):
+        models = differing(members, "workload")
+        if len(set(models.values())) > 1:  # another model is another task
+            del settings[setting]
+            for r in members:
+                settings.setdefault(setting._replace(workload=models[r.id]), []).append(r)
     split = [(setting, *of) for setting, every in sorted(settings.items()) for of in _by_comparison(every)]
     split.sort(key=lambda one: one[1] != "")  # first studies have the first slugs
     every = [(setting, tuple(_cells(members)), against) for setting, against, members in split]
     shown = [one for one in every if any(cell.valid for cell in one[1])]
     slugs = numbered(f"{s.exp}_{s.scale}_{s.nodes}x{s.ranks_per_node}" for s, *_ in shown)
     return [AccuracyTable(slug, *one) for slug, one in zip(slugs, shown, strict=True)]
+
+
+def _asked(r: ResultRecord, setting: Setting) -> tuple[Any, ...]:
+    """Which data and which length the run was to have."""
+    train = r.config.get("train", {})
+    path = (r.config.get("data") or {}).get("path")
+    return r.data.get("name") or setting.data, path, train.get("max_steps"), train.get("epochs")
 
 
 def _by_comparison(records: list[ResultRecord]) -> list[tuple[str, list[ResultRecord]]]:
@@ -301,7 +323,9 @@ def _cells(records: list[ResultRecord]) -> list[Cell]:
     for r in sorted(records, key=lambda r: (r.time, r.id)):
         lr = r.config.get("optimizer", {}).get("lr")
         key = (*order(r), suffix[r.id], float(lr) if lr is not None else -math.inf)
-        found.setdefault(key, {})[r.seed] = r  # the same seed again: the latest counts
+        seeds = found.setdefault(key, {})
+        if counts(r) or r.seed not in seeds or not counts(seeds[r.seed]):
+            seeds[r.seed] = r  # the same seed again: the latest counts, but for one that was only broken off
     cells = []
     for (_, method, variant, lr), seeds in sorted(found.items()):
         runs = tuple(seeds[s] for s in sorted(seeds))

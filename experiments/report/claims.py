@@ -177,7 +177,7 @@ def endings(records: Records, value: float, optimizer: str) -> Words | None:
     variant that lost a seed at each of them."""
     mine = [(t, c) for t in records.tables for c in t.cells if c.records[0].optimizer == optimizer]
     every = [c for t, c in mine if t.bests[c.label] in (c, None)]
-    runs, ended = sum(len(c.records) for c in every), sum(len(c.valid) for c in every)
+    runs, ended = sum(len(c.counting) for c in every), sum(len(c.valid) for c in every)
     where = ", ".join(dict.fromkeys(_where(c) for c in every))
     whether = "confirmed" if ended == runs else "not reached everywhere"
     return {"where": where, "ended": ended, "runs": runs, "whether": whether} if runs else None
@@ -206,11 +206,11 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
     methods, bases = ACCURATE[method].methods, ACCURATE[method].bases
     found: list[tuple[AccuracyTable, Outcome]] = []
     for table in records.tables:
-        theirs = [c for c in table.cells if len(c.by_seed) > 1 and c.records[0].method in bases]
+        theirs = [c for c in table.cells if c.settled and c.records[0].method in bases]
         base = max(theirs, key=table.value, default=None)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
         found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
-        tried = [c for c in table.cells if c.records[0].method in methods and len(c.records) > 1]
+        tried = [c for c in table.cells if c.records[0].method in methods and len(c.counting) > 1]
         if base and not mine and tried:  # no rate of it has kept all of its seeds
             reason = f"every rate lost seeds, of {len(tried)} tried"
             named = (tried[0].records[0].method, WORSE, DASH, f"{DASH} / {mean_sd(*base.summary(None))}", base.label)
@@ -254,9 +254,9 @@ def _names(tables: Sequence[AccuracyTable]) -> list[str]:
     """What tasks are called: data, length and workers; where several have one name also their batch, then the schedule."""
     by_slug = {table.slug: table for table in tables}
     names = {slug: table.name for slug, table in by_slug.items()}
-    for more in (lambda s: f"batch {s.batch}", lambda s: s.schedule):
+    for more in (lambda s: s.workload, lambda s: f"batch {s.batch}", lambda s: s.schedule):
         same = {slug for slug in names if list(names.values()).count(names[slug]) > 1}
-        names |= {slug: f"{names[slug]}, {more(by_slug[slug].setting)}" for slug in same}
+        names |= {slug: ", ".join(filter(None, (names[slug], more(by_slug[slug].setting)))) for slug in same}
     return [names[table.slug] for table in tables]
 
 

@@ -26,6 +26,8 @@ class Setting(NamedTuple):
     """Samples that a rank has in a step."""
     precision: str
     data: str
+    workload: str = ""
+    """Keys of the workload in which it differs from others: "layers=2"."""
 
     @classmethod
     def of(cls, r: ResultRecord, data: str | None = None) -> Setting:
@@ -33,7 +35,12 @@ class Setting(NamedTuple):
         train = r.config.get("train", {})
         batch = int(train.get("batch_per_rank") or 0) * int(train.get("accumulate") or 1)
         precision = train.get("precision") or "fp32"
-        words = _length(train), _schedule(train), batch, "" if precision == "fp32" else f"precision {precision}"
+        words = (
+            _length(train, r.steps),
+            _schedule(train),
+            batch,
+            "" if precision == "fp32" else f"precision {precision}",
+        )
         return cls(r.exp, r.scale, r.nodes, r.ranks_per_node, *words, str(r.data.get("name") or data))
 
     @property
@@ -46,8 +53,8 @@ class Setting(NamedTuple):
 
     @property
     def studied(self) -> str:
-        """Experiment, data, length and schedule."""
-        return ", ".join(filter(None, (f"{self.exp}: {self.data}", self.length, self.schedule)))
+        """Experiment, data, workload, length and schedule."""
+        return ", ".join(filter(None, (f"{self.exp}: {self.data}", self.workload, self.length, self.schedule)))
 
     @property
     def title(self) -> str:
@@ -55,10 +62,10 @@ class Setting(NamedTuple):
         return ", ".join(filter(None, (self.studied, ranks, self.precision, f"scale {self.scale}")))
 
 
-def _length(train: dict[str, Any]) -> str:
-    """How long it trained, in words."""
+def _length(train: dict[str, Any], took: int | None) -> str:
+    """How long it trained, in words. took: steps, where the record says so: the epochs may end before `max_steps`."""
     steps, epochs = train.get("max_steps"), train.get("epochs")
-    if steps is not None:
+    if steps is not None and (took is None or took >= int(steps)):
         return f"{steps} steps"
     return "length unknown" if epochs is None else "1 epoch" if epochs == 1 else f"{epochs} epochs"
 
@@ -68,6 +75,11 @@ def _schedule(train: dict[str, Any]) -> str:
     known = {k: v for k, v in (train.get("lr_schedule") or {}).items() if v is not None}
     name = known.pop("name", None)
     return f"{name} schedule ({', '.join(f'{k} {v}' for k, v in known.items())})" if name else ""
+
+
+def counts(r: ResultRecord) -> bool:
+    """Whether a run says something of its method: it ended well or diverged, and was not only broken off."""
+    return r.status == "completed" or r.diverged
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,16 @@ class Cell:
     def valid(self) -> list[ResultRecord]:
         """Runs that ended with a finite metric."""
         return [r for r in self.records if r.status == "completed" and is_finite(r.metric.get("value"))]
+
+    @property
+    def counting(self) -> list[ResultRecord]:
+        """Runs that ended well or diverged."""
+        return [r for r in self.records if counts(r)]
+
+    @property
+    def settled(self) -> bool:
+        """Whether several seeds ended well, and none diverged."""
+        return len(self.valid) > 1 and len(self.valid) == len(self.counting)
 
     @property
     def mean(self) -> float | None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from experiments.config.same_run import BEFORE, BOOKKEEPING, flatten, within
+from experiments.records.old_keys import CHANGED
 from experiments.records.record import ResultRecord
 
 # Bookkeeping, and what tables show in other columns or in titles.
 NOT_A_VARIANT = (
-    *BOOKKEEPING,
+    *(key for key in BOOKKEEPING if key != CHANGED),  # a run that was resumed with other keys is another one
     *("seed", "exp", "scale", "scales", "cluster", "data", "workload.data_path", "timing", "parity"),
 )
 
@@ -26,23 +27,39 @@ def distinguishing(config: dict[str, Any], ignore: Iterable[str] = ()) -> dict[s
 
 
 def variants(records: Iterable[ResultRecord], ignore: Iterable[str] = ()) -> dict[str, str]:
-    """For each record id, "" or " (key=value, ...)": the keys in which runs of the same method and wire differ.
+    """For each record id, "" or " (key=value, ...)": the keys in which runs of the same method differ.
 
     ignore: as in `distinguishing`.
     """
     ignore = tuple(ignore)
-    methods: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    methods: dict[str, dict[str, dict[str, str]]] = {}
     for r in records:
-        flat = {k: json.dumps(v, sort_keys=True).strip('"') for k, v in distinguishing(r.config, ignore).items()}
-        methods.setdefault((r.method, r.wire), {})[r.id] = flat
+        flat = {k: shown(v) for k, v in distinguishing(r.config, ignore).items()}
+        methods.setdefault(r.method, {})[r.id] = flat
     labels: dict[str, str] = {}
     for flats in methods.values():
         keys = sorted({key for flat in flats.values() for key in flat})
-        differing = [key for key in keys if len({flat.get(key) for flat in flats.values()}) > 1]
+        differ = [key for key in keys if len({flat.get(key) for flat in flats.values()}) > 1]
         for run, flat in flats.items():
-            shown = ", ".join(f"{key}={flat[key]}" for key in differing if key in flat)
-            labels[run] = f" ({shown})" if shown else ""
+            words = ", ".join(f"{key}={flat[key]}" for key in differ if key in flat)
+            labels[run] = f" ({words})" if words else ""
     return labels
+
+
+def differing(records: Iterable[ResultRecord], section: str) -> dict[str, str]:
+    """For each record id the keys of a section in which these runs differ, whatever their method: "layers=2"; "" for none."""
+    flats = {
+        r.id: {k: shown(v) for k, v in distinguishing({section: r.config.get(section) or {}}).items()} for r in records
+    }
+    keys = sorted({key for flat in flats.values() for key in flat})
+    differ = [key for key in keys if len({flat.get(key, "null") for flat in flats.values()}) > 1]
+    start = len(section) + 1
+    return {run: ", ".join(f"{key[start:]}={flat.get(key, 'null')}" for key in differ) for run, flat in flats.items()}
+
+
+def shown(value: Any) -> str:
+    """A value as a row's label has it."""
+    return json.dumps(value, sort_keys=True).strip('"')
 
 
 def order(r: ResultRecord) -> tuple[int, str]:

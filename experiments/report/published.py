@@ -81,10 +81,18 @@ def records(results_dir: str | Path, exp: str, published: Path = PUBLISHED) -> l
 
 
 def matching(table: SpeedupTable, known: list[ResultRecord]) -> SpeedupTable | None:
-    """Of the published records `known` the latest table with the setting of `table`: shape, batch, scale, cluster."""
-    wanted = speedup.setting(table.records[0])
-    same = [t for t in speedup.build(known) if speedup.setting(t.records[0]) == wanted]
+    """Of the published records `known` the latest table with the setting of `table`: shape, batch, scale, cluster, what is
+    trained, and the link that it stands for."""
+    same = [t for t in speedup.build(known) if _alike(t.records[0], table.records[0])]
     return max(same, key=lambda t: t.latest, default=None)
+
+
+def _alike(a: ResultRecord, b: ResultRecord) -> bool:
+    """Keys of the workload that one of them lacks are newer than it."""
+    mine, theirs = ((r.config.get("workload") or {}) for r in (a, b))
+    keys = (mine.keys() & theirs.keys()) - {"data_path"}
+    same = speedup.setting(a) == speedup.setting(b) and a.link.get("link_gbps") == b.link.get("link_gbps")
+    return same and all(mine[k] == theirs[k] for k in keys)
 
 
 def note(table: SpeedupTable, theirs: SpeedupTable | None, known: list[ResultRecord]) -> list[Note]:

@@ -17,7 +17,7 @@ from typing import Any
 from experiments.records.labels import DENSE, class_name, is_virtual
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
-from experiments.report.differences import order, variants
+from experiments.report.differences import differing, order, variants
 from experiments.report.formats import numbered
 from experiments.report.metrics import Speedup
 
@@ -59,11 +59,15 @@ class SpeedupRow:
 
 @dataclass(frozen=True)
 class SpeedupTable:
-    """The runs of one group on one machine with one setting. `slug` names its plot."""
+    """The runs of one group on one machine with one setting. `slug` names its plot.
+
+    workload: keys of the workload in which they differ from others of the group: "model=resnet18".
+    """
 
     slug: str
     group: str
     records: tuple[ResultRecord, ...]
+    workload: str = ""
 
     @property
     def latest(self) -> tuple[str, str]:
@@ -123,24 +127,33 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
     for r in records:
         if r.group is not None and group in (None, r.group) and not is_virtual(r.config):
             groups.setdefault((setting(r), r.group), []).append(r)
-    found: dict[tuple[str, str], list[ResultRecord]] = {}
-    for (shared, _), members in groups.items():
+    parts: list[tuple[str, str, list[ResultRecord]]] = []  # another model is another task
+    for (shared, _), every in groups.items():
+        apart: dict[str, list[ResultRecord]] = {}
+        models = differing(every, "workload")
+        for r in every:
+            apart.setdefault(models[r.id], []).append(r)
+        parts += [(shared, model, members) for model, members in apart.items()]
+    found: dict[tuple[str, str, str], list[ResultRecord]] = {}
+    for shared, model, members in parts:
         failed = [r for r in members if r.status != "completed"]
         machines: dict[str, list[ResultRecord]] = {}
         for r in members:
             if r.status == "completed":
-                machines.setdefault(json.dumps([r.hardware, _intended(r.link)], sort_keys=True), []).append(r)
+                machines.setdefault(json.dumps([r.hardware, _intended(r)], sort_keys=True), []).append(r)
         # The launcher writes the record of a failed run and may know less of link and device than the workers.
         for machine, completed in (machines or {"": []}).items():
-            key = (shared, machine)
+            key = (shared, machine, model)
             if key not in found or _age(completed + failed) > _age(found[key]):
                 found[key] = completed + failed
     # A group in which everything failed is shown only where there is nothing better.
-    timed = {shared for shared, machine in found if machine}
-    kept = {key: rs for key, rs in found.items() if key[1] or key[0] not in timed}
-    shown = [members for _, members in sorted(kept.items())]
-    slugs = numbered(f"{r.exp}_{r.scale}_{r.cluster}_{r.nodes}x{r.ranks_per_node}" for r, *_ in shown)
-    return [SpeedupTable(slug, of[0].group or "", tuple(of)) for slug, of in zip(slugs, shown, strict=True)]
+    timed = {shared for shared, machine, _ in found if machine}
+    shown = sorted((key, rs) for key, rs in found.items() if key[1] or key[0] not in timed)
+    slugs = numbered(f"{r.exp}_{r.scale}_{r.cluster}_{r.nodes}x{r.ranks_per_node}" for _, (r, *_) in shown)
+    return [
+        SpeedupTable(slug, of[0].group or "", tuple(of), model)
+        for slug, ((_, _, model), of) in zip(slugs, shown, strict=True)
+    ]
 
 
 def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
@@ -152,9 +165,11 @@ def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated")
     return [found[shape] for shape in sorted(found)]
 
 
-def _intended(link: dict[str, Any]) -> dict[str, Any]:
-    """A link without what differs between two measurements of it."""
-    varying = ["measured", "off_by", "note", "probed_mbit_per_s"]
+def _intended(r: ResultRecord) -> dict[str, Any]:
+    """A run's link without what differs between two measurements of it."""
+    link, varying = r.link, ["measured", "off_by", "note", "probed_mbit_per_s"]
+    if link.get("link_gbps") and (r.config.get("cluster") or {}).get("dilation") == "auto":
+        varying += ["dilation", "set_mbit_per_s"]
     if link.get("set_mbit_per_s") or link.get("probed_mbit_per_s"):
         varying.append("mbit_per_s")
     return {key: value for key, value in link.items() if key not in varying}

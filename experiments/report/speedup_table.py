@@ -77,7 +77,8 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tabl
     if summary := captions.compression(table):
         footnotes.append(Note(summary, "strong"))
     shown = [*columns(table), *([published_column(reference)] if reference else [])]
-    return Table.of(shown, table.rows, title=sentences.title(r), notes=tuple(notes), footnotes=tuple(footnotes))
+    title = ", ".join(filter(None, (sentences.title(r), table.workload)))
+    return Table.of(shown, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes))
 
 
 def closing(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:

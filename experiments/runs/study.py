@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, within
+from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, changed_midway, within
 from experiments.config.sweeps import SweepRun
 from experiments.records import labels, old_keys, privacy, record
 from experiments.records.record import ResultRecord, is_finite, loss_diverged
@@ -124,7 +124,7 @@ class Study:
         """Takes in all records there are."""
         folders = [folder for folder in (*self.others, Path(self.results_dir)) if folder.is_dir()]
         for r in (r for folder in folders for r in record.read_all(folder)):
-            if r.exp == self.exp:
+            if r.exp == self.exp and not changed_midway(r.config):
                 name = asked(r.overrides)
                 if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
                     self.known[name] = r

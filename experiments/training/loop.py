@@ -212,6 +212,7 @@ class _Run:
                 data=self.workload.data,
                 timing=timing,
                 **sent,
+                steps=self.length.total,
                 state_bytes_per_rank=round(state),
                 metric=metric if self.metrics else {},
                 curve=record.save_curve(spec.path / "curve.csv", self.config["results_dir"], spec.id),

@@ -92,7 +92,10 @@ def compared(method: str, values: list[float | None], base: list[float], **chang
         for m, of in ((method, values), ("SGDM fp32", base))
         for seed, v in enumerate(of)
     ]
-    return [dataclasses.replace(r, status="failed", reason="nan") if r.metric["value"] is None else r for r in made]
+    return [
+        dataclasses.replace(r, status="failed", reason="the loss is nan at step 3") if r.metric["value"] is None else r
+        for r in made
+    ]
 
 
 @pytest.fixture

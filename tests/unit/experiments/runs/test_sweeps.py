@@ -294,7 +294,7 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "words"),
     [
         ([], "say which sweep: sweep=NAME, one of cser_cifar100, cser_imagenet"),
-        (["sweep=cser"], "no sweep 'cser'; there are: cser_cifar100"),
+        (["sweep=cser"], "no sweep 'cser'; there are: cser_images, cser_cifar100"),
         (["sweep=cser_imagenet", "--methods", "lion"], "no 'lion'"),
         (["sweep=cser_imagenet", "--methods", ""], "nothing is left to run"),
         (["sweep=cser_imagenet", "--seeds", "x"], "--seeds=x: give numbers"),

@@ -1,0 +1,189 @@
+"""What must not decide a comparison: runs that were broken off, of other data, another length, another model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.records import labels
+from experiments.records.record import ResultRecord
+from experiments.report import accuracy, captions, published, speedup
+from experiments.report.accuracy import AccuracyTable
+from tests.helpers.records import full_group, run, score
+
+NAN = "the loss is nan at step 3: lower optimizer.lr"
+
+
+def runs(method: str, lr: float, *values: float | None, first: int = 0, **config: Any) -> list[ResultRecord]:
+    """One of each seed, at a margin of one point to SGDM. None: it diverged."""
+    made = []
+    for seed, value in enumerate(values, first):
+        r = score(method, value, seed, lr)
+        if value is None:
+            r = replace(r, status="failed", reason=NAN, metric={}, data={"name": None, "synthetic": None})
+        parity = {"baseline": "SGDM", "margin": 1.0, "relative": False, "choose_seeds": 1}
+        made.append(replace(r, config={**r.config, "parity": parity, **config}))
+    return made
+
+
+def broken_off(r: ResultRecord, **changes: Any) -> ResultRecord:
+    lost = {
+        "status": "failed",
+        "reason": "interrupted by Ctrl-C",
+        "metric": {},
+        "data": {"name": None, "synthetic": None},
+    }
+    return replace(r, id=f"{r.id}-again", time="2026-01-03T00:00:00Z", **lost, **changes)
+
+
+def only(records: list[ResultRecord]) -> AccuracyTable:
+    (table,) = accuracy.build(records)
+    return table
+
+
+def verdicts(table: AccuracyTable) -> dict[str, tuple[float | None, str]]:
+    return {c.label: (c.lr, table.verdict(c)) for c in table.chosen}
+
+
+BASE = runs("SGDM fp32", 0.1, 90.0, 90.1, 90.2)
+
+
+def test_a_run_that_was_broken_off_changes_nothing() -> None:
+    good = runs("Birder", 0.003, 90.3, 90.4, 90.5)
+    records = [*BASE, *good, *runs("Birder", 0.001, 85.0, 85.1, 85.2)]
+    wanted = verdicts(only(records))
+    assert wanted["Birder"] == (0.003, "parity")
+    assert verdicts(only([*records, broken_off(good[0])])) == wanted  # the same seed again
+    fourth = replace(good[0], seed=3, config={**good[0].config, "seed": 3})
+    assert verdicts(only([*records, broken_off(fourth)])) == wanted
+    diverged = runs("Birder", 0.003, None, first=3)
+    assert verdicts(only([*records, *diverged]))["Birder"] == (0.001, "worse")
+
+
+def test_a_run_that_diverged_on_other_data_stands_with_those() -> None:
+    mine = [*BASE, *runs("Birder", 0.003, 90.1, 90.2, 90.1)]
+    a = [replace(r, config={**r.config, "data": {"path": "…/a"}}) for r in mine]
+    b = [
+        replace(r, id=f"{r.id}-b", config={**r.config, "data": {"path": "…/b"}})
+        for r in [*BASE, *runs("Birder", 0.003, None)]
+    ]
+    b = [replace(r, data={**r.data, "name": r.data["name"] and "others"}) for r in b]
+    ours, theirs = accuracy.build([*a, *b])
+    assert verdicts(ours) == verdicts(only(a))
+    assert [c.count() for c in ours.cells] == ["3", "3"]
+    assert [c.count() for c in theirs.cells] == ["3", "0 of 1"]
+
+
+def test_epochs_that_end_before_max_steps_are_another_length() -> None:
+    def of(epochs: int, steps: int, *records: ResultRecord) -> list[ResultRecord]:
+        train = records[0].config["train"] | {"epochs": epochs, "max_steps": 1000}
+        return [replace(r, steps=steps, config={**r.config, "train": train}) for r in records]
+
+    long, short = (
+        of(20, 1000, *BASE, *runs("Birder", 0.003, 90.0, 90.1)),
+        of(1, 60, *runs("Birder", 0.003, 70.0, None, first=2)),
+    )
+    short[1] = replace(short[1], steps=None)  # the launcher does not know
+    tables = {t.setting.length: [c.count() for c in t.cells] for t in accuracy.build([*long, *short])}
+    assert tables == {"1000 steps": ["3", "2"], "1 epoch": ["1 of 2"]}
+
+
+def test_a_run_that_was_resumed_with_other_options_has_a_row_of_its_own() -> None:
+    changed = runs("Birder", 0.003, 70.0, resume_changed=[["optimizer.lr", 0.1, 0.003]])
+    changed = [replace(r, id="changed", time="2026-01-03T00:00:00Z") for r in changed]
+    table = only([*BASE, *runs("Birder", 0.003, 90.0, 90.1, 90.2), *changed])
+    assert table.verdict(table.cells[-2]) == "parity" or table.verdict(table.cells[-1]) == "parity"
+    assert sorted(c.count() for c in table.cells) == ["1", "3", "3"]
+
+
+def test_another_model_is_another_task() -> None:
+    small = [*BASE, *runs("Birder", 0.003, 90.1, 90.0, 90.2)]
+    large = [*runs("SGDM fp32", 0.1, 95.0, 95.1, 95.2), *runs("Birder", 0.003, 95.1, 95.0, 95.2)]
+    sized = [
+        replace(r, id=f"{r.id}-{n}", config={**r.config, "workload": {"layers": n}})
+        for n, rs in ((2, small), (4, large))
+        for r in rs
+    ]
+    tables = accuracy.build(sized)
+    assert [t.setting.workload for t in tables] == ["layers=2", "layers=4"]
+    assert [verdicts(t)["Birder"][1] for t in tables] == ["parity", "parity"]
+    timed = [
+        replace(
+            run(method, ms * times), id=f"{method}{model}", config={**run(method).config, "workload": {"model": model}}
+        )
+        for model, times in (("resnet18", 1.0), ("resnet50", 3.0))
+        for method, ms in (("SGDM fp32", 1000.0), ("Birder", 500.0), ("no communication", 400.0))
+    ]
+    for table in speedup.build(timed):
+        assert captions.versus(table, table.row("Birder"), "fp32") == "2.00x"
+
+
+def test_rates_are_compared_on_the_seeds_that_they_share() -> None:
+    tuned = [*runs("SGDM fp32", 0.1, 91.0, 90.2, 90.3, 90.1, 90.2), *runs("SGDM fp32", 0.3, 90.6)]
+    table = only([*tuned, *runs("Birder", 0.003, 88.1, 88.2, 88.3, 88.1, 88.2)])
+    assert table.held_against is not None
+    assert table.held_against.lr == 0.1
+    assert verdicts(table)["Birder"][1] == "worse"
+
+
+def test_a_rate_of_the_baseline_that_diverges_is_not_held_against_others() -> None:
+    def held_out(r: ResultRecord, value: float) -> ResultRecord:
+        return replace(r, metric={**r.metric, "all": {**r.metric["all"], "held_out": value}}) if r.metric else r
+
+    sound = [held_out(r, 91.0) for r in runs("SGDM fp32", 0.1, 90.7, 90.0, 90.1, 90.2, 89.9)]
+    wild = [held_out(r, 90.9) for r in runs("SGDM fp32", 0.3, 91.6, 91.7, None, None, None)]
+    mine = [held_out(r, 90.0) for r in runs("Birder", 0.003, 90.5, 90.6, 90.2, None, None)]
+    table = only([*sound, *wild, *mine])
+    assert table.held_against is not None
+    assert table.held_against.lr == 0.1
+    assert verdicts(table)["Birder"][1] == "worse"
+
+
+@pytest.mark.parametrize("wires", [("fp32", "bf16")])
+def test_another_message_of_a_users_own_optimizer_is_another_method(wires: tuple[str, str]) -> None:
+    made = []
+    for wire, value in zip(wires, (90.0, 80.0), strict=True):
+        for r in runs("SGDM fp32", 0.1, value, value + 0.1, value + 0.2):
+            config = {**r.config, "optimizer": {"_target_": "mine.Own", "wire": wire, "lr": 0.1}}
+            named = {"optimizer": "Own", "method": labels.method(config), "wire": labels.wire(config)}
+            made.append(replace(r, id=f"{r.id}-{wire}", config=config, **named))
+    table = only([*BASE, *made])
+    assert sorted(verdict for _, verdict in verdicts(table).values()) == ["", "parity", "worse"]
+
+
+def emulated(group: str, dilation: float, **link: Any) -> list[ResultRecord]:
+    at = {
+        "link_gbps": 10,
+        "dilation": dilation,
+        "set_mbit_per_s": 10000 / dilation,
+        "kind": "netns",
+        "mbit_per_s": 1.0,
+        **link,
+    }
+    return [
+        replace(
+            r, id=r.id + group, group=group, time=f"2026-01-01T00:00:0{group[1]}Z", cluster="emulated", link=r.link | at
+        )
+        for r in full_group()
+        for r in [replace(r, config={**r.config, "cluster": {"dilation": "auto"}})]
+    ]
+
+
+def test_of_an_emulated_comparison_the_latest_is_shown_however_much_time_was_dilated() -> None:
+    records = [r for group, dilation in (("g1", 12.6), ("g3", 12.7), ("g2", 12.5)) for r in emulated(group, dilation)]
+    assert [t.group for t in speedup.build(records)] == ["g3"]
+
+
+def test_published_figures_stand_beside_those_of_the_same_link_and_model_alone() -> None:
+    known = emulated("g1", 12.6)
+    (same,), (slower,) = (speedup.build(emulated("g2", 12.0, link_gbps=gbps)) for gbps in (10, 1))
+    assert published.matching(same, known) is not None
+    assert published.matching(slower, known) is None
+    small, large = (
+        [replace(r, config={**r.config, "workload": {"image_size": size}}) for r in some]
+        for size, some in ((64, known), (224, same.records))
+    )
+    (larger,) = speedup.build(large)
+    assert published.matching(larger, small) is None
