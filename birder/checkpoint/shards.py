@@ -69,6 +69,9 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
             f"state of {saved['method']} was saved by {saved['replicas']} replicas, this run has {mine['replicas']}, and "
             f"every replica keeps its own part: use {saved['replicas']} replicas, of any number of shards"
         )
+    theirs, ours = saved.get("tensors", mine["tensors"]), mine["tensors"]
+    if theirs != ours or len(saved["groups"]) != len(ours):
+        raise ValueError(f"the saved state has parameter groups of {theirs} tensors, this optimizer of {ours}")
     if sorted(_parameters(saved.get("layout", mine["layout"]))) != sorted(_parameters(mine["layout"])):
         check_layout(optimizer, saved)
     reshard(model)
@@ -123,7 +126,8 @@ def _meta(attachment: ShardAttachment) -> dict[str, Any]:
     ]
     replicas = attachment.mesh.size(0)
     about = {"method": optimizer.kind, "options": optimizer.shared_options, "steps": optimizer.steps}
-    return about | {"replicas": replicas, "groups": groups, "layout": layout(optimizer)}
+    tensors = [len(g["params"]) for g in optimizer.param_groups]
+    return about | {"replicas": replicas, "groups": groups, "tensors": tensors, "layout": layout(optimizer)}
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -60,7 +60,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps {owner.named(p)}, but {owner.kind} is attached for it and takes its "
                 "gradient instead of averaging it: give each parameter to one optimizer, or first call close() of what "
-                "birder.attach returned"
+                f"birder.attach returned (after a framework's run: {owner.kind}'s attachment.close())"
             )
 
 

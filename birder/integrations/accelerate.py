@@ -27,7 +27,6 @@ import birder
 from birder.hooks.attachment import unwrap_method, unwrap_optimizer
 from birder.hooks.ddp import Attachment
 from birder.integrations import every_rank
-from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer
 
 
@@ -57,8 +56,10 @@ def attach(
     attachment = None
     if accelerator.num_processes > 1:
         attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
-        if method.compressed and attachment.overlap:
+        if every_rank.clips_in_vain(method, attachment.overlap):
             refuse_clipping(accelerator, attachment)
+    elif any_world and not method.units:  # in the units of several ranks
+        method.bind(**{k: v for k, v in options.items() if k == "unit_mb"})
     if method.compressed and (attachment or any_world):
         keep_every_rank(accelerator, optimizer, method, any_world)
     return attachment
@@ -84,21 +85,23 @@ def refuse_clipping(accelerator: Accelerator, attachment: Attachment) -> None:
     attachments = accelerator._birder_attachments = weakref.WeakSet([attachment])
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
-    def taken(parameters: list[Tensor]) -> bool:
-        return any(a.optimizer.holds(p) for a in attachments if not a.closed for p in parameters)
+    def taken(parameters: list[Tensor]) -> BucketOptimizer | None:
+        return next(
+            (a.optimizer for a in attachments if not a.closed and any(map(a.optimizer.holds, parameters))), None
+        )
 
     def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not taken(several):
+        if (method := taken(several)) is None:
             return by_norm(several, max_norm, norm_type)
         if max_norm != math.inf:
-            raise RuntimeError(NO_CLIPPING.format(limit=max_norm))
+            raise RuntimeError(every_rank.no_clipping(method, max_norm))
         return torch.nn.utils.get_total_norm([p.grad for p in several if p.grad is not None], norm_type)
 
     def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -> Any:
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if taken(several):
-            raise RuntimeError(NO_CLIPPING.format(limit="..."))
+        if (method := taken(several)) is not None:
+            raise RuntimeError(every_rank.no_clipping(method))
         return by_value(several, clip_value)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from birder import checkpoint
 from birder.checkpoint import elastic
+from birder.comm import run
+from birder.hooks.other_optimizers import open_attachments
 from birder.optim.base import BucketOptimizer
 
 FOLDER = "birder"
@@ -17,6 +21,36 @@ NO_CLIPPING = (
     "clipping by the framework has no effect on messages that were taken during backward: give the optimizer "
     "max_grad_norm={limit} and turn the framework's clipping off, or attach with overlap=False"
 )
+
+
+def no_clipping(method: BucketOptimizer, limit: Any = "...") -> str:
+    """Why the framework may not clip: `NO_CLIPPING`, or where the optimizer does."""
+    if method.max_grad_norm is None:
+        return NO_CLIPPING.format(limit=limit)
+    return (
+        f"{method.kind} clips the averaged gradient itself, to max_grad_norm={method.max_grad_norm:g}: turn the framework's "
+        "clipping off, which would clip each rank's own gradient first"
+    )
+
+
+def clips_in_vain(method: BucketOptimizer, overlap: bool) -> bool:
+    """Whether the framework may not clip what this method sends."""
+    return method.compressed and (overlap or method.max_grad_norm is not None)
+
+
+def make_equal(parameters: Iterable[Tensor]) -> None:
+    """Where a method has left the ranks' models different (`local_models`), gives all of them the mean. Every rank calls it.
+
+    Before another wrapper gives all ranks the model of rank 0.
+    """
+    mine = list(parameters)
+    for attachment in open_attachments():
+        method = attachment.optimizer
+        if method.local_models and method.steps and any(map(method.holds, mine)):
+            method.pipeline.wait()
+            with torch.no_grad():
+                run(method.comm, method.average_parameters(counted=False))
+
 
 ANY_WORLD = "any_world=True, which makes this number's state of theirs: an option of birder.integrations"
 

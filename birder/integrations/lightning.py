@@ -20,10 +20,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 import birder
-from birder.comm import Topology, run
+from birder.comm import Topology
 from birder.hooks.attachment import unwrap_optimizer
 from birder.integrations import every_rank
-from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer
 
 KEY = "every_rank"
@@ -54,15 +53,12 @@ class BirderCallback(Callback):
         self._average: contextlib.ExitStack | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Before validate, test and predict Lightning gives all ranks rank 0's model: make that the mean of all."""
-        method = self._method(trainer)
+        """Before each stage Lightning gives all ranks rank 0's model: make that the mean of all."""
+        if trainer.world_size > 1:
+            every_rank.make_equal(pl_module.parameters())
         if stage == "fit":
             self._loaded = {}  # of an earlier fit that failed
             self._attach_after_setup(trainer.strategy)
-        elif method is not None and method.local_models:
-            method.pipeline.wait()
-            with torch.no_grad():
-                run(method.comm, method.average_parameters(counted=False))
 
     def _attach_after_setup(self, strategy: Any) -> None:
         """As soon as the module is wrapped: Lightning's finder of learning rates trains before other callbacks begin."""
@@ -83,6 +79,8 @@ class BirderCallback(Callback):
         if trainer.world_size > 1 or self.any_world:
             method.register_load_state_dict_pre_hook(self._own_state)
         if trainer.world_size == 1:
+            if self.any_world and not method.units:  # in the units of several ranks
+                method.bind(**{k: v for k, v in self.options.items() if k == "unit_mb"})
             return
         topology = Topology(trainer.num_nodes, trainer.world_size // trainer.num_nodes)
         nodes = {} if "mesh" in self.options else {"topology": topology}
@@ -91,9 +89,9 @@ class BirderCallback(Callback):
             self.attachment.close()
         self.attachment = birder.attach(model, method, **nodes | self.options)
         limit = trainer.gradient_clip_val
-        if limit and method.compressed and self.attachment.overlap:
+        if limit and every_rank.clips_in_vain(method, self.attachment.overlap):
             norm = "..." if trainer.gradient_clip_algorithm == "value" else limit  # of values it says nothing of a norm
-            raise ValueError(f"Trainer(gradient_clip_val={limit}): {NO_CLIPPING.format(limit=norm)}")
+            raise ValueError(f"Trainer(gradient_clip_val={limit}): {every_rank.no_clipping(method, norm)}")
         every_rank.set_parameters(method, self._loaded)
         self._loaded = {}
         if method.local_models and "save_checkpoint" not in vars(trainer):

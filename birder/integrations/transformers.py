@@ -4,7 +4,7 @@
         model,
         TrainingArguments("out", max_grad_norm=0, learning_rate=1e-4),
         train_dataset=data,
-        optimizer_cls_and_kwargs=(Birder, {"lr": 1e-4}),
+        optimizer_cls_and_kwargs=(Birder, {}),
     )
     trainer.train()
 
@@ -15,16 +15,18 @@ Started with torchrun. Checkpoints hold every rank's state, in `birder` of the c
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from birder.hooks.attachment import unwrap_method, unwrap_model, unwrap_optimizer
 from birder.hooks.ddp import attached
+from birder.integrations import every_rank
 from birder.integrations.accelerate import EveryRank, attach
-from birder.integrations.every_rank import NO_CLIPPING
 from birder.optim.base import BucketOptimizer
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class BirderTrainerMixin(_Trainer):
     attach_options: arguments of `birder.attach`, e.g. {"hierarchical": True}; for fp16 {"overlap": False}.
 
     The optimizer is given as the Trainer takes any: `optimizers=(Birder(model.parameters()), None)`, or
-    `optimizer_cls_and_kwargs=(Birder, {"lr": 1e-4})`, which keeps weight decay from biases and norms.
+    `optimizer_cls_and_kwargs=(Birder, {})`, which keeps weight decay from biases and norms and takes `learning_rate`.
 
     Where ranks' models differ (`local_models`), their mean is evaluated and saved; every rank then has to call `save_model`.
     The gradient norm in the log is that of rank 0's own gradient, except in dense steps.
@@ -58,6 +60,9 @@ class BirderTrainerMixin(_Trainer):
         prepare = self.accelerator.prepare
 
         def prepare_and_attach(*args: Any, **kwargs: Any) -> Any:
+            for model in args if self.accelerator.num_processes > 1 else ():
+                if isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
+                    every_rank.make_equal(model.parameters())
             prepared = prepare(*args, **kwargs)
             self._attach(prepared if isinstance(prepared, tuple) else (prepared,))
             return prepared
@@ -72,10 +77,9 @@ class BirderTrainerMixin(_Trainer):
             if method.units and (self.accelerator.num_processes == 1 or attached(model, method)):
                 continue  # `train` was called again
             method.begin_again()  # of auto_find_batch_size: a first step that did not fit
-            overlap = self.attach_options.get("overlap", True) and method.max_grad_norm is None
             limit = self.args.max_grad_norm
-            if limit and method.compressed and overlap:
-                raise ValueError(f"TrainingArguments(max_grad_norm={limit}): {NO_CLIPPING.format(limit=limit)}")
+            if limit and every_rank.clips_in_vain(method, self.attach_options.get("overlap", True)):
+                raise ValueError(f"TrainingArguments(max_grad_norm={limit}): {every_rank.no_clipping(method, limit)}")
             attach(self.accelerator, model, optimizer, **self.attach_options)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,11 +87,30 @@ class BirderTrainerMixin(_Trainer):
         self._forget_evaluation()
         return super().train(*args, **kwargs)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; `learning_rate` is the optimizer's where `optimizer_cls_and_kwargs` has no `lr`."""
+        given = getattr(self, "optimizer_cls_and_kwargs", None)
+        if given is None or not issubclass(given[0], BucketOptimizer):
+            return super().create_optimizer(*args, **kwargs)
+        (kind, options), rate = given, self.args.learning_rate
+        if options.get("lr", rate) != rate != type(self.args).__dataclass_fields__["learning_rate"].default:
+            warnings.warn(
+                f"TrainingArguments(learning_rate={rate:g}) has no effect, as optimizer_cls_and_kwargs has "
+                f"lr={options['lr']:g}: leave one of them out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.optimizer_cls_and_kwargs = kind, {"lr": rate, **options}
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
     def _forget_evaluation(self) -> None:
         """`evaluate` before `train` marks the bare model as prepared: Accelerate would never wrap it in DDP."""
         model = unwrap_model(self.model_wrapped)
-        if self.accelerator.num_processes == 1 or model is not self.model:
-            return  # one process needs no wrapper; another one is there already
+        if model is None or self.accelerator.num_processes == 1 or model is not self.model:
+            return  # none yet (hyperparameter_search); one process needs no wrapper; another one is there already
         self.model_wrapped = self.model  # without what compiles it for evaluation alone
         vars(self.model).pop("_is_accelerate_prepared", None)
         if (forward := vars(self.model).pop("_original_forward", None)) is not None:  # without its autocast

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import birder
 from birder import attach
 from birder.checkpoint import shards as checkpoints
 from birder.optim.by_parameter import gathered
 from tests.helpers import toy
-from tests.helpers.hsdp import full, hsdp, make_mesh, train
+from tests.helpers.hsdp import full, hsdp, make_mesh, shard, train
 from tests.helpers.ranks import run_ranks
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -84,6 +85,13 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
             checkpoints.load(f"{folder}/{saved}", model, attachment)
         except ValueError as e:
             said.append(str(e))
+    model = shard(toy.make(), mesh)
+    first, *rest = model.parameters()
+    optimizer = birder.LAMB([{"params": [first]}, {"params": rest, "lr": 0.1}], lr=0.01)
+    try:
+        checkpoints.load(f"{folder}/LAMB", model, attach(model, optimizer, mesh=mesh))
+    except ValueError as e:
+        said.append(str(e))
     return said
 
 
@@ -102,8 +110,9 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_number_of_shards(tmp_path: Pat
                 if n == 1 and method == "Birder":  # random numbers do not depend on the number of shards
                     assert (x == kept[0][method][0]).all()
     for said in run_ranks(refused, 3, str(tmp_path), ranks_per_node=1):
-        birder, adam, another = said  # a dense method takes any number of replicas
-        assert "saved by 2 replicas, this run has 3" in birder
+        one_bit, adam, another, grouped = said  # a dense method takes any number of replicas
+        assert "saved by 2 replicas, this run has 3" in one_bit
+        assert "parameter groups of [6] tensors, this optimizer of [1, 5]" in grouped
         assert "any number of shards" in adam
         assert "holds what Birder keeps, this optimizer is LAMB" in another
 

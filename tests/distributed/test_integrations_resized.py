@@ -43,7 +43,7 @@ def in_accelerate(folder: Path, name: str, go_on: bool) -> dict[str, Any]:
     method, options = METHODS[name]
     net = toy.make()
     model, optimizer = accelerator.prepare(net, method(net.parameters(), **options))
-    attach(accelerator, model, optimizer, any_world=True)
+    attach(accelerator, model, optimizer, any_world=True, unit_mb=0.001)
     found: dict[str, Any] = {}
     if go_on:
         accelerator.load_state(str(folder))
@@ -65,7 +65,7 @@ def in_trainer(folder: Path, name: str, go_on: bool) -> dict[str, Any]:
 
     hf = load("examples/transformers_trainer.py")
     trainer = hf.trainer(folder, 8, None if go_on else 4, METHODS[name])
-    trainer.attach_options["any_world"] = True
+    trainer.attach_options |= {"any_world": True, "unit_mb": 0.01}
     found: dict[str, Any] = {}
 
     class Begins(TrainerCallback):
@@ -98,7 +98,7 @@ def in_lightning(folder: Path, name: str, go_on: bool) -> dict[str, Any]:
 
     torch.manual_seed(0)
     any_world: Callable[..., Any] = lightning.BirderCallback
-    lightning.BirderCallback = lambda: any_world(any_world=True)  # of this module alone, which is loaded for this test
+    lightning.BirderCallback = lambda: any_world(any_world=True, unit_mb=0.0005)  # of this loaded module alone
     lightning.fit(folder, 1 + go_on, Circle(method, options))
     return found
 

@@ -70,6 +70,7 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
             found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
         if name == "CSER":
             found["next fold"] = next_fold(lightning, trainer, folder / "CSER a/last.ckpt")
+            found["second fit"] = second_fit(lightning)
     if resume:
         return found
     from lightning.pytorch.callbacks import LearningRateFinder
@@ -124,6 +125,33 @@ def next_fold(lightning: ModuleType, trainer: Any, path: Path) -> bool:
     again = lightning.Trainer(accelerator="cpu", strategy="ddp", devices=2, callbacks=[callback], max_steps=1, **quiet)
     again.fit(module, lightning.DataLoader(lightning.circle(), 16))
     return torch.equal(module.first, own)
+
+
+def second_fit(lightning: ModuleType) -> tuple[np.ndarray, np.ndarray]:
+    """A module after a fit with local steps, and with what another fit of it begins."""
+
+    class Module(Tested(lightning)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            self.first = toy.flat(self).numpy()
+
+    torch.manual_seed(2)
+    module = Module(*METHODS["CSER"])
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    own = None
+    for _ in range(2):
+        own = toy.flat(module).numpy()
+        os.environ.update(LOCAL_RANK=str(torch.distributed.get_rank()), WORLD_SIZE="2")
+        callback = lightning.BirderCallback()
+        trainer = lightning.Trainer(
+            accelerator="cpu", strategy="ddp", devices=2, callbacks=[callback], max_steps=3, **quiet
+        )
+        trainer.fit(module, lightning.DataLoader(lightning.circle(), 16))
+    return own, module.first
 
 
 def saved_during_validation(trainer: Any) -> tuple[bool, bool]:
@@ -186,6 +214,10 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
     assert np.array_equal(first["Birder saved"], first["Birder"])
     assert first["failed validation"] == second["failed validation"] == (False, True)
     assert first["saved during validation"] == second["saved during validation"] == (True, True)
+    (mine, begun), (theirs, again) = first["second fit"], second["second fit"]
+    assert not np.array_equal(mine, theirs)
+    assert np.array_equal(begun, again)
+    assert np.abs(begun - (mine.astype(np.float64) + theirs) / 2).max() < ROUNDING
     assert first["next fold"]
     assert second["next fold"]
 

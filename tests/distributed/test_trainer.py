@@ -7,6 +7,7 @@ change, and the runs that are interrupted and resumed.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import birder
 from birder.hooks.attachment import unwrap_optimizer
 from tests.helpers import load, toy
 from tests.helpers.integrations import FIRST, METHODS, ROUNDING, Found, both, check_resumed, said
@@ -61,6 +63,19 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     clipping = hf.trainer(folder / "clipping", 2, max_grad_norm=1.0)
     found["clip"] = said(clipping.train)
     found["steps"] = unwrap_optimizer(clipping.optimizer).steps
+    twice = hf.trainer(folder / "twice", 2, method=(birder.Birder, {"max_grad_norm": 20.0}), max_grad_norm=1.0)
+    found["clips already"] = said(twice.train)
+    rated = hf.trainer(folder / "rated", 1, method=(birder.Birder, {}), learning_rate=3e-4, save_strategy="no")
+    rated.train()
+    found["rate"] = unwrap_optimizer(rated.optimizer).param_groups[0]["initial_lr"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        hf.trainer(folder / "both", 1, method=(birder.Birder, {"lr": 1e-3}), learning_rate=3e-4).create_optimizer()
+        hf.trainer(folder / "one", 1, method=(birder.Birder, {"lr": 1e-3})).create_optimizer()
+    found["two rates"] = [str(w.message) for w in warned if "learning_rate" in str(w.message)]
+    found["stages"] = two_stages(hf, folder)
+    rated.model = rated.model_wrapped = None  # as between two trials of a search for hyper-parameters
+    found["no model yet"] = said(rated._forget_evaluation)
     other = hf.trainer(folder / "other", 2, method=(torch.optim.SGD, {"lr": 0.1}))
     found["other"] = said(other.train)
     early = hf.trainer(folder / "early", 2, save_strategy="no", bf16=True)
@@ -73,6 +88,26 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
         found[name] = said(search.train) or toy.flat(search.model).numpy()
         found[f"{name} sent"] = unwrap_optimizer(search.optimizer).attachment.counter.total
     return found
+
+
+def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A model after it was trained with local steps, and with what another trainer of it begins."""
+    from transformers import TrainerCallback
+
+    kind, options = METHODS["CSER"]
+    first = hf.trainer(folder / "stage 1", 3, method=(kind, {"lr": 1e-2} | options), save_strategy="no")
+    first.train()
+    own, begun = toy.flat(first.model).numpy(), []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            begun.append(toy.flat(second.model).numpy())
+
+    second = hf.trainer(folder / "stage 2", 1, method=(kind, {"lr": 1e-2} | options), save_strategy="no")
+    second.model = second.model_wrapped = first.model
+    second.add_callback(Look())
+    second.train()
+    return own, begun[0]
 
 
 def OutOfMemory(rank: int, steps: tuple[int, ...]) -> Any:
@@ -117,6 +152,30 @@ def test_the_trainer_refuses_its_own_clipping_before_the_first_step(trained: Fou
     for mine in trained:
         assert mine["clip"].startswith("ValueError: TrainingArguments(max_grad_norm=1.0): clipping by the framework")
         assert mine["steps"] == 0
+
+
+@pytest.mark.slow
+def test_the_trainer_may_not_clip_what_the_optimizer_clips(trained: Found) -> None:
+    """It would clip each rank's own gradient, and the optimizer's limit would never act."""
+    for mine in trained:
+        assert "Birder clips the averaged gradient itself, to max_grad_norm=20: turn the" in mine["clips already"]
+
+
+@pytest.mark.slow
+def test_the_trainers_learning_rate_is_the_optimizers(trained: Found) -> None:
+    for mine in trained:
+        assert mine["rate"] == 3e-4
+        assert len(mine["two rates"]) == 1
+        assert "learning_rate=0.0003) has no effect, as optimizer_cls_and_kwargs has lr=0.001" in mine["two rates"][0]
+        assert mine["no model yet"] == ""
+
+
+@pytest.mark.slow
+def test_a_second_trainer_begins_with_the_mean_of_models_that_differ(trained: Found) -> None:
+    (mine, first), (theirs, second) = (found["stages"] for found in trained)
+    assert not np.array_equal(mine, theirs)
+    assert np.array_equal(first, second)
+    assert np.abs(first - (mine.astype(np.float64) + theirs) / 2).max() < ROUNDING
 
 
 @pytest.mark.slow
