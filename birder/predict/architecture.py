@@ -119,7 +119,8 @@ def count(
     """What a step of `loss` and its backward computes and moves. All tensors must be on the meta device.
 
     precision: bf16 and fp16 mean mixed precision: parameters in fp32, cast once in a step. compiled: neighbouring
-    kernels that do not multiply are fused into one, as torch.compile does. Raises ValueError for a parameter that gets none.
+    kernels that do not multiply are fused into one, as torch.compile does. Raises ValueError for a parameter that gets no
+    gradient and for a matrix product whose operations are not known.
     """
     dtype, own_dtype = HALF.get(precision), next((p.dtype for p in module.parameters()), None)
     if dtype is not None:
@@ -223,7 +224,7 @@ class _Counter(TorchDispatchMode):
             return out
         ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+        flops = _flops(packet, args, kwargs, out)
         if self.compiled and not flops and name not in APART:
             self._fuse(ins, outs)
         else:
@@ -257,6 +258,20 @@ class _Counter(TorchDispatchMode):
 
 _COUNTER: ContextVar[_Counter] = ContextVar("counter")
 """Who counts now."""
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Operations of an operator; 0: it does not multiply. Raises ValueError for a matrix product that nobody can count."""
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    name = packet.__name__
+    if name == "_grouped_mm":  # of experts: each row, or each number that is added up, is in one group
+        a, b = args[:2]
+        groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+        return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    if any(word.endswith("mm") for word in name.split("_")):
+        raise ValueError(f"the operations of torch's operator {name}, a matrix product, are not known")
+    return 0.0
 
 
 def _bytes(t: Tensor) -> float:

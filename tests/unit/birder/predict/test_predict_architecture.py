@@ -28,6 +28,31 @@ def test_products_are_counted_as_torch_does_by_hand() -> None:
     assert work(64).tflop * 1e12 == 2 * 64 * 256**2 * (3 + 3 + 2)
 
 
+def test_products_of_experts_are_counted_as_those_of_the_rows_that_each_one_has() -> None:
+    rows, width, wide, experts = 64, 32, 48, 4
+    with torch.device("meta"):
+        net, x = nn.ParameterList([nn.Parameter(torch.randn(experts, width, wide))]), torch.randn(rows, width)
+        x.requires_grad_()
+        ends = torch.zeros(experts, dtype=torch.int32)
+
+    def loss() -> Tensor:
+        return torch._grouped_mm(x.bfloat16(), net[0], offs=ends).square().mean()
+
+    # Forward, and backward for the weights and for the input.
+    assert count(net, loss, "bf16").tflop * 1e12 == 3 * 2 * rows * width * wide
+
+
+def test_a_product_that_nobody_can_count_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        net, whole = nn.Linear(32, 32, bias=False), torch.zeros(32, 32, dtype=torch.int8)
+
+    def loss() -> Tensor:
+        return net.weight.sum() + torch._int_mm(whole, whole).sum()
+
+    with pytest.raises(ValueError, match="operator _int_mm, a matrix product, are not known"):
+        count(net, loss, "fp32")
+
+
 def test_counting_leaves_the_model_as_it_was() -> None:
     net, loss = mlp(64)
     halves = [count(net, loss, precision).saved_bytes for precision in ("bf16", "fp32", "bf16")]  # type: ignore[arg-type]

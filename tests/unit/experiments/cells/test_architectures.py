@@ -39,6 +39,20 @@ def test_a_folder_with_a_configuration_serves_as_a_model(tmp_path: Path) -> None
     assert found.elements == 50257 * 64 + 1024 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
 
 
+def test_of_experts_those_that_a_token_meets_are_computed() -> None:
+    from transformers import MixtralConfig
+
+    width, wide, met, tokens = 64, 128, 2, 2 * 32
+    shape = {"hidden_size": width, "intermediate_size": wide, "num_attention_heads": 2, "num_key_value_heads": 2}
+    few, many = (
+        work(Asked("hf:mixtral", 2, "bf16", 32), MixtralConfig(num_hidden_layers=n, vocab_size=100, **shape))
+        for n in (1, 2)
+    )
+    # A layer: three matrices of each expert, four of attention, the router of 8; attention itself 3.5 times forward, causal.
+    products = 6 * tokens * (met * 3 * width * wide + 4 * width**2 + 8 * width)
+    assert (many.tflop - few.tflop) * 1e12 == pytest.approx(products + 3.5 * 2 * 2 * 32**2 * width, rel=1e-9)
+
+
 def test_a_gpt_by_its_shape_has_as_many_parameters_as_said() -> None:
     made = gpt("1.3B layers=24 width=2048 vocab=50k", 1024)
     assert (made.n_layer, made.n_embd, made.vocab_size) == (24, 2048, 50000)
