@@ -43,7 +43,7 @@ STATE = {"adamw": 8.0, "sgd": 4.0}
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """sharding, accumulation: as above. optimizer: the user's own, with dense methods. run_steps: of the whole run: over it
+    """sharding, accumulation: as above. optimizer: the user's own, with hooks. run_steps: of the whole run: over it
     is spread what a method sends ever more rarely."""
 
     sharding: Literal["ddp", "hsdp", "fsdp"] = "ddp"
@@ -116,18 +116,19 @@ class TrainingPlan:
     def memory_gb(self, t: Timeline, cluster: Cluster, method: MethodSpec, saved_bytes: float) -> float:
         """(4), in GB. saved_bytes: activations of one micro-batch."""
         shards = self.shards(cluster)
-        own = STATE[self.optimizer] / shards if method.dense else self.state(method, cluster)
         half = 2.0 if t.precision in HALVES else 0.0
         whole = half * t.elements
         if shards > 1:
             whole = (half or 4.0) * LAYERS_AT_ONCE * max(g.numel for g in t.gradients)
-        return (8 * t.elements / shards + own * t.elements + whole + saved_bytes) / 1e9 + CONTEXT_GB
+        kept = (8 / shards + self.state(method, cluster)) * t.elements
+        return (kept + whole + saved_bytes) / 1e9 + CONTEXT_GB
 
     def state(self, method: MethodSpec, cluster: Cluster) -> float:
-        """Bytes of state per parameter of the model on one rank. Under HSDP all of it is sharded, not the errors alone."""
-        if self.sharding == "hsdp":
-            return method.state(cluster.nodes, 1) / cluster.ranks_per_node
-        return method.state(*cluster.workers(method.hierarchical))
+        """Bytes that optimizer and hook keep per parameter of the model on one rank, the user's own optimizer included.
+        Where FSDP shards it is all of it, not the errors alone."""
+        own = STATE[self.optimizer] if method.hooked else 0.0
+        workers = cluster.workers(method.hierarchical) if self.sharding == "ddp" else (cluster.nodes, 1)
+        return (own + method.state(*workers)) / self.shards(cluster)
 
 
 DDP = TrainingPlan()

@@ -58,7 +58,9 @@ class MethodSpec:
     update:  kernels over all parameters after the last message.
     kept:    bytes that optimizer and hook keep, for each parameter of the model, of a rank's shard, of the chunk it serves.
     about:   what was assumed besides the method's rules; "" for nothing.
-    dense:   sends as many numbers as there are parameters, for an optimizer of the user's.
+    hooked:  a hook of DDP or none: the optimizer is the user's, whose state and update are not in `kept` and, where they are
+             known, not in `update`.
+    dense:   one of these that sends as many numbers as there are parameters.
     local:   models differ between ranks: more of training changes than what is sent.
     warm:    a run begins with dense steps, `WARM` of all, which the row leaves out.
     """
@@ -70,12 +72,13 @@ class MethodSpec:
     kept: tuple[float, float, float]
     hierarchical: bool = False
     about: str = ""
+    hooked: bool = False
     dense: bool = False
     local: bool = False
     warm: bool = False
 
     def state(self, workers: int, shards: int) -> float:
-        """Bytes on a rank per parameter of the model."""
+        """Bytes on a rank per parameter of the model, without those of the user's own optimizer."""
         model, shard, chunk = self.kept
         return model + shard / shards + chunk / (workers * shards)
 
@@ -93,7 +96,7 @@ def _row(
 
 def _dense(name: str, label: str, nbytes: float, encode: str, decode: str = "", about: str = "") -> MethodSpec:
     sent = Round(nbytes=nbytes, encode=tuple(encode.split()), decode=tuple(decode.split()))
-    return _row(name, label, (4, 0, 0), "sgdm", sent, about=about, dense=True)
+    return _row(name, label, (0, 0, 0), "sgdm", sent, about=about, hooked=True, dense=True)
 
 
 _BIRDER = Round(wire="onebit", encode=("encode",), serve=("reduce_bits",), layout="unit")
@@ -136,8 +139,8 @@ def _sparse(name: str, label: str, kept: float, about: str, *rounds: Round, loca
 
 def _low_rank(rank: int) -> MethodSpec:
     sent = Round(wire="lowrank", rank=rank, encode=("low_rank",))
-    about = "P, Q and the error are in the state; compressing steps only"
-    return _row(f"powersgd{rank}", f"PowerSGD rank {rank}", (8, 0, 0), "sgdm", sent, about=about)
+    about = "the hook's error is in the state; compressing steps only"
+    return _row(f"powersgd{rank}", f"PowerSGD rank {rank}", (4, 0, 0), "sgdm", sent, about=about, hooked=True)
 
 
 def rare(growth: float, steps: int) -> int:
@@ -253,7 +256,7 @@ METHODS: dict[str, MethodSpec] = {
             about="k = 0.1, H = 100; tensors that are always sent whole not counted",
             local=True,
         ),
-        _row("none", "no communication", (4, 0, 0), "sgdm", Round(wire="none"), dense=True),
+        _row("none", "no communication", (0, 0, 0), "sgdm", Round(wire="none"), hooked=True, dense=True),
     )
 }
 DEFAULT = (

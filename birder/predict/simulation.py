@@ -296,7 +296,7 @@ def simulate(
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
     workers, _ = cluster.workers(method.hierarchical)
     update = sum(costs.ms(k, timeline.elements, workers) for k in method.update)
-    if method.dense and timeline.update_ms is not None:
+    if method.hooked and timeline.update_ms is not None:
         update = timeline.update_ms  # the user's own optimizer
     steps = [(r.share, _step(timeline, cluster, method, r, costs, layout, update)) for r in method.rounds]
 

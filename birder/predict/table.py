@@ -128,7 +128,7 @@ def predict(
         low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
         more = 0.0 if method.name == "none" else beyond_ms
         low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
-        state = method.state(*cluster.workers(method.hierarchical)) * timeline.elements
+        state = plan.state(method, whole) * timeline.elements
         rows.append(PredictedRow(method, step, low, high, state, max(more, 0.0)))
     return Prediction(timeline, whole, costs, tuple(rows))
 
@@ -140,7 +140,7 @@ def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, pl
     (row,) = predict(plan.timeline(t, cluster, width), alone, [method.name], costs).rows
     wide = 2 if t.precision in HALVES else 4
     sent = cluster.sharded(1.0).nbytes * t.elements * (2 * wide + width) if width else 0.0
-    return replace(row, step=replace(row.step, nic_bytes=sent))
+    return replace(row, step=replace(row.step, nic_bytes=sent), state_bytes=plan.state(method, cluster) * t.elements)
 
 
 def _interval(

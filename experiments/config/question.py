@@ -45,7 +45,7 @@ class Question(Section):
     )
     accumulation: Count = doc("micro-batches of a step")
     sharding: Literal["ddp", "hsdp", "fsdp"] = doc("how the model is laid out over ranks")
-    optimizer: Literal["adamw", "sgd"] = doc("the user's own optimizer, which dense methods keep")
+    optimizer: Literal["adamw", "sgd"] = doc("the user's own optimizer, which hooks keep: fp32, bf16, PowerSGD")
     local_steps: Count | None = doc("steps between two means of local SGD and DiLoCo; null: 8 and 500")
     run_steps: Count = doc("of the whole run: Sigma-delta Adam sends its moments more often at the beginning")
     gpu_rate: Positive = doc("the GPU computes so many times as fast as is assumed, or as where it was recorded")

@@ -239,6 +239,16 @@ def test_memory_is_parameters_gradients_state_and_activations() -> None:
     assert shared == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"]) / 8 + 2 * 2 * 0.01)
 
 
+def test_powersgd_keeps_the_users_optimizer_and_an_error_in_fp32() -> None:
+    for optimizer in ("adamw", "sgd"):
+        plan = TrainingPlan(optimizer=optimizer)  # type: ignore[arg-type]
+        found = ask(10, plan, gpu=find("a100"), saved_bytes=3e9, methods=["powersgd1"])
+        p = found.prediction
+        assert found.memory["powersgd1"] - found.memory["bf16"] == pytest.approx(4 * p.timeline.elements / 1e9)
+        assert p["powersgd1"].state_bytes == (STATE[optimizer] + 4) * p.timeline.elements
+        assert p["powersgd1"].step.update_ms == p["bf16"].step.update_ms == p.timeline.update_ms
+
+
 def test_what_does_not_fit_is_said_first() -> None:
     small, big = find("l4"), replace(find("l4"), gb=1000.0)
     found = ask(10, gpu=small, saved_bytes=40e9)
@@ -283,7 +293,8 @@ def test_state_is_what_the_method_keeps(name: str) -> None:
         optimizer.zero_grad()
         net(torch.randn(4, 256)).square().mean().backward()
         optimizer.step()
-    assert optimizer.state_bytes() == pytest.approx(METHODS[name].state(1, 1) * 256 * 256, rel=0.001)
+    state = TrainingPlan(optimizer="sgd").state(METHODS[name], Cluster(1, 1, Link(1.0)))
+    assert optimizer.state_bytes() == pytest.approx(state * 256 * 256, rel=0.001)
     assert METHODS[name].local is optimizer.local_models
 
 

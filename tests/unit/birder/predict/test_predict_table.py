@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from birder.predict import Cluster, Costs, Timeline, TrainingPlan, answer, crossover, predict, sweep
+from birder.predict.layouts import STATE
 from birder.predict.timeline import read
 from tests.helpers import ROOT
 from tests.unit.birder.predict.test_predict import link
@@ -60,7 +61,8 @@ def test_the_table_names_every_row_and_ends_with_the_sentence() -> None:
     assert all(r.method.label in text for r in made_.rows)
     assert text.endswith(made_.sentence)
     assert "embeddings" in text  # the tensor that waits
-    assert made_["none"].state_bytes == 4 * made_.timeline.elements
+    assert made_["none"].state_bytes == STATE["adamw"] * made_.timeline.elements
+    assert made_["powersgd1"].state_bytes == made_["none"].state_bytes + 4 * made_.timeline.elements
     assert made_["birder_hierarchical"].state_bytes == made_.timeline.elements
 
 
