@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from birder.predict.cluster import NVLINK, Link
 
 REACHED = {"fp32": 0.85, "tf32": 0.35, "bf16": 0.8, "fp16": 0.8}
-"""Share of the peak that large matrix products reach. TF32 is far below: its kernels take one layout of operands."""
+"""Share of the peak that large matrix products reach. TF32 is far below: its kernels take one layout of operands. Where fp32
+would be faster, TF32 is taken to be as fast."""
 KINDS = {"": 1.0, "attention": 0.6, "convolution": 0.7}
 """What other kernels that multiply reach, relative to matrix products: fused attention, convolutions."""
 MEMORY = 0.85
@@ -60,7 +61,10 @@ class GPU:
         share = KINDS[kind] * REACHED[precision] * (self.relative if precision in ("bf16", "fp16") else 1.0)
         if kind == "attention":
             share = self.attention or share
-        compute = flops / (share * self.peak(precision) * 1e9) if flops else 0.0
+        rate = share * self.peak(precision)
+        if precision == "tf32":
+            rate = max(rate, KINDS[kind] * REACHED["fp32"] * self.peak("fp32"))
+        compute = flops / (rate * 1e9) if flops else 0.0
         return compute + nbytes / (MEMORY * self.gb_per_s * 1e6)
 
     def is_called(self, word: str) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from birder.predict.architecture import CAST, Work, count
 from birder.predict.costs import HOST_US
-from birder.predict.gpus import GPUS, HOPPER, KINDS, MEMORY, REACHED, find
+from birder.predict.gpus import GPU, GPUS, HOPPER, KINDS, MEMORY, REACHED, find
 
 
 def mlp(batch: int, width: int = 256, layers: int = 3) -> tuple[nn.Module, object]:
@@ -68,6 +68,13 @@ def test_a_kernel_takes_its_operations_and_its_bytes() -> None:
     assert gpu.link.gbps == pytest.approx(8 * 230)  # of NVLink's 300 GB/s
     assert find("4090").link.gbps == pytest.approx(8 * 230 * 32 / 300)
     assert find("h100").ms(1e12, 0, "bf16", "attention") == pytest.approx(1e3 / (989 * HOPPER))
+
+
+@pytest.mark.parametrize("gpu", [g for g in GPUS.values() if "tf32" in g.tflops], ids=lambda g: g.name)
+def test_tf32_is_at_least_as_fast_as_fp32(gpu: GPU) -> None:
+    for kind in KINDS:
+        assert gpu.ms(1e12, 0, "tf32", kind) <= gpu.ms(1e12, 0, "fp32", kind)
+    assert find("a100").ms(1e12, 0, "tf32") == pytest.approx(1e3 / (156 * REACHED["tf32"]))
 
 
 def test_gradients_are_ready_from_the_last_layer_to_the_first_within_backward() -> None:
