@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -261,28 +262,34 @@ def quantity(text: str, where: str) -> int:
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)([kKmMbB]?)", text)
     if not found or not float(found[1]):
         raise UserError(f"{where} must be a number such as 50k or 1.3B, not {text!r}")
-    return round(float(found[1]) * UNITS[found[2].lower()])
+    value = float(found[1]) * UNITS[found[2].lower()]
+    if not math.isclose(value, round(value), rel_tol=1e-9):  # floats: 0.07k is 70.00000000000001
+        raise UserError(f"{where} must be a whole number, not {text}")
+    return round(value)
 
 
 def gpt(said: str, positions: int) -> Any:
-    """The configuration of `params:`. With layers l, width w, vocabulary v there are l (4 w^2 + 2 w f) + v w parameters; the
-    width f of the feed-forward part makes them as many as said. Raises UserError."""
+    """The configuration of `params:`. With layers l, width w, vocabulary v, positions s there are
+    l (4 w^2 + 2 w f) + (v + s) w parameters; the width f of the feed-forward part makes them as many as said. Raises
+    UserError."""
     from transformers import GPT2Config
 
-    first, *pairs = said.split()
+    first, *pairs = said.split() or [""]
     keys = dict(p.split("=", 1) for p in pairs if "=" in p)
     if unknown := [p for p in pairs if "=" not in p] + sorted(set(keys) - {"layers", "width", "vocab", "heads"}):
         raise UserError(f"params: takes layers, width, vocab and heads, as in layers=24, not {unknown[0]}")
     values = {k: quantity(v, k) for k, v in keys.items()}
     total, vocab = quantity(first, "params:"), values.get("vocab", 50257)
     width, layers = values.get("width"), values.get("layers")
-    if width is None:  # of usual GPTs: 12 l w^2 parameters besides the embedding, and a width of 128 l at most
+    rows = vocab + positions  # of the embeddings
+    if width is None:  # of usual GPTs: 12 l w^2 parameters besides the embeddings, and a width of 128 l at most
         shapes = ((w, layers or max(2, round(w / 96))) for w in range(HEAD, 32768, HEAD))
-        width, layers = min(shapes, key=lambda s: abs(12 * s[1] * s[0] ** 2 + vocab * s[0] - total))
-    layers = layers or max(1, round((total - vocab * width) / (12 * width**2)))
-    inner = round((total - vocab * width - 4 * layers * width**2) / (2 * layers * width))
+        width, layers = min(shapes, key=lambda s: abs(12 * s[1] * s[0] ** 2 + rows * s[0] - total))
+    layers = layers or max(1, round((total - rows * width) / (12 * width**2)))
+    inner = round((total - rows * width - 4 * layers * width**2) / (2 * layers * width))
     if inner < 1:
-        raise UserError(f"params:{said} has too few parameters for {layers} layers of width {width} with {vocab} words")
+        shape = f"{layers} layers of width {width} with {vocab} words and {positions} positions"
+        raise UserError(f"params:{said} has too few parameters for {shape}")
     heads = values.get("heads", max(1, width // HEAD))
     if width % heads:
         raise UserError(f"params: width={width} is not a multiple of heads={heads}")

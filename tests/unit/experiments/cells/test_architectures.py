@@ -56,10 +56,31 @@ def test_of_experts_those_that_a_token_meets_are_computed() -> None:
 def test_a_gpt_by_its_shape_has_as_many_parameters_as_said() -> None:
     made = gpt("1.3B layers=24 width=2048 vocab=50k", 1024)
     assert (made.n_layer, made.n_embd, made.vocab_size) == (24, 2048, 50000)
-    assert made.n_inner == round((1.3e9 - 50e3 * 2048 - 4 * 24 * 2048**2) / (2 * 24 * 2048))
+    assert made.n_inner == round((1.3e9 - (50e3 + 1024) * 2048 - 4 * 24 * 2048**2) / (2 * 24 * 2048))
     assert quantity("50k", "vocab") == 50_000
     with pytest.raises(UserError, match="takes layers, width, vocab and heads"):
         gpt("1B depth=3", 1024)
+
+
+def test_a_gpt_with_many_positions_has_as_many_parameters_as_said_too() -> None:
+    found = work(Asked("params:40M vocab=1k", 1, "bf16", 65536))
+    assert found.elements == pytest.approx(40e6, rel=0.01)
+    with pytest.raises(UserError, match="with 50257 words and 65536 positions"):
+        gpt("10M width=256 layers=2", 65536)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("", "params: must be a number such as 50k or 1.3B, not ''"),
+        ("1B heads=0.4", "heads must be a whole number, not 0.4"),
+        ("1B width=0.4", "width must be a whole number, not 0.4"),
+        ("1B layers=24.6", "layers must be a whole number, not 24.6"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_in_one_line(said: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"^{words}$"):
+        gpt(said, 1024)
 
 
 def test_checkpointing_computes_more_and_keeps_less() -> None:
