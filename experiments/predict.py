@@ -164,8 +164,9 @@ def cluster_of(q: Question, gpu: GPU | None = None) -> Cluster:
     inside = NVLINK if gpu is None else gpu.link
     if c.inside_gb_per_s is not None:
         inside = replace(NVLINK, gbps=8 * c.inside_gb_per_s)
-    between = Link(c.gbps * c.nics / c.oversubscription, c.latency_us)
-    return Cluster.of_gpus(c.nodes, c.ranks_per_node, between, inside)
+    nics = c.nics / c.oversubscription
+    between = Link(c.gbps * nics, c.latency_us)
+    return replace(Cluster.of_gpus(c.nodes, c.ranks_per_node, between, inside), nics=nics)
 
 
 def costs_of(t: Timeline) -> Costs:
@@ -186,7 +187,10 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     t, there = m.timeline, cluster_of(q, m.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
-        rows = plan.choose(q.methods, there)
+        names = q.methods
+        if options.sweep and not names:
+            names = [name for name in SHOWN if plan.takes(METHODS[name])]
+        rows = plan.choose(names, there)
         if q.local_steps and all(every(m, q.local_steps) is m for m in rows):
             raise UserError(f"local_steps={q.local_steps} is of local SGD and DiLoCo: no row here is of either")
         if q.said("run_steps") and not any(r.growth for m in rows for r in m.rounds):
@@ -194,7 +198,6 @@ def answer(q: Question, options: argparse.Namespace) -> None:
         if options.sweep:
             from experiments.report import prediction_plots
 
-            names = q.methods or [name for name in SHOWN if plan.takes(METHODS[name])]
             values = SWEEPS[options.sweep]
             found = sweep(t, there, options.sweep, values, names, costs, layout, local_steps=q.local_steps, plan=plan)
             print(prediction_plots.sweep_table(found, options.sweep))

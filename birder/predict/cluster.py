@@ -101,6 +101,7 @@ class Cluster:
     ring: whether flat dense all-reduces and all-gathers are rings through all ranks, as NCCL's, or go by nodes (dense) and
     pairwise (1-bit), as on gloo. borders: of a ring's n-1 hops N-1 cross from node to node and the others stay inside, and
     an all-reduce takes a tree over nodes, 2 log2 N hops, where that is shorter. False: every hop has the latency of (1).
+    nics: `between` has the rate of so many NICs; a fraction where switches carry less than the NICs.
     """
 
     nodes: int
@@ -109,6 +110,7 @@ class Cluster:
     inside: Link = NVLINK
     ring: bool = True
     borders: bool = False
+    nics: float = 1.0
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
@@ -130,8 +132,13 @@ class Cluster:
         return (self.nodes, self.ranks_per_node) if by_nodes else (self.ranks, 1)
 
     def at(self, gbps: float) -> Cluster:
-        """The same with another rate between nodes."""
-        return replace(self, between=replace(self.between, gbps=gbps))
+        """The same with NICs of another rate."""
+        return replace(self, between=replace(self.between, gbps=gbps * self.nics))
+
+    @property
+    def nic_gbps(self) -> float:
+        """Of one NIC, which is what `at` takes."""
+        return self.between.gbps / self.nics
 
     @property
     def _shape(self) -> tuple[int, int, Link]:

@@ -150,7 +150,7 @@ def _interval(
     ends = [step.ms]
     if spread:
         ends += [
-            simulate(t, cluster.at(cluster.between.gbps * (1 + s)), method, costs, layout).ms for s in (spread, -spread)
+            simulate(t, cluster.at(cluster.nic_gbps * (1 + s)), method, costs, layout).ms for s in (spread, -spread)
         ]
     low, high = min(ends), max(ends)
     if layout.gpu and method.name != "none":
@@ -326,7 +326,7 @@ def crossover(
     local_steps: int | None = None,
     plan: TrainingPlan = DDP,
 ) -> dict[str, float | None]:
-    """Gbit/s between nodes below which each method is faster than `baseline` by more than `gain`, 5 % by default.
+    """Gbit/s of a NIC below which each method is faster than `baseline` by more than `gain`, 5 % by default.
 
     None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. beyond_ms, local_steps, plan:
     as in `predict`. Raises ValueError as `predict`, for one node, which has no link to others, and for sharding=fsdp.

@@ -36,7 +36,7 @@ def sweep_table(found: Sequence[Prediction], over: str) -> str:
 
 
 def _value(p: Prediction, over: str) -> float:
-    return p.cluster.between.gbps if over == "gbps" else p.cluster.nodes
+    return p.cluster.nic_gbps if over == "gbps" else p.cluster.nodes
 
 
 def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
@@ -77,7 +77,7 @@ def point(found: Sequence[Prediction], over: str) -> str:
     said = []
     for p in (found[0], found[-1]):
         nodes = "one node" if p.cluster.nodes == 1 else f"{p.cluster.nodes:,} nodes"
-        where = f"on {nodes}" if over == "nodes" else f"at {p.cluster.between.gbps:g} Gbit/s"
+        where = f"on {nodes}" if over == "nodes" else f"at {p.cluster.nic_gbps:g} Gbit/s"
         if p.cluster.nodes == 1:
             said.append(f"{where} compression gains nothing")
         elif p.winner is None:

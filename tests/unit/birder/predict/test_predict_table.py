@@ -77,6 +77,17 @@ def test_below_its_crossover_a_method_pays_and_above_it_does_not() -> None:
         assert (p["birder_hierarchical"].ms * 1.05 < p["bf16"].ms) is pays
 
 
+def test_rates_of_sweeps_and_crossovers_are_those_of_one_nic() -> None:
+    one, four = (replace(Cluster(8, 8, link(10.0 * n)), nics=n) for n in (1, 4))
+    names = ["bf16", "birder_hierarchical"]
+    (first,), (second,) = (sweep(bert(), c, "gbps", [25.0], names) for c in (replace(one, nics=4), four))
+    assert first.cluster.nic_gbps == second.cluster.nic_gbps == 25.0
+    alone = predict(bert(), Cluster(8, 8, link(100.0)), names)
+    assert [r.ms for r in first.rows] == [r.ms for r in second.rows] == [r.ms for r in alone.rows]
+    rates = [crossover(bert(), c, names)["birder_hierarchical"] or 0.0 for c in (one, four)]
+    assert rates[1] == pytest.approx(rates[0] / 4, rel=2e-3)
+
+
 def test_a_sweep_goes_to_a_thousand_nodes() -> None:
     found = sweep(bert(), Cluster(1, 8, link(10.0)), "nodes", [1, 8, 1024], ["fp32", "birder_hierarchical"])
     assert [p.cluster.nodes for p in found] == [1, 8, 1024]

@@ -131,6 +131,15 @@ def test_a_recorded_timeline_answers_for_nothing_else(more: list[str]) -> None:
     assert found.name == {"gpu=a10": "a10", "gpu=a100-40gb": "a100-sxm-40gb"}.get(more[0], "a100-sxm-80gb")
 
 
+def test_a_sweeps_rates_are_those_of_cluster_gbps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["timeline=bert_base_b12_tf32", "methods=bf16,none", "cluster.nics=4", "cluster.oversubscription=2"]
+    assert entry.main([*asked, "--sweep", "gbps", "--out", str(tmp_path / "x.png")]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("│ 25 "))
+    assert entry.main([*asked, "cluster.gbps=25", "--json"]) == 0
+    ms = {row["method"]: row["ms"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert [cell.strip() for cell in line.split("│")[2:4]] == [number(ms[name]) for name in ("bf16", "none")]
+
+
 def test_accuracy_is_read_from_the_table_that_the_records_give() -> None:
     """An answer need not read all records: their verdicts are written with the tables."""
     assert answered.known_verdicts(PUBLISHED) == answered.verdicts(read_all(PUBLISHED))
@@ -269,6 +278,8 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "methods=birder", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
         (["timeline=resnet50_b32_tf32", "sharding=hsdp", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
         (["timeline=resnet50_b32_tf32", "methods=birder", "run_steps=4"], "run_steps=4 is of Sigma-delta Adam"),
+        (["timeline=resnet50_b32_tf32", "local_steps=4", "--sweep", "gbps"], "local_steps=4 is of local SGD and DiLoCo"),
+        (["timeline=resnet50_b32_tf32", "run_steps=4", "--sweep", "nodes"], "run_steps=4 is of Sigma-delta Adam"),
         (["timeline=resnet50_b32_tf32", "--out", "x.png"], "add --sweep gbps"),
         (["--evaluate"], "python studies/predicted.py"),
         (["--step-times"], "python studies/step_times.py"),
