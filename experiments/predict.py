@@ -65,8 +65,6 @@ KINDS = ("hf", "torchvision", "params")
 EXAMPLES = record.ROOT / "docs" / "predict_examples.md"
 STUDIES = {"--evaluate": "predicted", "--step-times": "step_times", "--validate": "validate"}
 """What were options here."""
-STEPS = 10
-"""That are recorded of a function where none are said."""
 SHOWN = (
     "fp32",
     "bf16",
@@ -107,11 +105,14 @@ def model_of(q: Question) -> AskedModel:
             "or model=NAME of one that is recorded: " + ", ".join(timelines.names())
         )
     kind, _, rest = q.model.partition(":")
-    if rest and kind not in KINDS and (q.steps or q.gpu_rate != 1):
+    if rest and kind not in KINDS and q.steps:
         from experiments.cells import timeline_tools
 
         q.refuse_others("a recording of a function", dict.fromkeys((*CHANGING, "precision")))
-        return AskedModel(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps or STEPS), q))
+        if q.said("gpu") and q.gpu_rate == 1:
+            said = "say gpu_rate, how many times as fast it is, or leave gpu out"
+            raise UserError(f"gpu={q.gpu} is not what is recorded here: {said}")
+        return AskedModel(_scaled(timeline_tools.record_module(q.model, q.batch, q.steps), q))
     q.refuse_others("a model that is not a function", {"steps": None})
     return (None if rest else _recorded(q)) or _counted(q)
 
@@ -153,15 +154,21 @@ def _same_gpu(recorded: str, asked: str) -> bool:
 
 
 def _scaled(t: Timeline, q: Question) -> Timeline:
+    """The recording on a GPU that is `gpu_rate` times as fast: the same kind of GPU where none is said; of a CPU's, a GPU."""
     if q.gpu_rate == 1:
         return t
-    return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=q.gpu)
+    gpu = q.gpu if q.said("gpu") or t.gpu == "cpu" else t.gpu
+    return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=gpu)
 
 
-def cluster_of(q: Question, gpu: GPU | None = None) -> Cluster:
-    """The cluster that is asked about, with the GPU's own link inside a node where none is said."""
+def cluster_of(q: Question, gpu: str = "") -> Cluster:
+    """The cluster that is asked about, with the link of the GPU of that name inside a node where none is said: an A100's
+    NVLink for a GPU without a data sheet."""
     c = q.cluster
-    inside = NVLINK if gpu is None else gpu.link
+    try:
+        inside = gpus.find(gpu).link
+    except ValueError:
+        inside = NVLINK
     if c.inside_gb_per_s is not None:
         inside = replace(NVLINK, gbps=8 * c.inside_gb_per_s)
     nics = c.nics / c.oversubscription
@@ -184,7 +191,7 @@ def costs_of(t: Timeline) -> Costs:
 def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
     m, plan = model_of(q), TrainingPlan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
-    t, there = m.timeline, cluster_of(q, m.gpu)
+    t, there = m.timeline, cluster_of(q, m.timeline.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
         names = q.methods

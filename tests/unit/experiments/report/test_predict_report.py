@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 import yaml
 
-from birder.predict import DEFAULT, METHODS
+from birder.predict import DEFAULT, METHODS, NVLINK, gpus
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
-from experiments.cells import claimed, suite
+from experiments.cells import claimed, suite, timelines
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
 from experiments.report import accuracy_page, answered, prediction, replay_page, replayed
 from experiments.report.formats import number
@@ -138,6 +138,26 @@ def test_a_sweeps_rates_are_those_of_cluster_gbps(tmp_path: Path, capsys: pytest
     assert entry.main([*asked, "cluster.gbps=25", "--json"]) == 0
     ms = {row["method"]: row["ms"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert [cell.strip() for cell in line.split("│")[2:4]] == [number(ms[name]) for name in ("bf16", "none")]
+
+
+def test_gpu_rate_scales_what_is_counted_and_keeps_the_gpu_that_was_recorded() -> None:
+    toy = ["model=tests.helpers.toy_module:make", "batch=4"]
+    one, two = (entry.model_of(entry.ask([*toy, f"gpu_rate={rate}"])).timeline for rate in (1, 2))
+    assert one.source == two.source == "the architecture"
+    assert (one.gpu, two.gpu) == ("a100-sxm-80gb", "a100-sxm-80gb")
+    there = ["timeline=bert_base_b32_tf32_h100", "gpu_rate=2"]
+    recorded = timelines.load("bert_base_b32_tf32_h100")
+    same, other = (entry.model_of(entry.ask([*there, *more])).timeline for more in ([], ["gpu=l40s"]))
+    assert (same.gpu, other.gpu) == (recorded.gpu, "l40s")
+    assert same.step_ms == other.step_ms == recorded.step_ms / 2
+
+
+def test_a_recorded_timeline_has_the_link_of_its_gpu_inside_a_node() -> None:
+    q = entry.ask([])
+    recorded = timelines.load("bert_base_b32_tf32_h100").gpu
+    assert entry.cluster_of(q, recorded).inside == gpus.find("h100").link
+    assert entry.cluster_of(q, "l40s").inside == gpus.find("l40s").link
+    assert entry.cluster_of(q, "cpu").inside == NVLINK
 
 
 def test_accuracy_is_read_from_the_table_that_the_records_give() -> None:
@@ -268,6 +288,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "compiled=true"], "compiled=True asks for something else"),
         (["model=tests.helpers.toy_module:make", "steps=2", "seq=9"], "seq=9 asks for something else"),
         (["model=hf:gpt2", "steps=2"], "steps=2 asks for something else"),
+        (["model=tests.helpers.toy_module:make", "steps=2", "gpu=h100"], "gpu=h100 is not what is recorded here"),
         (["model=resnet50", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
         (["timeline=resnet50_b32_tf32", "cluster.oversubscription=0.5"], "cluster.oversubscription must be a number"),
         (["model=tests.helpers.toy_module:nothing"], "no attribute 'nothing'"),
@@ -278,7 +299,10 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "methods=birder", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
         (["timeline=resnet50_b32_tf32", "sharding=hsdp", "local_steps=4"], "local_steps=4 is of local SGD and DiLoCo"),
         (["timeline=resnet50_b32_tf32", "methods=birder", "run_steps=4"], "run_steps=4 is of Sigma-delta Adam"),
-        (["timeline=resnet50_b32_tf32", "local_steps=4", "--sweep", "gbps"], "local_steps=4 is of local SGD and DiLoCo"),
+        (
+            ["timeline=resnet50_b32_tf32", "local_steps=4", "--sweep", "gbps"],
+            "local_steps=4 is of local SGD and DiLoCo",
+        ),
         (["timeline=resnet50_b32_tf32", "run_steps=4", "--sweep", "nodes"], "run_steps=4 is of Sigma-delta Adam"),
         (["timeline=resnet50_b32_tf32", "--out", "x.png"], "add --sweep gbps"),
         (["--evaluate"], "python studies/predicted.py"),
