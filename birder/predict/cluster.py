@@ -102,6 +102,7 @@ class Cluster:
     pairwise (1-bit), as on gloo. borders: of a ring's n-1 hops N-1 cross from node to node and the others stay inside, and
     an all-reduce takes a tree over nodes, 2 log2 N hops, where that is shorter. False: every hop has the latency of (1).
     nics: `between` has the rate of so many NICs; a fraction where switches carry less than the NICs.
+    parts: where FSDP shards, a rank holds one of so many parts of each parameter, and its hook and its update touch no other.
     """
 
     nodes: int
@@ -111,6 +112,7 @@ class Cluster:
     ring: bool = True
     borders: bool = False
     nics: float = 1.0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:

@@ -95,7 +95,7 @@ class TrainingPlan:
     def between(self, cluster: Cluster) -> Cluster:
         """What the replicas' messages have of the cluster: under HSDP what goes over links inside a node is FSDP's."""
         hsdp = self.sharding == "hsdp" and cluster.nodes > 1
-        return replace(cluster, ring=False, inside=FREE) if hsdp else cluster
+        return replace(cluster, ring=False, inside=FREE, parts=self.shards(cluster)) if hsdp else cluster
 
     def choose(self, names: Sequence[str] | None, cluster: Cluster) -> list[MethodSpec]:
         """Methods by name; None: `DEFAULT` without those that cannot run so. Raises ValueError for one that cannot."""

@@ -145,9 +145,10 @@ def over(sent: Transfer) -> list[Stage]:
 def program(item: Item, round_: Round, method: MethodSpec, cluster: Cluster, costs: Costs, layout: Layout) -> None:
     """Fills in the item's stages and what it sends."""
     d = float(item.elements)
+    own = d / cluster.parts
     lane = "encode" if round_.split else "comm"
     if round_.wire == "none":
-        work = sum(costs.ms(k, d) for k in round_.encode)
+        work = sum(costs.ms(k, own) for k in round_.encode)
         item.stages = [(lane, work)] if work else []
     elif round_.wire == "onebit":
         _onebit(item, d, round_, method.hierarchical, cluster, costs, layout)
@@ -157,17 +158,17 @@ def program(item: Item, round_: Round, method: MethodSpec, cluster: Cluster, cos
         sent = cluster.all_reduce(round_.nbytes * d)
         sending = _sending(sent, cluster, costs, layout, round_.nbytes)
         before = 0.0 if cluster.ring else cluster.inside_ms(4 * d, 2) if cluster.nodes > 1 else 0.0
-        work, after = (sum(costs.ms(k, d) for k in part) for part in (round_.encode, round_.decode))
+        work, after = (sum(costs.ms(k, own) for k in part) for part in (round_.encode, round_.decode))
         item.stages = [("hook", work), ("inside", before), (SEND, sending), *over(sent), ("read", after)]
         item.nic_bytes = sent.nbytes
     else:
         size = round_.nbytes * d * round_.density
         nodes = method.hierarchical
         sent = cluster.by_nodes(size) + cluster.by_nodes(size) if nodes else cluster.mean(size)
-        made = sum(costs.ms(k, d) for k in round_.encode) + (cluster.inside_ms(4 * d) if nodes else 0.0)
-        read = sum(costs.ms(k, d * round_.density) for k in round_.decode)
+        made = sum(costs.ms(k, own) for k in round_.encode) + (cluster.inside_ms(4 * d) if nodes else 0.0)
+        read = sum(costs.ms(k, own * round_.density) for k in round_.decode)
         item.stages = [
-            ("hook", costs.ms("copy", d)),
+            ("hook", costs.ms("copy", own)),
             (lane, made),
             (SEND, _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
             *over(sent),
@@ -194,9 +195,10 @@ def _onebit(
         before = after = 0.0
     scales = over(tiny) * (round_.small // 2)
     lane = "encode" if round_.split else "comm"
-    taken = costs.ms("copy", d)
+    own = d / cluster.parts
+    taken = costs.ms("copy", own)
     if round_.screens and "screen" in costs.ns_per_byte:
-        taken += costs.ms("screen", d)
+        taken += costs.ms("screen", own)
     two = round_.phases == 2
     first = first if two else NOTHING
     sending = _sending(first if two else second, cluster, costs, layout)
@@ -295,7 +297,7 @@ def simulate(
     """One step, the mean over the kinds of step that the method has."""
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
     workers, _ = cluster.workers(method.hierarchical)
-    update = sum(costs.ms(k, timeline.elements, workers) for k in method.update)
+    update = sum(costs.ms(k, timeline.elements / cluster.parts, workers) for k in method.update)
     if method.hooked and timeline.update_ms is not None:
         update = timeline.update_ms  # the user's own optimizer
     steps = [(r.share, _step(timeline, cluster, method, r, costs, layout, update)) for r in method.rounds]

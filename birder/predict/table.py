@@ -136,7 +136,7 @@ def predict(
 def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, plan: TrainingPlan) -> PredictedRow:
     """A dense method where FSDP shards over all ranks: its collectives are in the timeline, and nothing else is sent."""
     width = WIDTHS[method.name]
-    alone = Cluster(1, 1, cluster.between, cluster.inside)
+    alone = Cluster(1, 1, cluster.between, cluster.inside, parts=plan.shards(cluster))
     (row,) = predict(plan.timeline(t, cluster, width), alone, [method.name], costs).rows
     wide = 2 if t.precision in HALVES else 4
     sent = cluster.sharded(1.0).nbytes * t.elements * (2 * wide + width) if width else 0.0

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import birder
-from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, Timeline
+from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, Timeline, predict
 from birder.predict.answers import Answer, answer
+from birder.predict.costs import BYTES
 from birder.predict.gpus import GPUS, find
 from birder.predict.layouts import CONTEXT_GB, STATE, TrainingPlan
 from birder.predict.methods import every
@@ -173,6 +174,27 @@ def test_hsdp_sends_shards_between_nodes_and_takes_what_it_can_run() -> None:
     assert found.prediction["birder_hierarchical"].step.nic_bytes == pytest.approx(2 * 3 / 4 * elements / 8)
     assert found.prediction["bf16"].step.nic_bytes == pytest.approx(2 * 3 / 4 * 2 * elements)
     assert "attach(model, optimizer, mesh=mesh)" in found.sentences()[1]
+
+
+def test_where_fsdp_shards_a_rank_updates_its_shard_and_keeps_that_ones_state() -> None:
+    costs, names = Costs({"": 0.1}), ["bf16", "birder_hierarchical"]
+    recorded = replace(timeline(), update_ms=None)
+    cluster = Cluster.of_gpus(4, 8, Link(10.0), Link(1e9))
+    for sharding, shards in (("ddp", 1), ("hsdp", 8), ("fsdp", 32)):
+        plan = TrainingPlan(sharding)  # type: ignore[arg-type]
+        asked = names if sharding != "fsdp" else names[:1]
+        p = predict(recorded, cluster, asked, costs, plan=plan)
+        for name in asked:
+            (kernel,) = METHODS[name].update
+            whole = BYTES[kernel](4) * 0.1 * recorded.elements / 1e6
+            assert p[name].step.update_ms == pytest.approx(whole / shards)
+            state = plan.state(METHODS[name], cluster)
+            assert p[name].state_bytes == pytest.approx(state * recorded.elements)
+    flat, sharded = (predict(recorded, cluster, names, costs, plan=TrainingPlan(s)) for s in ("ddp", "hsdp"))  # type: ignore[arg-type]
+    hooks = {"bf16": ("cast", "widen"), "birder_hierarchical": ("copy",)}
+    for name, kernels in hooks.items():
+        whole = sum(BYTES[k](4) for k in kernels) * 0.1 * recorded.elements / 1e6
+        assert flat[name].step.encode_ms - sharded[name].step.encode_ms == pytest.approx(whole * 7 / 8)
 
 
 def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
