@@ -194,9 +194,13 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     t, there = m.timeline, cluster_of(q, m.timeline.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
     try:
-        names = q.methods
+        names, values = q.methods, SWEEPS.get(options.sweep, ())
+        if options.sweep == "nodes":
+            if q.sharding == "hsdp":
+                values = values[1:]  # one node has no replicas
+            there = replace(there, nodes=int(values[0]))
         if options.sweep and not names:
-            names = [name for name in SHOWN if plan.takes(METHODS[name])]
+            names = [name for name in SHOWN if plan.on(there).takes(METHODS[name])]
         rows = plan.choose(names, there)
         if q.local_steps and all(every(m, q.local_steps) is m for m in rows):
             raise UserError(f"local_steps={q.local_steps} is of local SGD and DiLoCo: no row here is of either")
@@ -205,7 +209,6 @@ def answer(q: Question, options: argparse.Namespace) -> None:
         if options.sweep:
             from experiments.report import prediction_plots
 
-            values = SWEEPS[options.sweep]
             found = sweep(t, there, options.sweep, values, names, costs, layout, local_steps=q.local_steps, plan=plan)
             print(prediction_plots.sweep_table(found, options.sweep))
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")

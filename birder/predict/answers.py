@@ -115,7 +115,8 @@ class Answer:
         if self.plan.sharding == "fsdp":
             share = 1 - p["none"].ms / bf16
             why = "FSDP over all ranks has no replicas to compress between"
-            more = " sharding=hsdp keeps its collectives inside the nodes." if share > NEAR else ""
+            several = min(p.cluster.nodes, p.cluster.ranks_per_node) > 1
+            more = " sharding=hsdp keeps its collectives inside the nodes." if share > NEAR and several else ""
             return [*said, f"Do not compress: {why}; {100 * share:.0f} % of its step is waiting.{more}"]
         if best is None or not self.pays:
             said.append(self._not())
@@ -227,7 +228,7 @@ def answer(
     methods: fp32, bf16 and the bound come in addition. lost: as of an Answer. Raises ValueError as `predict`.
     """
     names = _names(methods, cluster, plan, local_steps)
-    costs = costs or Costs.of_gpu(timeline.gpu)
+    costs, plan = costs or Costs.of_gpu(timeline.gpu), plan.on(cluster)
     made = [
         predict(timeline.scaled(f), cluster, names, costs, local_steps=local_steps, plan=plan)
         for f in (1, 1 - unsure, 1 + unsure)
@@ -241,6 +242,6 @@ def answer(
 def _names(methods: Sequence[str] | None, cluster: Cluster, plan: TrainingPlan, local_steps: int | None) -> list[str]:
     found = plan.choose(methods, cluster)
     if methods is None and local_steps:
-        found += [m for m in find(["diloco"], cluster.nodes, cluster.ranks_per_node) if plan.takes(m)]
+        found += [m for m in find(["diloco"], cluster.nodes, cluster.ranks_per_node) if plan.on(cluster).takes(m)]
     kept = [m.name for m in found]
     return [n for n in ("fp32", "bf16") if n not in kept] + [n for n in kept if n != "none"] + ["none"]

@@ -2,7 +2,7 @@
 
     ddp     every rank has the whole model; 1-bit methods flat, or with nodes as workers
     hsdp    sharded over the g ranks of a node, replicated over nodes: FSDP gathers parameters and reduce-scatters the
-            gradient inside, between nodes go the shards: dense, or in 1 bit
+            gradient inside, between nodes go the shards: dense, or in 1 bit. On one node it is fsdp, with one rank a node ddp
     fsdp    sharded over all ranks: no replica, nothing to compress
 
 With A micro-batches of an accumulation only the last one's gradients are sent:
@@ -56,6 +56,12 @@ class TrainingPlan:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    def on(self, cluster: Cluster) -> TrainingPlan:
+        """The plan that this one is there: HSDP has replicas on several nodes alone, and shards over several ranks."""
+        if self.sharding != "hsdp" or min(cluster.nodes, cluster.ranks_per_node) > 1:
+            return self
+        return replace(self, sharding="fsdp" if cluster.nodes == 1 else "ddp")
+
     def shards(self, cluster: Cluster) -> int:
         return {"ddp": 1, "hsdp": cluster.ranks_per_node, "fsdp": cluster.ranks}[self.sharding]
 
@@ -94,16 +100,18 @@ class TrainingPlan:
 
     def between(self, cluster: Cluster) -> Cluster:
         """What the replicas' messages have of the cluster: under HSDP what goes over links inside a node is FSDP's."""
-        hsdp = self.sharding == "hsdp" and cluster.nodes > 1
-        return replace(cluster, ring=False, inside=FREE, parts=self.shards(cluster)) if hsdp else cluster
+        if self.sharding != "hsdp":
+            return cluster
+        return replace(cluster, ring=False, inside=FREE, parts=self.shards(cluster))
 
     def choose(self, names: Sequence[str] | None, cluster: Cluster) -> list[MethodSpec]:
         """Methods by name; None: `DEFAULT` without those that cannot run so. Raises ValueError for one that cannot."""
-        found = find(names, cluster.nodes, cluster.ranks_per_node)
-        if names and (refused := [m for m in found if not self.takes(m)]):
-            why = "needs replicas" if self.sharding == "fsdp" else "needs the whole model, or nodes as workers"
-            raise ValueError(f"{refused[0].name} {why}: not with sharding={self.sharding}")
-        return [over(m, self.run_steps) for m in found if self.takes(m)]
+        found, own = find(names, cluster.nodes, cluster.ranks_per_node), self.on(cluster)
+        if names and (refused := [m for m in found if not own.takes(m)]):
+            why = "needs replicas" if own.sharding == "fsdp" else "needs the whole model, or nodes as workers"
+            where = " on one node" if own.sharding != self.sharding else ""
+            raise ValueError(f"{refused[0].name} {why}: not with sharding={self.sharding}{where}")
+        return [over(m, self.run_steps) for m in found if own.takes(m)]
 
     def takes(self, method: MethodSpec) -> bool:
         """Whether a method can run so: FSDP needs replicas to compress between, and one model for all ranks."""

@@ -114,7 +114,7 @@ def predict(
     Raises ValueError for an unknown method or one that the plan cannot run, and for a device whose costs are not known.
     """
     costs = costs or Costs.of_gpu(timeline.gpu)
-    chosen = plan.choose(methods, cluster)
+    chosen, plan = plan.choose(methods, cluster), plan.on(cluster)
     if plan.sharding == "fsdp":
         return Prediction(timeline, cluster, costs, tuple(_sharded(timeline, cluster, m, costs, plan) for m in chosen))
     whole, timeline = cluster, plan.timeline(timeline, cluster)
@@ -139,7 +139,7 @@ def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, pl
     alone = Cluster(1, 1, cluster.between, cluster.inside, parts=plan.shards(cluster))
     (row,) = predict(plan.timeline(t, cluster, width), alone, [method.name], costs).rows
     wide = 2 if t.precision in HALVES else 4
-    sent = cluster.sharded(1.0).nbytes * t.elements * (2 * wide + width) if width else 0.0
+    sent = plan.accumulation * cluster.sharded(1.0).nbytes * t.elements * (2 * wide + width) if width else 0.0
     return replace(row, step=replace(row.step, nic_bytes=sent), state_bytes=plan.state(method, cluster) * t.elements)
 
 
@@ -335,7 +335,7 @@ def crossover(
         raise ValueError("with one node there is no link between nodes whose rate could matter")
     if plan.sharding == "fsdp":
         raise ValueError("with sharding=fsdp there are no replicas to compress between: try sharding=hsdp")
-    costs = costs or Costs.of_gpu(timeline.gpu)
+    costs, plan = costs or Costs.of_gpu(timeline.gpu), plan.on(cluster)
     chosen = [m for m in plan.choose(methods, cluster) if m.name != "none"]
     timeline, cluster = plan.timeline(timeline, cluster), plan.between(cluster)
     more = max(beyond_ms, 0.0)

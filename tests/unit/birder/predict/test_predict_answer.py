@@ -197,6 +197,25 @@ def test_where_fsdp_shards_a_rank_updates_its_shard_and_keeps_that_ones_state() 
         assert flat[name].step.encode_ms - sharded[name].step.encode_ms == pytest.approx(whole * 7 / 8)
 
 
+def test_hsdp_is_fsdp_on_one_node_and_ddp_with_one_rank_a_node() -> None:
+    for sharding, cluster in (
+        ("fsdp", Cluster.of_gpus(1, 8, Link(10.0), Link(10.0))),
+        ("ddp", Cluster.of_gpus(4, 1, Link(10.0))),
+    ):
+        own, same = (answer(timeline(), cluster, TrainingPlan(s)) for s in ("hsdp", sharding))  # type: ignore[arg-type]
+        assert own.sentences() == same.sentences()
+        assert own.prediction.rows == same.prediction.rows
+        assert own.plan == same.plan
+        assert "sharding=hsdp" not in " ".join(own.sentences())
+    with pytest.raises(ValueError, match="birder_hierarchical needs replicas: not with sharding=hsdp on one node"):
+        answer(timeline(), Cluster(1, 8, Link(10.0)), TrainingPlan("hsdp"), ["birder_hierarchical"])
+
+
+def test_fsdp_gathers_and_scatters_in_every_micro_batch() -> None:
+    one, four = (ask(10, TrainingPlan("fsdp", accumulation=n)).prediction["bf16"].step for n in (1, 4))
+    assert four.nic_bytes == 4 * one.nic_bytes
+
+
 def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
     slow, fast = ask(10, TrainingPlan("fsdp")), ask(800, TrainingPlan("fsdp"))
     for found in (slow, fast):

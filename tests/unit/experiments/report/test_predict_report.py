@@ -160,6 +160,13 @@ def test_a_recorded_timeline_has_the_link_of_its_gpu_inside_a_node() -> None:
     assert entry.cluster_of(q, "cpu").inside == NVLINK
 
 
+def test_a_sweep_over_nodes_begins_where_there_are_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["timeline=resnet50_b32_tf32", "sharding=hsdp", "cluster.nodes=1"]
+    assert entry.main([*asked, "--sweep", "nodes", "--out", str(tmp_path / "x.png")]) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("│")]
+    assert [x.split()[1] for x in lines] == [f"{n:g}" for n in entry.SWEEPS["nodes"][1:]]
+
+
 def test_accuracy_is_read_from_the_table_that_the_records_give() -> None:
     """An answer need not read all records: their verdicts are written with the tables."""
     assert answered.known_verdicts(PUBLISHED) == answered.verdicts(read_all(PUBLISHED))
