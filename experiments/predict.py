@@ -214,7 +214,9 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
             print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
         elif options.crossover:
-            found_rates = crossover(t, there, q.methods, costs, layout, local_steps=q.local_steps, plan=plan)
+            found_rates = crossover(
+                t, there, q.methods, costs, layout, local_steps=q.local_steps, plan=plan, unsure=m.unsure
+            )
             for name, rate in found_rates.items():
                 print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
         else:

@@ -201,16 +201,27 @@ def whole_run(p: Prediction, row: PredictedRow, warm: float | None = None) -> fl
 
 def paying(found: Sequence[Prediction], fits: Callable[[str], bool] = lambda name: True) -> list[PredictedRow]:
     """The methods of which one is `advised`."""
+    return [r for r in _candidates(found[0], fits) if worth(found, r.name)]
+
+
+def worth(found: Sequence[Prediction], name: str, baseline: str = "bf16") -> bool:
+    """Whether a method pays against a baseline, by the rule of `advised`. Wants rows of both and of none."""
     p = found[0]
-    return [r for r in _candidates(p, fits) if _gains(p, r) and savings(found, r.name)[1] > 0]
+    gains = _gains(p, p[name], baseline) and min(end.speedup(name, baseline)[1] for end in found) > 1
+    return gains and not _bounded(p, baseline)
 
 
 def _candidates(p: Prediction, fits: Callable[[str], bool]) -> list[PredictedRow]:
     return [r for r in p.rows if not (r.method.dense or r.method.local) and fits(r.name)]
 
 
-def _gains(p: Prediction, row: PredictedRow) -> bool:
-    return p.speedup(row.name, "bf16")[0] >= 1 + NEAR
+def _gains(p: Prediction, row: PredictedRow, baseline: str = "bf16") -> bool:
+    return p.speedup(row.name, baseline)[0] >= 1 + NEAR
+
+
+def _bounded(p: Prediction, name: str) -> bool:
+    """Whether a method is near the bound. Costs that were not simulated do not justify compressing."""
+    return p[name].step.ms <= (1 + NEAR) * p["none"].ms
 
 
 def decide(p: Prediction) -> tuple[str | None, str]:
@@ -240,7 +251,7 @@ def decide(p: Prediction) -> tuple[str | None, str]:
 def no_gain(p: Prediction, best: PredictedRow | None) -> str | None:
     """Why the best of the compressed methods can gain nothing over bf16; None: it may."""
     bf16, bound = p["bf16"], p["none"]
-    if bf16.step.ms <= (1 + NEAR) * bound.ms:  # costs that were not simulated do not justify compressing
+    if _bounded(p, "bf16"):
         return f"bf16 is within {100 * NEAR:g} % of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
     if best is not None and best.ms > bf16.ms:
         return f"bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster"
@@ -319,38 +330,43 @@ def crossover(
     layout: Layout | None = None,
     *,
     baseline: str = "bf16",
-    gain: float = NEAR,
+    gain: float | None = None,
     lowest: float = 0.1,
     highest: float = 1000.0,
     beyond_ms: float = 0.0,
     local_steps: int | None = None,
     plan: TrainingPlan = DDP,
+    unsure: float = 0.0,
 ) -> dict[str, float | None]:
-    """Gbit/s of a NIC below which each method is faster than `baseline` by more than `gain`, 5 % by default.
+    """Gbit/s of a NIC below which each method pays against `baseline`, as `worth` says of it alone.
 
-    None: it is not, at any rate from `lowest` to `highest`; `highest`: it is, at all of them. beyond_ms, local_steps, plan:
-    as in `predict`. Raises ValueError as `predict`, for one node, which has no link to others, and for sharding=fsdp.
+    gain: instead, below which it is faster by more than that, intervals aside. None: it does not, at any rate from `lowest`
+    to `highest`; `highest`: it does, at all of them. beyond_ms, local_steps, plan: as in `predict`. unsure: of computing,
+    relative. Raises ValueError as `predict`, for one node, which has no link to others, and for sharding=fsdp.
     """
     if cluster.nodes == 1:
         raise ValueError("with one node there is no link between nodes whose rate could matter")
     if plan.sharding == "fsdp":
         raise ValueError("with sharding=fsdp there are no replicas to compress between: try sharding=hsdp")
     costs, plan = costs or Costs.of_gpu(timeline.gpu), plan.on(cluster)
-    chosen = [m for m in plan.choose(methods, cluster) if m.name != "none"]
-    timeline, cluster = plan.timeline(timeline, cluster), plan.between(cluster)
-    more = max(beyond_ms, 0.0)
+    chosen = [m for m in plan.choose(methods, cluster) if m.name not in ("none", baseline)]
+    factors = (1.0, 1 - unsure, 1 + unsure) if unsure and gain is None else (1.0,)
+    timelines = [timeline.scaled(f) for f in factors]
 
-    def pays(method: MethodSpec) -> Callable[[float], bool]:
-        method = method if local_steps is None else every(method, local_steps)
-
+    def pays(name: str) -> Callable[[float], bool]:
         def at(gbps: float) -> bool:
-            there = cluster.at(gbps)
-            base, own = (simulate(timeline, there, m, costs, layout).ms + more for m in (METHODS[baseline], method))
-            return own * (1 + gain) < base
+            there, names = cluster.at(gbps), (baseline, name, "none")
+            found = [
+                predict(t, there, names, costs, layout, beyond_ms, local_steps=local_steps, plan=plan)
+                for t in timelines
+            ]
+            if gain is None:
+                return worth(found, name, baseline)
+            return found[0].speedup(name, baseline)[0] > 1 + gain
 
         return at
 
-    return {m.name: _below(pays(m), lowest, highest) for m in chosen if m.name != baseline}
+    return {m.name: _below(pays(m.name), lowest, highest) for m in chosen}
 
 
 def _below(pays: Callable[[float], bool], lowest: float, highest: float) -> float | None:
