@@ -139,6 +139,9 @@ class CSER(BlockwiseSGD):
         if self.keeps_common:
             unit.state["common"] = unit.zeros()
 
+    def joins(self, p: Tensor, kept: dict[str, Tensor], passed: int) -> dict[str, Tensor]:
+        return {"common": p.detach()} | kept  # z is at first x
+
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         p = self.local_step(unit, grad)
         resets = self.resets(step)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from birder.comm import Mean, Requests, ShardMean
 from birder.optim.adam import adam_moments
-from birder.optim.checks import pair, require_fraction, require_number, require_whole
+from birder.optim.checks import pair, require, require_fraction, require_number, require_whole
 from birder.optim.contract import WIRES, Plan
 from birder.optim.lamb import check_lamb, trust_ratios
 from birder.optim.layout import Unit, maxima, norms
@@ -97,6 +97,9 @@ class OneBitLAMB(OneBitMethod):
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         check_lamb(group)
+        # A ratio of exactly 1 is that of a tensor without a norm, and is left out of its average: (3).
+        for name in ("min_coeff", "max_coeff"):
+            require(group[name] != 1, name, group[name], "another number than 1, which stands for no ratio")
 
     def restores(self, name: str, step: int) -> bool:
         of_all = step == self.warmup_steps and name in ("fresh", "scale")  # (4)

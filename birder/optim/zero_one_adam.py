@@ -136,6 +136,17 @@ class ZeroOneAdam(OneBitMethod):
         # Since the last sync: the sum of lr and the product of 1 - lr weight_decay. Read by the host, so kept there.
         unit.state["sums"] = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
 
+    def joins(self, p: Tensor, kept: dict[str, Tensor], passed: int) -> dict[str, Tensor]:
+        self._joined = True
+        return kept
+
+    def bind(self, *args: Any, **kwargs: Any) -> None:
+        """As `BucketOptimizer.bind`. What joins between two syncs has no x' in `last`: the next one averages models."""
+        self._joined = False
+        super().bind(*args, **kwargs)
+        if self._joined and not self.synced(self.steps):
+            self.watch.restore(self.units, True)
+
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:

@@ -203,14 +203,21 @@ class Variant(Entry):
         self.done = 0
         self.state_bytes = self.method.state_bytes()
 
-    def plan(self, rounds: int, steps: int) -> None:
-        """Decides, when the training has begun, how long warm-up and rounds are."""
+    def plan(self, rounds: int, steps: int, held: bool) -> None:
+        """Decides, when the training has begun, how long warm-up and rounds are. held: as of `cycles.lengths`.
+
+        Sets `failed` where the warm-up is too long.
+        """
         assert self.method is not None
         optimizer = self.method.optimizer
-        self.warm_up = cycles.warm_up(optimizer, max(1, int(self.config["train"]["timing_warmup"])))
+        try:
+            self.warm_up = cycles.warm_up(optimizer, max(1, int(self.config["train"]["timing_warmup"])))
+        except UserError as error:
+            self.failed = str(error)
+            return
         # One step more is run before the first round.
         period = cycles.cycle(optimizer, optimizer.steps + self.warm_up + 2)
-        self.planned = cycles.lengths(period, rounds, steps)
+        self.planned = cycles.lengths(period, rounds, steps, held)
 
     def most_memory(self) -> int:
         """Bytes that the training may hold on this rank, known before it is made."""
@@ -272,6 +279,7 @@ class Variant(Entry):
         if timed:
             self.clock.settle()
             self.updates += sampled
+            self.state_bytes = self.method.state_bytes()  # hooks make theirs in the first steps
         self.own.leave()
         if self.method.scaler is None:
             for back, loss in enumerate(reversed(losses)):

@@ -68,7 +68,7 @@ def _measured(spec: RunSpec, shard: Shard, workload: Workload, entry: Entry) -> 
     state = all_sum([float(variant.state_bytes if variant else 0)], shard)[0] / shard.world_size
     steps = sum(entry.steps)
     samples = workload.samples(int(settings["batch_per_rank"])) * int(settings["accumulate"]) * shard.world_size
-    uneven = seen is not None and seen.uneven
+    uneven = seen is not None and seen.uneven_from(0)  # a warm-up is over before
     timing = clock.summary(
         1000 * np.array(entry.per_step()), samples, uneven, variant.clock.split() if variant else {}, steps
     )

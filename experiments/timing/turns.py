@@ -187,7 +187,8 @@ class _World:
             entry.make()
             self._same(entry)
         if entry.failed is None:
-            entry.plan(self.rounds, self.steps)
+            entry.plan(self.rounds, self.steps, self.held)
+        if entry.failed is None:
             entry.turn(entry.warm_up, self.watch)
             self._same(entry)
         if entry.failed is not None:

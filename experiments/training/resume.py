@@ -79,7 +79,11 @@ class Checkpoints:
                 saved = (local if "parameters" in local else shared)["parameters"]
                 _copy(self._parameters(), saved, "parameter")
                 _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
+            # What the configuration says counts: it is the saved one's, or resume_allow_config_change=true.
+            asked = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
             self.optimizer.load_state_dict(local["optimizer"])
+            for group, options in zip(self.optimizer.param_groups, asked, strict=True):
+                group |= options
             if "workload" in local:
                 self.workload.load_state_dict(local["workload"])
             if self.scaler is not None and "scaler" in local:

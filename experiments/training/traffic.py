@@ -55,11 +55,12 @@ class StepTraffic:
 
     @property
     def uneven(self) -> bool:
-        """Whether, in the second half of the steps, the median step does not send what a step sends on average.
+        """`uneven_from` the second half of the steps: a dense warm-up that ends before does not count."""
+        return self.uneven_from(len(self._steps) // 2)
 
-        A dense warm-up that ends before does not count: the steps after it are of one kind.
-        """
-        late = [sent for _, sent in self._steps[len(self._steps) // 2 :]]
+    def uneven_from(self, first: int) -> bool:
+        """Whether, from that step on, the median step does not send what a step sends on average."""
+        late = [sent for _, sent in self._steps[first:]]
         mean = statistics.fmean(late) if late else 0.0
         return mean > 0 and abs(statistics.median(late) - mean) > NEAR * mean
 

@@ -55,6 +55,11 @@ def test_uneven_steps(sent: list[int], uneven: bool) -> None:
     assert rounds_of(*sent).uneven is uneven
 
 
+@pytest.mark.parametrize("before", [0, 9, 27])
+def test_without_a_warm_up_it_does_not_matter_where_a_cycle_begins(before: int) -> None:
+    assert rounds_of(*[0] * before, 8, *[0] * (31 - before)).uneven_from(0)
+
+
 def test_the_mean_stands_for_uneven_steps() -> None:
     clock = StepClock(0, torch.device("cpu"))
     clock.steps = [0.01, 0.01, 0.01, 0.05]

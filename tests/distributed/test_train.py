@@ -153,9 +153,12 @@ def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
     shorter = make_spec(tmp_path, "r", *two, "train.max_steps=4", "resume_allow_config_change=true")
     with pytest.raises(RuntimeError, match=r"UserError: this run ends at step 4, and .*step-00000012 is of step 12"):
         fresh_world(runs.train, 2, shorter, grouped=False)
-    longer = make_spec(tmp_path, "r", *two, "train.max_steps=15", "resume_allow_config_change=true")
-    fresh_world(runs.train, 2, longer, grouped=False)
-    assert record_of(tmp_path)["config"]["resume_changed"] == [["train.max_steps", 12, 15]]
+    wild = [*two, "train.max_steps=15", "optimizer.momentum=0.5"]
+    fresh_world(runs.train, 2, make_spec(tmp_path, "r", *wild, "resume_allow_config_change=true"), grouped=False)
+    changed = [["optimizer.momentum", 0.9, 0.5], ["train.max_steps", 12, 15]]
+    assert record_of(tmp_path)["config"]["resume_changed"] == changed
+    kept = checkpoint.restore(spec.path / "checkpoints", any_world=True).local["optimizer"]["param_groups"]
+    assert [group["momentum"] for group in kept] == [0.5]  # what was asked for, not what was saved
 
 
 def record_of(folder: Path) -> dict:

@@ -126,3 +126,16 @@ def test_a_state_without_the_error_is_refused():
 
     with pytest.raises(ValueError, match=r"the saved state holds \['momentum'\]"):
         make("I").load_state_dict(make("II").state_dict())
+
+
+def test_the_common_model_of_a_parameter_that_joins_is_the_parameter() -> None:
+    """It began at 0, so that the error was the whole weight, and resets sent it."""
+    first, later = (torch.nn.Parameter(torch.full((64,), value)) for value in (1.0, 2.0))
+    optimizer = CSER([first], lr=0.01, gradient_ratio=8, model_ratio=2, reset_every=3, block=8)
+    for _ in range(4):
+        first.grad = torch.ones(64)
+        optimizer.step()
+    optimizer.add_param_group({"params": [later]})
+    first.grad, later.grad = torch.ones(64), torch.ones(64)
+    optimizer.step()
+    assert (optimizer.state[later]["common"] - 2.0).abs().max() < 0.1

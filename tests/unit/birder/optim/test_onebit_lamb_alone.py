@@ -79,3 +79,10 @@ def test_the_loss_falls_on_in_the_compressed_stage() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[39] / 10
+
+
+@pytest.mark.parametrize("bounds", [{"max_coeff": 1.0}, {"min_coeff": 1.0, "max_coeff": 2.0}])
+def test_a_bound_of_1_is_refused(bounds: dict[str, float]) -> None:
+    """Ratios that it holds at 1 would be left out of their average, and the tensor would not move after the warm-up."""
+    with pytest.raises(ValueError, match="_coeff must be another number than 1"):
+        alone(torch.nn.Parameter(torch.ones(4)), **bounds)

@@ -229,3 +229,16 @@ def test_an_optimizer_of_frozen_layers_alone_talks_on_their_device() -> None:
     optimizer.bind()
     assert optimizer.units == []
     assert optimizer.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["EfficientAdam", "SigmaDeltaAdam", "ZeroOneAdam"])
+def test_a_coordinate_without_gradient_stays_also_where_eps_is_0(name: str) -> None:
+    p = torch.nn.Parameter(torch.ones(100))
+    options = {"warmup_steps": 3} if name == "ZeroOneAdam" else {}
+    optimizer = getattr(birder, name)([p], lr=0.01, eps=0.0, **options)
+    for step in range(6):
+        p.grad = torch.randn(100, generator=torch.Generator().manual_seed(step))
+        p.grad[7] = 0
+        optimizer.step()
+    assert p.isfinite().all()
+    assert p[7] == 1.0

@@ -129,3 +129,39 @@ def test_the_plan_is_a_function_of_the_step_alone():
     assert plans == [optimizer.plan(t) for t in range(39, 0, -1)][::-1]
     assert plans[:12] == [Plan.COMPRESSED] * 12
     assert {Plan.SKIP, Plan.COMPRESSED} == set(plans[12:])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_layer_that_is_unfrozen_between_two_syncs_goes_on_from_where_it_is(loaded: bool) -> None:
+    """The next sync put back what it was before it was frozen."""
+    torch.manual_seed(0)
+    a, b = (torch.nn.Parameter(torch.randn(64)) for _ in range(2))
+    options = {"warmup_steps": 20, "local_doubling": 4, "local_limit": 8}
+    optimizer = ZeroOneAdam([a, b], lr=1e-3, eps=1e-2, **options)
+
+    def step() -> None:
+        for p in (a, b):
+            p.grad = p.detach() + 3 * torch.randn(64) if p.requires_grad else None
+        optimizer.step()
+
+    while optimizer.steps < 60 or not optimizer.synced(optimizer.steps):
+        step()
+    b.requires_grad_(False)
+    b.grad = None
+    optimizer.bind()
+    if loaded:
+        b.data.fill_(5.0)
+    for _ in range(3):
+        step()
+    b.requires_grad_(True)
+    optimizer.bind()
+    begun, other = b.detach().clone(), a.detach().clone()
+
+    def to_the_sync() -> None:
+        step()
+        while not optimizer.synced(optimizer.steps):
+            step()
+
+    with pytest.warns(RuntimeWarning, match="parameters were changed between two synchronisations"):
+        to_the_sync()
+    assert float((b.detach() - begun).abs().mean()) < 2 * float((a.detach() - other).abs().mean())

@@ -10,6 +10,7 @@ import torch
 import birder
 from birder import BucketOptimizer
 from experiments.timing import cycles
+from launch.errors import UserError
 
 
 def made(name: str, **options: Any) -> BucketOptimizer:
@@ -37,6 +38,13 @@ def test_warm_up_and_period(name: str, options: dict[str, Any], warm_up: int, pe
     assert cycles.cycle(optimizer, warm_up + 2) == period
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLAMB", "ZeroOneAdam"])
+def test_a_warm_up_that_is_too_long_to_be_run_is_refused(name: str) -> None:
+    """Its row would be of dense steps, under the name of the method."""
+    with pytest.raises(UserError, match=r"warms up for 600 steps or more, .* set optimizer\.warmup_steps"):
+        cycles.warm_up(made(name, warmup_steps=600), 3)
+
+
 def test_local_steps_of_0_1_adam_in_their_last_stage_repeat() -> None:
     optimizer = made("ZeroOneAdam", warmup_steps=1, local_doubling=1, local_limit=4)
     assert cycles.cycle(optimizer, 200) == 4
@@ -54,3 +62,5 @@ def test_rounds_hold_whole_cycles(period: int, rounds: int, steps: int) -> None:
         assert all(n % period == 0 and n >= steps for n in found)
     else:
         assert max(found) - min(found) <= 1
+    again = cycles.lengths(period, rounds, steps, held=False)  # each round begins the training again
+    assert all(n % period == 0 and n >= steps for n in again)
