@@ -94,11 +94,17 @@ class Run:
 
     def pid(self, rank: int) -> int:
         """Process id of a rank, as this process sees it."""
+        found = self.find(rank)
+        assert found is not None, f"no process of rank {rank}"
+        return found
+
+    def find(self, rank: int) -> int | None:
+        """The same; None before it has its program and environment."""
         for pid in self.all:
             environment = process.of_proc(pid, "environ").split(b"\0")
             if f"RANK={rank}".encode() in environment and b"worker.py" in process.of_proc(pid, "cmdline"):
                 return pid
-        raise AssertionError(f"no process of rank {rank}")
+        return None
 
     def link(self, line: str) -> None:
         """Changes the emulated network: "cut 2", "mend 2". Waits until that is done, or the run has ended."""
@@ -210,9 +216,9 @@ def test_rank_stopped_while_it_loads(start: Callable[..., Run]) -> None:
     found: list[int] = []
 
     def appeared() -> bool:
-        below = process.descendants(run.launcher.pid)
-        found[:] = [pid for pid in below if b"worker.py" in process.of_proc(pid, "cmdline")]
-        return len(found) == 2 * NODES  # each agent names the program too
+        run.all = process.descendants(run.launcher.pid)
+        found[:] = [pid for pid in run.all if b"worker.py" in process.of_proc(pid, "cmdline")]
+        return len(found) == 2 * NODES and run.find(1) is not None  # each agent names the program too
 
     run.wait_for(appeared)
     began = time.monotonic()
