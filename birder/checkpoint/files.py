@@ -171,9 +171,9 @@ def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = tree
         return {"tensor": name}
     if isinstance(tree, dict):
-        if wrong := next((k for k in tree if not isinstance(k, (bool, int, float, str, NoneType))), None):
+        if wrong := [k for k in tree if not isinstance(k, (bool, int, float, str, NoneType))]:
             raise TypeError(
-                f"{name.partition('/')[2] or 'it'} has a key of type {type(wrong).__name__}, checkpoints hold numbers and "
+                f"{name.partition('/')[2] or 'it'} has a key of type {type(wrong[0]).__name__}, checkpoints hold numbers and "
                 "strings as keys: remove it"
             )
         return {"dict": [[k, _pack(v, f"{name}/{k}", tensors)] for k, v in tree.items()]}

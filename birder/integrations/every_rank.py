@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from birder import checkpoint
 from birder.checkpoint import elastic
-from birder.comm import run
 from birder.hooks.other_optimizers import open_attachments
 from birder.optim.base import BucketOptimizer
 
@@ -41,15 +41,22 @@ def clips_in_vain(method: BucketOptimizer, overlap: bool) -> bool:
 def make_equal(parameters: Iterable[Tensor]) -> None:
     """Where a method has left the ranks' models different (`local_models`), gives all of them the mean. Every rank calls it.
 
-    Before another wrapper gives all ranks the model of rank 0.
+    Before another wrapper gives all ranks the model of rank 0. The method may be gone on some ranks, as garbage, and its
+    process group with it.
     """
-    mine = list(parameters)
-    for attachment in open_attachments():
-        method = attachment.optimizer
-        if method.local_models and method.steps and any(map(method.holds, mine)):
-            method.pipeline.wait()
-            with torch.no_grad():
-                run(method.comm, method.average_parameters(counted=False))
+    mine = [p for p in parameters if p.requires_grad]
+    methods = [attachment.optimizer for attachment in open_attachments()]
+    left = [m for m in methods if m.local_models and m.steps and any(map(m.holds, mine))]
+    for method in left:
+        method.pipeline.wait()
+    world = dist.get_world_size()
+    said: list[bool] = [False] * world
+    dist.all_gather_object(said, bool(left))
+    if any(said):
+        with torch.no_grad():
+            for p in mine:
+                dist.all_reduce(p)
+                p.div_(world)
 
 
 ANY_WORLD = "any_world=True, which makes this number's state of theirs: an option of birder.integrations"
