@@ -39,10 +39,10 @@ def clips_in_vain(method: BucketOptimizer, overlap: bool) -> bool:
 
 
 def make_equal(parameters: Iterable[Tensor]) -> None:
-    """Where a method has left the ranks' models different (`local_models`), gives all of them the mean. Every rank calls it.
+    """Gives all ranks the mean of their models where a method has left them different (`local_models`). Every rank calls it.
 
-    Before another wrapper gives all ranks the model of rank 0. The method may be gone on some ranks, as garbage, and its
-    process group with it.
+    To be called before another wrapper gives all ranks the model of rank 0. On some ranks Python may have collected the
+    method by then, and its process group.
     """
     mine = [p for p in parameters if p.requires_grad]
     methods = [attachment.optimizer for attachment in open_attachments()]
