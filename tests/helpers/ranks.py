@@ -12,6 +12,7 @@ import gc
 import io
 import multiprocessing as mp
 import os
+import pickle
 import runpy
 import sys
 import tempfile
@@ -85,12 +86,17 @@ def _part() -> None:
 def _once(pipe: Connection, job: Job) -> None:
     """The whole life of a process of `fresh_world`."""
     try:
-        pipe.send(("ok", _call(*job)))
+        _answer(pipe, "ok", _call(*job))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        _answer(pipe, "error", traceback.format_exc())
         return
     if not job[5]:
         _part()
+
+
+def _answer(pipe: Any, kind: str, value: Any) -> None:
+    """As plain bytes: tensors would else be fetched from this process later, through a socket that may have gone by then."""
+    pipe.send_bytes(pickle.dumps((kind, value)))
 
 
 def _serve(pipe: Connection) -> None:
@@ -110,19 +116,19 @@ def _serve(pipe: Connection) -> None:
             with warnings.catch_warnings():
                 value = _call(*job)
         except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+            _answer(pipe, "error", traceback.format_exc())
             return
         try:
             _part()
         except RuntimeError:  # as another rank's failure leaves it
-            pipe.send(("last", value))
+            _answer(pipe, "last", value)
             return
         restore(environment)
         os.chdir(folder)
         gc.collect()
         after = _state()
         clean = after.items() >= before.items() and len(os.listdir("/proc/self/task")) <= THREADS
-        pipe.send(("ok" if clean else "last", value))
+        _answer(pipe, "ok" if clean else "last", value)
         if not clean:
             return
         before = after  # modules that were imported meanwhile are watched from here on
@@ -248,7 +254,7 @@ def _answers(pipes: list[Connection]) -> tuple[list[str], list[Any]]:
         with contextlib.suppress(EOFError):
             if pipe.poll(max(0.0, until - time.monotonic())):
                 value = "died without a word"
-                kind, value = pipe.recv()
+                kind, value = pickle.loads(pipe.recv_bytes())
         if kind == "error":
             until = min(until, time.monotonic() + OTHERS_S)
         kinds.append(kind)
