@@ -23,6 +23,7 @@ from experiments.config.sweeps import SweepRun
 from experiments.records import labels, old_keys, privacy, record
 from experiments.records.record import ResultRecord, is_finite, loss_diverged
 from experiments.report.accuracy import HELD_OUT
+from experiments.report.comparison import counts
 from experiments.runs import command, start
 from launch import lock
 from launch.errors import UserError
@@ -60,11 +61,6 @@ def of_number(text: str) -> str:
 
 
 # ---- how a run ended --------------------------------------------------------------------------------------------------
-
-
-def counts(r: ResultRecord) -> bool:
-    """Whether the run need not be tried again: it ended well, or its loss diverged."""
-    return r.status == "completed" or loss_diverged(r.reason)
 
 
 def score(r: ResultRecord | None) -> float | None:

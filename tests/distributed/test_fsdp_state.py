@@ -118,7 +118,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_number_of_shards(tmp_path: Pat
 
 
 def frozen_meanwhile(rank: int, world: int, folder: str) -> dict[str, tuple[bool, str]]:
-    """Saved while a layer is frozen that was trained before: gone on with after unfreezing it, and loaded unfrozen."""
+    """Saved while a layer is frozen that was trained before; resumed, then unfrozen. Loaded unfrozen it is refused."""
     mesh, out = make_mesh(1, 2), {}
 
     def begin(method: str, options: dict[str, Any]) -> tuple[Any, Any, Any, list[torch.nn.Parameter]]:
