@@ -32,6 +32,7 @@ class StepClock:
         self.events = device.type == "cuda"
         self.steps: list[float] = []
         self.parts: dict[str, list[float]] = {}
+        self.known: float | None = None  # seconds a step: of the last one; on CUDA of the last round that was waited for
         self._seen = 0
         self._began = self._part_began = 0.0
         self._marks: list[tuple[str, Any]] = []  # of the step under way: what ends there, and the event
@@ -73,6 +74,8 @@ class StepClock:
                     self.settle()
             else:
                 self.steps.append(took)
+        if not self.events:
+            self.known = took
         self._seen += 1
         return took
 
@@ -81,12 +84,14 @@ class StepClock:
         if not self._waiting:
             return
         torch.cuda.synchronize(self.device)
+        new = len(self.steps)
         for marks in self._waiting:
             self.steps.append(marks[0][1].elapsed_time(marks[-1][1]) / 1000)
             for (_, began), (name, ended) in itertools.pairwise(marks):
                 if name:
                     self.parts.setdefault(name, []).append(began.elapsed_time(ended) / 1000)
         self._waiting = []
+        self.known = float(np.mean(self.steps[new:]))
 
     def _mark(self, name: str) -> None:
         if self.events:

@@ -119,7 +119,7 @@ class _Run:
                 step,
                 loss=loss,
                 metric=self.metrics.get(self.workload.metric) if evaluate else None,
-                samples_per_s=samples / seconds,
+                samples_per_s=samples / self.clock.known if self.clock.known else None,
                 lr=self.method.lr,
             )
             if save:

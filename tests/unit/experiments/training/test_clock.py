@@ -52,6 +52,21 @@ def test_a_device_is_waited_for_once_in_a_round(waits: list[torch.device]) -> No
     assert timing["samples_per_s"] == pytest.approx(4 / 0.006, rel=1e-3)
 
 
+def test_the_rate_while_training_is_the_devices_not_that_of_queueing(waits: list[torch.device]) -> None:
+    timed = StepClock(1, torch.device("cuda"))
+    known = []
+    for _ in range(1 + 2 * clock.ROUND):
+        timed.start()
+        timed.part("forward_backward")
+        timed.stop()
+        known.append(timed.known)
+    assert known[: clock.ROUND] == [None] * clock.ROUND  # the device was not waited for yet
+    assert known[clock.ROUND :] == pytest.approx([0.004] * (clock.ROUND + 1))
+    cpu = StepClock(5, torch.device("cpu"))
+    cpu.start()
+    assert cpu.stop() == cpu.known
+
+
 def test_the_cpu_is_never_waited_for(waits: list[torch.device]) -> None:
     timed = StepClock(0, torch.device("cpu"))
     timed.start()
