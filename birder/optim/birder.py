@@ -70,6 +70,7 @@ class Birder(SeenMap, BucketOptimizer):
     compressed: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"m": "mean", "b": "mean", **CARRIED, "active": "copy"}
     on_shards: ClassVar[bool] = True
+    uses_wire: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})

@@ -71,6 +71,8 @@ class Method(torch.optim.Optimizer):
     """Whether the method works on any part of a parameter: on elements, and on norms of layout.py. Others refuse FSDP."""
     elementwise: ClassVar[bool] = False
     """Whether no element's step depends on other elements, as scales and norms do. Others refuse tensor parallelism."""
+    uses_wire: ClassVar[bool] = True
+    """Whether some of its messages are sent as `wire`. Others refuse all but the default."""
     by_tensor: ClassVar[frozenset[str]] = frozenset()
     """States that are a number for each parameter, in the order of `unit.params`, not for each element."""
     read_in_update: ClassVar[frozenset[str]] = frozenset()
@@ -97,6 +99,7 @@ class Method(torch.optim.Optimizer):
         if unknown:
             raise TypeError(f"{self.kind} has no option {', '.join(unknown)}: leave it out")
         require(isinstance(wire, str) and wire in WIRES, "wire", wire, "one of " + ", ".join(WIRES))
+        require(self.uses_wire or wire == "fp32", "wire", wire, "left out: this method does not use it")
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         require(whole and 0 <= seed < 2**64, "seed", seed, "an integer in [0, 2^64)")
         self.wire, self.seed = wire, seed

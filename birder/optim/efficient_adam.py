@@ -43,6 +43,7 @@ class EfficientAdam(SeenMap, OneBitMean):
 
     carried: ClassVar[dict[str, str]] = {**OneBitMean.carried, "m": "mean", "v": "mean", "active": "copy"}
     on_shards: ClassVar[bool] = True
+    uses_wire: ClassVar[bool] = False
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"weight_decay"})
     seen_by: ClassVar[str] = "v"

@@ -43,6 +43,7 @@ class Lion(SeenMap, BucketOptimizer):
     compressed: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"m": "mean", "active": "copy"}
     on_shards: ClassVar[bool] = True
+    uses_wire: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
     seen_by: ClassVar[str] = "m"

@@ -70,6 +70,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reduce": "three"}, "reduce must be two_phase or one_phase"),
         ({"idle": "stay"}, "idle must be decay or hold"),
         ({"wire": "fp16"}, "wire must be fp32 or bf16"),
+        ({"wire": "bf16", "variance": "local"}, "wire must be left out"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ],
     "Birder": [
@@ -83,6 +84,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"seed": -1}, "seed must be .*, got"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be .*, got"),
         ({"wire": "fp8"}, "wire must be .*, got"),
+        ({"wire": "bf16"}, "wire must be left out"),  # it would change nothing
         ({"bits": "x"}, "bits must be .*, got"),
         ({"beta2": 1.0}, "beta2 must be .*, got"),
         ({"beta": False}, "beta must be"),
