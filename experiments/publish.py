@@ -40,6 +40,8 @@ def chosen(own: Path, group: str | None, exp: str | None) -> list[ResultRecord]:
 
 def publish(own: Path, published: Path, group: str | None = None, exp: str | None = None) -> list[Path]:
     """Moves records and curves and renews the tables of both folders. Returns the published records. Raises UserError."""
+    if own.resolve() == published.resolve():
+        raise UserError(f"--results and --published are the same folder, {published}: there is nothing to move")
     found = chosen(own, group, exp)
     names = [name for r in found for name in (r.curve, f"records/{r.id}.json") if name is not None]
     for name in names:  # all are there before any goes; a record comes after its curve

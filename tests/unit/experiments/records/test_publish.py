@@ -88,6 +88,16 @@ def test_bad_input_is_one_line_and_moves_nothing(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "published").exists()
 
 
+def test_a_folder_is_not_published_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be emptied: what is copied onto itself is then removed."""
+    own = save(tmp_path / "local", *clean_group())
+    (tmp_path / "link").symlink_to(own)
+    before = files(own)
+    for folder in (own, tmp_path / "link"):
+        refused(lambda given: command(own, Path(given[0]), "g"), [str(folder)], "the same folder", capsys)
+    assert files(own) == before
+
+
 def test_published_figures_stand_beside_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = save(tmp_path / "published", *full_group(), run("Birder", 7.0, id="w", group="w", nodes=2))
     mine = [
