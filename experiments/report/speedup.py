@@ -84,7 +84,9 @@ class SpeedupTable:
             cells.setdefault((r.method + suffix[r.id], r.wire, alone), []).append(r)
         rows = []
         for (label, _, _), same in cells.items():
-            same.sort(key=lambda r: (SpeedupRow(label, r).ms or 0.0, r.id))
+            # A run that was resumed near its end has timed no step: the others speak for the method.
+            same = [r for r in same if metrics.step_ms(r)] or same
+            same.sort(key=lambda r: (metrics.step_ms(r) or 0.0, r.id))
             rows.append(SpeedupRow(label, same[(len(same) - 1) // 2], len(same)))
         return rows
 

@@ -52,6 +52,15 @@ def test_a_run_of_which_no_step_was_timed_has_no_step_time() -> None:
     assert speedup_table.step_time(table.rows[0]) == "—"
 
 
+def test_a_run_without_a_step_time_does_not_stand_for_those_that_have_one() -> None:
+    """As one of two seeds that was resumed so near its end that no step was timed."""
+    seeds = [run("Birder", 800.0, id="a", seed=0), run("Birder", timing={"steps": 0}, id="b", seed=1)]
+    (table,) = speedup.build([*seeds, run("SGDM fp32", 1600.0)])
+    row = table.row("Birder")
+    assert (row.ms, row.runs) == (800.0, 1)
+    assert table.speedup(row, "fp32") == 2.0
+
+
 def test_it_says_when_compression_does_not_pay() -> None:
     records = [
         run("SGDM fp32", 900.0),
