@@ -34,7 +34,7 @@ class TensorBoardRun(TrackedRun):
         folder = about.folder / "tensorboard"
         super().__init__(f"{SERVICE}: tensorboard --logdir {shown(folder)}")
         self._step = about.start
-        self._writer = SummaryWriter(str(folder), purge_step=about.start + 1 if about.start else None)
+        self._writer = SummaryWriter(str(folder), purge_step=about.start + 1)  # also where a run begins again
         config = yaml.safe_dump(privacy.clean(dict(about.config), Path.cwd()), sort_keys=False)
         self._writer.add_text("config", textwrap.indent(config, "    "), about.start)  # verbatim
         self._writer.flush()

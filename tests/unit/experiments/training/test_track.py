@@ -452,6 +452,27 @@ def test_tensorboard_has_each_step_at_once(tmp_path: Path) -> None:
         assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 0.5)]
 
 
+@pytest.mark.parametrize("start", [0, 2])
+def test_tensorboard_drops_steps_beyond_those_that_a_restart_continues(tmp_path: Path, start: int) -> None:
+    """Without a checkpoint a run that is started again begins anew, in the folder that it had."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    spec = make_spec(tmp_path)
+    spec.config["tracker"] = "tensorboard"
+    first = Tracker(spec, True, total=4)
+    for step in (1, 2, 3):
+        first.log(step, loss=1.0)
+    (old,) = (tmp_path / "tensorboard").iterdir()
+    old.rename(old.with_name(old.name.replace("tfevents.", "tfevents.0")))  # of an earlier second
+    with Tracker(spec, True, total=4, start=start) as tracker:
+        tracker.log(start + 1, loss=2.0)
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [
+        *((s, 1.0) for s in range(1, start + 1)),
+        (start + 1, 2.0),
+    ]
+
+
 def test_tensorboard_has_the_curve_and_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     spec = make_spec(tmp_path, "offline")
