@@ -63,6 +63,7 @@ def work_until_ready(model: str) -> list[tuple[str, tuple[int, ...], float]]:
 
 def make(options: argparse.Namespace) -> Timeline:
     """Spreads a published rate: forward a third of a step, backward two thirds, by the operations of each layer."""
+    _check_gpus(options)
     if options.samples_per_s <= 0 or options.batch < 1:
         raise UserError("--samples-per-s and --batch must be positive")
     step_ms = 1000 * options.batch / options.samples_per_s
@@ -88,11 +89,17 @@ def make(options: argparse.Namespace) -> Timeline:
     )
 
 
+def _check_gpus(options: argparse.Namespace) -> None:
+    if options.gpus_per_node < 1:
+        raise UserError(f"--gpus-per-node must be at least 1, got {options.gpus_per_node}")
+
+
 def record(options: argparse.Namespace) -> Timeline:
     """Measures forward and backward on this machine: the median over `options.steps` steps of each gradient's time.
 
     The optimizer's update is not in it. Raises UserError where the precision asked for is not to be had.
     """
+    _check_gpus(options)
     if options.steps < 1 or options.batch < 1:
         raise UserError("--steps and --batch must be at least 1")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

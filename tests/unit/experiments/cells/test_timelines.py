@@ -156,6 +156,9 @@ def test_make_and_record_from_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert errors[0].startswith("error: tf32 is a GPU's format")
     assert errors[1].startswith("error: model 'x' is unknown")
     assert len(errors) == 2
+    for given in (["record"], ["make", "--samples-per-s", "1", "--gpu", "X", "--source", "s"]):
+        assert commands.main([*given, *arguments[:8], "--gpus-per-node", "0"]) == 2
+        assert capsys.readouterr().err == "error: --gpus-per-node must be at least 1, got 0\n"
 
 
 def test_reading_needs_no_torch() -> None:
