@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import math
 import os
 import shlex
@@ -27,6 +28,9 @@ Arguments = ParamSpec("Arguments")
 def start(main: Callable[[], int]) -> NoReturn:
     """The end of a script's file: runs it. Ctrl-C, which ended it without a word while it imported, is heard from here on."""
     interrupt.is_heard()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # tables hold dashes, which not every terminal's encoding has
     try:
         status = main()
         sys.stdout.flush()

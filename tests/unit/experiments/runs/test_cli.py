@@ -23,6 +23,7 @@ from launch.failure import RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
+from tests.helpers.records import full_group, save
 
 Captured = pytest.CaptureFixture[str]
 
@@ -187,6 +188,19 @@ def test_a_reader_that_leaves_is_no_failure_to_tell_of(unbuffered: bool) -> None
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_without_dashes_has_a_table(tmp_path: Path) -> None:
+    """Where the locale's encoding is latin-1, or ASCII."""
+    command = [
+        sys.executable,
+        str(ROOT / "experiments/tables.py"),
+        f"--results={save(tmp_path, *full_group())}",
+        "--group=g",
+    ]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"800 (792?808)" in done.stdout
 
 
 def test_cfg_job(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
