@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -69,7 +70,11 @@ class TrackedRun:
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
         """Last values, and the end. exit_code: other than 0 marks the run as failed, where the tracker knows that."""
-        self._try(lambda: self._finish(summary, exit_code), last=True)
+        if self.active:
+            self._try(lambda: self._finish(summary, exit_code), last=True)
+        elif self in running:  # after a failure: W&B would take the next run of this process for this one
+            with contextlib.suppress(Exception):
+                self._finish({}, exit_code)
         if self in running:
             running.remove(self)
 

@@ -273,6 +273,24 @@ def test_a_failure_of_wandb_is_one_warning(
     assert len((tmp_path / "curve.csv").read_text().splitlines()) == 4
 
 
+@pytest.mark.usefixtures("no_wandb_account")
+def test_after_a_failure_of_wandb_the_next_run_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a study, all of whose comparisons are made in one process."""
+    pytest.importorskip("wandb")
+    for name in ("first", "second"):
+        with Tracker(make_spec(tmp_path / name, "offline"), True, total=1) as tracker:
+            if name == "first":
+                monkeypatch.setattr(tracker._run, "_log", lambda *_: 1 / 0)
+            tracker.log(1, loss=0.5)
+        assert [v for v in os.environ if v.startswith("WANDB_")] == []
+        (folder,) = (tmp_path / name).glob("wandb/offline-run-*")
+        run = wandb_file.read(folder)
+        assert (run.exit_code, [row["loss"] for row in run.history]) == (0, [0.5] * (name == "second"))
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_rank_tells_the_user_of_a_tracker_that_fails(tmp_path: Path) -> None:
     """Its stderr is its log, which nobody reads."""
     make_spec(tmp_path, "offline").save()
