@@ -6,6 +6,8 @@ uploads at the end (then the line says how to send the rest later).
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import importlib.util
 import netrc
 import os
@@ -29,11 +31,22 @@ LEAST_FREE = 2**16
 NO_KEY = "no key (WANDB_API_KEY or `wandb login`)"
 
 
+def setting(name: str) -> str:
+    """As WANDB_<NAME> says, else the files that `wandb login --host` and `wandb offline` write; empty where none does."""
+    files = configparser.ConfigParser(interpolation=None)
+    everywhere = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    with contextlib.suppress(configparser.Error, OSError, ValueError):
+        here = Path(os.environ.get("WANDB_DIR") or ".")
+        folder = here / ".wandb" if (here / ".wandb").exists() else here / "wandb"
+        files.read([os.path.expanduser(f"{everywhere}/settings"), folder / "settings"])
+    return os.environ.get(f"WANDB_{name.upper()}") or files.get("default", name, fallback="") or ""
+
+
 def has_key() -> bool:
     """Whether WANDB_API_KEY or a netrc entry for the server is there."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    server = urlsplit(setting("base_url") or "https://api.wandb.ai").netloc
     for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         try:
             if path and netrc.netrc(os.path.expanduser(path)).authenticators(server):
@@ -45,15 +58,17 @@ def has_key() -> bool:
 
 def choose_mode(wanted: str) -> tuple[str, str]:
     """(online | offline | disabled, why it is not as wanted or nothing is recorded) for a configured mode, by what this
-    machine has. WANDB_MODE decides for `auto`."""
+    machine has. WANDB_MODE, or else `wandb offline`, decides for `auto`."""
     if wanted == "disabled":
         return "disabled", "wandb=disabled"
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "not installed: pip install wandb"
     if wanted == "auto":
-        named = os.environ.get("WANDB_MODE", "").replace("dryrun", "offline")  # as W&B called it, and still reads it
+        named = setting("mode").replace("dryrun", "offline")  # as W&B called it, and still reads it
         if named == "disabled":
-            return "disabled", "WANDB_MODE=disabled"
+            return "disabled", "WANDB_MODE=disabled" if os.environ.get(
+                "WANDB_MODE"
+            ) else "`wandb disabled` was typed here"
         if named in ("online", "offline"):
             wanted = named
         elif has_key():

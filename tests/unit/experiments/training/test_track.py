@@ -195,6 +195,40 @@ def test_mode_follows_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.M
     assert "not installed" in wandb_run.choose_mode("online")[1]
 
 
+@pytest.mark.usefixtures("no_wandb_account")
+@pytest.mark.parametrize("named_by", ["environment", "settings"])
+def test_a_key_of_ones_own_server_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str) -> None:
+    """`wandb login --host` writes the server into W&B's settings, and its key under host and port."""
+    monkeypatch.chdir(tmp_path)
+    netrc, settings = tmp_path / "home" / ".netrc", tmp_path / "home" / ".config" / "wandb" / "settings"
+    netrc.write_text("machine wandb.example:8080 login user password secret\n")
+    netrc.chmod(0o600)
+    assert wandb_run.choose_mode("online")[0] == "offline"
+    if named_by == "environment":
+        monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.example:8080")
+    else:
+        settings.parent.mkdir(parents=True)
+        settings.write_text("[default]\nbase_url = http://wandb.example:8080\n")
+    assert [wandb_run.choose_mode(m) for m in ("online", "auto")] == [("online", "")] * 2
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text("no settings")
+    assert wandb_run.choose_mode("online")[0] == ("online" if named_by == "environment" else "offline")
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_wandb_offline_that_was_typed_in_this_folder_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in any script that names no mode."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    (tmp_path / "wandb").mkdir()
+    for mode in ("offline", "disabled"):
+        (tmp_path / "wandb" / "settings").write_text(f"[default]\nmode = {mode}\n")
+        assert wandb_run.choose_mode("auto")[0] == mode
+        assert wandb_run.choose_mode("online")[0] == "online"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert wandb_run.choose_mode("auto")[0] == "online"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_wandb_account")
 def test_a_server_that_does_not_answer_costs_nothing_but_the_upload(
