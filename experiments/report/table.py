@@ -11,7 +11,7 @@ it) or `footnotes` (below it); both renderers show it.
 
 Cells and notes are inline Markdown: **bold**, `code`, [text](target). A terminal shows their text, and a table that is wider
 than the terminal gives way in this order: an interval goes to a second line of its cell; it is left out; columns are left
-out, the last one first, and a line names them. No word is broken.
+out, the last one first, and a line names them. No word is broken but one of a label that has no room then.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Table:
         lines, widths = self.laid_out(console.width)
         shown = Grid()
         for heading, column, width in zip(lines[0], [c for c in self.columns if c.terminal], widths):
-            shown.add_column(Text(heading), justify=column.align, width=width)
+            shown.add_column(Text(heading), justify=column.align, width=width, overflow="fold")
         for row in lines[1:]:
             shown.add_row(*map(Text, row[: len(widths)]))
         console.print(shown)
@@ -170,6 +170,7 @@ class Table:
             needed.pop()
         if _whole(needed) > width:
             needed[0] = max(_longest(cell.split()) for cell in columns[0])
+            needed[0] = max(1, needed[0] - max(0, _whole(needed) - width))  # a label may be broken, a number may not
         spare = max(0, width - _whole(needed))
         for place, column in enumerate(columns[: len(needed)]):
             more = min(spare, max(0, max(_longest(cell.split("\n")) for cell in column) - needed[place]))

@@ -84,6 +84,15 @@ def test_a_terminal_of_any_width_gets_whole_words(width: int) -> None:
     assert "1251" in text
 
 
+def test_a_label_that_is_wider_than_the_terminal_takes_no_digit_of_a_number() -> None:
+    label = "Birder (optimizer.a_long_name.weight_decay=0.0001)"
+    text = printed(Table.text(("method", "step ms"), [(label, "12345.6")]), 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "12345.6 │" in text
+    shown = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
+    assert shown == label.replace(" ", "")
+
+
 def test_what_gives_way_in_a_narrow_terminal() -> None:
     """First the place of an interval, then the interval, then the last columns, which are named."""
     assert "0.61x [0.59, 0.63]" in printed(wide(), 160)
