@@ -101,7 +101,8 @@ def of_runs(records: Sequence[ResultRecord]) -> list[Check]:
 
     Rows for which nothing tells when gradients are ready, and that do not fit into one bucket, are left out.
     """
-    done = [r for r in records if r.status == "completed" and r.nodes > 1 and r.link["shaped"]]
+    timed = [r for r in records if r.status == "completed" and r.timing.get("median_ms")]
+    done = [r for r in timed if r.nodes > 1 and r.link["shaped"]]
     bound = next((r for r in done if r.wire == "none"), None)
     found = []
     for r in done if bound is not None else ():

@@ -61,6 +61,18 @@ def test_a_run_without_a_step_time_does_not_stand_for_those_that_have_one() -> N
     assert table.speedup(row, "fp32") == 2.0
 
 
+@pytest.mark.parametrize("method", ["SGDM fp32", "no communication"])
+def test_a_run_of_which_no_step_was_timed_is_not_held_against_arithmetic(method: str) -> None:
+    """Of runs over shaped links: their table is written all the same."""
+    link = {**record.LINK, "shaped": True, "mbit_per_s": 100.0}
+    about: dict[str, Any] = {"nodes": 2, "link": link, "bytes_per_step": {**record.BYTES, "payload_inter": 1e6}}
+    untimed = run(method, timing={"steps": 0}, **about)
+    others = [run(m, 900.0, **about) for m in ("SGDM fp32", "no communication") if m != method]
+    (table,) = speedup.build([untimed, *others])
+    assert speedup_table.step_time(table.row(method)) == "—"
+    assert cells(speedup_table.markdown(table), method)[2] == "—"
+
+
 def test_it_says_when_compression_does_not_pay() -> None:
     records = [
         run("SGDM fp32", 900.0),
