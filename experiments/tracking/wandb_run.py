@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import netrc
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
@@ -179,7 +180,7 @@ def _init(about: About, mode: str) -> Any:
         group=options.get("group") or about.group,
         job_type=about.job,
         name=about.id,
-        id=about.id if mode == "online" else None,
+        id=about.id if mode == "online" else secrets.token_hex(4),  # WANDB_RUN_ID would be that of all runs
         resume="allow" if mode == "online" else None,
         dir=str(about.folder.resolve()),
         config=privacy.clean(dict(about.config), Path.cwd()),

@@ -390,6 +390,20 @@ def test_a_project_that_the_environment_names(tmp_path: Path, monkeypatch: pytes
     assert compose.resolve(compose.compose(["+exp=digits"]))["wandb"]["project"] is None
 
 
+def test_runs_offline_are_different_ones_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one comparison would else be sent into one run."""
+    seen = fake_wandb(monkeypatch, fake_run())
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")  # which counts where no id is given
+    ids = set()
+    for _ in range(2):
+        Tracker(make_spec(tmp_path, "offline"), True, total=1).close()
+        ids.add(seen["id"])
+    assert len(ids) == 2
+    assert None not in ids
+
+
 def test_a_crash_reaches_wandb_as_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     run = fake_run(finish=lambda exit_code: ended.append(exit_code))
