@@ -56,8 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if anything is out of date")
     args = parser.parse_args(argv)
-    if args.verbose and not args.group:
+    if args.verbose and args.group is None:
         raise UserError("--verbose is of the table of a group of runs: add --group=NAME")
+    if args.group is not None and (args.check or args.exp):
+        raise UserError("--group prints a table and writes nothing: leave out --check and --exp")
     own = Path(LOCAL)
     folders = [args.results] if args.results else [f for f in (PUBLISHED, own) if f.is_dir()]
     if args.exp and not args.results:
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wrong:
             print(f"out of date, run `make tables`: {', '.join(wrong)}", file=sys.stderr)
         return int(bool(wrong))
-    if args.group:
+    if args.group is not None:
         tables.print_group(args.results or own, args.group, verbose=args.verbose)
         return 0
     written = [path for f in folders for path in write(f, args.exp)]

@@ -118,6 +118,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.Ca
         ["--results", str(results), "--group", "nothing"],
     ):
         refused(cli.main, arguments, "error: no ", capsys)
+    for more in (["--check"], ["--exp", "resnet50"]):
+        refused(cli.main, ["--group", "g", *more], "leave out --check and --exp", capsys)
 
 
 def test_a_missing_curve_is_not_passed_over(tmp_path: Path) -> None:
