@@ -113,7 +113,10 @@ def frame(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
     path = results_dir / r.curve
     if not path.is_file():
         raise UserError(f"record {r.id} names the curve {path}, which is not there: bring it back or remove the record")
-    points = pd.read_csv(path)
+    try:
+        points = pd.read_csv(path, usecols=["step", "loss", "metric"], dtype=float)
+    except ValueError as error:
+        raise UserError(f"{path} is not a readable curve: {' '.join(str(error).split())}") from None
     return None if points.empty else points
 
 

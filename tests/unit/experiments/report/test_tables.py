@@ -130,6 +130,15 @@ def test_a_missing_curve_is_not_passed_over(tmp_path: Path) -> None:
         tables.write(results)
 
 
+@pytest.mark.parametrize("text", ["", "step,seconds\n1,2\n", "step,seconds,loss,metric\n1,2.0,\0torn,\n"])
+def test_a_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    records = curve_records(tmp_path / "r")
+    results = save(tmp_path / "r", *records)
+    (results / str(records[0].curve)).write_text(text)
+    with pytest.raises(UserError, match=f"{records[0].curve} is not a readable curve"):
+        tables.write(results)
+
+
 def test_a_comparison_that_was_trained_ends_with_its_accuracies(tmp_path: Path) -> None:
     def trained(method: str, ms: float, top1: float) -> ResultRecord:
         metric = {"name": "top1", "value": top1, "target": None, "higher_is_better": True}
