@@ -146,7 +146,7 @@ def columns(table: MethodsTable) -> list[Column]:
             short="step ms",
             value=lambda line: speedup_table.step_time(line.timed) if line.timed else DASH,
         ),
-        Column("speed vs fp32", short="vs fp32", value=table.versus),
+        Column("speed vs fp32", value=table.versus),
         Column("records", terminal=False, value=_links),
     ]
 
