@@ -23,9 +23,12 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
     Results are left out: publishing one experiment does not change the code that the next one measures.
     """
     nothing: dict[str, Any] = {"sha": None, "dirty": None}
+    # In a hook of another repository these name that one.
+    environment = {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
 
     def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30, check=True)
+        command = ["git", "-C", str(root), *args]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout.strip()
 
     try:

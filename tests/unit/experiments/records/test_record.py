@@ -264,7 +264,7 @@ def test_words_that_only_look_private_stay() -> None:
     assert privacy.clean(kept, Path("/base")) == kept
 
 
-def test_git_state(tmp_path: Path) -> None:
+def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert origin.git_state(tmp_path) == {"sha": None, "dirty": None}
 
     def git(*args: str) -> None:
@@ -284,6 +284,8 @@ def test_git_state(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("2")
     assert origin.git_state(tmp_path)["dirty"] is True
     (tmp_path / "below").mkdir()
+    assert origin.git_state(tmp_path / "below") == {"sha": None, "dirty": None}
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))  # as in a hook of that repository
     assert origin.git_state(tmp_path / "below") == {"sha": None, "dirty": None}
 
 
