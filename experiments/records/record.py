@@ -275,8 +275,13 @@ def _as_it_was(content: dict[str, Any]) -> None:
 
 
 def read_all(results_dir: str | Path) -> list[ResultRecord]:
-    """All records below `<results_dir>/records`, ordered by time and then id. Empty when there are none."""
-    records = [read(path) for path in sorted((Path(results_dir) / "records").glob("[!.]*.json"))]
+    """All records below `<results_dir>/records`, ordered by time and then id. Empty when there are none. Raises UserError."""
+    paths = sorted((Path(results_dir) / "records").glob("[!.]*.json"))
+    records = [read(path) for path in paths]
+    files: dict[str, Path] = {}
+    for path, r in zip(paths, records, strict=True):  # a copy would count as a second run
+        if (other := files.setdefault(r.id, path)) is not path:
+            raise UserError(f"{other} and {path.name} are records of one run, {r.id}: remove the copy")
     return sorted(records, key=lambda r: (r.time, r.id))
 
 

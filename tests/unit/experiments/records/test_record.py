@@ -171,6 +171,14 @@ def test_unknown_schema_is_refused(tmp_path: Path) -> None:
         record.read(tmp_path / "absent.json")
 
 
+def test_a_copy_of_a_record_is_refused(tmp_path: Path) -> None:
+    """It would count as a second run, and what stands for several runs has no interval."""
+    path = record.write(record.from_spec(make_spec()), tmp_path)
+    path.with_name("copy.json").write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match=r"copy.json.* are records of one run, run-1: remove the copy"):
+        record.read_all(tmp_path)
+
+
 def test_unfinished_temporary_files_are_not_read(tmp_path: Path) -> None:
     path = record.write(record.from_spec(make_spec()), tmp_path)
     (path.parent / ".run-2.abc.tmp").write_text("{")
