@@ -111,7 +111,7 @@ class WandbRun(TrackedRun):
             self._restore()
             raise
         self._folder = Path(self._run.dir).parent
-        self.fresh = mode == "offline"  # such runs are joined by nobody
+        self.fresh = not self._run.resumed  # offline, and where the server has nothing: the first start was offline
         if mode == "online":
             self.line = f"{SERVICE}: {self._run.url}"
         else:

@@ -281,7 +281,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: Any) -> dict[str, Any]:
 
 def fake_run(**methods: Any) -> SimpleNamespace:
     """A stand-in for a run of the package wandb."""
-    nothing = {"log": lambda *_, **__: None, "finish": lambda **_: None}
+    nothing = {"log": lambda *_, **__: None, "finish": lambda **_: None, "resumed": False}
     return SimpleNamespace(
         summary={}, dir=str(ROOT / "files"), url="https://wandb.example/run", **{**nothing, **methods}
     )
@@ -489,6 +489,19 @@ def test_wandb_has_all_of_a_run_that_is_ended_and_of_one_that_is_resumed(tmp_pat
         assert [(row["_step"], row["loss"]) for row in run.history] == [
             (step, pytest.approx(1 / step, abs=1e-5)) for step in range(1, start + 3)
         ]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_wandb_gets_the_steps_of_before_unless_the_server_has_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """A first start without a network was recorded offline: the run that is resumed is then new to the server."""
+    (tmp_path / "curve.csv").write_text("step,seconds,loss,metric\n1,1.000,5,\n2,2.000,4,80\n")
+    sent: list[int] = []
+    fake_wandb(monkeypatch, fake_run(log=lambda values, step: sent.append(step), resumed=known))
+    with Tracker(make_spec(tmp_path, "online"), True, total=3, start=2) as tracker:
+        tracker.log(3, loss=3.0)
+    assert sent == ([3] if known else [1, 2, 3])
 
 
 def test_a_tracker_that_begins_slowly_is_no_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
