@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from birder.optim.adam import AdamW, Tensors
 from birder.optim.checks import pair, require, require_flag
@@ -64,15 +65,19 @@ class Muon(AdamW):
         """The model's parameters as groups for `Muon`: its hidden matrices, and the rest.
 
         The rest: embeddings, an output layer that `model.get_output_embeddings()` names, what has less than two dimensions.
-        groups: to be divided in the place of all trainable parameters.
+        groups: to be divided in the place of all trainable parameters. model: also in DistributedDataParallel.
         """
+        model = model.module if isinstance(model, DistributedDataParallel) else model
         layers = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         layers += [m for m in [getattr(model, "get_output_embeddings", lambda: None)()] if m is not None]
         ends = {p for layer in layers for p in layer.parameters()}
         found = []
         for group in groups or [{"params": [p for p in model.parameters() if p.requires_grad]}]:
+            given = group["params"]
+            own = [given] if isinstance(given, Tensor) else list(given)  # an iterator gives its parameters once
+            kinds = [p.ndim >= 2 and p not in ends for p in (e[1] if isinstance(e, tuple) else e for e in own)]
             for muon in (True, False):
-                some = [p for p in group["params"] if (p.ndim >= 2 and p not in ends) is muon]
+                some = [e for e, kind in zip(own, kinds, strict=True) if kind is muon]  # e: a parameter, maybe named
                 if some:
                     found.append({**group, "params": some, "muon": muon})
         return found

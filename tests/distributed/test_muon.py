@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,6 +57,30 @@ def test_embeddings_and_what_is_no_matrix_are_adamws() -> None:
     moved = dict(model.named_parameters())
     for name, p in same.named_parameters():
         assert torch.equal(moved[name], p) is ("weight" not in name or name == "embed.weight")
+
+
+@pytest.mark.parametrize("listed", [list, iter, lambda named: (p for _, p in named)])
+def test_groups_divides_every_form_of_parameters_that_torch_takes(listed: Callable[..., Any]) -> None:
+    model = toy.make()
+    named = list(model.named_parameters())
+    optimizer = Muon(Muon.groups(model, [{"params": listed(named), "lr": 0.5}]))
+    sizes = [(g["muon"], len(g["params"]), g["lr"]) for g in optimizer.param_groups]
+    assert sizes == [(True, 2, 0.5), (False, len(named) - 2, 0.5)]
+    assert [len(g["params"]) for g in Muon.groups(model, [{"params": model.first.weight}])] == [1]
+
+
+class Untied(toy.Net):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.second
+
+
+def sizes_inside_ddp(rank: int, world: int) -> list[tuple[bool, int]]:
+    return [(g["muon"], len(g["params"])) for g in Muon.groups(DistributedDataParallel(Untied()))]
+
+
+def test_the_output_layer_is_found_inside_ddp_too() -> None:
+    inside = run_ranks(sizes_inside_ddp, 1)[0]
+    assert inside == [(g["muon"], len(g["params"])) for g in Muon.groups(Untied())] == [(True, 1), (False, 5)]
 
 
 def hook_run(rank: int, world: int) -> dict[str, Any]:
