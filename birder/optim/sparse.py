@@ -118,7 +118,9 @@ class Blocks:
 
 
 def _largest(v: Tensor, k: int) -> Tensor:
-    """Places of the k largest of v >= 0, rising: int64[k]. Of equal ones the first, which torch's own topk leaves open."""
+    """Places of the k largest of v >= 0, rising: int64[k]. Of equal ones the first, which torch's own topk leaves open. NaN,
+    of a parameter that is not a number, counts as infinite."""
+    v = v.nan_to_num(nan=torch.inf, posinf=torch.inf)
     least = v.topk(k, sorted=False).values.min()
     above, equal = v > least, v == least
     # Sums and a known size: nobody waits for the device to count.

@@ -84,6 +84,13 @@ def test_of_equals_the_first_are_kept() -> None:
         assert Largest.choose(v, (0,), (8,), ratio, torch.float32).places.tolist() == places
 
 
+def test_what_is_not_finite_is_kept_first_and_in_its_place() -> None:
+    """A parameter that is NaN comes with weight decay: as in torch it spoils nothing but itself."""
+    v = torch.tensor([1.0, torch.nan, 2.0, torch.inf, 5.0, torch.nan, 0.0, 0.0])
+    for ratio, places in ((8, [1]), (4, [1, 3]), (2, [1, 3, 4, 5]), (1, list(range(8)))):
+        assert Largest.choose(v, (0,), (8,), ratio, torch.float32).places.tolist() == places
+
+
 def test_places_and_values_survive_their_message() -> None:
     v = vectors()["normal"]
     for wire, size in ((torch.float32, 8), (torch.bfloat16, 6), (torch.float16, 6)):
