@@ -117,7 +117,7 @@ class SparseLoCo(LocalSteps):
         fits = chunk % ALIGN == 0 and chunk <= LARGEST_CHUNK
         require(fits, "chunk", chunk, f"a multiple of {ALIGN} up to {LARGEST_CHUNK}")
         self.top_k = require_whole("top_k", top_k)
-        require(top_k <= chunk, "top_k", top_k, f"at most chunk = {chunk}")
+        require(message != "top_k" or top_k <= chunk, "top_k", top_k, f"at most chunk = {chunk}")
         self.error_decay = require_number("error_decay", error_decay, "in [0, 1]", high=1.0)
         self.outer_lr = require_number("outer_lr", outer_lr)
         self.outer_momentum = require_fraction("outer_momentum", outer_momentum)

@@ -130,6 +130,16 @@ def test_by_nodes_diloco_is_that_of_the_nodes_means() -> None:
             assert abs(results[0]["x"] - flat[0]["x"]).max() < 1e-6
 
 
+def test_blocks_of_int4_may_be_smaller_than_top_k_which_is_not_used() -> None:
+    x = torch.nn.Parameter(torch.ones(70))
+    optimizer = SparseLoCo([x], message="int4", chunk=32, sync_every=1)
+    x.grad = torch.ones(70)
+    optimizer.step()
+    assert (x < 1).all()
+    with pytest.raises(ValueError, match="top_k must be at most chunk = 32"):
+        SparseLoCo([x], chunk=32)
+
+
 def test_int4_keeps_what_rounding_takes_on_workers_and_servers() -> None:
     """One round: what is sent and the mean of what is kept are what all have moved."""
     options = CASES["DiLoCo int4"] | {"error_decay": 1.0, "outer_momentum": 0.0, "outer_lr": 1.0, "sync_every": STEPS}
