@@ -284,6 +284,8 @@ def bit_sum(flat: Tensor) -> Tensor:
     flat = flat.float()
     even = flat.numel() // 2 * 2
     pairs, rest = flat[:even], flat[even:].view(torch.int32)
+    if not even:  # of one element any stride counts as contiguous, but not to be viewed as another type
+        return rest.sum()
     if pairs.storage_offset() % 2:
         pairs = pairs.clone()
     return pairs.view(torch.int64).sum() + rest.sum()

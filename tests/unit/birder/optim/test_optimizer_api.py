@@ -243,3 +243,17 @@ def test_a_coordinate_without_gradient_stays_also_where_eps_is_0(name: str) -> N
         optimizer.step()
     assert p.isfinite().all()
     assert p[7] == p[8] == 1.0
+
+
+@pytest.mark.parametrize("name", ["QSparseLocalSGD", "SparseLoCo"])
+def test_one_element_cut_out_of_others_trains_as_any(name: str) -> None:
+    """Its stride may be any number, and it still counts as contiguous."""
+    ends = []
+    for p in (torch.ones(1), torch.ones(3, 2)[::2, 1][:1]):
+        p = torch.nn.Parameter(p)
+        optimizer = getattr(birder, name)([p], lr=0.1, sync_every=2)
+        for _ in range(4):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends.append(p.item())
+    assert ends[0] == ends[1] < 1
