@@ -32,6 +32,7 @@ from birder.comm import ByteCounter, Collectives, Topology, finish
 from birder.comm.collectives import backend_for, new_group
 from birder.hooks.attachment import NotCopied, done, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
+from birder.optim.agreement import digest_of
 from birder.optim.block_codes import LARGEST, decode, encode
 from birder.optim.checks import require, require_choice
 
@@ -69,6 +70,8 @@ class BlockScaled(NotCopied):
         # A separate group: its messages overlap DDP's, in another order.
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
         self.link = Collectives(new_group(ranks, group), topology or Topology(len(ranks), 1), self.counter)
+        self._compared = False
+        """Whether ranks have compared their arguments."""
         self._errors: dict[Tensor, Tensor] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -89,6 +92,8 @@ class BlockScaled(NotCopied):
         buffer, params = bucket.buffer(), bucket.parameters()
         if self.link.size == 1:
             return done(buffer)
+        if not self._compared:
+            self._compare(buffer.device)
 
         def run() -> Tensor:
             return self.reduce(buffer, params)
@@ -111,6 +116,18 @@ class BlockScaled(NotCopied):
         with torch.cuda.stream(stream):
             later.set_result(run())  # DDP's stream waits for what this one has been given
         return later
+
+    def _compare(self, device: torch.device) -> None:
+        """Raises RuntimeError on all ranks where they differ in arguments: messages of other sizes end the process, or hang."""
+        self._compared = True
+        mine = torch.tensor([digest_of((self.code, self.block, self.error_feedback))], dtype=torch.int64, device=device)
+        link = Collectives(self.link.group, Topology(self.link.size, 1), ByteCounter())  # what it sends is not counted
+        digests = finish(link.all_gather(mine)).view(-1).tolist()
+        odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
+        if odd:
+            raise RuntimeError(
+                f"ranks {odd} differ from rank 0 in code, block or error_feedback of BlockScaled: make them equal"
+            )
 
     @torch.no_grad()
     def reduce(self, buffer: Tensor, params: list[Tensor]) -> Tensor:

@@ -163,6 +163,22 @@ def test_what_is_not_finite_reaches_all_ranks_and_is_gone_in_the_next_step(kept:
         assert np.abs(rows[2] - 1).max() < 0.01
 
 
+def differing(rank: int, world: int, options: list[dict[str, Any]]) -> str:
+    ddp = DistributedDataParallel(Linear())
+    ddp.register_comm_hook(state := BlockScaled(**options[rank]), block_scaled_hook)
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(40)).backward()
+    state.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", [{"code": "fp8"}, {"code": "int4", "block": 64}])
+def test_ranks_with_other_codes_are_refused_in_the_first_backward_pass(other: dict[str, Any]) -> None:
+    """gloo ended the process where a message had another size than the receiver's, NCCL waits for the rest of it."""
+    for said in run_ranks(differing, 2, [{"code": "int4"}, other]):
+        assert "ranks [1] differ from rank 0 in code, block or error_feedback" in said
+
+
 def trained(rank: int, world: int) -> dict[str, tuple[float, np.ndarray]]:
     """What torch's own optimizer makes of each hook: distance from fp32, and the parameters."""
     ends: dict[str, np.ndarray] = {}
