@@ -215,7 +215,7 @@ def on_thread(thread: ThreadPoolExecutor, work: Callable[[], Tensor]) -> Future[
             later.set_exception(e)
 
     thread.submit(run)
-    return later
+    return later.then(lambda ended: ended.value())  # DDP would take what `set_exception` leaves for the tensor
 
 
 def queue_after_backward(call: Callable[[], None]) -> None:

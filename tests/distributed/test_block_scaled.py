@@ -179,6 +179,27 @@ def test_ranks_with_other_codes_are_refused_in_the_first_backward_pass(other: di
         assert "ranks [1] differ from rank 0 in code, block or error_feedback" in said
 
 
+def failing(rank: int, world: int) -> str:
+    ddp = DistributedDataParallel(Linear())
+    ddp.register_comm_hook(state := BlockScaled(block=BLOCK), block_scaled_hook)
+
+    def lost(*_: Any) -> torch.Tensor:
+        raise RuntimeError("connection lost")
+
+    state.reduce = lost  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(40)).backward()
+    state.close()
+    return str(caught.value)
+
+
+def test_what_fails_on_the_thread_is_raised_as_it_is() -> None:
+    """A future that holds an exception makes DDP complain that it cannot cast it to a tensor."""
+    for said in run_ranks(failing, 2):
+        assert "connection lost" in said
+        assert "cast" not in said
+
+
 def trained(rank: int, world: int) -> dict[str, tuple[float, np.ndarray]]:
     """What torch's own optimizer makes of each hook: distance from fp32, and the parameters."""
     ends: dict[str, np.ndarray] = {}
