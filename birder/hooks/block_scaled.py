@@ -118,7 +118,7 @@ class BlockScaled(NotCopied):
         return later
 
     def _compare(self, device: torch.device) -> None:
-        """Raises RuntimeError on all ranks where they differ in arguments: messages of other sizes end the process, or hang."""
+        """Raises RuntimeError on all ranks where they differ: messages of other sizes would end the process, or hang."""
         self._compared = True
         mine = torch.tensor([digest_of((self.code, self.block, self.error_feedback))], dtype=torch.int64, device=device)
         link = Collectives(self.link.group, Topology(self.link.size, 1), ByteCounter())  # what it sends is not counted

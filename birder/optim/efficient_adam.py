@@ -77,7 +77,7 @@ class EfficientAdam(SeenMap, OneBitMean):
         if lr:
             p = torch.sqrt(v).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
             p = torch.div(m, p, out=p).mul_(lr / (1 - beta1**step))  # (2)
-            if group["eps"] == 0:  # what is divided by 0, also where g^2 is too small for fp32, would be in the scale of all
+            if group["eps"] == 0:  # m / 0 would be in the scale of all, also where g^2 alone is too small for fp32
                 p.masked_fill_(v == 0, 0.0)
             mean = yield from self.onebit_mean(unit, p)  # (3)
             self.write_mean(unit, grad, mean)
