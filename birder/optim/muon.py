@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from birder.optim.adam import AdamW, Tensors
 from birder.optim.checks import pair, require, require_flag
@@ -64,12 +63,12 @@ class Muon(AdamW):
     def groups(model: nn.Module, groups: Iterable[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         """The model's parameters as groups for `Muon`: its hidden matrices, and the rest.
 
-        The rest: embeddings, an output layer that `model.get_output_embeddings()` names, what has less than two dimensions.
-        groups: to be divided in the place of all trainable parameters. model: also in DistributedDataParallel.
+        The rest: embeddings, an output layer that `get_output_embeddings()` of the model, or of one inside a wrapper, names,
+        what has less than two dimensions. groups: to be divided in the place of all trainable parameters.
         """
-        model = model.module if isinstance(model, DistributedDataParallel) else model
         layers = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-        layers += [m for m in [getattr(model, "get_output_embeddings", lambda: None)()] if m is not None]
+        named = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
+        layers += [m for m in named if m is not None]
         ends = {p for layer in layers for p in layer.parameters()}
         found = []
         for group in groups or [{"params": [p for p in model.parameters() if p.requires_grad]}]:

@@ -74,13 +74,9 @@ class Untied(toy.Net):
         return self.second
 
 
-def sizes_inside_ddp(rank: int, world: int) -> list[tuple[bool, int]]:
-    return [(g["muon"], len(g["params"])) for g in Muon.groups(DistributedDataParallel(Untied()))]
-
-
-def test_the_output_layer_is_found_inside_ddp_too() -> None:
-    inside = run_ranks(sizes_inside_ddp, 1)[0]
-    assert inside == [(g["muon"], len(g["params"])) for g in Muon.groups(Untied())] == [(True, 1), (False, 5)]
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential, nn.DataParallel])
+def test_the_output_layer_is_found_inside_a_wrapper_too(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    assert [(g["muon"], len(g["params"])) for g in Muon.groups(wrap(Untied()))] == [(True, 1), (False, 5)]
 
 
 def hook_run(rank: int, world: int) -> dict[str, Any]:
