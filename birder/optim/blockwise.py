@@ -131,4 +131,6 @@ class BlockwiseSGD(BucketOptimizer):
         draw = {"seed": self.seed, "step": step, "stream": stream}
         chosen = Blocks.choose(unit.start, unit.numel, ratio, block, **draw, device=unit.device)
         picked = chosen.gather(v)
-        return SentShared(chosen, (yield Mean(picked, wire)) if picked.numel() else picked)
+        rounded = None if wire is torch.float32 else picked.to(wire).float()
+        sent = picked if rounded is None else rounded
+        return SentShared(chosen, (yield Mean(sent, wire)) if sent.numel() else sent, rounded)

@@ -164,18 +164,25 @@ class Largest:
 
 @dataclass(frozen=True)
 class SentShared:
-    """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements. mean: fp32[k], compact."""
+    """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements. mean: fp32[k], compact.
+
+    rounded: C(v_i), fp32[k], where the wire has rounded it: what this takes is a part of r_i.
+    """
 
     chosen: Blocks
     mean: Tensor
+    rounded: Tensor | None = None
 
     def clear(self, v: Tensor) -> None:
         """r_i, in the place of v_i."""
-        self.chosen.clear(v)
+        if self.rounded is None:
+            self.chosen.clear(v)
+        else:
+            self.chosen.scatter(v, self.chosen.gather(v).sub_(self.rounded))
 
     def put_mean(self, r: Tensor) -> None:
         """v'_i, in the place of r_i as `clear` has left it."""
-        self.chosen.scatter(r, self.mean)
+        self.chosen.scatter(r, self.mean if self.rounded is None else self.chosen.gather(r).add_(self.mean))
 
     def add_mean(self, flat: Tensor, sign: int = 1) -> None:
         """Adds mean_j C(v_j) to any vector; with sign -1 takes it away."""
@@ -188,7 +195,7 @@ class SentShared:
     def change(self, v: Tensor) -> Tensor:
         """v'_i - v_i = mean_j C(v_j) - C(v_i), fp32 of v's size; v_i as it was before `clear`."""
         made = torch.zeros_like(v)
-        self.chosen.scatter(made, self.mean - self.chosen.gather(v))
+        self.chosen.scatter(made, self.mean - (self.chosen.gather(v) if self.rounded is None else self.rounded))
         return made
 
 

@@ -125,6 +125,34 @@ def test_what_rounding_takes_stays_in_the_error() -> None:
     assert torch.equal(sent.change(v), torch.zeros_like(v))  # one rank: nobody else to agree with
 
 
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("compressor", SHARED)
+def test_so_it_does_where_all_ranks_choose_the_same(compressor: str, wire: str) -> None:
+    made, v = optimizer(compressor, wire=wire), vectors()["normal"]
+    unit = made.units[-1]
+    flat = v[: unit.padded].clone()
+    sent = run(made.comm, made.send(unit, flat, 3, 1))
+    rest = flat.clone()
+    sent.clear(rest)
+    assert 0 < int((rest != flat).sum()) == sent.mean.numel()
+    assert float(rest[rest != flat].abs().sum()) > 0
+    both = rest.clone()
+    sent.put_mean(both)
+    assert torch.equal(both, flat)
+    assert torch.equal(sent.change(flat), torch.zeros_like(flat))
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_steps_too_small_for_fp16_add_up_until_they_are_sent(compressor: str) -> None:
+    """Half of the smallest number of fp16 is 3e-8."""
+    x = torch.nn.Parameter(torch.zeros(64))
+    made = EFSGD([x], lr=1e-3, momentum=0.0, nesterov=False, ratio=2, block=8, compressor=compressor, wire="fp16")
+    for _ in range(200):
+        x.grad = torch.full((64,), 1e-5)
+        made.step()
+    assert float(x.detach().double().mean()) == pytest.approx(-200 * 1e-8, rel=0.05)
+
+
 def test_ratio_one_is_sgd() -> None:
     for compressor in COMPRESSORS:
         a, b = toy.make(), toy.make()
