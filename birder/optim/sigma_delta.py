@@ -104,7 +104,7 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
         self.share_growth = require_number("share_growth", share_growth, "at least 1", low=1.0)
         # Most variances are too small for fp16, and 0 stands for a coordinate without gradient.
         require(wire != "fp16", "wire", wire, "fp32 or bf16")
-        require(variance != "local" or wire == "fp32", "wire", wire, 'left out with variance="local", which does not use it')
+        require(variance != "local" or wire == "fp32", "wire", wire, 'left out with variance="local"')
         self.gamma = require_number("gamma", gamma, "positive or None", above=True, none=True)
         self.full_scale = require_number("full_scale", full_scale, "positive or None", above=True, none=True)
         self.reduce, self.errors, self.start = reduce, errors, start

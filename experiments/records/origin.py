@@ -18,7 +18,8 @@ PACKAGES = ("torch", "numpy", "numba", "triton", "torchvision", "transformers", 
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """{sha, dirty} of the checkout at `root`; both None outside of one. Dirty: a tracked file differs.
+    """{sha, dirty} of the checkout at `root`; both None outside of one. Dirty: a tracked file differs, or the code has a file
+    that is not tracked.
 
     Results are left out: publishing one experiment does not change the code that the next one measures.
     """
@@ -36,7 +37,9 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return nothing
         changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
-        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+        code = [f"{folder}/*.py" for folder in ("birder", "experiments", "launch")]
+        added = git("ls-files", "--others", "--exclude-standard", "--", *code)
+        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(changes or added)}
     except (OSError, subprocess.SubprocessError):
         return nothing
 

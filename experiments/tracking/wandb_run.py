@@ -67,9 +67,8 @@ def choose_mode(wanted: str) -> tuple[str, str]:
     if wanted == "auto":
         named = setting("mode").replace("dryrun", "offline")  # as W&B called it, and still reads it
         if named == "disabled":
-            return "disabled", "WANDB_MODE=disabled" if os.environ.get(
-                "WANDB_MODE"
-            ) else "`wandb disabled` was typed here"
+            typed = not os.environ.get("WANDB_MODE")
+            return "disabled", "`wandb disabled` was typed here" if typed else "WANDB_MODE=disabled"
         if named in ("online", "offline"):
             wanted = named
         elif has_key():

@@ -32,7 +32,8 @@ class StepClock:
         self.events = device.type == "cuda"
         self.steps: list[float] = []
         self.parts: dict[str, list[float]] = {}
-        self.known: float | None = None  # seconds a step: of the last one; on CUDA of the last round that was waited for
+        self.known: float | None = None
+        """Seconds a step: of the last one; on CUDA of the last round that was waited for."""
         self._seen = 0
         self._began = self._part_began = 0.0
         self._marks: list[tuple[str, Any]] = []  # of the step under way: what ends there, and the event

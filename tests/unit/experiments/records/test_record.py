@@ -289,6 +289,10 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = origin.git_state(tmp_path)
     assert len(state["sha"]) == 40
     assert state["dirty"] is False
+    (tmp_path / "birder/optim").mkdir(parents=True)
+    (tmp_path / "birder/optim/mine.py").write_text("1")
+    assert origin.git_state(tmp_path)["dirty"] is True  # no commit holds this method
+    (tmp_path / "birder/optim/mine.py").unlink()
     (tmp_path / "code.py").write_text("2")
     assert origin.git_state(tmp_path)["dirty"] is True
     (tmp_path / "below").mkdir()
