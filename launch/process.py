@@ -167,14 +167,21 @@ def pid_space() -> str:
         return platform.node()
 
 
+def _not_ignored(signals: set[signal.Signals]) -> list[signal.Signals]:
+    return [s for s in signals if signal.getsignal(s) is not signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into `Stopped` while it is open, so that `finally` blocks run. Main thread only."""
+    """Turns SIGTERM and SIGHUP into `Stopped` while it is open, so that `finally` blocks run. Main thread only.
+
+    One that is ignored stays so: `nohup` has a program outlive the terminal that it was started from.
+    """
 
     def handler(signum: int, frame: object) -> None:
         raise Stopped(signum)
 
-    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGHUP)}
+    before = {s: signal.signal(s, handler) for s in _not_ignored({signal.SIGTERM, signal.SIGHUP})}
     try:
         yield
     finally:
@@ -189,7 +196,7 @@ def deferred() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {s: signal.signal(s, lambda signum, _: came.append(signum)) for s in SIGNALS}
+    before = {s: signal.signal(s, lambda signum, _: came.append(signum)) for s in _not_ignored(SIGNALS)}
     try:
         yield
     finally:

@@ -130,3 +130,26 @@ def test_ctrl_c_while_a_process_is_started_is_heard() -> None:
     """What Python's own functions around a fork raise is dropped, KeyboardInterrupt too."""
     done = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert (done.stdout, done.stderr) == ("heard, and nothing left\n", "")
+
+
+NOHUP = """
+import os, signal
+from launch import process
+try:
+    with process.stop_signals():
+        with process.deferred():
+            os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        print("outlives its terminal", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+except process.Stopped as stopped:
+    print(stopped)
+"""
+
+
+def test_under_nohup_a_launcher_outlives_its_terminal() -> None:
+    """SIGHUP, which comes when the user logs out, is ignored there."""
+    command = ["nohup", sys.executable, "-c", NOHUP]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("outlives its terminal\nended by SIGTERM\n", "")
