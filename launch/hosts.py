@@ -37,9 +37,8 @@ def parse(hosts: str | Sequence[str]) -> list[Host]:
     In a file: one host per line, the rest of a line from # on is a comment. Raises UserError.
     """
     if isinstance(hosts, str):
-        path = Path(hosts).expanduser()
-        if path.is_file():
-            items = [line.partition("#")[0] for line in path.read_text().splitlines()]
+        if (text := _read(hosts)) is not None:
+            items = [line.partition("#")[0] for line in text.splitlines()]
         elif "/" in hosts:
             raise UserError(f"no host file at {hosts}: cluster.hosts is a,b,c or a file with one host per line")
         else:
@@ -52,6 +51,20 @@ def parse(hosts: str | Sequence[str]) -> list[Host]:
     if twice := [h for h in found if found.count(h) > 1]:
         raise UserError(f"cluster.hosts names {twice[0]} twice: one node per host, cluster.ranks_per_node ranks on it")
     return found
+
+
+def _read(hosts: str) -> str | None:
+    """The content of the file `hosts`, None where there is none. Raises UserError for one that is no text."""
+    try:
+        path = Path(hosts).expanduser()
+        if not path.is_file():
+            return None
+    except (OSError, RuntimeError):  # a list that is too long for the name of a file; ~ of a user that there is not
+        return None
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the host file {hosts}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _host(text: str) -> Host:

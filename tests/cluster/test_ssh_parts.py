@@ -34,6 +34,19 @@ def test_lists_of_hosts(tmp_path: Path) -> None:
             hosts.parse(wrong)
 
 
+def test_host_lists_that_are_no_file_and_files_that_are_no_text(tmp_path: Path) -> None:
+    """A list longer than the name of a file can be; what editors elsewhere put before a text; another encoding."""
+    many = [f"node{number:03}.example.org" for number in range(100)]
+    assert [str(host) for host in hosts.parse(",".join(many))] == many
+    file = tmp_path / "hosts"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
+    assert hosts.parse(str(file)) == [hosts.Host("a"), hosts.Host("b")]
+    file.write_bytes("# das Gerät\na\n".encode("latin-1"))
+    for wrong in (str(file), "~nobody-of-this-name/hosts"):
+        with pytest.raises(UserError):
+            hosts.parse(wrong)
+
+
 def test_nodes_are_as_many_as_hosts() -> None:
     def launcher(*overrides: str) -> SshLauncher:
         return compose.launcher(compose.resolve(compose.compose(["+exp=digits", "cluster=ssh", *overrides])))
