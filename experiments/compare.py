@@ -205,10 +205,14 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
         raise UserError(f"under torchrun timing is interleaved, and these are run apart: {apart}; use run.py for each")
     group = compose.new_name(resolved[0]["exp"])
     commands = [start.under(variant.config.cluster, command.typed("run", variant.overrides)) for variant in chosen]
-    spec = start.share(plan.make(chosen, commands, group) if rank == 0 else None)
+    if rank == 0:
+        start.check_results(resolved[0])
+    made = plan.make(chosen, commands, group) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
+        if made is not None:
+            until_the_end.enter_context(start.opened(made))
+        spec = start.share(made)
         if rank == 0:
-            spec.save()
             comparison_run = until_the_end.enter_context(TrackedComparison(chosen, spec.id))
         start.as_rank(spec, rank, turns.train, plan.write_failed)
         if rank == 0:

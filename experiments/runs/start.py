@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,17 +126,31 @@ def join(composed: Composed, *, command: str) -> RunSpec:
     adopt_torchrun_world(composed)
     workload = compose.check(composed, rank_zero=rank == 0)
     if rank == 0:
+        check_results(compose.resolve(composed))
         print_banner(composed, workload)
     command = under(composed.config.cluster, command)
     spec = compose.make_spec(composed, command=command) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
         if spec is not None:
-            spec.path.mkdir(parents=True, exist_ok=True)
-            until_the_end.enter_context(lock.held(spec.path))
-            spec.save()
+            until_the_end.enter_context(opened(spec))
         shared = share(spec)
         as_rank(shared, rank)
         return shared
+
+
+@contextlib.contextmanager
+def opened(spec: RunSpec) -> Iterator[None]:
+    """Holds the folder of a run, with its spec, while it is open. Raises UserError where it cannot be had."""
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            spec.path.mkdir(parents=True, exist_ok=True)
+            until_the_end.enter_context(lock.held(spec.path))
+            spec.save()
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
+            ) from error
+        yield
 
 
 def as_rank(

@@ -12,12 +12,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments import compare, run
 from experiments.config import compose
 from experiments.records import record
+from experiments.runs import start
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
@@ -99,11 +101,35 @@ def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.Monkey
 def test_under_torchrun_another_world_is_refused(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank_zero(monkeypatch, of=2)
     assert typed(monkeypatch, "+exp=digits", *arguments) == 2
     assert words in capsys.readouterr().err
     assert list(Path.cwd().iterdir()) == []
+
+
+def as_rank_zero(monkeypatch: pytest.MonkeyPatch, of: int) -> None:
+    """As torchrun would have started it on this machine."""
+    world = {"RANK": "0", "WORLD_SIZE": f"{of}", "LOCAL_WORLD_SIZE": f"{of}"}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("script", [run, compare])
+@pytest.mark.parametrize("taken", ["outputs/digits", "results/local/records"])
+def test_under_torchrun_folders_are_looked_at_before_the_first_step(
+    script: Any, taken: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """A file stands where a folder must be: as without torchrun, one line."""
+    as_rank_zero(monkeypatch, of=1)
+    monkeypatch.setattr(start, "as_rank", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(start, "share", lambda spec: spec)
+    Path(taken).parent.mkdir(parents=True)
+    Path(taken).touch()
+    monkeypatch.setattr(sys, "argv", ["script.py", "+exp=digits", "timing.mode=interleaved", "tracker=none"])
+    assert script.main() == 2
+    shown = capsys.readouterr().err
+    assert "cannot write to" in shown
+    assert shown.count("\n") == 1
 
 
 def test_first_lines_say_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
