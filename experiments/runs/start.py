@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from experiments.config import compose
 from experiments.config.compose import Composed
+from experiments.config.kinds import shown
 from experiments.records import labels, record
 from experiments.report import published, sentences
 from experiments.runs.command import typed
@@ -116,8 +117,18 @@ def make_command(exp: str) -> str:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is a rank already. Raises UserError where the environment says so by halves."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return False
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+            given = shown(value) if value else "not set"
+            raise UserError(
+                f"RANK and WORLD_SIZE say that this is a rank, and {name} is {given}: torchrun sets all of them; for a run "
+                "without torchrun unset RANK"
+            )
+    return True
 
 
 def join(composed: Composed, *, command: str) -> RunSpec:

@@ -148,7 +148,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spec = compose.make_spec(composed, command="run.py")
     spec.path.mkdir(parents=True)
     spec.save()
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in world.items():
         monkeypatch.setenv(name, value)
     return spec.path
 

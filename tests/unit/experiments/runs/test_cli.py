@@ -132,6 +132,19 @@ def test_under_torchrun_folders_are_looked_at_before_the_first_step(
     assert shown.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("MASTER_ADDR", ""), ("MASTER_PORT", "x"), ("RANK", "one"), ("WORLD_SIZE", "")]
+)
+def test_half_of_a_world_is_one_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    as_rank_zero(monkeypatch, of=1)
+    monkeypatch.setenv(name, value)
+    assert typed(monkeypatch, "+exp=digits") == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ")
+    assert (name in shown.err, shown.err.count("\n"), shown.out) == (True, 1, "")
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_first_lines_say_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """One run and a comparison begin alike: where, with what data, at what scale; then the full setting's command."""
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
