@@ -54,7 +54,7 @@ def parse(hosts: str | Sequence[str]) -> list[Host]:
 
 
 def _read(hosts: str) -> str | None:
-    """The content of the file `hosts`, None where there is none. Raises UserError for one that is no text."""
+    """The content of the file `hosts`, or None where there is no such file. Raises UserError for one that cannot be read."""
     try:
         path = Path(hosts).expanduser()
         if not path.is_file():
