@@ -1,6 +1,8 @@
 # `make help` lists targets and variables.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
+# One target after the other, also with -j, which MAKEFLAGS may hold: two comparisons at once would time each other.
+.NOTPARALLEL:
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -89,6 +89,16 @@ def test_make_with_an_apostrophe_in_a_value() -> None:
     assert shlex.split(command)[2:] == ["+exp=digits", "data.path=it's; here", "--dry-run"]
 
 
+def test_make_runs_one_target_after_the_other(tmp_path: Path) -> None:
+    """With -j, too: two comparisons at once would time each other."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\necho begins >> {tmp_path}/log\nsleep 0.3\necho ends >> {tmp_path}/log\n")
+    python.chmod(0o755)
+    assert make("-j2", f"VENV={tmp_path}", "digits", "ptb").returncode == 0
+    assert (tmp_path / "log").read_text().split() == ["begins", "ends"] * 2
+
+
 def test_make_knows_the_variables_that_it_lists() -> None:
     listed = re.findall(r"^#= (\w+) = ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert make("-n", "help", *(f"{name}=x" for name in listed if name != "PYTHON")).returncode == 0
