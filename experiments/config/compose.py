@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _HOSTS = re.compile(r"""^(\+*cluster\.hosts=)(?!\[|"|null$)'?(.+?)'?$""")
 _PATH = re.compile(r"""^(\+*(?:data\.path|output_dir|results_dir)=)(["']?)(?!\w+\(|\[)([^"'{},]+)\2$""")
-_OWN = re.compile(r"hydra(\.(run\.dir|sweep\.(sub)?dir|output_subdir|job\.chdir)|/launcher)")
-"""Keys of Hydra that say where a run is kept, which the run's own keys do, or how jobs are started."""
+_OWN = re.compile(r"hydra(\.(run\.dir|sweep\.(sub)?dir|output_subdir|job\.(chdir|env_(set|copy)\b.*))|/launcher)")
+"""Keys of Hydra that say where a run is kept, which the run's own keys do, or how jobs are started, variables included."""
 _warned: set[str] = set()
 """What `_warn` has said: a comparison composes each of its variants."""
 
@@ -114,6 +114,8 @@ def readable(overrides: Sequence[str]) -> list[str]:
     Raises UserError for keys of Hydra's that would do nothing."""
     if wrong := [key for key in map(key_of, overrides) if _OWN.fullmatch(key)]:
         own = "output_dir, run_name and results_dir say where a run is kept, and jobs run one after the other"
+        if ".env_" in wrong[0]:
+            own = "set a variable in the shell, NAME=VALUE python ..., or on ssh's hosts by cluster.env"
         raise UserError(f"{wrong[0]} is not used here: {own}")
     if lists := [key for key, _, value in (o.lstrip("+").partition("=") for o in overrides) if _is_list(key, value)]:
         raise UserError(f"{lists[0]} is one name, not a list; run.py -m runs each of NAME,NAME")

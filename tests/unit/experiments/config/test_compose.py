@@ -230,6 +230,13 @@ def test_where_a_run_is_kept_is_said_by_its_own_keys(key: str) -> None:
         compose.compose([f"{key}=elsewhere"])
 
 
+@pytest.mark.parametrize("key", ["hydra.job.env_set.NCCL_DEBUG", "hydra.job.env_copy"])
+def test_variables_that_no_rank_would_see_are_refused(key: str) -> None:
+    """Hydra sets them while it composes, and takes them back before a run begins."""
+    with pytest.raises(UserError, match=f"{key} is not used here: set a variable in the shell"):
+        compose.compose(["+exp=digits", f"+{key}=INFO"])
+
+
 def test_missing_value_names_its_key() -> None:
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps has no value: set it with optimizer\.warmup_steps="):
         resolved("workload=digits", "optimizer=onebit_adam", "optimizer.warmup_steps=???")
