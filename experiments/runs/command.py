@@ -38,6 +38,7 @@ def start(main: Callable[[], int]) -> NoReturn:
         # Who read the output has left, as `| head` does. What is left to say, also at the interpreter's end, nobody hears.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = READER_LEFT
+    interrupt.ends_silently()  # all is said; the interpreter takes a second to end, in which a second Ctrl-C may come
     sys.exit(status)
 
 

@@ -218,6 +218,21 @@ def test_a_disk_that_fills_ends_a_run_that_says_how_it_is_resumed(
     assert ("run_name=mine resume=auto" in shown.out) is bool(step)
 
 
+ENDS = """
+import atexit, os, signal
+from experiments.runs import command
+from launch import interrupt
+interrupt.ends_silently()
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+command.start(command.report_errors(lambda: os.kill(os.getpid(), signal.SIGINT)))
+"""
+
+
+def test_a_second_ctrl_c_while_the_interpreter_ends_shows_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-2, "interrupted: every process of the run has ended\n")
+
+
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_a_reader_that_leaves_is_no_failure_to_tell_of(unbuffered: bool) -> None:
     """As `| head` does. With buffers nothing is written before the end."""
