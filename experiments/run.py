@@ -137,9 +137,9 @@ def check(jobs: Sequence[Job]) -> None:
     for one in jobs:
         compose.check(one.composed)
         resolved = compose.resolve(one.composed)
-        names += [(resolved["exp"], name)] if (name := resolved["run_name"]) else []
-    if len(set(names)) < len(names):
-        raise UserError(f"run_name={names[0][1]} is of one run, and there are {len(jobs)} jobs: leave run_name out")
+        names += [(resolved["output_dir"], resolved["exp"], name)] if (name := resolved["run_name"]) else []
+    if twice := [place for place in names if names.count(place) > 1]:
+        raise UserError(f"run_name={twice[0][2]} is of one run, and there are {len(jobs)} jobs: leave run_name out")
 
 
 def searched(hydra_config: HydraConf) -> list[str]:

@@ -311,6 +311,12 @@ def test_dry_run(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_jobs_that_share_a_folder_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert typed(monkeypatch, "-m", "+exp=digits", "run_name=a,b,b", "--dry-run") == 2
+    assert "run_name=b is of one run" in capsys.readouterr().err
+    assert typed(monkeypatch, "-m", "+exp=digits", "run_name=a", "output_dir=x,y", "--dry-run") == 0
+
+
 def test_a_flag_that_may_have_a_value_takes_no_override_for_it() -> None:
     command = [sys.executable, str(ROOT / "experiments/run.py"), "+exp=digits", "seed=3", "--info"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy())
