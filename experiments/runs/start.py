@@ -120,7 +120,9 @@ def under_torchrun() -> bool:
     """Whether this process is a rank already. Raises UserError where the environment says so by halves."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return False
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    # Without the last, ranks on several machines would be recorded as those of one node.
+    local = ["LOCAL_WORLD_SIZE"] if os.environ["WORLD_SIZE"] != "1" else []
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *local):
         value = os.environ.get(name, "")
         if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
             given = shown(value) if value else "not set"

@@ -133,10 +133,11 @@ def test_under_torchrun_folders_are_looked_at_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("MASTER_ADDR", ""), ("MASTER_PORT", "x"), ("RANK", "one"), ("WORLD_SIZE", "")]
+    ("name", "value"),
+    [("MASTER_ADDR", ""), ("MASTER_PORT", "x"), ("RANK", "one"), ("WORLD_SIZE", ""), ("LOCAL_WORLD_SIZE", "")],
 )
 def test_half_of_a_world_is_one_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    as_rank_zero(monkeypatch, of=1)
+    as_rank_zero(monkeypatch, of=2)
     monkeypatch.setenv(name, value)
     assert typed(monkeypatch, "+exp=digits") == 2
     shown = capsys.readouterr()
