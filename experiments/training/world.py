@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from experiments.training import heartbeat, machine, products
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
+
+_joined = itertools.count(1)
+"""Counts the worlds that this process joins."""
 
 # ---- what every rank has, known to all of them ------------------------------------------------------------------------
 
@@ -42,7 +46,9 @@ def memory_left(share: float, on_device: float = math.inf) -> float:
 def joined(backend: str, collective_timeout_s: float, heartbeat_timeout_s: float) -> Iterator[tuple[int, int]]:
     """This process as the rank that torchrun's environment names, in the process group of all: (rank, number of ranks)."""
     timeout = timedelta(seconds=collective_timeout_s)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    shared, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    # torchrun keeps one store for all jobs of run.py -m, with the addresses that ranks had in the job before.
+    store = dist.PrefixStore(f"world{next(_joined)}", shared)
     heartbeat.start(store, rank, size, heartbeat_timeout_s=heartbeat_timeout_s, join_s=collective_timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
