@@ -50,6 +50,7 @@ def joined(backend: str, collective_timeout_s: float, heartbeat_timeout_s: float
     # torchrun keeps one store for all jobs of run.py -m, with the addresses that ranks had in the job before.
     store = dist.PrefixStore(f"world{next(_joined)}", shared)
     heartbeat.start(store, rank, size, heartbeat_timeout_s=heartbeat_timeout_s, join_s=collective_timeout_s)
+    _agree(store, rank, size, backend)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield rank, size
@@ -57,6 +58,22 @@ def joined(backend: str, collective_timeout_s: float, heartbeat_timeout_s: float
         heartbeat.stop()
     finally:
         dist.destroy_process_group()
+
+
+def _agree(store: dist.Store, rank: int, size: int, backend: str) -> None:
+    """Raises UserError on every rank where back ends differ: ranks would wait for each other until a time limit."""
+    keys = [f"backend/{r}" for r in range(size)]
+    store.set(keys[rank], backend)
+    every = [value.decode() for value in store.multi_get(keys)]
+    if odd := [r for r in range(size) if every[r] != every[0]]:
+        heartbeat.stop()
+        store.set(f"{keys[rank]}/read", "")
+        if rank == 0:  # which may hold the store
+            store.wait([f"{key}/read" for key in keys])
+        raise UserError(
+            f"rank 0 takes {every[0]}, rank {odd[0]} {every[odd[0]]}: torch sees GPUs on some nodes only; mend those, or set "
+            "cluster.backend=gloo"
+        )
 
 
 @contextlib.contextmanager

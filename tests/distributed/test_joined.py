@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from experiments.training.world import joined
+from launch.errors import UserError
 from tests.helpers.ranks import fresh_world
 
 
@@ -29,3 +31,17 @@ def _twice(rank: int, world: int, port: int) -> list[float]:
 def test_jobs_that_share_a_store_do_not_meet_each_others_addresses() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     assert fresh_world(_twice, 2, store.port, grouped=False) == [[2.0, 2.0]] * 2
+
+
+def _of_two_kinds(rank: int, world: int) -> str:
+    backend = "nccl" if rank == 0 else "gloo"
+    with pytest.raises(UserError) as refused, joined(backend, collective_timeout_s=30, heartbeat_timeout_s=30):
+        pytest.fail("they have met")
+    return str(refused.value)
+
+
+def test_ranks_that_find_gpus_and_others_that_find_none_are_one_line() -> None:
+    """A node with a broken driver: it would wait on gloo for those on NCCL, as long as a collective may take."""
+    first, second = fresh_world(_of_two_kinds, 2, grouped=False)
+    assert first == second
+    assert "rank 0 takes nccl, rank 1 gloo" in first
