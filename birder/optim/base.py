@@ -337,6 +337,7 @@ class BucketOptimizer(Guards):
                     now[name].copy_(old)
 
     def _note_moves(self, plan: Plan) -> None:
+        self._apart = plan is Plan.SKIP
         for unit in self.units:
             unit.kept = {}
             if plan is Plan.SKIP:

@@ -24,6 +24,11 @@ class LocalSteps(BucketOptimizer):
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if step % self.sync_every == 0 else Plan.SKIP
 
+    @property
+    def always_meets(self) -> bool:
+        """Whether ranks have just met too: z is x then, and is not kept."""
+        return self.sync_every == 1 and not self._apart
+
     def restores(self, name: str, step: int) -> bool:
         return name != "common"  # it repeats the parameters
 
@@ -33,7 +38,7 @@ class LocalSteps(BucketOptimizer):
     def drift(self, unit: Unit, moved: Tensor, step: int) -> Tensor | None:
         """z - (x - moved) in a synchronisation, in a new buffer; None in a local step. moved: what the step takes from x."""
         z = unit.state["common"]
-        begins = (step - 1) % self.sync_every == 0
+        begins = not self._apart
         if begins:  # every model is at the common point now
             z.copy_(self.flat_parameters(unit))
             if self.sync_every > 1:
@@ -53,14 +58,14 @@ class LocalSteps(BucketOptimizer):
         syncs = plan is not Plan.SKIP
         for unit in self.units:
             self.watch.look(unit, late=syncs)
-        whole = syncs and self.sync_every > 1 and (yield from self.watch.anywhere(self.comm, self.units))
+        whole = syncs and not self.always_meets and (yield from self.watch.anywhere(self.comm, self.units))
         for unit in self.units:
             if not syncs:
                 torch._foreach_sub_(unit.params, unit.views(unit.result))
                 self.watch.note(unit)
                 continue
             gained = yield from self.meet(unit, whole)
-            if self.sync_every > 1:
+            if not self.always_meets:
                 torch._foreach_copy_(unit.params, unit.state_views("common"))
                 self.watch.forget(unit)
             else:  # x is z, and may have been changed since it was read

@@ -67,7 +67,7 @@ class QSparseLocalSGD(LocalSteps, BlockwiseSGD):
         e.sub_(drift)  # (2)
         sent = yield from self.send(unit, e, self.ratio, step)
         sent.clear(e)
-        if self.sync_every > 1:
+        if not self.always_meets:
             sent.add_mean(z)
         else:
             sent.put_mean(grad.zero_())

@@ -17,7 +17,7 @@ from torch import Tensor
 from birder.comm import Mean, Requests, run
 from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import Flat, by_number, check_layout, layout, numbering, parts, put_back
-from birder.optim.contract import Method, arguments
+from birder.optim.contract import Method, Plan, arguments
 from birder.optim.layout import Unit
 from birder.optim.watch import bit_sums
 
@@ -177,7 +177,7 @@ class MethodState(Method):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state, as plain data and tensors, which are not copied:
 
-        {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "layout": numbers and shapes of the
+        {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "apart", "layout": numbers and shapes of the
          parameters of each unit, "units": [{name: flat tensor}],
          "aside": {number of a parameter that was frozen meanwhile: (steps, {name: tensor})},
          "param_groups", "state": what others have put into `optimizer.state`}
@@ -222,6 +222,7 @@ class MethodState(Method):
             "rank": self.comm.rank,
             "fingerprint": self.fingerprint() if differ else None,
             "changed": self.watch.changed,
+            "apart": self._apart,
             "layout": layout(self),
             "units": [dict(u.state) for u in self.units] if self._bound else None,
             "aside": {i: self._aside[p] for i, p in enumerate(numbering(self)) if p in self._aside},
@@ -282,6 +283,8 @@ class MethodState(Method):
             self.follow_groups()  # torch replaces the group dicts
         if not live:
             self.steps = int(state_dict["steps"])
+            by_schedule = self.steps > 0 and self.plan(self.steps) is Plan.SKIP  # of a state of before it was kept
+            self._apart = bool(state_dict.get("apart", by_schedule))
             held, aside = numbering(self), state_dict.get("aside") or {}
             self._aside = {held[i]: (since, dict(kept)) for i, (since, kept) in aside.items()}
         self.watch.restore(self.units, bool(state_dict.get("changed")))

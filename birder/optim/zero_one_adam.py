@@ -144,7 +144,7 @@ class ZeroOneAdam(OneBitMethod):
         """As `BucketOptimizer.bind`. What joins between two syncs has no x' in `last`: the next one averages models."""
         self._joined = False
         super().bind(*args, **kwargs)
-        if self._joined and not self.synced(self.steps):
+        if self._joined and self._apart:
             self.watch.restore(self.units, True)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -179,22 +179,22 @@ class ZeroOneAdam(OneBitMethod):
     def update(self, step: int, plan: Plan) -> Requests[None]:
         """(3), or (5) to (8)."""
         changed = False
-        if not self.synced(step - 1):
+        if self._apart:
             for unit in self.units:
                 self.watch.look(unit)
             changed = plan is not Plan.SKIP and (yield from self.watch.anywhere(self.comm, self.units))
         for unit in self.units:
             mean, signs = unit.result
             if plan is Plan.SKIP:
-                self._local_step(unit, step)
+                self._local_step(unit)
             else:
                 yield from self._sync(unit, signs, step, changed)
                 if mean is not None:
                     self.update_variance(unit, mean)
 
-    def _local_step(self, unit: Unit, step: int) -> None:
+    def _local_step(self, unit: Unit) -> None:
         """(3)"""
-        if self.synced(step - 1):
+        if not self._apart:
             unit.state["last"].copy_(self.flat_parameters(unit))
         self.move(unit)
         self.watch.note(unit)
@@ -212,7 +212,7 @@ class ZeroOneAdam(OneBitMethod):
         if changed:
             start, kept = (yield Mean(self._steps_taken_back(unit))), self.kept(unit)
         self.write_mean(unit, u, signs)
-        if not self.synced(step - 1):
+        if self._apart:
             torch._foreach_copy_(unit.params, unit.views(start))
         if kept != 1.0:
             torch._foreach_mul_(unit.params, kept)

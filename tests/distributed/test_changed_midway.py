@@ -18,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import attach
 from birder.checkpoint import elastic
+from birder.optim.contract import Plan
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
+from tests.helpers.virtual import World
 
 STEPS = 12
 DENSE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -277,3 +279,48 @@ def test_a_run_resumed_while_a_layer_is_frozen_is_the_uninterrupted_one(method: 
         toy.loss(again, 0, step).backward()
         resumed.step()
     assert torch.equal(toy.flat(again), toy.flat(model))
+
+
+APART: dict[str, tuple[Any, dict[str, Any], str, int]] = {
+    "QSparseLocalSGD": (birder.QSparseLocalSGD, {"sync_every": 8}, "sync_every", 5),
+    "QSparseLocalSGD, always": (birder.QSparseLocalSGD, {"sync_every": 8}, "sync_every", 1),
+    "SparseLoCo": (birder.SparseLoCo, {"sync_every": 8, "chunk": 32, "top_k": 8}, "sync_every", 5),
+    "ZeroOneAdam": (
+        birder.ZeroOneAdam,
+        {"warmup_steps": 1, "local_doubling": 1, "local_limit": 8, "eps": 1e-3},
+        "local_limit",
+        1,
+    ),
+}
+
+
+def meetings(rank: int, world: int, case: str, loaded: bool) -> list[bool]:
+    """Whether ranks have one model after each step that ends an interval, whose length changed within one."""
+    method, options, name, after = APART[case]
+    run = World(lambda params: method(params, lr=0.01, **options), 2)
+    run.train(range(1, 6))
+    assert run.optimizers[0].plan(5) is Plan.SKIP
+    if loaded:
+        saved = run.saved()
+        run = World(lambda params: method(params, lr=0.01, **(options | {name: after})), 2)
+        run.load(saved)
+    else:
+        for optimizer in run.optimizers:
+            setattr(optimizer, name, after)
+    same = []
+    for step in range(6, 14):
+        run.train([step])
+        if run.optimizers[0].plan(step) is not Plan.SKIP:
+            one, two = run.models()
+            same.append(torch.equal(one, two))
+    return same
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("case", APART)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_ranks_meet_where_an_interval_was_changed_within_one(case: str, loaded: bool) -> None:
+    """By the new schedule an interval begins where by the old one models were apart: they stayed so for good."""
+    (same,) = run_ranks(meetings, 1, case, loaded)
+    assert len(same) > 0
+    assert all(same)
