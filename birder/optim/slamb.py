@@ -277,6 +277,13 @@ class SLAMBv1(SLAMB):
                 chunks = cyclic_chunks(p.numel(), self.chunks, seed=self.seed, start=start, device=unit.device)
                 view.copy_(chunks.view(p.shape))
 
+    def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
+        """As saved, unless there were more chunks, of which some would never have their turn."""
+        mine = unit.state["chunk"]
+        if "chunk" in tensors and int(tensors["chunk"].max()) >= self.chunks:
+            tensors = tensors | {"chunk": mine}
+        super().load_unit(unit, tensors)
+
     def choose(self, unit: Unit, i: int, step: int, view: Tensor) -> None:
         torch.eq(unit.view(unit.state["chunk"], i), step % self.chunks, out=view)
 

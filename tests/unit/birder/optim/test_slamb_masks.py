@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -113,3 +114,13 @@ def test_elements_without_a_gradient_of_their_own_may_stay(form: str) -> None:
         optimizer.step()
         moved = (x.detach() != 1).any(1).tolist()
         assert moved == [unseen == "step", False, True]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_chunk_has_its_turn_where_a_state_was_saved_with_more_of_them() -> None:
+    """Elements of chunks beyond the present number were never averaged again."""
+    saved = copy.deepcopy(bound("v1", fraction=0.1).state_dict())
+    optimizer, fresh = (bound("v1", fraction=0.25) for _ in range(2))
+    optimizer.load_state_dict(saved)
+    for step in range(1, 9):
+        assert all(torch.equal(a, b) for a, b in zip(masks(optimizer, step), masks(fresh, step), strict=True))
