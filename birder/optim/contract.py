@@ -240,11 +240,17 @@ class Method(torch.optim.Optimizer):
         if set(tensors) != set(unit.state):
             raise ValueError(f"the saved state holds {sorted(tensors)}, this optimizer keeps {sorted(unit.state)}")
         for name, tensor in tensors.items():
-            if tensor.shape != unit.state[name].shape:
+            mine = unit.state[name]
+            if tensor.shape != mine.shape:
                 raise ValueError(
                     f"saved {name} of unit {unit.index} has {tensor.numel()} elements, this run has "
-                    f"{unit.state[name].numel()}: resume with the same model, unit size and number of ranks"
+                    f"{mine.numel()}: resume with the same model, unit size and number of ranks"
                 )
+            if tensor.dtype != mine.dtype:  # its numbers stand for others
+                raise ValueError(
+                    f"saved {name} is of {tensor.dtype}, this optimizer keeps {mine.dtype}: use the options that it was saved with"
+                )
+        for name, tensor in tensors.items():
             unit.state[name].copy_(tensor)
 
     def forget_derived(self) -> None:

@@ -60,6 +60,21 @@ def test_a_state_of_other_options_is_loaded_with_a_warning() -> None:
     other.load_state_dict(state)
 
 
+@pytest.mark.parametrize(("saved", "present"), [("int8", "fp32"), ("fp32", "int8")])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_numbers_of_another_kind_are_refused_and_change_nothing(saved: str, present: str) -> None:
+    """127 in int8 is 1 in fp32, and 0.9 in fp32 was 0 in int8."""
+    model = toy.make()
+    theirs, mine = (birder.SigmaDeltaAdam(model.parameters(), errors=errors) for errors in (saved, present))
+    for optimizer, steps in ((theirs, range(1, 3)), (mine, range(3, 4))):
+        train(model, optimizer, steps)
+    before = copy.deepcopy(mine.state_dict()["units"])
+    with pytest.raises(ValueError, match="use the options that it was saved with"):
+        mine.load_state_dict(theirs.state_dict())
+    after = mine.state_dict()["units"]
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(before, after, strict=True) for k in a)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_step_hooks_run_once_and_schedulers_may_wrap_step(name: str) -> None:
     model, optimizer = built(name)
