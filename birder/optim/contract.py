@@ -253,6 +253,9 @@ class Method(torch.optim.Optimizer):
         for name, tensor in tensors.items():
             unit.state[name].copy_(tensor)
 
+    def loaded(self, options: dict[str, Any]) -> None:
+        """Called when a state has been loaded that was saved with these options of the whole optimizer."""
+
     def forget_derived(self) -> None:
         """Drops what the method has derived from its state: the state has just been loaded, reset or laid out again."""
 

@@ -135,6 +135,8 @@ class OneBitMethod(OneBitMean):
 
     warmup_steps: int
     """Steps after which the variance is frozen."""
+    warmup_counts: ClassVar[bool] = True
+    """Whether the state depends on how long the warm-up was."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._with_variance: dict[int, Late] = {}
@@ -161,6 +163,20 @@ class OneBitMethod(OneBitMean):
 
     def restores(self, name: str, step: int) -> bool:
         return name != "v" or step <= self.warmup_steps  # frozen later
+
+    def loaded(self, options: dict[str, Any]) -> None:
+        """A warm-up that was over is as long as it was; one that was not ends after the next step at the earliest."""
+        theirs, mine = options.get("warmup_steps"), self.warmup_steps
+        if not self.warmup_counts or theirs is None:
+            return
+        self.warmup_steps = theirs if self.steps >= theirs else max(mine, self.steps + 1)
+        if self.warmup_steps != mine:
+            warnings.warn(
+                f"{self.kind}: the state is of step {self.steps} and was saved with warmup_steps={theirs}, so warmup_steps is "
+                f"{self.warmup_steps} from now on, not {mine}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def forget_derived(self) -> None:
         super().forget_derived()

@@ -252,14 +252,6 @@ class MethodState(Method):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = replaced if (replaced := hook(self, state_dict)) is not None else state_dict
         self._check_state(state_dict)
-        mine, known = self.shared_options, state_dict.get("options") or {}
-        for k in sorted(k for k in mine.keys() & known.keys() if mine[k] != known[k]):
-            warnings.warn(
-                f"{self.kind}: the state was saved with {k}={known[k]!r}, this optimizer has {k}={mine[k]!r}, "
-                "and so it trains on",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         # Of a state that was loaded in place (torch.distributed.checkpoint) the tensors are in use, but nothing else is.
         live = self._is_live(state_dict["units"]) and int(state_dict["steps"]) == self.steps
         if state_dict["units"] is not None and not self._bound:
@@ -290,6 +282,16 @@ class MethodState(Method):
         self.watch.restore(self.units, bool(state_dict.get("changed")))
         self.forget_derived()
         self._show(self.units)
+        known = state_dict.get("options") or {}
+        self.loaded(known)
+        mine = self.shared_options
+        for k in sorted(k for k in mine.keys() & known.keys() if mine[k] != known[k]):
+            warnings.warn(
+                f"{self.kind}: the state was saved with {k}={known[k]!r}, this optimizer has {k}={mine[k]!r}, "
+                "and so it trains on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -86,6 +86,7 @@ class ZeroOneAdam(OneBitMethod):
         "last": "copy",
         "sums": "copy",
     }
+    warmup_counts: ClassVar[bool] = False
     aligned: ClassVar[bool] = False
     """Which of the two rules for T_u and T_v: see zero_one_schedule.py."""
 
@@ -266,6 +267,7 @@ class ZeroOneAdam(OneBitMethod):
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
     """0/1 Adam by the reference implementation's rules (see the module's docstring for the equations)."""
 
+    warmup_counts: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
     def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from birder import LAMB, OneBitLAMB
+from birder import LAMB, OneBitAdam, OneBitLAMB
+from birder.optim.onebit import OneBitMethod
 from tests.helpers import toy
 
 
@@ -86,3 +89,29 @@ def test_a_bound_of_1_is_refused(bounds: dict[str, float]) -> None:
     """Ratios that it holds at 1 would be left out of their average, and the tensor would not move after the warm-up."""
     with pytest.raises(ValueError, match="_coeff must be another number than 1"):
         alone(torch.nn.Parameter(torch.ones(4)), **bounds)
+
+
+@pytest.mark.parametrize("method", [OneBitAdam, OneBitLAMB])
+@pytest.mark.parametrize(("saved", "present", "counts"), [(3, 8, 3), (8, 3, 6), (8, 5, 6), (8, 9, 9)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_saved_variance_has_had_the_warm_up_that_it_has_had(
+    method: type[OneBitMethod], saved: int, present: int, counts: int
+) -> None:
+    """Saved after step 5. 1-bit LAMB would never move again where it had no last step of the warm-up."""
+
+    def trained(warmup: int, state: dict | None = None) -> tuple[OneBitMethod, torch.Tensor]:
+        p = torch.nn.Parameter(grads(0, 64) if state is None else start.clone())
+        optimizer = method([p], lr=0.01, warmup_steps=warmup)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in range(optimizer.steps + 1, optimizer.steps + 6):
+            p.grad = grads(step, 64)
+            optimizer.step()
+        return optimizer, p.detach()
+
+    first, start = trained(saved)
+    state = copy.deepcopy(first.state_dict())
+    resumed, end = trained(present, state)
+    assert resumed.warmup_steps == counts
+    assert torch.equal(end, trained(counts, state)[1])
+    assert not torch.equal(end, start)
