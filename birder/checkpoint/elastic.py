@@ -45,7 +45,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
     first: dict[str, Any] | None = None
     wholes: list[dict[str, _Whole]] = []
     sums: dict[int, Flat] = {}
-    count = 0
+    count, changed = 0, False
     for state in states:
         optimizer._check_state(state)
         if first is None:
@@ -60,6 +60,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
                 raise ValueError(f"the state of rank {count} holds {sorted(unit)}, that of rank 0 {sorted(whole)}")
             for name, tensor in unit.items():
                 whole[name].add(count, tensor)
+        changed = changed or bool(state.get("changed"))
         _add_aside(optimizer, sums, state.get("aside") or {})
         count += 1
     if first is None:
@@ -73,6 +74,7 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         "signature": list(optimizer.comm.signature),
         "rank": optimizer.comm.rank,
         "fingerprint": None,
+        "changed": changed,
         "aside": {
             i: (since, _own_aside(parts, kept, optimizer.carried, sums.get(i, {})))
             for i, (since, kept) in (first.get("aside") or {}).items()

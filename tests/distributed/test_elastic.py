@@ -176,6 +176,16 @@ def test_a_frozen_layer_keeps_what_its_workers_had(variant: str) -> None:
         assert tensor.item() == (bool(one) if tensor.dtype == torch.bool else one), name
 
 
+def test_parameters_that_one_old_rank_alone_had_changed_count_as_changed() -> None:
+    """A clip that moves nothing on rank 0: the next synchronisation would send the other rank's only in part."""
+    states = made_up("QSparseLocalSGD", 3, 1)
+    for changed in (False, True):
+        states[1]["changed"] = changed
+        optimizer = bound("QSparseLocalSGD", 2, 1, 1)
+        optimizer.load_state_dict(elastic.resize(optimizer, states))
+        assert optimizer.watch.changed == changed
+
+
 def test_states_that_do_not_belong_together_are_refused() -> None:
     states = made_up("OneBitAdam", 4, 1)
     optimizer = bound("OneBitAdam", 2, 1, 0)
