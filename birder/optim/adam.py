@@ -19,6 +19,7 @@ Tensors = list[Tensor]
 
 def adam_moments(m: list[Tensor], v: list[Tensor], grads: list[Tensor], beta1: float, beta2: float) -> None:
     """m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2, in place, tensor by tensor."""
+    beta1, beta2 = float(beta1), float(beta2)  # torch takes tensors as well
     torch._foreach_lerp_(m, grads, 1 - beta1)
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)

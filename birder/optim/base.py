@@ -19,7 +19,13 @@ from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleP
 from birder.comm.runtime import Task, asking
 from birder.optim.agreement import Agreement, digest_of
 from birder.optim.by_parameter import parts, put_back, taken
-from birder.optim.checks import check_foreign_options, check_gradient, check_parameter, require_number
+from birder.optim.checks import (
+    check_foreign_options,
+    check_gradient,
+    check_parameter,
+    require_number,
+    without_dimensions,
+)
 from birder.optim.contract import WIRES, Method, Plan
 from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
@@ -138,6 +144,8 @@ class BucketOptimizer(Guards):
         group = self.param_groups[-1]
         for name in not_given:
             del group[name]
+        for name in self.by_group & group.keys():
+            group[name] = without_dimensions(group[name])
         try:
             check_foreign_options(self.kind, group, self.by_group, self.defaults)
             self.check_group(group)

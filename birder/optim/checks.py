@@ -80,6 +80,13 @@ def pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
+def without_dimensions(value: Any) -> Any:
+    """A tensor of one element in the same memory, as kernels take it; also in a pair. Anything else unchanged."""
+    if isinstance(value, tuple):
+        return tuple(map(without_dimensions, value))
+    return value.view(()) if isinstance(value, torch.Tensor) and value.dim() and value.numel() == 1 else value
+
+
 def is_pair(value: Any) -> bool:
     """Whether `value` is a tuple of two numbers that fp32 can hold."""
     return isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))

@@ -75,6 +75,27 @@ def test_numbers_of_another_kind_are_refused_and_change_nothing(saved: str, pres
     assert all(torch.equal(a[k], b[k]) for a, b in zip(before, after, strict=True) for k in a)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("name", METHODS)
+def test_numbers_of_groups_may_be_tensors_of_one_element(name: str, shape: tuple[int, ...]) -> None:
+    """As torch takes them; the script may change them in place."""
+    numbers = {"lr": 0.01, "betas": (0.5, 0.75), "momentum": 0.5, "weight_decay": 0.125}
+    ends = []
+    for kind in (float, lambda value: torch.full(shape, value, dtype=torch.float64)):
+        model = toy.make()
+        known = make(name, model).param_groups[0].keys() & numbers.keys()
+        given = {k: tuple(map(kind, v)) if isinstance(v, tuple) else kind(v) for k in known for v in [numbers[k]]}
+        optimizer = make(name, model, **given)
+        train(model, optimizer, range(1, 4))
+        if isinstance(given["lr"], torch.Tensor):
+            given["lr"].fill_(0.02)
+        else:
+            optimizer.param_groups[0]["lr"] = 0.02
+        train(model, optimizer, range(4, 6))
+        ends.append(toy.flat(model))
+    assert torch.allclose(*ends, rtol=0, atol=1e-6)  # a factor in fp64 may be rounded at another place
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_step_hooks_run_once_and_schedulers_may_wrap_step(name: str) -> None:
     model, optimizer = built(name)
