@@ -40,7 +40,7 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     optimizer.pipeline.wait()
     flats = [gathered(optimizer, unit) for unit in optimizer.units]
     aside = {
-        names[p]: [since, {name: str(t.dtype).removeprefix("torch.") for name, t in kept.items()}]
+        names[p]: [since, {name: _kind(t) for name, t in kept.items()}]
         for p, (since, kept) in optimizer._aside.items()
     }
     state = {
@@ -69,6 +69,11 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
             f"state of {saved['method']} was saved by {saved['replicas']} replicas, this run has {mine['replicas']}, and "
             f"every replica keeps its own part: use {saved['replicas']} replicas, of any number of shards"
         )
+    kept, here = saved.get("kinds", mine["kinds"]), mine["kinds"]
+    if kept != here:  # torch would convert numbers that stand for others
+        odd = sorted(k for k in kept.keys() | here.keys() if kept.get(k) != here.get(k))
+        had, has = (", ".join(f"{k} ({of[k]})" for k in odd if k in of) or "none of it" for of in (kept, here))
+        raise ValueError(f"the saved state has {had}, this optimizer {has}: use the options that it was saved with")
     theirs, ours = saved.get("tensors", mine["tensors"]), mine["tensors"]
     if theirs != ours or len(saved["groups"]) != len(ours):
         raise ValueError(f"the saved state has parameter groups of {theirs} tensors, this optimizer of {ours}")
@@ -127,7 +132,12 @@ def _meta(attachment: ShardAttachment) -> dict[str, Any]:
     replicas = attachment.mesh.size(0)
     about = {"method": optimizer.kind, "options": optimizer.shared_options, "steps": optimizer.steps}
     tensors = [len(g["params"]) for g in optimizer.param_groups]
-    return about | {"replicas": replicas, "groups": groups, "tensors": tensors, "layout": layout(optimizer)}
+    kinds = {name: _kind(t) for unit in optimizer.units for name, t in optimizer.complete_state(unit).items()}
+    return about | {"kinds": kinds, "replicas": replicas, "groups": groups, "tensors": tensors, "layout": layout(optimizer)}
+
+
+def _kind(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
 
 
 def _plain(value: Any, name: str) -> Any:

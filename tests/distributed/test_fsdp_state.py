@@ -164,3 +164,29 @@ def test_a_layer_that_is_frozen_while_it_is_saved_keeps_its_state(tmp_path: Path
         for method, (same, said) in result.items():
             assert same, method
             assert "frozen when it was saved" in said, method
+
+
+def other_kinds(rank: int, world: int, folder: str) -> list[str]:
+    said, mesh = [], make_mesh(1, 1)
+    for options in ({"errors": "int8"}, {}, {"reduce": "one_phase"}):
+        model, optimizer, attachment = hsdp("toy", mesh, "SigmaDeltaAdam", options)
+        if not said:
+            train_alone(model, optimizer, rank, range(1, 3))
+            checkpoints.save(folder, model, attachment)
+        before = full(model)
+        try:
+            checkpoints.load(folder, model, attachment)
+            said.append("")
+        except ValueError as e:
+            said.append(str(e))
+        assert torch.equal(full(model), before)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_state_of_another_kind_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """torch converts it, and 127 in int8 is 1 in fp32."""
+    ((same, converted, missing),) = run_ranks(other_kinds, 1, str(tmp_path))
+    assert same == ""
+    assert "server_error (int8), worker_error (int8), this optimizer server_error (float32)" in converted
+    assert "this optimizer owner_error (float32): use the options" in missing
