@@ -143,7 +143,7 @@ def by_number(method: Method, state_dict: dict[str, Any]) -> dict[int, Flat] | N
     if saved in (None, layout(method)) or method.compressed or method.comm.holders > 1:
         return None
     held, found = numbering(method), {}
-    for unit, tensors in zip(saved.split(" | "), state_dict["units"], strict=True):
+    for unit, tensors in zip(saved.split(" | ") if saved else (), state_dict["units"], strict=True):
         first = 0
         for i, (number, _, shape) in enumerate(part.partition(":") for part in unit.split()):
             p = held[int(number)]

@@ -65,6 +65,21 @@ def test_every_layer_gets_its_own_state_as_with_torch(
     torch.testing.assert_close(mine, control, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", DENSE)
+def test_a_state_of_frozen_layers_alone_is_loaded_as_with_torch(name: str) -> None:
+    ends = []
+    for kind in DENSE[name][:2]:
+        net, frozen = make(None), make(None).requires_grad_(False)
+        state = kind(frozen.parameters(), **DENSE[name][2])
+        state.step()
+        optimizer = kind(net.parameters(), **DENSE[name][2])
+        train(net, optimizer, range(2))
+        optimizer.load_state_dict(copy.deepcopy(state.state_dict()))
+        train(net, optimizer, range(2, 4))
+        ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
 COMPRESSED = ("Birder", "OneBitAdam", "SigmaDeltaAdam", "Lion", "CSER", "SLAMB")
 
 
