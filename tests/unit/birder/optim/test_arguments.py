@@ -180,6 +180,16 @@ def test_an_argument_out_of_range_is_named_in_one_line(name: str, options: dict[
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("message", ["dense", "int4"])
+def test_an_option_of_another_message_is_not_in_the_way(message: str) -> None:
+    """The default top_k is 64, of which these make no use."""
+    p = torch.nn.Parameter(torch.ones(40))
+    optimizer = birder.SparseLoCo([p], message=message, chunk=32, sync_every=1)
+    p.grad = torch.ones(40)
+    optimizer.step()
+    assert (p < 1).all()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"code": "int3"}, "int4 or fp8"), ({"block": 7}, "even"), ({"block": 0}, "even"), ({"block": 2.0}, "even")],
