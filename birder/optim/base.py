@@ -165,7 +165,7 @@ class BucketOptimizer(Guards):
             + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
             for group in self.param_groups
         ]
-        return digest_of((self.kind, sorted(self.shared_options.items()), groups, more))
+        return digest_of((self.kind, sorted(self.shared_options.items()), groups, self.steps, more))
 
     # ---- gradients during backward ----------------------------------------------------------------------------------
 
