@@ -115,7 +115,13 @@ def layout(method: Method) -> str:
 
 
 def check_layout(method: Method, state_dict: dict[str, Any]) -> None:
-    """Raises ValueError where the saved units hold other parameters, whose state may well have the same length."""
+    """Raises ValueError where the saved units hold other parameters, or in other places: all may well have the same length."""
+    begins = state_dict.get("alignment", method.alignment)
+    if begins != method.alignment:
+        raise ValueError(
+            f"in the saved state every parameter begins at a multiple of {begins} elements, in this optimizer of "
+            f"{method.alignment}: use the options that it was saved with (of SparseLoCo: chunk)"
+        )
     saved, mine = state_dict.get("layout"), layout(method)
     if saved is None or saved == mine:
         return

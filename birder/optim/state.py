@@ -178,7 +178,7 @@ class MethodState(Method):
         """This rank's state, as plain data and tensors, which are not copied:
 
         {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "apart", "layout": numbers and shapes of the
-         parameters of each unit, "units": [{name: flat tensor}],
+         parameters of each unit, "alignment", "units": [{name: flat tensor}],
          "aside": {number of a parameter that was frozen meanwhile: (steps, {name: tensor})},
          "param_groups", "state": what others have put into `optimizer.state`}
 
@@ -224,6 +224,7 @@ class MethodState(Method):
             "changed": self.watch.changed,
             "apart": self._apart,
             "layout": layout(self),
+            "alignment": self.alignment,
             "units": [dict(u.state) for u in self.units] if self._bound else None,
             "aside": {i: self._aside[p] for i, p in enumerate(numbering(self)) if p in self._aside},
             **torchs,

@@ -198,3 +198,22 @@ def test_with_everything_sent_and_one_worker_it_is_adamw() -> None:
             toy.loss(model, 0, step).backward()
             optimizer.step()
     assert torch.allclose(toy.flat(ours), toy.flat(theirs), rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_state_of_other_chunks_is_refused_where_it_has_the_same_length() -> None:
+    """The first parameter began at element 96, and now begins at 64: it would get the state of other elements."""
+    made = []
+    for chunk in (96, 64):
+        params = [torch.nn.Parameter(torch.ones(size)) for size in (90, 64)]
+        optimizer = SparseLoCo(params, chunk=chunk, top_k=8)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        made.append(optimizer)
+    one, two = made
+    assert one.units[0].padded == two.units[0].padded
+    before = two.units[0].state["m"].clone()
+    with pytest.raises(ValueError, match="multiple of 96 elements, in this optimizer of 64: use the options"):
+        two.load_state_dict(one.state_dict())
+    assert torch.equal(two.units[0].state["m"], before)
