@@ -166,6 +166,10 @@ def _os_errors() -> Iterator[None]:
 def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The tree as JSON, its tensors moved to `tensors` under names that begin with `name`."""
     if isinstance(tree, Tensor):
+        if hasattr(tree, "device_mesh"):  # a DTensor, whose memory safetensors cannot find
+            raise TypeError(
+                f"{name.partition('/')[2]} is sharded: save model and optimizer of FSDP2 with birder.checkpoint.shards.save"
+            )
         while name in tensors:  # {"a/b": x, "a": {"b": y}}
             name += "+"
         tensors[name] = tree

@@ -190,3 +190,17 @@ def test_state_of_another_kind_is_refused_and_changes_nothing(tmp_path: Path) ->
     assert same == ""
     assert "server_error (int8), worker_error (int8), this optimizer server_error (float32)" in converted
     assert "this optimizer owner_error (float32): use the options" in missing
+
+
+def saved_whole(rank: int, world: int, folder: str) -> str:
+    model, *_ = hsdp("toy", make_mesh(1, 1), "AdamW", {})
+    with pytest.raises(RuntimeError) as error:
+        birder.checkpoint.save(folder, 1, {"model": model.state_dict()}, {})
+    return str(error.value)
+
+
+def test_a_sharded_model_is_refused_where_ranks_save_whole_tensors(tmp_path: Path) -> None:
+    """safetensors spoke of "an invalid python storage"."""
+    (said,) = run_ranks(saved_whole, 1, str(tmp_path))
+    assert "is sharded: save model and optimizer of FSDP2 with birder.checkpoint.shards.save" in said
+    assert not list(tmp_path.glob("step-*"))
