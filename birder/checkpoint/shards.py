@@ -40,8 +40,7 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     optimizer.pipeline.wait()
     flats = [gathered(optimizer, unit) for unit in optimizer.units]
     aside = {
-        names[p]: [since, {name: _kind(t) for name, t in kept.items()}]
-        for p, (since, kept) in optimizer._aside.items()
+        names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in optimizer._aside.items()
     }
     state = {
         "meta": json.dumps(_meta(attachment) | {"aside": aside}),
@@ -133,7 +132,13 @@ def _meta(attachment: ShardAttachment) -> dict[str, Any]:
     about = {"method": optimizer.kind, "options": optimizer.shared_options, "steps": optimizer.steps}
     tensors = [len(g["params"]) for g in optimizer.param_groups]
     kinds = {name: _kind(t) for unit in optimizer.units for name, t in optimizer.complete_state(unit).items()}
-    return about | {"kinds": kinds, "replicas": replicas, "groups": groups, "tensors": tensors, "layout": layout(optimizer)}
+    return about | {
+        "kinds": kinds,
+        "replicas": replicas,
+        "groups": groups,
+        "tensors": tensors,
+        "layout": layout(optimizer),
+    }
 
 
 def _kind(t: Tensor) -> str:

@@ -115,7 +115,7 @@ def layout(method: Method) -> str:
 
 
 def check_layout(method: Method, state_dict: dict[str, Any]) -> None:
-    """Raises ValueError where the saved units hold other parameters, or in other places: all may well have the same length."""
+    """Raises ValueError where the saved units hold other parameters, or in other places: lengths may well be the same."""
     begins = state_dict.get("alignment", method.alignment)
     if begins != method.alignment:
         raise ValueError(

@@ -248,7 +248,8 @@ class Method(torch.optim.Optimizer):
                 )
             if tensor.dtype != mine.dtype:  # its numbers stand for others
                 raise ValueError(
-                    f"saved {name} is of {tensor.dtype}, this optimizer keeps {mine.dtype}: use the options that it was saved with"
+                    f"saved {name} is of {tensor.dtype}, this optimizer keeps {mine.dtype}: use the options that it was "
+                    "saved with"
                 )
         for name, tensor in tensors.items():
             unit.state[name].copy_(tensor)

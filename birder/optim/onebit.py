@@ -172,8 +172,8 @@ class OneBitMethod(OneBitMean):
         self.warmup_steps = theirs if self.steps >= theirs else max(mine, self.steps + 1)
         if self.warmup_steps != mine:
             warnings.warn(
-                f"{self.kind}: the state is of step {self.steps} and was saved with warmup_steps={theirs}, so warmup_steps is "
-                f"{self.warmup_steps} from now on, not {mine}",
+                f"{self.kind}: the state is of step {self.steps} and was saved with warmup_steps={theirs}, so warmup_steps "
+                f"is {self.warmup_steps} from now on, not {mine}",
                 RuntimeWarning,
                 stacklevel=3,
             )

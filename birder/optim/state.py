@@ -177,8 +177,8 @@ class MethodState(Method):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state, as plain data and tensors, which are not copied:
 
-        {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "apart", "layout": numbers and shapes of the
-         parameters of each unit, "alignment", "units": [{name: flat tensor}],
+        {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "apart", "alignment",
+         "layout": numbers and shapes of the parameters of each unit, "units": [{name: flat tensor}],
          "aside": {number of a parameter that was frozen meanwhile: (steps, {name: tensor})},
          "param_groups", "state": what others have put into `optimizer.state`}
 
