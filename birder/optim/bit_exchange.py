@@ -93,7 +93,7 @@ def one_phase(unit: Unit, comm: Communicator, owners: dict[str, Any], error: Ten
 
 def move(unit: Unit, decay: float) -> None:
     """x = x - lr q - lr decay x, with q the bits of `unit.result`, whose unseen coordinates stay, or its numbers, fp32."""
-    lr, active = float(unit.group["lr"]), unit.state.get("active")
+    lr, active = unit.group["lr"], unit.state.get("active")
     if unit.result.is_floating_point():
         for p, q in zip(unit.params, unit.views(unit.result), strict=True):
             p.mul_(1.0 - lr * decay).sub_(q, alpha=lr)

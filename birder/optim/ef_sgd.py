@@ -90,4 +90,4 @@ class EFSGD(BlockwiseSGD):
             torch._foreach_mul_(u, group["momentum"])
             torch._foreach_add_(u, decay)
             decay = torch._foreach_add(decay, torch._foreach_mul(u, group["momentum"])) if group["nesterov"] else u  # type: ignore[assignment]
-        return list(torch._foreach_mul(decay, float(group["lr"])))
+        return list(torch._foreach_mul(decay, group["lr"]))

@@ -103,4 +103,4 @@ class LAMB(DenseAdam):
             torch._foreach_add_(r, params, alpha=group["weight_decay"])  # (2)
         c = yield from trust_ratios(self.comm, params, list(r), group, group["phi"])  # (3)
         torch._foreach_mul_(r, list(c.unbind()))
-        torch._foreach_add_(params, r, alpha=-float(group["lr"]))  # (4)
+        torch._foreach_add_(params, r, alpha=-group["lr"])  # (4)

@@ -196,4 +196,4 @@ class OneBitLAMB(OneBitMethod):
     @staticmethod
     def _move(unit: Unit, r: list[Tensor], coefficients: Tensor) -> None:
         torch._foreach_mul_(r, list(coefficients.unbind()))
-        torch._foreach_add_(unit.params, r, alpha=-float(unit.group["lr"]))
+        torch._foreach_add_(unit.params, r, alpha=-unit.group["lr"])

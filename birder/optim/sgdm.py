@@ -52,4 +52,4 @@ class SGDM(BucketOptimizer):
                 bufs = grads
             if group["nesterov"]:
                 bufs = list(torch._foreach_add(grads, bufs, alpha=group["momentum"]))
-            torch._foreach_add_(params, bufs, alpha=-float(group["lr"]))
+            torch._foreach_add_(params, bufs, alpha=-group["lr"])

@@ -243,7 +243,7 @@ class SLAMB(BucketOptimizer):
 
     def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
         """(5) and (6) of parameter i."""
-        lr, decay, low, high = float(unit.group["lr"]), unit.group["weight_decay"], self.min_coeff, self.max_coeff
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], self.min_coeff, self.max_coeff
         r, x = self.direction(unit, i, step), p.float()
         if self.is_dense(p):
             rate = self.ratio(x, r, 1.0).clamp_(low, high).mul_(lr)
@@ -296,7 +296,7 @@ class SLAMBv1(SLAMB):
         return self.look_up(self.chunks, chunk.neg_().add_(step).remainder_(self.chunks).clamp_(max=step))
 
     def move(self, unit: Unit, i: int, p: Tensor, step: int) -> None:
-        lr, decay, low, high = float(unit.group["lr"]), unit.group["weight_decay"], self.min_coeff, self.max_coeff
+        lr, decay, low, high = unit.group["lr"], unit.group["weight_decay"], self.min_coeff, self.max_coeff
         r, x = self.direction(unit, i, step), p.float()
         if decay:
             r.add_(x * decay)

@@ -281,27 +281,6 @@ def test_a_coordinate_without_gradient_stays_also_where_eps_is_0(name: str) -> N
     assert p[7] == p[8] == 1.0
 
 
-RATES = [
-    *((name, {}) for name in METHODS),
-    ("Muon", {}),
-    ("EFSGD", {"variant": "released", "weight_decay": 0.1}),
-    ("Birder", {"bits": "none"}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), RATES)
-def test_a_rate_may_be_any_tensor_of_one_element_as_in_torch(name: str, options: dict[str, Any]) -> None:
-    ends = []
-    for lr in (torch.tensor(0.01), torch.tensor([0.01])):
-        p = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
-        optimizer = getattr(birder, name)([p], lr=lr, **(METHODS.get(name, {}) | options))
-        for step in range(4):
-            p.grad = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-            optimizer.step()
-        ends.append(p.detach())
-    assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize("name", ["QSparseLocalSGD", "SparseLoCo"])
 def test_one_element_cut_out_of_others_trains_as_any(name: str) -> None:
     """Its stride may be any number, and it still counts as contiguous."""
