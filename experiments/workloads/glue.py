@@ -95,10 +95,10 @@ class Glue(bert.Bert):
 
     def _scores(self, model: nn.Module, part: dict[str, Tensor], shard: Shard) -> dict[str, float]:
         labels = part["labels"]
-        mine = torch.arange(shard.rank, len(labels), shard.world_size)
+        mine = torch.arange(len(labels))[shard.rank :: shard.world_size]
         # Correlations are not sums over ranks: every rank gets all answers, each from the rank that has it.
         answers = torch.zeros(len(labels), dtype=torch.float64)
-        for some in mine.split(self.eval_batch):
+        for some in mine.split(self.eval_batch) if len(mine) else ():  # with more ranks than examples some have none
             inputs = self._batch(part, some, shard.device)
             inputs.pop("labels")
             logits = model(**inputs).logits.float().cpu()

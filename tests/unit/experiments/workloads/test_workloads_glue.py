@@ -63,6 +63,21 @@ def test_held_out_examples_are_not_trained_on_and_have_the_tasks_metric(glue_roo
         Glue("mrpc", preset="tiny", data_path=str(glue_root), held_out=30).prepare(Shard())
 
 
+def test_ranks_without_an_example_evaluate_as_the_others(glue_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Glue("rte", preset="tiny", data_path=str(glue_root), seq_len=40, dev_examples=2)
+    workload.prepare(Shard())
+    torch.manual_seed(0)
+    model = workload.build_model().eval()
+    parts: list[list[float]] = []
+    with torch.no_grad():
+        alone = workload.evaluate(model, Shard())
+        monkeypatch.setattr(glue, "all_sum", lambda values, shard: parts.append(values) or values)
+        for rank in range(4):
+            workload.evaluate(model, Shard(rank, 4))
+        monkeypatch.setattr(glue, "all_sum", lambda values, shard: [sum(of) for of in zip(*parts, strict=True)])
+        assert workload.evaluate(model, Shard()) == alone
+
+
 def test_glue_scores_are_regressed(glue_root: Path) -> None:
     workload = Glue("stsb", preset="tiny", data_path=str(glue_root), seq_len=40)
     workload.prepare(Shard())
