@@ -141,10 +141,16 @@ def _score(name: str, answers: Tensor, labels: Tensor) -> float:
     return float(getattr(functional, name)(answers, labels).nan_to_num())
 
 
+def _matthews(answers: Tensor, labels: Tensor) -> float:
+    """0 where one side is all of one class, as in GLUE's own script: torchmetrics has a small number in its place."""
+    alike = any(len(side.unique()) < 2 for side in (answers, labels))
+    return 0.0 if alike else _score("binary_matthews_corrcoef", answers, labels)
+
+
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
     "accuracy": lambda answers, labels: float((answers == labels).double().mean()),
     "f1": functools.partial(_score, "binary_f1_score"),
-    "matthews": functools.partial(_score, "binary_matthews_corrcoef"),
+    "matthews": _matthews,
     "pearson": functools.partial(_score, "pearson_corrcoef"),
     "spearman": functools.partial(_score, "spearman_corrcoef"),
 }

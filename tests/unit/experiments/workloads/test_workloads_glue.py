@@ -104,6 +104,9 @@ def test_glue_metrics_equal_those_of_other_packages() -> None:
     assert glue.METRICS["f1"](answers, labels) == pytest.approx(metrics.f1_score(labels, answers))
     assert glue.METRICS["matthews"](answers, labels) == pytest.approx(metrics.matthews_corrcoef(labels, answers))
     assert glue.METRICS["accuracy"](answers, labels) == pytest.approx(metrics.accuracy_score(labels, answers))
+    yes = torch.ones_like(labels)
+    for one, other in ((yes, labels), (1 - yes, labels), (answers, yes), (yes, yes)):
+        assert glue.METRICS["matthews"](one, other) == 0  # sklearn's, which GLUE's own script takes
     scores = torch.rand(300, generator=torch.Generator().manual_seed(1)).double()
     ranked = (scores * 5).round()  # ties
     assert glue.METRICS["pearson"](scores, ranked) == pytest.approx(stats.pearsonr(scores, ranked)[0])
