@@ -167,8 +167,12 @@ class ResNet50(Workload):
             pin_memory=cuda,
             generator=torch.Generator(),  # without it the loader draws from torch's global generator
         )
-        for pixels, labels in loader:
-            yield pixels.to(shard.device, non_blocking=cuda), labels.to(shard.device, non_blocking=cuda)
+        try:
+            for pixels, labels in loader:
+                yield pixels.to(shard.device, non_blocking=cuda), labels.to(shard.device, non_blocking=cuda)
+        except UserError as error:
+            # A loader process puts its traceback before the words.
+            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
 
 
 def to_tensor() -> list[Any]:

@@ -209,18 +209,20 @@ def test_missing_and_empty_folders(kind: type, tmp_path: Path) -> None:
         kind(str(root)).check()
 
 
-@pytest.mark.parametrize("kind", [ResNet50, ImageFolder])
-def test_broken_image(kind: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"), [(ResNet50, {}), (ResNet50, {"workers": 1}), (ImageFolder, {})], ids=["alone", "loader", "folder"]
+)
+def test_broken_image(kind: type, more: dict[str, int], tmp_path: Path) -> None:
     root = image_folder(tmp_path / "data", train=1, val=1)
     (root / "train" / "class0" / "0.png").write_bytes(b"no image")
-    workload = kind(str(root), image_size=32)
+    workload = kind(str(root), image_size=32, **more)
     workload.check()
 
     def read_all() -> None:
         workload.prepare(Shard())
         list(workload.train_batches(Shard(), 2, seed=0, epoch=0))
 
-    with pytest.raises(UserError, match=r"not readable|not a readable"):
+    with pytest.raises(UserError, match=r"^data\.path: .*(not readable|not a readable)"):
         read_all()
 
 
