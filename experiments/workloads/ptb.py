@@ -143,7 +143,7 @@ class PennTreebank(Workload):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         words, following, opens = batch
         hidden = None if opens else self._hidden
-        if hidden is None:
+        if hidden is None or hidden[0].shape[1] != words.shape[1]:  # resumed with another batch: a fresh start
             hidden = self._zeros(words)
         logits, (h, c) = model(words, hidden)
         # float(): under autocast the state may come back in half precision, the next call wants fp32.

@@ -88,6 +88,17 @@ def test_hidden_state_is_reset_at_the_start_of_an_epoch_and_detached(tmp_path: P
     assert workload.loss(model, first).item() == loss
 
 
+def test_a_hidden_state_of_another_batch_is_none(tmp_path: Path) -> None:
+    """As after a resume with another train.batch_per_rank, which resume_allow_config_change allows."""
+    before, after, fresh = (ptb(tmp_path) for _ in range(3))
+    torch.manual_seed(0)
+    model = before.build_model()
+    before.loss(model, next(before.train_batches(Shard(), 4, seed=0, epoch=0)))
+    after.load_state_dict(before.state_dict())
+    batch = next(after.train_batches(Shard(), 3, seed=0, epoch=0, start=1))
+    assert after.loss(model, batch).item() == fresh.loss(model, batch).item()
+
+
 def test_evaluation_does_not_touch_the_training_state(tmp_path: Path) -> None:
     workload = ptb(tmp_path)
     torch.manual_seed(0)
