@@ -25,7 +25,7 @@ from experiments.config.data_files import DataFiles, PlainData
 from launch.errors import UserError
 from launch.words import there_are
 
-Value = int | float | str | None
+Value = bool | int | float | str | None
 
 
 class SweepMethod(PlainData):
@@ -146,10 +146,12 @@ def choosing(
 
 
 def _row(common: tuple[str, ...], rate: float | None, seed: int) -> tuple[str, ...]:
-    lr = () if rate is None else (f"optimizer.lr={rate:g}",)
+    lr = () if rate is None else (f"optimizer.lr={_typed(rate)}",)
     return (*common, *lr, f"seed={seed}")
 
 
 def _typed(value: Value) -> str:
     """As it stands on a command line."""
-    return "null" if value is None else value if isinstance(value, str) else f"{value:g}"
+    if isinstance(value, float):
+        return short if float(short := f"{value:g}") == value else repr(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

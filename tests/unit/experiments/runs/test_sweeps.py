@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -154,6 +155,26 @@ def test_words_and_nothing_are_values_and_methods_have_rates_of_their_own(tmp_pa
     assert all(row.overrides[:3] == ("+exp=digits", "cluster=virtual", "train.epochs=1") for row in rows)
     resolved = compose.resolve(compose.compose(rows[-1].overrides))
     assert (resolved["optimizer"]["beta2"], resolved["optimizer"]["lr"]) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "value"),
+    [
+        ("cser", "nesterov", True),
+        ("cser", "nesterov", False),
+        ("onebit_adam", "warmup_steps", 1234567),
+        ("sgdm", "lr", 0.00123456789),
+    ],
+)
+def test_a_value_of_a_grid_is_the_one_that_is_run(optimizer: str, key: str, value: object, tmp_path: Path) -> None:
+    grid = {"keys": [key], "settings": [[value]]} if key != "lr" else {"rates": [value]}
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps({"exp": "digits", "seeds": [0], "methods": {optimizer: grid}}))
+    (row,) = sweeps.rows(sweeps.load(str(path)))
+    composed = compose.compose(row.overrides)
+    compose.check(composed)
+    found = compose.resolve(composed)["optimizer"][key]
+    assert (type(found), found) == (type(value), value)
 
 
 def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
