@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if moved := [STUDIES[a] for a in given if a in STUDIES]:
         raise UserError(f"this is a separate study now: python studies/{moved[0]}.py")
-    options = parser.parse_args(given)
+    options = parser.parse_intermixed_args(given)
     if options.out and not options.sweep:
         raise UserError("--out is the file of a sweep's plot: add --sweep gbps or --sweep nodes")
     if options.examples:
