@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from experiments.workloads.base import one_of
+from experiments.workloads.base import at_least, one_of
 from experiments.workloads.ordering import Shuffled
 from launch.errors import UserError
 from launch.words import shortened
@@ -64,6 +64,10 @@ class Bert(Text):
     seq_len: int = 128
     eval_batch: int = 64
     vocab_size: int = 2000
+
+    def __post_init__(self) -> None:
+        at_least(1, eval_batch=self.eval_batch)
+        at_least(100, vocab_size=self.vocab_size)
 
     def check(self) -> None:
         check_model(self.model, self.init, self.preset, self.attention)

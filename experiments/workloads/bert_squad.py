@@ -72,6 +72,7 @@ class BertSquad(bert.Bert):
     weights: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         most = self.seq_len - self.max_query_len - 3
         if not 0 <= self.doc_stride < most:
             raise UserError(

@@ -41,6 +41,7 @@ class Glue(bert.Bert):
     held_out: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of(TASKS, task=self.task)
         at_least(8, seq_len=self.seq_len)
         at_least(1, train_examples=self.train_examples, dev_examples=self.dev_examples, held_out=self.held_out)

@@ -74,6 +74,7 @@ class GPT2(bert.Text):
         if self.model is None and self.seq_len > positions:
             raise UserError(f"workload.seq_len={self.seq_len}: preset {self.preset} has {positions} positions")
         at_least(0, held_out=self.held_out)
+        at_least(1, eval_batch=self.eval_batch)
         if self.vocab_size < 300:
             raise UserError(
                 f"workload.vocab_size={self.vocab_size} is too small: at least 300, the bytes alone are 256"

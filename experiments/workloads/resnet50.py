@@ -52,6 +52,7 @@ class ResNet50(Workload):
         if (size := self.image_size) < 32:
             raise UserError(f"workload.image_size={size} is too small: at least 32, the paper uses 224")
         at_least(0, workers=self.workers, held_out=self.held_out)
+        at_least(1, eval_batch=self.eval_batch, synthetic_images=self.synthetic_images)
         self.synthetic = self.data_path is None
         self.data_name = f"synthetic {size}x{size} images" if self.synthetic else "ImageNet folder"
         self.num_classes = 1000

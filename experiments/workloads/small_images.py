@@ -59,7 +59,7 @@ class SmallImages(Shuffled):
     def __post_init__(self) -> None:
         one_of(MODELS, model=self.model)
         one_of(AUGMENTATIONS, augment=self.augment)
-        at_least(1, train_images=self.train_images)
+        at_least(1, train_images=self.train_images, eval_batch=self.eval_batch)
         at_least(0, held_out=self.held_out)
         self.synthetic = self.data_path is None and self.needs_files
         self.data_name = f"synthetic images like {self.title}" if self.synthetic else self.title

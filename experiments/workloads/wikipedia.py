@@ -60,12 +60,11 @@ class Wikipedia(bert.Bert):
     metric: str = "perplexity"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of(("perplexity", "loss"), metric=self.metric)
         check_stream(self.seq_len, self.valid_fraction, self.documents)
         if not 0 < self.mask_prob < 1:
             raise UserError(f"workload.mask_prob={self.mask_prob} must be between 0 and 1")
-        if self.vocab_size < 100:
-            raise UserError(f"workload.vocab_size={self.vocab_size} is too small: at least 100")
         self.synthetic = self.data_path is None and self.dataset == "synthetic"
         self.data_name = corpus_name(self.data_path, self.dataset, self.dataset_config)
 

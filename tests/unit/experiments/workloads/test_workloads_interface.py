@@ -11,6 +11,15 @@ import pytest
 import torch
 
 from experiments.workloads.base import Shard, Workload
+from experiments.workloads.bert_squad import BertSquad
+from experiments.workloads.digits import Digits
+from experiments.workloads.glue import Glue
+from experiments.workloads.gpt2 import GPT2
+from experiments.workloads.image_folder import ImageFolder
+from experiments.workloads.resnet50 import ResNet50
+from experiments.workloads.swin import Swin
+from experiments.workloads.wikipedia import Wikipedia
+from launch.errors import UserError
 from tests.helpers.workload_data import same, tensors, workloads
 
 NAMES = sorted(workloads(Path()))
@@ -51,6 +60,20 @@ def kept(
         return prepared_once[key]
 
     return prepared
+
+
+@pytest.mark.parametrize("kind", [BertSquad, Glue, GPT2, Wikipedia, ResNet50, Swin, Digits, ImageFolder])
+@pytest.mark.parametrize("size", [0, -1])
+def test_nothing_is_evaluated_in_batches_of_none(kind: type[Workload], size: int) -> None:
+    """Of -1 images at once none would be looked at: 0 % of them are named right."""
+    with pytest.raises(UserError, match=f"eval_batch={size} must be 1 or more"):
+        kind(eval_batch=size)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [BertSquad, Glue, Wikipedia])
+def test_a_vocabulary_has_room_for_its_special_tokens(kind: type[Workload]) -> None:
+    with pytest.raises(UserError, match="vocab_size=3 must be 100 or more"):
+        kind(vocab_size=3)  # type: ignore[call-arg]
 
 
 def test_batches_are_a_function_of_seed_epoch_and_rank(make: Callable[[Shard], Workload]) -> None:
