@@ -214,7 +214,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.command = command.typed("gpu_check", list(arguments if arguments is not None else sys.argv[1:]))
     if odd := [name for name in options.parts if name not in LIMITS]:
         raise UserError(f"--parts knows no {odd[0]!r}{there_are(odd[0], LIMITS)}")
-    if options.minutes <= 0:
+    if not options.minutes > 0:  # nor NaN
         raise UserError(f"--minutes must be positive, got {options.minutes:g}")
     return options
 

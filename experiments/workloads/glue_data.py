@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ def _label(text: str, task: Task) -> float | None:
     if task.classes:
         return float(task.classes.index(text)) if text in task.classes else None
     try:
-        return float(text)
+        score = float(text)
     except ValueError:
         return None
+    return score if math.isfinite(score) else None
