@@ -57,6 +57,10 @@ class Asked:
     fused_loss: bool = False
 
 
+FAILURES = (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError, ImportError, KeyError)
+"""What a user's own function or an odd configuration may raise."""
+
+
 def work(q: Asked, configuration: Any = None) -> Any:
     """`birder.predict.architecture.Work` of a step. configuration: of transformers, instead of a name. Raises UserError."""
     import torch
@@ -76,9 +80,13 @@ def work(q: Asked, configuration: Any = None) -> Any:
         return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
     except UserError:
         raise
-    except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError, ImportError, KeyError) as error:
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"model={q.model} cannot be counted without running it: {said}") from None
+    except FAILURES as error:
+        raise UserError(f"model={q.model} cannot be counted without running it: {said_of(error)}") from None
+
+
+def said_of(error: Exception) -> str:
+    """What it says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def named(model: str) -> str:

@@ -160,12 +160,16 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
 
     Raises UserError for a function that is not there or returns something else, and for a model that gets no gradient.
     """
-    net, loss = architectures.function(where, batch)
-    device = next(net.parameters()).device
     about: dict[str, Any] = {"model": where, "precision": "unchanged", "batch_per_gpu": batch, "gpus_per_node": 1}
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    about |= {"name": where.partition(":")[2], "gpu": gpu, "command": f"model={where} batch={batch}"}
     try:
+        net, loss = architectures.function(where, batch)
+        if not any(p.requires_grad for p in net.parameters()):
+            raise ValueError("the module has no parameter that gets a gradient")
+        device = next(net.parameters()).device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        about |= {"name": where.partition(":")[2], "gpu": gpu, "command": f"model={where} batch={batch}"}
         return _measured(net, loss, steps, **about)
-    except ValueError as error:
-        raise UserError(f"model={where}: {error}") from None
+    except UserError:
+        raise
+    except architectures.FAILURES as error:
+        raise UserError(f"model={where} cannot be recorded: {architectures.said_of(error)}") from None

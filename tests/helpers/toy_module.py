@@ -14,3 +14,20 @@ def make(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     net = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 5))
     x = torch.randn(batch, 40)
     return net, lambda: net(x).square().mean()
+
+
+def vector(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A loss that is no scalar."""
+    net, _ = make(batch)
+    return net, lambda: net(torch.randn(batch, 40))
+
+
+def frozen(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model without a parameter that is trained."""
+    net, loss = make(batch)
+    return net.requires_grad_(False), loss
+
+
+def broken(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A function that fails."""
+    raise RuntimeError(f"no room for\n{batch} samples")
