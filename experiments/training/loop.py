@@ -37,6 +37,11 @@ def train(spec: RunSpec) -> None:
         _Run(spec, shard).run()
 
 
+LOST = 20
+"""Losses of NaN or inf, one after the other, with which a run in fp16 has diverged: a GradScaler's scale of 2^16, halved
+in each of these steps, has long been below 1."""
+
+
 class _Run:
     """One run on one rank."""
 
@@ -74,6 +79,7 @@ class _Run:
         self.link = rank_link.of_run(spec, shard.device)  # of a real network: probed
         self.metrics: dict[str, float] = {}
         self.losses: list[tuple[int, torch.Tensor]] = []  # not looked at yet
+        self.lost = 0  # how many of the last ones, one after the other, were no number
         self.evaluates = bool(self.config.get("evaluate", True))  # False: a run that only measures time
 
     def run(self) -> None:
@@ -131,9 +137,10 @@ class _Run:
         self._finish(tracker, samples)
 
     def _check_losses(self) -> None:
-        """Raises Diverged for the first loss that is NaN or inf. With a GradScaler steps that overflow are skipped."""
+        """Raises Diverged for the first loss that is NaN or inf; with a GradScaler, which skips such steps, after many."""
         for step, loss in self.losses:
-            if self.method.scaler is None and not math.isfinite(value := float(loss)):
+            self.lost = 0 if math.isfinite(value := float(loss)) else self.lost + 1
+            if self.lost == (1 if self.method.scaler is None else LOST):
                 raise Diverged(f"the loss is {value} at step {step}: lower optimizer.lr")
         self.losses.clear()
 

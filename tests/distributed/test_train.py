@@ -182,8 +182,10 @@ def test_the_record_counts_what_was_sent(tmp_path):
     assert record["data"] == {"name": record["data"]["name"], "synthetic": False}
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    spec = make_spec(tmp_path, "r", "optimizer=sgdm", "optimizer.lr=1e6", "checkpoint.every=0")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path, precision):
+    given = [f"train.precision={precision}", "train.max_steps=40", "optimizer=sgdm", "optimizer.lr=1e6"]
+    spec = make_spec(tmp_path, "r", "checkpoint.every=0", *given)
     with pytest.raises(RuntimeError, match=r"the loss is (nan|inf) at step \d+: lower optimizer.lr"):
         fresh_world(runs.train, 1, spec, grouped=False)
     assert not (tmp_path / "results" / "records").exists()
