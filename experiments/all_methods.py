@@ -61,7 +61,7 @@ class MethodRow:
 
 
 def variants(base: Composed, methods: Sequence[str] | None) -> list[MethodRow]:
-    """The rows of the experiment, or those with an optimizer of `methods`. Raises UserError for an unknown one."""
+    """The rows of the experiment, or those with an optimizer of `methods`. Raises UserError for an unknown one, or none."""
     rows = []
     for entry in compose.compared(base):
         overrides = [o for o in entry if not o.startswith("tune=")]
@@ -70,6 +70,8 @@ def variants(base: Composed, methods: Sequence[str] | None) -> list[MethodRow]:
     known = sorted({row.optimizer for row in rows})
     if unknown := [m for m in methods or () if m not in known]:
         raise UserError(f"experiment '{base.config.exp}' has no '{unknown[0]}'{there_are(unknown[0], known)}")
+    if methods is not None and not methods:
+        raise UserError(f"--methods is empty; there are: {', '.join(known)}")
     return [row for row in rows if methods is None or row.optimizer in methods]
 
 

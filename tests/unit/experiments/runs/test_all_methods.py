@@ -191,6 +191,7 @@ def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -
     for wrong, words in (
         (["scale=quick"], "needs real data"),
         (arguments(runs, "--methods", "lion"), "has no 'lion'"),
+        (arguments(runs, "--methods", ","), "--methods is empty"),
         (arguments(runs, "--only", "tea"), "--only=tea"),
         (arguments(runs, "--seeds", "a"), "--seeds=a"),
         (arguments(runs, "optimizer.lr=1"), "--methods and --seeds"),
