@@ -31,7 +31,11 @@ def test_without_a_gpu_it_says_so(
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--parts", "kernels,speed"], "--parts knows no 'speed'"), (["--minutes", "0"], "--minutes must be positive"), (["--minutes", "nan"], "--minutes must be positive")],
+    [
+        (["--parts", "kernels,speed"], "--parts knows no 'speed'"),
+        (["--minutes", "0"], "--minutes must be positive"),
+        (["--minutes", "nan"], "--minutes must be positive"),
+    ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     refused(gpu_check.main, arguments, words, capsys)

@@ -299,7 +299,10 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["model=resnet50", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
         (["timeline=resnet50_b32_tf32", "cluster.oversubscription=0.5"], "cluster.oversubscription must be a number"),
         (["model=tests.helpers.toy_module:nothing"], "no attribute 'nothing'"),
-        (["model=tests.helpers.toy_module:vector", "steps=2"], "cannot be recorded: grad can be implicitly created only"),
+        (
+            ["model=tests.helpers.toy_module:vector", "steps=2"],
+            "cannot be recorded: grad can be implicitly created only",
+        ),
         (["model=tests.helpers.toy_module:frozen", "steps=2"], "no parameter that gets a gradient"),
         (["model=tests.helpers.toy_module:broken", "steps=2", "batch=4"], "cannot be recorded: no room for 4 samples"),
         (["model=torchvision:resnet18", "seq=5"], "seq=5 is for models of transformers that read tokens"),
