@@ -61,7 +61,8 @@ class VirtualRanks:
     once for each rank, and the optimizers' state. Ranks of a method that does not compress are equal after every step: the
     first optimizer steps for all of them, the others do not change, and parameters and state are kept once.
 
-    Raises ValueError where sizes do not fit.
+    Raises ValueError where sizes do not fit, and where optimizers differ, later too. RuntimeError from `step` where not every
+    rank has had its turn.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class VirtualRanks:
         self.size, self.model, self.optimizers = topology.world_size, model, list(optimizers)
         if dist.get_world_size(model.process_group) != 1:
             raise ValueError("virtual ranks are one process: the model's process group must be of this process alone")
-        if len(self.optimizers) != self.size:
-            raise ValueError(f"{self.size} ranks need as many optimizers, got {len(optimizers)}")
+        if (got := len(set(map(id, self.optimizers)))) != self.size or len(self.optimizers) != self.size:
+            raise ValueError(f"{self.size} ranks need as many optimizers, got {got}")
+        self._compare()
         first = self.optimizers[0]
         self._overlap = overlap and first.max_grad_norm is None
         made: Sequence[Communicator | None] = [None]
@@ -98,13 +100,15 @@ class VirtualRanks:
         self._values = kept * self._equal
         self._grads: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
         self._buffers = list(model.buffers())
-        self._start: list[Tensor] = []
+        self._start = [b.detach().clone() for b in self._buffers]
         self._first: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
         # Memory that is kept from step to step: new pages cost more than what is written into them.
         self._rooms = [[p.new_empty(p.shape) for p in self._params] for _ in range(self.size)]
         self._scratch: Tensor | None = None
         self._here = 0
+        self._turned: list[int] = []
+        """The ranks that have had their turn since the last step."""
         self._device = next(model.parameters()).device
         self._states = [self._random() for _ in range(self.size)]
         if seeds is not None:
@@ -114,6 +118,8 @@ class VirtualRanks:
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seeds each rank's random numbers."""
+        if len(seeds) != self.size:
+            raise ValueError(f"{self.size} ranks need as many seeds, got {len(seeds)}")
         for rank, seed in enumerate(seeds):
             torch.manual_seed(seed)
             self._states[rank] = self._random()
@@ -121,10 +127,14 @@ class VirtualRanks:
     @contextlib.contextmanager
     def turn(self, rank: int) -> Iterator[None]:
         """Inside, the model is that of `rank`, and backward leaves this rank's gradient. Ranks come in rising order."""
+        if rank not in range(self.size):
+            raise ValueError(f"rank must be in [0, {self.size}), got {rank}")
         if rank == 0:
+            self._turned = []
             self._start = [b.detach().clone() for b in self._buffers]
             self._buckets = []
         self._here = rank
+        self._turned.append(rank)
         self._grads[rank] = [None] * len(self._params)
         self._load(rank)
         _copy(self._buffers, self._start)
@@ -144,6 +154,14 @@ class VirtualRanks:
     @torch.no_grad()
     def step(self) -> None:
         """One step of every rank. Afterwards the model is rank 0's."""
+        if self._turned not in ([], list(range(self.size))):
+            # The others' gradients would count as 0, where real ranks wait for them.
+            raise RuntimeError(
+                f"before step() each of {self.size} ranks has one turn, from rank 0 on, got turns of {self._turned}"
+            )
+        if len(self._bound) > 1:
+            self._compare()
+        self._turned = []
         first = self.optimizers[0]
         dense = first.plan(first.steps + 1) is Plan.DENSE
         for i in range(len(self._params)):
@@ -162,6 +180,16 @@ class VirtualRanks:
         self._grads = [[None] * len(self._params) for _ in range(self.size)]
         self._load(0)
         _copy(self._buffers, self._first)
+
+    def _compare(self) -> None:
+        """Refuses what `attach` and steps refuse of real ranks: with other settings their models go apart."""
+        first, *others = [o.digest(o.steps) for o in self.optimizers]
+        odd = [rank for rank, digest in enumerate(others, 1) if digest != first]
+        if odd:
+            raise ValueError(
+                f"the optimizers of ranks {odd} differ from rank 0's in class, hyper-parameters (a schedule changes those of "
+                "every rank) or completed steps: make them equal"
+            )
 
     def _step(self, rank: int, agree: bool) -> Requests[None]:
         optimizer = self.optimizers[rank]

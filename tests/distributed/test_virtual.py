@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -227,6 +229,55 @@ def test_an_error_of_one_rank_ends_the_others() -> None:
     with pytest.raises(ArithmeticError, match="rank 1"):
         lockstep(communicators(Topology(3, 1), False), [life(r) for r in range(3)], lambda rank: None)
     assert not ended
+
+
+def misused(rank: int, world: int) -> dict[str, str]:
+    """By what a script does wrong, what is said."""
+    found = {}
+
+    def tried(
+        name: str, one: dict, two: dict, turns: tuple[int, ...] = (0, 1), later: float = 0.01, **how: Any
+    ) -> None:
+        model, ddp = make()
+        try:
+            optimizers = [birder.Birder(model.parameters(), **options) for options in (one, two)]
+            ranks = VirtualRanks(ddp, optimizers, topology=Topology(2, 1), **how)
+            optimizers[0].param_groups[0]["lr"] = later
+            for i in turns:
+                with ranks.turn(i):
+                    backward(ddp, i, 1)
+            ranks.step()
+            found[name] = ""
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+
+    usual = {"lr": 0.01}
+    tried("right", usual, usual, seeds=[1, 2])
+    tried("again from 0", usual, usual, turns=(0, 0, 1))
+    tried("lr", usual, {"lr": 0.02})
+    tried("seed", usual, {**usual, "seed": 1})
+    tried("a schedule of one", usual, usual, later=0.005)
+    tried("seeds", usual, usual, seeds=[1])
+    tried("one rank's turn", usual, usual, turns=(0,))
+    tried("another order", usual, usual, turns=(1, 0))
+    tried("no such rank", usual, usual, turns=(0, -1))
+    return found
+
+
+def test_virtual_ranks_that_real_ones_would_refuse_are_refused() -> None:
+    (said,) = run_ranks(misused, 1)
+    words = {
+        "right": "^$",
+        "again from 0": "^$",
+        "lr": r"ranks \[1\] differ",
+        "seed": r"ranks \[1\] differ",
+        "a schedule of one": r"ranks \[1\] differ",
+        "seeds": "2 ranks need as many seeds, got 1",
+        "one rank's turn": r"turns of \[0\]",
+        "another order": r"turns of \[0\]",
+        "no such rank": r"in \[0, 2\), got -1",
+    }
+    assert {name: bool(re.search(words[name], text)) for name, text in said.items()} == dict.fromkeys(words, True)
 
 
 def spec(folder: Path, name: str, *overrides: str):
