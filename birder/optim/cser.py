@@ -49,13 +49,23 @@ MODEL, GRADIENT = 1, 2
 """Streams of the draws of C1 and C2."""
 
 
+def _sent(gradient_ratio: float | None) -> int | None:
+    """R_C2; None where updates are not sent."""
+    none = gradient_ratio is None or (isinstance(gradient_ratio, float) and gradient_ratio == math.inf)
+    return None if none else require_whole("gradient_ratio", gradient_ratio)
+
+
 def overall_ratio(gradient_ratio: float | None, model_ratio: int, reset_every: int, variant: str = "paper") -> float:
     """R_C, how many times fewer elements are sent than by SGD: 1/(1/R_C2 + 1/(R_C1 H)).
 
     gradient_ratio: R_C2; None or infinite: C2 sends nothing. With R_C2 = 1 there is no error, and no reset is sent.
     variant:        "released": on every H-th step C1 takes the place of C2, so 1/((1 - 1/H)/R_C2 + 1/(R_C1 H)).
-    Returns infinity when nothing is ever sent.
+    Raises ValueError for what `CSER` does not take.
     """
+    gradient_ratio = _sent(gradient_ratio)
+    require_whole("model_ratio", model_ratio)
+    require_whole("reset_every", reset_every)
+    require_choice("variant", variant, "paper", "released")
     ordinary = 0.0 if gradient_ratio is None else 1.0 / gradient_ratio
     if variant == "paper" and ordinary == 1.0:
         return 1.0
@@ -102,8 +112,7 @@ class CSER(BlockwiseSGD):
         implementation: str = "I",
         **options: Any,
     ) -> None:
-        none = gradient_ratio is None or (isinstance(gradient_ratio, float) and gradient_ratio == math.inf)
-        self.gradient_ratio = None if none else require_whole("gradient_ratio", gradient_ratio)
+        self.gradient_ratio = _sent(gradient_ratio)
         self.model_ratio = require_whole("model_ratio", model_ratio)
         self.reset_every = require_whole("reset_every", reset_every)
         self.implementation = require_choice("implementation", implementation, "I", "II")

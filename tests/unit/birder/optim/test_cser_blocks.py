@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import hydra.utils
 import pytest
 import torch
@@ -101,6 +103,14 @@ def test_overall_ratio_at_the_ends():
     assert overall_ratio(1, 4, 8) == 1
     # With H = 4: 3 steps of 1/8 and 1 of 1/2.
     assert overall_ratio(8, 2, 4, variant="released") == pytest.approx(4 / (3 / 8 + 1 / 2))
+
+
+@pytest.mark.parametrize(
+    "setting", [(0, 4, 8), (2.5, 4, 8), (8, 0, 8), (8, 2, 0), (8, 2, 4, "Released"), (None, math.inf, 1)]
+)
+def test_overall_ratio_takes_what_the_optimizer_takes(setting):
+    with pytest.raises(ValueError, match="must be"):
+        overall_ratio(*setting)
 
 
 @pytest.mark.parametrize("name", ["cser", "csea", "cser_pl", "local_sgd", "qsparse", "ef_sgd"])
