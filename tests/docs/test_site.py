@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import birder
 from tests.helpers import ROOT, load
 
 
@@ -44,3 +45,10 @@ def test_headings_of_the_api_page_can_be_imported() -> None:
     for name in re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE):
         if not name.startswith("birder.integrations."):  # these need packages that are extras
             assert pkgutil.resolve_name(name) is not None
+
+
+def test_the_api_page_has_every_public_name_and_what_the_page_on_predictions_sends_there() -> None:
+    shown = set(re.findall(r"^::: birder\.(\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(birder.__all__) - shown == {"Plan"}  # in birder.optim.contract, which is shown whole
+    (parts,) = re.findall(r"The parts are (.*?) \(\[API\]", (ROOT / "docs/predict.md").read_text(encoding="utf-8"))
+    assert {f"predict.{name}" for name in re.findall(r"`(\w+)`", parts)} <= shown
