@@ -76,7 +76,10 @@ class Advice:
         *,
         latency_us: float | None = None,
     ) -> Prediction:
-        """The same model on another cluster; what is not given stays. Raises ValueError for numbers that are not positive."""
+        """The same model on another cluster; what is not given stays.
+
+        Raises ValueError for numbers that are not positive, and for a link's where there is one node.
+        """
         there = self._cluster(link_gbps, nodes, ranks_per_node, latency_us)
         return predict(self.timeline, there, methods, self.costs, self.layout, self.beyond_ms)
 
@@ -97,6 +100,10 @@ class Advice:
             link = replace(link, latency_us=latency_us)
         c = self.cluster
         nodes, ranks = c.nodes if nodes is None else nodes, c.ranks_per_node if ranks is None else ranks
+        if nodes == 1 and (gbps is not None or latency_us is not None):
+            raise ValueError(
+                "one node has no link to others that could have this rate or latency: give nodes=, 2 or more"
+            )
         return replace(c, nodes=nodes, ranks_per_node=ranks, between=link)
 
     def __str__(self) -> str:

@@ -142,6 +142,18 @@ def test_an_advice_is_set_right_by_the_step_that_runs_now() -> None:
     assert "simulated for it" not in str(unknown)
 
 
+def test_a_rate_that_would_change_nothing_is_refused() -> None:
+    advice = advice_of(None, "fp32")
+    alone = replace(advice, cluster=replace(advice.cluster, nodes=1))  # measured on one machine
+    for asked in ({"link_gbps": 10.0}, {"latency_us": 5.0}):
+        with pytest.raises(ValueError, match="one node has no link"):
+            alone.at(**asked)
+        with pytest.raises(ValueError, match="one node has no link"):
+            advice.at(nodes=1, **asked)
+        assert alone.at(nodes=2, **asked)["bf16"].ms > alone.here["bf16"].ms
+    assert advice.at(nodes=1)["bf16"].ms == alone.here["bf16"].ms
+
+
 def hooked(rank: int, size: int) -> None:
     expected = [
         (None, "fp32"),
