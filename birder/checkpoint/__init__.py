@@ -6,6 +6,7 @@ birder/checkpoint/files.py. `root` is a folder that all ranks see.
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import time
@@ -70,6 +71,17 @@ class Restored:
         return (read(self.folder, rank)[1] for rank in range(self.world_size))
 
 
+def _whole(name: str, value: Any, least: int) -> int:
+    """`value` as a number of Python, which numpy's and a tensor can be. True would be read as step 1, and remove the rest."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return number
+
+
 def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, Any], keep: int = 2) -> Path:
     """Writes checkpoint `step` under `root` and removes all but the newest `keep`. Every rank calls it.
 
@@ -80,11 +92,11 @@ def save(root: str | Path, step: int, shared: dict[str, Any], local: dict[str, A
 
     Warns when not all ranks have come after ALONE_S seconds; RuntimeError once the process group's timeout is over.
 
-    Returns the checkpoint's folder. Raises ValueError for `keep` < 1. When one rank fails, all raise the same: OSError for
-    what the system says (a full disk), RuntimeError for the rest. Nothing of the checkpoint is left then.
+    Returns the checkpoint's folder. Raises ValueError for a `step` or `keep` that is not a whole number or too small. When
+    one rank fails, all raise the same: OSError for what the system says (a full disk), RuntimeError for the rest. Nothing of
+    the checkpoint is left then.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
+    step, keep = _whole("step", step, 0), _whole("keep", keep, 1)
     root, rank = Path(root), _rank()
     final, draft = root / name_of(step), root / f"{name_of(step)}.tmp"
 

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,10 +114,21 @@ def test_later_checkpoints_are_those_of_a_future_that_was_left(tmp_path: Path) -
     flip(tmp_path / "step-00000003" / checkpoint.SHARED, -1)
     flip(tmp_path / "step-00000004" / checkpoint.SHARED, -1)
     assert checkpoint.restore(tmp_path).step == 2  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="keep must be at least 1"):
+    with pytest.raises(ValueError, match="keep must be a whole number of at least 1"):
         write(0, 1, str(tmp_path), [3], keep=0)
     write(0, 1, str(tmp_path), [3], keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_step_that_is_no_whole_number_leaves_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    write(0, 1, str(tmp_path), [3, 4])
+    for arguments in ({"step": -1}, {"step": True}, {"step": 7.0}, {"step": "7"}, {"step": 5, "keep": 1.5}):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            checkpoint.save(tmp_path, shared={}, local={}, **arguments)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    for step in (np.int64(5), torch.tensor(6)):
+        checkpoint.save(tmp_path, step, {}, {})
+        assert checkpoint.restore(tmp_path).step == int(step)  # type: ignore[union-attr]
 
 
 # ---- nothing in a checkpoint runs ----------------------------------------------------------------------------------
