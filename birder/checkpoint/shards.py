@@ -39,13 +39,14 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     optimizer, names = attachment.optimizer, _names(model)
     optimizer.pipeline.wait()
     flats = [gathered(optimizer, unit) for unit in optimizer.units]
+    frozen = {p: optimizer._aside[p] for p in numbering(optimizer) if p in optimizer._aside}
     aside = {
-        names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in optimizer._aside.items()
+        names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in frozen.items()
     }
     state = {
         "meta": json.dumps(_meta(attachment) | {"aside": aside}),
         "model": model.state_dict(),
-        "optimizer": _by_parameter(names, attachment, flats, {p: kept for p, (_, kept) in optimizer._aside.items()}),
+        "optimizer": _by_parameter(names, attachment, flats, {p: kept for p, (_, kept) in frozen.items()}),
     }
     dcp.save(state, checkpoint_id=folder)
 

@@ -77,6 +77,7 @@ class BucketOptimizer(Guards):
         if len(devices := sorted({str(p.device) for p in trained})) > 1:
             raise ValueError(f"parameters are on {' and '.join(devices)}: use one device for each rank")
         saved, watched, changed = None, False, False
+        there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
         if self._bound:
             if self._feeding:
                 raise RuntimeError(
@@ -110,9 +111,8 @@ class BucketOptimizer(Guards):
             self.watch.note(unit)
         if saved is not None:
             put_back(self, saved)
-            frozen = {p for group in self.param_groups for p in group["params"]} - self._where.keys()
-            left = {p: (self.steps, state) for p, state in saved.items()}
-            self._aside = {p: state for p, state in (self._aside | left).items() if p in frozen}
+            left = {p: (self.steps, state) for p, state in saved.items() if p in there}
+            self._aside = {p: state for p, state in (self._aside | left).items() if p not in self._where}
         self._show(self.units)
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:

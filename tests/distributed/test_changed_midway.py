@@ -65,6 +65,14 @@ def comes_back(model: Any, optimizer: Any, step: int) -> None:
             optimizer.bind()
 
 
+def taken_out_and_back(model: Any, optimizer: Any, step: int) -> None:
+    group = optimizer.param_groups[1]["params"]
+    if step == 5:
+        optimizer.out = group.pop()
+    if step == 8:
+        group.append(optimizer.out)
+
+
 def momentum_off_and_on(model: Any, optimizer: Any, step: int) -> None:
     for group in optimizer.param_groups:
         if "momentum" in group:
@@ -78,7 +86,7 @@ def state_not_copied(model: Any, optimizer: Any, step: int) -> None:
         optimizer.load_state_dict(optimizer.kept)
 
 
-@pytest.mark.parametrize("change", [joins, unfreezes, comes_back, momentum_off_and_on, state_not_copied])
+@pytest.mark.parametrize("change", [joins, unfreezes, comes_back, taken_out_and_back, momentum_off_and_on, state_not_copied])
 @pytest.mark.parametrize("method", DENSE)
 def test_a_dense_method_does_what_torch_does(method: str, change: Script) -> None:
     ours, torchs, options = DENSE[method]
