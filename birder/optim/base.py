@@ -77,6 +77,7 @@ class BucketOptimizer(Guards):
         if len(devices := sorted({str(p.device) for p in trained})) > 1:
             raise ValueError(f"parameters are on {' and '.join(devices)}: use one device for each rank")
         saved, watched, changed = None, False, False
+        given = self._given()
         there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
         if self._bound:
             if self._feeding:
@@ -109,8 +110,9 @@ class BucketOptimizer(Guards):
         self.watch.restore(self.units, changed)
         for unit in self.units if watched else ():
             self.watch.note(unit)
+        if saved is not None or given:
+            put_back(self, saved or {}, given)
         if saved is not None:
-            put_back(self, saved)
             left = {p: (self.steps, state) for p, state in saved.items() if p in there}
             self._aside = {p: state for p, state in (self._aside | left).items() if p not in self._where}
         self._show(self.units)
@@ -160,9 +162,10 @@ class BucketOptimizer(Guards):
 
     def digest(self, *more: Any) -> int:
         """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
+        given = {p: sorted(names) for p, names in self._given().items()}
         groups = [  # what else a script keeps in its groups is its own
             [(k, plain_number(group.get(k))) for k in sorted(self.by_group)]
-            + [[(tuple(p.shape), p.requires_grad) for p in group["params"]]]
+            + [[(tuple(p.shape), p.requires_grad, given.get(p)) for p in group["params"]]]
             for group in self.param_groups
         ]
         return digest_of((self.kind, sorted(self.shared_options.items()), groups, self.steps, more))

@@ -85,15 +85,21 @@ def taken(method: Method) -> dict[Tensor, Flat]:
 
 
 @torch.no_grad()
-def put_back(method: Method, saved: dict[Tensor, Flat]) -> None:
-    """Gives parameters that were there before the state that `taken` found, others what `joins` says. Every rank calls it."""
+def put_back(method: Method, saved: dict[Tensor, Flat], given: dict[Tensor, Flat]) -> None:
+    """Gives parameters that were there before the state that `taken` found, others what `joins` says. Every rank calls it.
+
+    given: by the script, instead.
+    """
     for unit in method.units:
         flat = {name: tensor.clone() for name, tensor in gathered(method, unit).items()}
         for i, p in enumerate(unit.wholes):
             since, kept = method._aside.get(p, (0, {}))
-            state = saved[p] if p in saved else method.joins(p, kept, method.steps - since)
+            passed = 0 if p in given else method.steps - since  # with a state it takes over that one's steps
+            kept = saved.get(p, kept) | given.get(p, {})
+            state = kept if p in saved else method.joins(p, kept, passed)
             for name in flat.keys() & state.keys():
-                of_parameter(method, unit, name, flat[name], i).copy_(state[name])
+                place = of_parameter(method, unit, name, flat[name], i)
+                place.copy_(state[name].view(place.shape))
         method.load_unit(unit, own(method, unit, flat))
     method.forget_derived()
 

@@ -18,7 +18,7 @@ from birder.comm import Mean, Requests, run
 from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import Flat, by_number, check_layout, layout, numbering, parts, put_back
 from birder.optim.contract import Method, Plan, arguments
-from birder.optim.layout import Unit
+from birder.optim.layout import Unit, local
 from birder.optim.watch import bit_sums
 
 BY_UNIT = (
@@ -77,6 +77,24 @@ class MethodState(Method):
             for p, entry in self.state.items()
         }
         return defaultdict(dict, {p: entry for p, entry in kept.items() if entry or p not in self._shown})
+
+    def _given(self) -> dict[Tensor, Flat]:
+        """By parameter, what the script has put into `self.state` under names of this method's states: of a parameter that
+        takes another's place, or of one that had none yet. Raises ValueError for a tensor of another shape."""
+        given: dict[Tensor, Flat] = {}
+        for p in (p for p in numbering(self) if p.requires_grad and isinstance(self.state.get(p), dict)):
+            shown, wanted = self._shown.get(p, {}), local(p).shape
+            for name, t in self.state[p].items():
+                if name not in self.carried or t is shown.get(name) or not isinstance(t, Tensor):
+                    continue
+                if t.numel() == 1 if name in self.by_tensor else t.shape == wanted:
+                    given.setdefault(p, {})[name] = t
+                elif name not in shown:  # else a framework has moved this rank's part to another device
+                    raise ValueError(
+                        f"optimizer.state holds {name} of shape {tuple(t.shape)} for a parameter of shape {tuple(wanted)}: give "
+                        "it that shape, or delete it to begin afresh"
+                    )
+        return given
 
     def _check_shown(self) -> None:
         """Raises RuntimeError where the views in `self.state` are not those that were put there.
@@ -363,7 +381,7 @@ class MethodState(Method):
         }
         self._aside = {held[i]: kept for i, kept in state_dict["aside"].items()}
         self._reset_units()
-        put_back(self, {held[i]: kept for i, kept in found.items()})
+        put_back(self, {held[i]: kept for i, kept in found.items()}, {})
         for unit in self.units:
             unit.moved = set(range(len(unit.params)))
 

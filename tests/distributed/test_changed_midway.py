@@ -73,6 +73,16 @@ def taken_out_and_back(model: Any, optimizer: Any, step: int) -> None:
         group.append(optimizer.out)
 
 
+def grows(model: Any, optimizer: Any, step: int) -> None:
+    """Another parameter takes the place of one, and its state, as where points are added to a scene."""
+    if step == 6:
+        old = model.second.bias
+        model.second.bias = optimizer.param_groups[1]["params"][1] = nn.Parameter(old.detach() * 0.5)
+        optimizer.state[model.second.bias] = {
+            name: t.flip(0) if t.shape == old.shape else t for name, t in optimizer.state.pop(old).items()
+        }
+
+
 def momentum_off_and_on(model: Any, optimizer: Any, step: int) -> None:
     for group in optimizer.param_groups:
         if "momentum" in group:
@@ -86,7 +96,7 @@ def state_not_copied(model: Any, optimizer: Any, step: int) -> None:
         optimizer.load_state_dict(optimizer.kept)
 
 
-@pytest.mark.parametrize("change", [joins, unfreezes, comes_back, taken_out_and_back, momentum_off_and_on, state_not_copied])
+@pytest.mark.parametrize("change", [joins, unfreezes, comes_back, taken_out_and_back, grows, momentum_off_and_on, state_not_copied])
 @pytest.mark.parametrize("method", DENSE)
 def test_a_dense_method_does_what_torch_does(method: str, change: Script) -> None:
     ours, torchs, options = DENSE[method]
@@ -97,6 +107,24 @@ def test_a_dense_method_does_what_torch_does(method: str, change: Script) -> Non
         for _ in steps(model, optimizer, change):
             pass
     torch.testing.assert_close(*map(toy.flat, models), rtol=0, atol=1e-6)
+
+
+def test_a_state_of_another_shape_is_refused_before_anything_is_laid_out() -> None:
+    model = toy.make()
+    optimizer = birder.SGDM(model.parameters())
+    for _ in steps(model, optimizer, lambda *_: None):
+        pass
+    before, old = toy.flat(model), model.second.bias
+    model.second.bias = optimizer.param_groups[0]["params"][-1] = nn.Parameter(old.detach().clone())
+    optimizer.state[model.second.bias] = {"momentum": torch.zeros(1)}
+    for _ in range(2):
+        optimizer.zero_grad()
+        toy.loss(model, 0, 1).backward()
+        with pytest.raises(ValueError, match=r"momentum of shape \(1,\).*give it that shape"):
+            optimizer.step()
+    del optimizer.state[model.second.bias]
+    optimizer.step()
+    assert not torch.equal(before, toy.flat(model))
 
 
 LOCAL: dict[str, dict[str, Any]] = {
