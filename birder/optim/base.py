@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AcrossHolders, Communicator, Pipeline, Requests, SingleProcess, Total, run
+from birder.comm import AcrossHolders, Communicator, Mean, Pipeline, Requests, SingleProcess, Total, run
 from birder.comm.runtime import Task, asking
 from birder.optim.agreement import Agreement, digest_of
 from birder.optim.by_parameter import parts, put_back, taken
@@ -28,7 +28,7 @@ from birder.optim.checks import (
 )
 from birder.optim.contract import WIRES, Method, Plan
 from birder.optim.guards import TWICE, Guards, plain_number
-from birder.optim.layout import Unit, gradient, lay_out_shards, make_units, round_up, sharded
+from birder.optim.layout import Unit, gradient, lay_out_shards, local, make_units, round_up, sharded
 from birder.optim.watch import marks
 
 ALONE = (
@@ -113,6 +113,10 @@ class BucketOptimizer(Guards):
         if saved is not None or given:
             put_back(self, saved or {}, given)
         if saved is not None:
+            # Nobody averages what takes no part any more: ranks would keep different values for good.
+            for p in (p for p in saved if self.local_models and p not in self._where):
+                x = local(p.detach())
+                x.copy_(run(self.comm, Mean(x.reshape(-1), counted=False)).view(x.shape))
             left = {p: (self.steps, state) for p, state in saved.items() if p in there}
             self._aside = {p: state for p, state in (self._aside | left).items() if p not in self._where}
         self._show(self.units)

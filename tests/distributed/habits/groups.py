@@ -134,6 +134,10 @@ class TakenOutAndAttachedAgain(GroupTakenOut):
         super().out()
         self.attach(self.ddp, self.opt)
 
+    def stays(self, t: int) -> tuple[str, ...]:
+        averaged = t == 4 and self.method.local  # what ranks had each its own of is their mean from now on
+        return () if averaged else super().stays(t)
+
 
 @habit
 class OrderOfRanks(Script):
