@@ -126,7 +126,7 @@ class Method(torch.optim.Optimizer):
         self._weights: Marks | None = None
         """What tells the parameters that messages were made of from others (`marks` in watch.py)."""
         self._aside: dict[Tensor, tuple[int, dict[str, Tensor]]] = {}
-        """Of parameters that are frozen now, or in no group: the number of steps when they were last bound, and their state."""
+        """Of parameters that are frozen or in no group: the number of steps when they were last bound, and their state."""
         self._names: dict[Tensor, str] = {}
         self._reduced: set[Tensor] = set()
         """The parameters that DDP has brought to its hook; empty before the first pass, and without DDP."""

@@ -91,8 +91,8 @@ class MethodState(Method):
                     given.setdefault(p, {})[name] = t
                 elif name not in shown:  # else a framework has moved this rank's part to another device
                     raise ValueError(
-                        f"optimizer.state holds {name} of shape {tuple(t.shape)} for a parameter of shape {tuple(wanted)}: give "
-                        "it that shape, or delete it to begin afresh"
+                        f"optimizer.state holds {name} of shape {tuple(t.shape)} for a parameter of shape {tuple(wanted)}: "
+                        "give it that shape, or delete it to begin afresh"
                     )
         return given
 

@@ -96,7 +96,12 @@ def state_not_copied(model: Any, optimizer: Any, step: int) -> None:
         optimizer.load_state_dict(optimizer.kept)
 
 
-@pytest.mark.parametrize("change", [joins, unfreezes, comes_back, taken_out_and_back, grows, momentum_off_and_on, state_not_copied])
+CHANGES: list[Script] = [
+    joins, unfreezes, comes_back, taken_out_and_back, grows, momentum_off_and_on, state_not_copied,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", DENSE)
 def test_a_dense_method_does_what_torch_does(method: str, change: Script) -> None:
     ours, torchs, options = DENSE[method]

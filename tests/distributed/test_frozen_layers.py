@@ -109,8 +109,7 @@ def frozen_at_attach(rank: int, few: bool) -> dict[str, Any]:
 
 
 def frozen_between_meetings(rank: int) -> dict[str, tuple[float, float]]:
-    """How far ranks are apart in a layer that was frozen between two synchronisations, once they are attached again; and after
-    it has trained on."""
+    """How far ranks are apart in a layer that is frozen between two synchronisations, once they attach again; and later."""
     found = {}
     for name, make in (LOCAL | {"CSER": METHODS["CSER"], "SLAMB": METHODS["SLAMB"]}).items():
         model = Trunk()
