@@ -78,6 +78,7 @@ class BucketOptimizer(Guards):
             raise ValueError(f"parameters are on {' and '.join(devices)}: use one device for each rank")
         saved, watched, changed = None, False, False
         given = self._given()
+        moved = {unit.wholes[i] for unit in self.units for i in unit.moved}
         there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
         if self._bound:
             if self._feeding:
@@ -102,6 +103,7 @@ class BucketOptimizer(Guards):
             unit.padded, unit.shapes = round_up(unit.numel, multiple), [p.shape for p in unit.params]
             for i, p in enumerate(unit.wholes):
                 self._where[p] = (unit, i)
+            unit.moved = {i for i, p in enumerate(unit.wholes) if p in moved}
             self.init_unit(unit)
         self._bound, self._unit_mb, self._grouped = True, unit_mb, []
         self._agreement = Agreement()

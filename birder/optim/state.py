@@ -197,6 +197,7 @@ class MethodState(Method):
 
         {"method", "options", "steps", "signature", "rank", "fingerprint", "changed", "apart", "alignment",
          "layout": numbers and shapes of the parameters of each unit, "units": [{name: flat tensor}],
+         "moved": as `Unit.moved`,
          "aside": {number of a parameter that was frozen meanwhile: (steps, {name: tensor})},
          "param_groups", "state": what others have put into `optimizer.state`}
 
@@ -244,6 +245,7 @@ class MethodState(Method):
             "layout": layout(self),
             "alignment": self.alignment,
             "units": [dict(u.state) for u in self.units] if self._bound else None,
+            "moved": [sorted(u.moved) for u in self.units],
             "aside": {i: self._aside[p] for i, p in enumerate(numbering(self)) if p in self._aside},
             **torchs,
         }
@@ -367,9 +369,11 @@ class MethodState(Method):
         check_layout(self, state_dict)
         if len(units) != len(self.units):
             raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
-        for unit, tensors in zip(self.units, units, strict=True):
+        alone = self.plan(int(state_dict["steps"])) is Plan.SKIP  # of a state that does not say what has moved: all may have
+        moved = state_dict.get("moved") or [range(len(unit.params)) if alone else () for unit in self.units]
+        for unit, tensors, places in zip(self.units, units, moved, strict=True):
             self.load_unit(unit, tensors)
-            unit.moved = set(range(len(unit.params)))  # which ones have is not saved: all may have
+            unit.moved = set(places)
         self._fingerprint = state_dict.get("fingerprint")
 
     def _load_by_number(self, state_dict: dict[str, Any], found: dict[int, Flat]) -> None:
@@ -382,8 +386,6 @@ class MethodState(Method):
         self._aside = {held[i]: kept for i, kept in state_dict["aside"].items()}
         self._reset_units()
         put_back(self, {held[i]: kept for i, kept in found.items()}, {})
-        for unit in self.units:
-            unit.moved = set(range(len(unit.params)))
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

@@ -130,6 +130,31 @@ def frozen_between_meetings(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+def unused_and_laid_out_again(rank: int) -> dict[str, tuple[float, float]]:
+    """How far a layer that is not used moves where its state is loaded again, or the model is attached again: of one that ranks
+    had in common, from itself; of one that each had moved alone, ranks from each other once they have met."""
+    found = {}
+    for name, make in (LOCAL | {n: METHODS[n] for n in ("Birder", "CSER", "OneBitAdam")}).items():
+        for again in ("loaded", "attached"):
+            model = Trunk()
+            optimizer = make(model.parameters())
+            ddp = DistributedDataParallel(model, find_unused_parameters=True)
+            attachment = attach(ddp, optimizer)
+            train(ddp, optimizer, rank, 5)  # the last one alone, where steps are local
+            for seed in (1, 2):
+                if again == "loaded":
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                else:
+                    optimizer.zero_grad()
+                    attachment = attach(ddp, optimizer)
+                before = model.aux.weight.detach().clone()
+                train(ddp, optimizer, rank, 4 if seed == 1 else 3, seed=seed, aux=False)
+            moved = float((model.aux.weight.detach() - before).abs().max())
+            found[f"{name}, {again}"] = moved, apart(model.aux.weight)
+            attachment.close()
+    return found
+
+
 def frozen_with_a_gradient(rank: int) -> str:
     """What the layer's last step left, zeroed: torch moves it on by its momentum."""
     model = Trunk()
@@ -209,6 +234,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
         used_on_one_rank,
         ignored_by_ddp,
         frozen_between_meetings,
+        unused_and_laid_out_again,
         frozen_with_a_gradient,
         added_group,
         frozen_variance,
@@ -273,6 +299,13 @@ def test_ranks_agree_on_a_layer_that_was_frozen_between_two_synchronisations() -
         assert while_frozen == 0.0, name
         if name != "CSER":  # whose ranks differ after every step; the others have just met, in step 12
             assert later == 0.0, name
+
+
+def test_a_layer_that_is_not_used_stays_where_the_state_is_loaded_or_laid_out_again() -> None:
+    for how, (moved, spread) in of(unused_and_laid_out_again).items():
+        assert moved == 0.0, how
+        if not how.startswith("CSER"):  # whose ranks differ after every step
+            assert spread == 0.0, how
 
 
 def test_what_ddp_ignores_is_refused() -> None:
