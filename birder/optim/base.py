@@ -292,12 +292,12 @@ class BucketOptimizer(Guards):
                 torch._foreach_mul_(self._gradients(), (yield from self._clip_factor(plan)))
         yield from asking(self.before_update(step))
         with trace.span("apply"):
-            still = self._still(plan) if plan.own else []
+            still = self._still(step) if plan.own else []
             yield from asking(self.update(step, plan))
             self._keep_still(still, step)
             for unit in {unit.index: unit for unit, _, _ in still}.values():
                 self.watch.follow(unit)
-        self._note_moves(plan)
+        self._note_moves(step)
         self._show(unit for unit in self.units if unit.shown != tuple(unit.state))
         trace.end_step()
         self.steps, self._stepping = step, False
@@ -323,18 +323,18 @@ class BucketOptimizer(Guards):
 
     # ---- parameters without a gradient --------------------------------------------------------------------------------
 
-    def _still(self, plan: Plan) -> list[tuple[Unit, int, Tensor | None]]:
+    def _still(self, step: int) -> list[tuple[Unit, int, Tensor | None]]:
         """Parameters that have no gradient on any rank, and their values: they do not change, as in torch. None: of one that
         shares its memory with another parameter, which moves it.
 
-        After backward DDP has left a gradient on all ranks where one of them had any. A parameter that has moved in a SKIP
-        step takes part in the next step that is none all the same, with a gradient of 0: its ranks have to meet again.
+        After backward DDP has left a gradient on all ranks where one of them had any. A parameter that has moved in a step
+        after which ranks are apart takes part in the next other step all the same, with a gradient of 0: they have to meet.
         """
         found = [
             (unit, i)
             for unit in self.units
             for i in unit.kept
-            if unit.wholes[i].grad is None and (plan is Plan.SKIP or i not in unit.moved)
+            if unit.wholes[i].grad is None and (self.apart_after(step) or i not in unit.moved)
         ]
         if not found:
             return []
@@ -353,11 +353,11 @@ class BucketOptimizer(Guards):
                 if name in now and self.restores(name, step):
                     now[name].copy_(old)
 
-    def _note_moves(self, plan: Plan) -> None:
-        self._apart = plan is Plan.SKIP
+    def _note_moves(self, step: int) -> None:
+        self._apart = self.apart_after(step)
         for unit in self.units:
             unit.kept = {}
-            if plan is Plan.SKIP:
+            if self._apart:
                 unit.moved.update(i for i, p in enumerate(unit.wholes) if p.grad is not None)
             else:
                 unit.moved.clear()

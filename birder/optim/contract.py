@@ -193,6 +193,10 @@ class Method(torch.optim.Optimizer):
         """What step number `step` (from 1) communicates. Depends on `step` alone, or ranks would wait for each other."""
         return Plan.COMPRESSED if self.compressed else Plan.DENSE
 
+    def apart_after(self, step: int) -> bool:
+        """Whether step number `step` moves parameters on each rank alone, and a later one lets ranks meet."""
+        return self.plan(step) is Plan.SKIP
+
     def reads_parameters(self, step: int) -> bool:
         """Whether `exchange` reads parameters: they must not change before `update` then."""
         return False

@@ -81,7 +81,7 @@ class Unit:
     sent: bool = False
     """Whether its exchange was submitted in this step."""
     moved: set[int] = field(default_factory=set)
-    """Parameters, by position, that had a gradient in a SKIP step since the last step that was none."""
+    """Parameters, by position, that had a gradient since ranks last met, in a step after which they are apart."""
     _seen: dict[str, tuple[Tensor | None, list[Tensor] | None, list[Tensor]]] = field(default_factory=dict, repr=False)
 
     @property

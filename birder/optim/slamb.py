@@ -130,6 +130,9 @@ class SLAMB(BucketOptimizer):
         """Whether parameters are averaged at the end of step number `step` (from 1)."""
         return step % self.sync_every == self.sync_phase % self.sync_every
 
+    def apart_after(self, step: int) -> bool:
+        return not self.syncs(step)
+
     def is_dense(self, p: Tensor) -> bool:
         """Whether the tensor is sent whole in every step."""
         return p.dim() <= 1 or p.numel() < self.dense_below
@@ -202,10 +205,21 @@ class SLAMB(BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         for unit in self.units:
+            absent = self._absent(unit)
             for i, p in enumerate(unit.params):
-                self.move(unit, i, p, step)
+                if i not in absent:
+                    self.move(unit, i, p, step)
         if self.syncs(step):
             yield from self.average_parameters()  # (7)
+
+    @staticmethod
+    def _absent(unit: Unit) -> set[int]:
+        return {i for i in unit.kept if unit.wholes[i].grad is None}
+
+    def _still(self, step: int) -> list[tuple[Unit, int, Tensor | None]]:
+        """In (7) ranks meet in what they have moved since the last one: its value is not put back, its state is."""
+        meeting = self.units if self.syncs(step) else []
+        return [*super()._still(step), *((unit, i, None) for unit in meeting for i in self._absent(unit) & unit.moved)]
 
     def direction(self, unit: Unit, i: int, step: int) -> Tensor:
         """r of (4) for parameter i, in a new tensor."""

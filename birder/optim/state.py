@@ -17,7 +17,7 @@ from torch import Tensor
 from birder.comm import Mean, Requests, run
 from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import Flat, by_number, check_layout, layout, numbering, parts, put_back
-from birder.optim.contract import Method, Plan, arguments
+from birder.optim.contract import Method, arguments
 from birder.optim.layout import Unit, local
 from birder.optim.watch import bit_sums
 
@@ -369,7 +369,7 @@ class MethodState(Method):
         check_layout(self, state_dict)
         if len(units) != len(self.units):
             raise ValueError(f"the saved state has {len(units)} units, this optimizer has {len(self.units)}")
-        alone = self.plan(int(state_dict["steps"])) is Plan.SKIP  # of a state that does not say what has moved: all may have
+        alone = self.apart_after(int(state_dict["steps"]))  # of a state that does not say what has moved: all may have
         moved = state_dict.get("moved") or [range(len(unit.params)) if alone else () for unit in self.units]
         for unit, tensors, places in zip(self.units, units, moved, strict=True):
             self.load_unit(unit, tensors)

@@ -134,7 +134,7 @@ def unused_and_laid_out_again(rank: int) -> dict[str, tuple[float, float]]:
     """How far a layer that is not used moves where its state is loaded again, or the model is attached again: of one that ranks
     had in common, from itself; of one that each had moved alone, ranks from each other once they have met."""
     found = {}
-    for name, make in (LOCAL | {n: METHODS[n] for n in ("Birder", "CSER", "OneBitAdam")}).items():
+    for name, make in (LOCAL | {n: METHODS[n] for n in ("Birder", "CSER", "OneBitAdam", "SLAMB")}).items():
         for again in ("loaded", "attached"):
             model = Trunk()
             optimizer = make(model.parameters())

@@ -118,7 +118,7 @@ class Bench:
         near = max(script.tolerance, script.norm_tolerance if m.norms else 0.0, 2e-6 if dense else 0.0)
         for r, ran in enumerate(runs):
             for t, values in enumerate(ran.trace):
-                for name in ran.stays[t - 1] if t else ():
+                for name in ran.stays[t - 1] if t and not m.brings_together(t) else ():
                     if not np.array_equal(values[name], ran.trace[t - 1][name]):
                         by = np.abs(values[name] - ran.trace[t - 1][name]).max()
                         return f"step {t}: {name} moves by {by:.3g} on rank {r}, without a gradient"

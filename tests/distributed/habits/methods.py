@@ -42,6 +42,10 @@ class Method:
         """Every so many steps of a rank alone, ranks meet at a common point; 0: they do not train alone."""
         return 0 if self.torch or not issubclass(self.type, LocalSteps) else self.options["sync_every"]
 
+    def brings_together(self, t: int) -> bool:
+        """Whether step t averages all models, also what has no gradient in it: of SLAMB's released forms 1, 4, 7, ..."""
+        return "form" in self.options and t % self.options["sync_every"] == 1
+
     @property
     def compressed(self) -> bool:
         return not self.torch and self.type.compressed

@@ -124,3 +124,16 @@ def test_every_chunk_has_its_turn_where_a_state_was_saved_with_more_of_them() ->
     optimizer.load_state_dict(saved)
     for step in range(1, 9):
         assert all(torch.equal(a, b) for a, b in zip(masks(optimizer, step), masks(fresh, step), strict=True))
+
+
+@pytest.mark.parametrize("form", ["paper", "v1", "v2"])
+def test_a_parameter_without_gradient_stays_with_its_moments_also_where_models_are_averaged(form: str) -> None:
+    x, y = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4))
+    optimizer = SLAMB([x, y], 0.1, form=form, sync_every=4, sync_phase=0)
+    for step in range(1, 9):
+        x.grad, y.grad = torch.ones(3, 2), torch.ones(4) if step < 3 else None
+        if step == 3:
+            kept = [y.detach().clone(), *(optimizer.state[y][name].clone() for name in ("m", "v"))]
+        optimizer.step()
+    assert all(map(torch.equal, kept, [y, *(optimizer.state[y][name] for name in ("m", "v"))]))
+    assert not torch.equal(x[0, :1], y[:1])
