@@ -131,8 +131,8 @@ def frozen_between_meetings(rank: int) -> dict[str, tuple[float, float]]:
 
 
 def unused_and_laid_out_again(rank: int) -> dict[str, tuple[float, float]]:
-    """How far a layer that is not used moves where its state is loaded again, or the model is attached again: of one that ranks
-    had in common, from itself; of one that each had moved alone, ranks from each other once they have met."""
+    """How far a layer that is not used moves once ranks have met, and how far they are apart in it. Meanwhile the state is
+    loaded again, or the model is attached again."""
     found = {}
     for name, make in (LOCAL | {n: METHODS[n] for n in ("Birder", "CSER", "OneBitAdam", "SLAMB")}).items():
         for again in ("loaded", "attached"):
