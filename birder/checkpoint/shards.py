@@ -40,9 +40,7 @@ def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
     optimizer.pipeline.wait()
     flats = [gathered(optimizer, unit) for unit in optimizer.units]
     frozen = {p: optimizer._aside[p] for p in numbering(optimizer) if p in optimizer._aside}
-    aside = {
-        names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in frozen.items()
-    }
+    aside = {names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in frozen.items()}
     state = {
         "meta": json.dumps(_meta(attachment) | {"aside": aside}),
         "model": model.state_dict(),

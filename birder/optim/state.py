@@ -296,7 +296,7 @@ class MethodState(Method):
             self.follow_groups()  # torch replaces the group dicts
         if not live:
             self.steps = int(state_dict["steps"])
-            by_schedule = self.steps > 0 and self.plan(self.steps) is Plan.SKIP  # of a state of before it was kept
+            by_schedule = self.steps > 0 and self.apart_after(self.steps)  # of a state of before it was kept
             self._apart = bool(state_dict.get("apart", by_schedule))
             held, aside = numbering(self), state_dict.get("aside") or {}
             self._aside = {held[i]: (since, dict(kept)) for i, (since, kept) in aside.items()}
