@@ -62,6 +62,8 @@ class Attachment(NotCopied):
     communicate: bool
     own: dist.ProcessGroup | None = None
     closed: bool = field(default=False, init=False)
+    opened: bool = field(default=False, init=False)
+    """Whether a step has been taken since `attach`."""
     _paused: bool = field(default=False, init=False)
     _compared: bool = field(default=False, init=False)
     """Whether ranks have compared their steps once."""
@@ -85,6 +87,10 @@ class Attachment(NotCopied):
             yield
         finally:
             self._paused = False
+
+    def opening(self) -> Requests[None]:
+        """Called in `step`, when it is ready, unless ranks meet there anyway. See hooks/ddp.py."""
+        yield from ()
 
     def state_bytes(self) -> int:
         """Bytes that the connection itself keeps on this rank between steps: none, all state is the optimizer's."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import ByteCounter, Collectives, Communicator, Hierarchical, Topology, TwoPhase, run
+from birder.comm import ByteCounter, Collectives, Communicator, Hierarchical, Requests, Topology, TwoPhase, run
 from birder.comm.groups import borrow
 from birder.hooks.attachment import (
     Attachment,
@@ -30,10 +30,32 @@ from birder.hooks.attachment import (
 from birder.hooks.bucket_hook import bucket_hook
 from birder.hooks.other_optimizers import watch
 from birder.optim.base import WIRES, BucketOptimizer, Plan
+from birder.optim.guards import BACKWARD, READY, say
 
 
 class BucketAttachment(Attachment):
-    """The connection to DistributedDataParallel: gradients come bucket by bucket."""
+    """The connection to DistributedDataParallel: gradients come bucket by bucket.
+
+    After its first backward pass DDP rebuilds its buckets in the next forward pass, where ranks wait for each other: those that
+    skipped `step` would wait for those that wait in it. So ranks say where they are, in both, until the first step.
+    """
+
+    def opening(self) -> Requests[None]:
+        if not self.opened:
+            yield from self._say_where(READY)
+            self.opened = True
+
+    def before_forward(self) -> None:
+        if self._compared and not self.opened and not self.closed:  # a pass has begun, and no step has been taken
+            run(self.optimizer.comm, self._say_where(BACKWARD))
+
+    def _say_where(self, what: int) -> Requests[None]:
+        optimizer, step = self.optimizer, self.optimizer.steps + 1
+        plan = optimizer.plan(step)
+        meets = plan is Plan.COMPRESSED if optimizer._in_backward else plan is not Plan.SKIP
+        if self.communicate and optimizer.compressed and meets:
+            yield from self.pipeline.waiting()  # its threads use the same process group
+            yield from say(optimizer.comm, step, what, optimizer.device)
 
     def take(self, bucket: dist.GradBucket, mine: list[int]) -> str | None:
         """Takes the gradients of the bucket's parameters number `mine`, which are the optimizer's.
@@ -261,11 +283,22 @@ def attach(
     if buckets is None:
         buckets = BucketHook(model)
         model.register_comm_hook(buckets, bucket_hook)
+        model.register_forward_pre_hook(before_forward)
     buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer and not a.closed] + [
         attachment
     ]
     watch(attachment)
     return attachment
+
+
+def before_forward(model: nn.Module, _: Any) -> None:
+    """Called before each forward pass of a model that `attach` was given."""
+    if torch.compiler.is_compiling() or model._has_rebuilt_buckets or not torch.is_grad_enabled():
+        return
+    for _, state in getattr(model, "_comm_hooks", ()):
+        if isinstance(state, BucketHook):
+            for attachment in state.attachments:
+                attachment.before_forward()
 
 
 def attached(model: nn.Module, optimizer: BucketOptimizer) -> bool:

@@ -136,6 +136,8 @@ class Guards(MethodState):
                 raise
             refused = error
         if not meets:
+            if ready and self.attachment is not None:
+                yield from self.attachment.opening()
             return ready
         what = REFUSES if refused is not None else READY if ready else NOTHING
         try:
@@ -149,6 +151,7 @@ class Guards(MethodState):
             raise RuntimeError(
                 f"rank {said.index(NOTHING)} has no gradient at all in this step, rank {said.index(READY)} has some"
             )
+        self.attachment.opened = self.attachment.opened or ready
         return ready
 
     def follow_groups(self) -> None:

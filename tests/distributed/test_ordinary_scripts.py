@@ -255,6 +255,37 @@ def one_rank_is_behind(rank: int) -> str:
     return f"{said(script)} after {optimizer.steps}"
 
 
+def first_step_is_skipped(rank: int) -> list[str]:
+    """By rank 1, by nobody where each step has one more forward pass, by all: with and without overlap."""
+
+    def script(overlap: bool, skips: Callable[[int], bool], more: bool) -> None:
+        model = Trunk()
+        optimizer = METHODS["Birder"](model.parameters())
+        ddp = DistributedDataParallel(model)
+        attachment = attach(ddp, optimizer, overlap=overlap)
+        try:
+            for step, x in enumerate(batches(rank, 3)):
+                optimizer.zero_grad()
+                ddp(x).square().mean().backward()
+                if more:
+                    ddp(x)
+                if not skips(step):
+                    optimizer.step()
+        finally:
+            attachment.close()
+
+    return [
+        said(functools.partial(script, overlap, skips, more))
+        for overlap, skips, more in (
+            (True, lambda step: step == 0 and rank == 1, False),
+            (False, lambda step: step == 0 and rank == 1, False),
+            (True, lambda step: False, True),
+            (False, lambda step: False, True),
+            (False, lambda step: step == 0, False),
+        )
+    ]
+
+
 SCENARIOS: dict[str, Callable[[int], Any]] = {
     f.__name__: f
     for f in (
@@ -264,6 +295,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
         refused_at_once,
         skipped_without_overlap,
         joined,
+        first_step_is_skipped,
         one_rank_is_behind,  # the last one: its ranks part in the middle of a pass
     )
 }
@@ -334,6 +366,14 @@ def test_join_is_refused_in_one_line() -> None:
 def test_ranks_at_different_steps_of_a_warm_up_are_told_so() -> None:
     assert all("different steps" in found["one_rank_is_behind"] for found in world())
     assert [found["one_rank_is_behind"][-1] for found in world()] == ["1", "1"]
+
+
+def test_ranks_of_which_one_skips_the_first_step_do_not_wait() -> None:
+    """DDP's ranks wait for each other in the forward pass after it, where buckets are made again."""
+    for found in world():
+        *skipped, more, without_overlap, all_skip = found["first_step_is_skipped"]
+        assert all("different steps" in line for line in skipped)
+        assert more == without_overlap == all_skip == ""
 
 
 def averaged_late(rank: int, world: int) -> list[str]:
