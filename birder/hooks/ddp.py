@@ -36,8 +36,8 @@ from birder.optim.guards import BACKWARD, READY, say
 class BucketAttachment(Attachment):
     """The connection to DistributedDataParallel: gradients come bucket by bucket.
 
-    After its first backward pass DDP rebuilds its buckets in the next forward pass, where ranks wait for each other: those that
-    skipped `step` would wait for those that wait in it. So ranks say where they are, in both, until the first step.
+    After its first backward pass DDP rebuilds its buckets in the next forward pass, where ranks wait for each other. Those
+    that skipped `step` would wait for those that wait in it. So ranks say where they are, in both, until the first step.
     """
 
     def opening(self) -> Requests[None]:
