@@ -23,9 +23,11 @@ Exit status: 0 success; 1 a run failed; 2 bad input; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +66,14 @@ def main() -> int:
     flags = [a for a in typed_in if not _is_override(a)]
     if wrong := [a for a in get_args_parser().parse_known_args(flags)[1] if a.startswith("-")]:
         raise UserError(f"unrecognized arguments: {' '.join(wrong)}; --help lists the flags, --hydra-help Hydra's")
-    sys.argv[1:] = [*flags, "--", *overrides]
+    # Hydra makes a folder for the jobs of -m, which a dry run must not leave.
+    dry = "cluster.dry_run=true" in overrides
+    with tempfile.TemporaryDirectory() if dry else contextlib.nullcontext() as folder:
+        sys.argv[1:] = [*flags, "--", *overrides, *([f"hydra.sweep.dir={folder}"] if folder else [])]
+        return _run(flags, overrides)
+
+
+def _run(flags: list[str], overrides: list[str]) -> int:
     jobs: list[Job] = []
 
     def job(config: DictConfig) -> None:

@@ -48,7 +48,8 @@ def parse(hosts: str | Sequence[str]) -> list[Host]:
     found = [_host(item.strip()) for item in items if item.strip()]
     if not found:
         raise UserError("cluster.hosts names no host: set cluster.hosts=a,b,c or the path of a file")
-    if twice := [h for h in found if found.count(h) > 1]:
+    machines = [(h.name.lower(), h.port or 22) for h in found]
+    if twice := [h for h, machine in zip(found, machines, strict=True) if machines.count(machine) > 1]:
         raise UserError(f"cluster.hosts names {twice[0]} twice: one node per host, cluster.ranks_per_node ranks on it")
     return found
 

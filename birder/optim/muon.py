@@ -93,6 +93,10 @@ class Muon(AdamW):
             del unit.state["v"]
 
     def moments(self, unit: Unit) -> tuple[str, str]:
+        if unit.group["muon"] == ("v" in unit.state):
+            raise RuntimeError(
+                f"muon={unit.group['muon']} of a group that has trained with {not unit.group['muon']}: make a new optimizer"
+            )
         return "m", "m" if unit.group["muon"] else "v"
 
     def move(self, group: dict[str, Any], params: Tensors, grads: Tensors, m: Tensors, v: Tensors, step: int) -> None:

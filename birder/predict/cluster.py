@@ -115,10 +115,14 @@ class Cluster:
     parts: int = 1
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(
-                f"a cluster needs at least 1 node and 1 rank per node, got {self.nodes} x {self.ranks_per_node}"
-            )
+        for number in (self.nodes, self.ranks_per_node):
+            if not (number >= 1 and number % 1 == 0):
+                raise ValueError(
+                    f"a cluster needs at least 1 node and 1 rank per node, in whole numbers, got {self.nodes} x "
+                    f"{self.ranks_per_node}"
+                )
+        if not self.nics > 0:
+            raise ValueError(f"nics must be positive, got {self.nics:g}")
 
     @classmethod
     def of_gpus(cls, nodes: int, ranks_per_node: int, between: Link, inside: Link = NVLINK) -> Cluster:

@@ -132,8 +132,11 @@ def measure_kernels(device: torch.device | str = "cpu", elements: int = 2**21, r
     """ns per byte of every kernel on `device`, and what it takes to start one. Takes a second.
 
     elements: of the tensors, rounded to what kernels want. Medians over `rounds`, caches cold. Passes that are not kernels of
-    this package (casts, the update of SGD and Adam) are measured as torch does them.
+    this package (casts, the update of SGD and Adam) are measured as torch does them. Raises ValueError for fewer than 1,024
+    elements or no round.
     """
+    if elements < 1024 or rounds < 1:
+        raise ValueError(f"measure_kernels needs 1024 elements and 1 round at least, got {elements} and {rounds}")
     where = torch.device(device)
     elements -= elements % 1024
     tasks = _tasks(elements, where)

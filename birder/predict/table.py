@@ -346,6 +346,8 @@ def crossover(
     """
     if cluster.nodes == 1:
         raise ValueError("with one node there is no link between nodes whose rate could matter")
+    if not 0 < lowest < highest:
+        raise ValueError(f"lowest must be positive and below highest, got {lowest:g} and {highest:g}")
     if plan.sharding == "fsdp":
         raise ValueError("with sharding=fsdp there are no replicas to compress between: try sharding=hsdp")
     costs, plan = costs or Costs.of_gpu(timeline.gpu), plan.on(cluster)
@@ -398,6 +400,6 @@ def sweep(
         raise ValueError(f"a sweep goes over gbps or nodes, not {over!r}")
 
     def there(value: float) -> Cluster:
-        return cluster.at(value) if over == "gbps" else replace(cluster, nodes=int(value))
+        return cluster.at(value) if over == "gbps" else replace(cluster, nodes=value if value % 1 else int(value))  # type: ignore[arg-type]
 
     return [predict(timeline, there(v), methods, costs, layout, local_steps=local_steps, plan=plan) for v in values]

@@ -37,6 +37,8 @@ SHOWN = ("gpt2", "llama-3.1-8b", "bert-base")
 """Names that an unknown one is answered with where none is near."""
 HEAD = 64
 """Width of a head of `params:`."""
+DEEPEST = 1000
+"""Layers of `params:` at most: more are a mistake, and take minutes to count."""
 TASKS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification", "QuestionAnswering")
 """What a type of model is trained for: the first that transformers has for it."""
 
@@ -294,6 +296,8 @@ def gpt(said: str, positions: int) -> Any:
         shapes = ((w, layers or max(2, round(w / 96))) for w in range(HEAD, 32768, HEAD))
         width, layers = min(shapes, key=lambda s: abs(12 * s[1] * s[0] ** 2 + rows * s[0] - total))
     layers = layers or max(1, round((total - rows * width) / (12 * width**2)))
+    if layers > DEEPEST:
+        raise UserError(f"params:{said} would have {layers:,} layers of width {width}: give a larger width, or layers")
     inner = round((total - rows * width - 4 * layers * width**2) / (2 * layers * width))
     if inner < 1:
         shape = f"{layers} layers of width {width} with {vocab} words and {positions} positions"

@@ -116,9 +116,25 @@ def make_command(exp: str) -> str:
     return f"make {exp}" if listed and exp in listed[1].split() else f"make exp EXP={exp}"
 
 
+COPIES = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+)
+"""What srun and mpirun set: how often they have started a command, and the number of each."""
+
+
 def under_torchrun() -> bool:
-    """Whether this process is a rank already. Raises UserError where the environment says so by halves."""
+    """Whether this process is a rank already. Raises UserError where the environment says so by halves, and where srun or
+    mpirun has started it several times: each would train all of it, and all disturb each other."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        for size, number in COPIES:
+            copies = os.environ.get(size, "")
+            if number in os.environ and copies.isdecimal() and int(copies) > 1:
+                raise UserError(
+                    f"{size}={copies}: this command was started {copies} times, and starts its ranks itself. Start it once "
+                    f"(cluster=slurm makes the job), or torchrun on each node; for {copies} separate runs unset {number}"
+                )
         return False
     # Without the last, ranks on several machines would be recorded as those of one node.
     local = ["LOCAL_WORLD_SIZE"] if os.environ["WORLD_SIZE"] != "1" else []

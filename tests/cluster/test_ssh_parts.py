@@ -29,7 +29,7 @@ def test_lists_of_hosts(tmp_path: Path) -> None:
     assert hosts.parse(str(file)) == hosts.parse("a,root@b.example:2222") == hosts.parse(["a", "root@b.example:2222"])
     assert hosts.parse(str(file)) == expected
     assert hosts.parse("[fe80::1]:22") == [hosts.Host("fe80::1", None, 22)]
-    for wrong in ("", "a,a", "-oProxyCommand=x", "a b:x", str(tmp_path / "none")):
+    for wrong in ("", "a,a", "a,root@A", "-oProxyCommand=x", "a b:x", str(tmp_path / "none")):
         with pytest.raises(UserError):
             hosts.parse(wrong)
 

@@ -127,3 +127,13 @@ def test_a_group_that_is_added_is_checked() -> None:
     with pytest.raises(ValueError, match="less than two dimensions"):
         optimizer.add_param_group({"params": [late.bias]})
     assert [group["muon"] for group in optimizer.param_groups] == [True, False]
+
+
+def test_a_group_that_has_trained_keeps_its_kind() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = Muon([model.weight])
+    model.weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    optimizer.param_groups[0]["muon"] = False
+    with pytest.raises(RuntimeError, match="muon=False of a group that has trained with True"):
+        optimizer.step()

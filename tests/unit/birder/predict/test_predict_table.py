@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from birder.predict import Cluster, Costs, Timeline, TrainingPlan, answer, crossover, predict, sweep
+from birder.predict import Cluster, Costs, Timeline, TrainingPlan, answer, crossover, measure_kernels, predict, sweep
 from birder.predict.layouts import STATE
 from birder.predict.timeline import read
 from tests.helpers import ROOT
@@ -151,6 +151,12 @@ def test_the_crossover_of_a_layout_is_that_of_its_replicas() -> None:
         (lambda: link(0.0), "rate must be positive"),
         (lambda: link(1.0, latency_us=-1), "must not be negative"),
         (lambda: Cluster(0, 1, link(1.0)), "at least 1 node"),
+        (lambda: Cluster(1.5, 8, link(1.0)), "whole numbers, got 1.5 x 8"),  # type: ignore[arg-type]
+        (lambda: Cluster(2, 8, link(1.0), nics=0.0), "nics must be positive"),
+        (lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "nodes", [1.5]), "whole numbers"),
+        (lambda: crossover(bert(), Cluster(2, 8, link(1.0)), lowest=10.0, highest=1.0), "lowest must be"),
+        (lambda: measure_kernels(elements=512), "1024 elements"),
+        (lambda: measure_kernels(rounds=0), "1 round"),
         (lambda: predict(bert(), Cluster(2, 1, link(1.0)), ["magic"]), "no method 'magic'"),
         (
             lambda: predict(bert(), Cluster(2, 1, link(1.0)), ["birder", "adamw"]),

@@ -282,6 +282,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["model=hf:gpt2", "seq=4096"], "takes 1024 tokens at most, not seq=4096"),
         (["model=resnet50", "batch=0"], "batch must be a whole number, 1 or more, not 0"),
         (["model=params:1x"], "params: must be a number such as 50k or 1.3B, not '1x'"),
+        (["model=params:1B width=64"], "layers of width 64: give a larger width, or layers"),
         (["model=params:1M layers=9 width=999"], "too few parameters for 9 layers of width 999"),
         (["model=torchvision:resnet18", "checkpointing=true"], "checkpointing=true is for hf: and params:"),
         (["model=resnet50", "methods=birder", "sharding=hsdp"], "birder needs the whole model, or nodes as workers"),

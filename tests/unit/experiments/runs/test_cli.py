@@ -146,6 +146,31 @@ def test_half_of_a_world_is_one_line(name: str, value: str, monkeypatch: pytest.
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "4", "PMI_RANK": "3"},
+    ],
+)
+def test_a_command_that_srun_starts_several_times_is_refused(
+    world: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Each would train all of it. One task of srun is a run as any, and so is what torchrun starts in each."""
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    assert typed(monkeypatch, "+exp=digits") == 2
+    shown = capsys.readouterr()
+    assert ("started 4 times" in shown.err, shown.err.count("\n"), shown.out) == (True, 1, "")
+    assert list(Path.cwd().iterdir()) == []
+    monkeypatch.setenv(next(iter(world)), "1")
+    assert not start.under_torchrun()
+    monkeypatch.setenv(next(iter(world)), "4")
+    as_rank_zero(monkeypatch, of=2)
+    assert start.under_torchrun()
+
+
 def test_first_lines_say_what_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """One run and a comparison begin alike: where, with what data, at what scale; then the full setting's command."""
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
@@ -316,6 +341,7 @@ def test_jobs_that_share_a_folder_are_refused_by_its_name(monkeypatch: pytest.Mo
     assert typed(monkeypatch, "-m", "+exp=digits", "run_name=a,b,b", "--dry-run") == 2
     assert "run_name=b is of one run" in capsys.readouterr().err
     assert typed(monkeypatch, "-m", "+exp=digits", "run_name=a", "output_dir=x,y", "--dry-run") == 0
+    assert list(Path.cwd().iterdir()) == []  # a dry run leaves nothing
 
 
 def test_a_flag_that_may_have_a_value_takes_no_override_for_it() -> None:
