@@ -1,6 +1,6 @@
 """Every method's parameters, checkpoint and bytes after some steps, as hashes that were kept: on real and on virtual ranks.
 
-`python -m tests.distributed.test_golden` makes golden.json anew, where a change of bits is meant.
+`python -m tests.distributed.test_golden` makes the file of this maker of processors anew, where a change of bits is meant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tests.distributed.habits.methods import FEW, METHODS, OURS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 
-KEPT = Path(__file__).with_name("golden.json")
 STEPS, UNIT_MB = 12, 0.0008
 WORLDS = {"flat 2": Topology(2, 1), "flat 4": Topology(4, 1), "nodes 2x2": Topology(2, 2)}
 MORE = {"OneBitAdam bf16": ("OneBitAdam", {"wire": "bf16"}), "SLAMB hold": ("SLAMB", {"unseen": "hold"})}
@@ -34,6 +33,7 @@ MORE |= {"ZeroOneAdam deepspeed decay": ("ZeroOneAdam deepspeed", {"weight_decay
 NAMES = [name for name in [*OURS, *MORE] if name != "EfficientAdam"]  # which came later, and is held to its reference
 PROCESSOR = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
 MAKER = re.search(r"^vendor_id\s*:\s*(\S+)", PROCESSOR, re.MULTILINE)
+KEPT = Path(__file__).with_name(f"golden_{MAKER[1] if MAKER else None}.json")
 MACHINE = (
     f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}, {MAKER[1] if MAKER else None}"
 )
@@ -156,9 +156,11 @@ def parts(names: list[str]) -> list[list[str]]:
 
 @functools.cache
 def kept() -> dict[str, Any]:
+    if not KEPT.is_file():
+        pytest.skip(f"no {KEPT.name}")
     found = json.loads(KEPT.read_text())
     if found["machine"] != MACHINE:
-        pytest.skip(f"golden.json was made with {found['machine']}, this is {MACHINE}")
+        pytest.skip(f"{KEPT.name} was made with {found['machine']}, this is {MACHINE}")
     return found
 
 
