@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from birder.comm import ByteCounter, Collectives, Topology, finish
-from birder.comm.collectives import backend_for, new_group
+from birder.comm.collectives import backend_for
+from birder.comm.groups import borrow, give_back
 from birder.hooks.attachment import NotCopied, done, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
 from birder.optim.agreement import digest_of
@@ -67,11 +68,12 @@ class BlockScaled(NotCopied):
         require(even, "block", block, "an even number of at least 2")
         self.block, self.error_feedback = block, error_feedback
         self.counter = ByteCounter()
-        # A separate group: its messages overlap DDP's, in another order.
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
-        self.link = Collectives(new_group(ranks, group), topology or Topology(len(ranks), 1), self.counter)
-        self._compared = False
-        """Whether ranks have compared their arguments."""
+        self._over, size = group or dist.group.WORLD, dist.get_world_size(group)
+        self._topology = topology or Topology(size, 1)
+        self.link = Collectives(self._over, self._topology, self.counter)
+        self._own: dist.ProcessGroup | None = None
+        """From the first bucket on: its messages overlap DDP's, in another order."""
+        self._sound = True
         self._errors: dict[Tensor, Tensor] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -81,9 +83,14 @@ class BlockScaled(NotCopied):
         return sum(4 * e.numel() for e in self._errors.values())
 
     def close(self) -> None:
-        """Ends the thread, if there is one. No backward pass may follow."""
+        """Ends the thread, if there is one. The process group is that of the next `BlockScaled` or `attach`, unless something
+        failed: what was sent might reach that one."""
         if self._thread is not None:
             self._thread.shutdown()
+            self._thread = None
+        if self._own is not None and self._sound:
+            give_back(self._own)
+            self._own = None
 
     # ---- a bucket ----------------------------------------------------------------------------------------------------
 
@@ -92,13 +99,16 @@ class BlockScaled(NotCopied):
         buffer, params = bucket.buffer(), bucket.parameters()
         if self.link.size == 1:
             return done(buffer)
-        if not self._compared:
-            self._compare(buffer.device)
+        if self._own is None:
+            self._open(buffer.device)
 
         def run() -> Tensor:
-            return self.reduce(buffer, params)
+            self._sound = False
+            reduced = self.reduce(buffer, params)
+            self._sound = True
+            return reduced
 
-        if buffer.is_cuda and backend_for(self.link.group, buffer.device) != "gloo":
+        if buffer.is_cuda and backend_for(self._own, buffer.device) != "gloo":
             return self._on_stream(buffer, run)
         if buffer.is_cuda:
             return done(run())  # on a thread it would not be in the order of the caller's stream
@@ -117,17 +127,19 @@ class BlockScaled(NotCopied):
             later.set_result(run())  # DDP's stream waits for what this one has been given
         return later
 
-    def _compare(self, device: torch.device) -> None:
-        """Raises RuntimeError on all ranks where they differ: messages of other sizes would end the process, or hang."""
-        self._compared = True
+    def _open(self, device: torch.device) -> None:
+        """Borrows a process group. Raises RuntimeError on all ranks where their arguments differ: messages of other sizes
+        would end the process, or hang."""
         mine = torch.tensor([digest_of((self.code, self.block, self.error_feedback))], dtype=torch.int64, device=device)
-        link = Collectives(self.link.group, Topology(self.link.size, 1), ByteCounter())  # what it sends is not counted
+        link = Collectives(self._over, Topology(self.link.size, 1), ByteCounter())  # what it sends is not counted
         digests = finish(link.all_gather(mine)).view(-1).tolist()
         odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
         if odd:
             raise RuntimeError(
                 f"ranks {odd} differ from rank 0 in code, block or error_feedback of BlockScaled: make them equal"
             )
+        self._own = borrow(link, device)
+        self.link = Collectives(self._own, self._topology, self.counter)
 
     @torch.no_grad()
     def reduce(self, buffer: Tensor, params: list[Tensor]) -> Tensor:

@@ -251,3 +251,23 @@ def test_a_layer_that_no_rank_uses_keeps_its_error() -> None:
         assert np.array_equal(first["c"], second["c"])
         assert not np.array_equal(first["a"], second["a"])
         assert not np.array_equal(second["c"], third["c"])
+
+
+def closed_and_made_again(rank: int, world: int) -> list[str]:
+    """The process groups of some models, one after the other, as in the cells of a notebook."""
+    groups = []
+    for _ in range(4):
+        ddp = DistributedDataParallel(Linear())
+        ddp.register_comm_hook(state := BlockScaled(block=BLOCK), block_scaled_hook)
+        ddp(torch.ones(40)).backward()
+        state.close()
+        assert state.link.group is not None
+        groups.append(state.link.group.group_name)
+    return groups
+
+
+def test_a_closed_one_leaves_its_process_group_to_the_next() -> None:
+    """One that is forgotten keeps its threads and connections."""
+    for groups in run_ranks(closed_and_made_again, 2):
+        assert len(groups) == 4
+        assert len(set(groups)) == 1
