@@ -241,6 +241,12 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipel
     return pipeline
 
 
+def odd_ranks(link: Collectives, device: torch.device, digest: int) -> list[int]:
+    """The ranks whose digest is not rank 0's, the same list on all. All ranks of the link call it."""
+    digests = finish(link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device))).view(-1).tolist()
+    return [rank for rank, d in enumerate(digests) if d != digests[0]]
+
+
 def agree(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -255,10 +261,8 @@ def agree(
     ValueError for nodes that are not known or unequal, RuntimeError when ranks differ.
     """
     topology = agreed_topology(group, device, given, hier)
-    digest = torch.tensor([optimizer.digest(topology, hier, *how)], dtype=torch.int64, device=device)
-    digests = finish(Collectives(group, topology, ByteCounter()).all_gather(digest)).view(-1).tolist()
-    odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
-    if odd:
+    link = Collectives(group, topology, ByteCounter())
+    if odd := odd_ranks(link, device, optimizer.digest(topology, hier, *how)):
         raise RuntimeError(
             f"ranks {odd} differ from rank 0 in model, optimizer (the order of its parameters counts), completed steps or "
             "arguments of attach: make them equal"

@@ -31,7 +31,7 @@ from torch.futures import Future
 from birder.comm import ByteCounter, Collectives, Topology, finish
 from birder.comm.collectives import backend_for
 from birder.comm.groups import borrow, give_back
-from birder.hooks.attachment import NotCopied, done, on_thread
+from birder.hooks.attachment import NotCopied, done, odd_ranks, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
 from birder.optim.agreement import digest_of
 from birder.optim.block_codes import LARGEST, decode, encode
@@ -103,10 +103,11 @@ class BlockScaled(NotCopied):
             self._open(buffer.device)
 
         def run() -> Tensor:
-            self._sound = False
-            reduced = self.reduce(buffer, params)
-            self._sound = True
-            return reduced
+            try:
+                return self.reduce(buffer, params)
+            except BaseException:
+                self._sound = False
+                raise
 
         if buffer.is_cuda and backend_for(self._own, buffer.device) != "gloo":
             return self._on_stream(buffer, run)
@@ -130,11 +131,8 @@ class BlockScaled(NotCopied):
     def _open(self, device: torch.device) -> None:
         """Borrows a process group. Raises RuntimeError on all ranks where their arguments differ: messages of other sizes
         would end the process, or hang."""
-        mine = torch.tensor([digest_of((self.code, self.block, self.error_feedback))], dtype=torch.int64, device=device)
         link = Collectives(self._over, Topology(self.link.size, 1), ByteCounter())  # what it sends is not counted
-        digests = finish(link.all_gather(mine)).view(-1).tolist()
-        odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
-        if odd:
+        if odd := odd_ranks(link, device, digest_of((self.code, self.block, self.error_feedback))):
             raise RuntimeError(
                 f"ranks {odd} differ from rank 0 in code, block or error_feedback of BlockScaled: make them equal"
             )

@@ -183,7 +183,7 @@ class VirtualRanks:
 
     def _compare(self) -> None:
         """Refuses what `attach` and steps refuse of real ranks: with other settings their models go apart."""
-        first, *others = [o.digest(o.steps) for o in self.optimizers]
+        first, *others = [o.digest() for o in self.optimizers]
         odd = [rank for rank, digest in enumerate(others, 1) if digest != first]
         if odd:
             raise ValueError(

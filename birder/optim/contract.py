@@ -107,7 +107,8 @@ class Method(torch.optim.Optimizer):
         self.disconnect()
         self.steps = 0
         self.by_group = frozenset(defaults)
-        options = {name: value for name, value in vars(self).items() if name in arguments(type(self))}
+        named = arguments(type(self))
+        options = {name: value for name, value in vars(self).items() if name in named}
         super().__init__(params, options | defaults)  # as torch's, `defaults` make another one like this
 
     def disconnect(self) -> None:

@@ -185,7 +185,8 @@ class MethodState(Method):
     def shared_options(self) -> dict[str, Any]:
         """Arguments that are of the whole optimizer, not of a group."""
         plain = (bool, int, float, str, type(None))
-        return {k: v for k, v in vars(self).items() if isinstance(v, plain) and k in arguments(type(self))}
+        named = arguments(type(self))  # once: signatures are slow to read
+        return {k: v for k, v in vars(self).items() if isinstance(v, plain) and k in named}
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank (without the gradient buffers)."""

@@ -1,6 +1,7 @@
 """Every method's parameters, checkpoint and bytes after some steps, as hashes that were kept: on real and on virtual ranks.
 
-`python -m tests.distributed.test_golden` makes the file of this maker of processors anew, where a change of bits is meant.
+`python -m tests.distributed.test_golden` writes the file for processors of this vendor again. Run it where a change is meant
+to change bits.
 """
 
 from __future__ import annotations

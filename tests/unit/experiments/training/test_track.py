@@ -533,7 +533,7 @@ def test_tensorboard_has_each_step_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", [0, 2])
 def test_tensorboard_drops_steps_beyond_those_that_a_restart_continues(tmp_path: Path, start: int) -> None:
-    """Without a checkpoint a run that is started again begins anew, in the folder that it had."""
+    """A run that is started again without a checkpoint starts from step 1, in the same folder."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     spec = make_spec(tmp_path)
     spec.config["tracker"] = "tensorboard"
