@@ -1,4 +1,4 @@
-"""`attach`: connects an optimizer of this package to DistributedDataParallel, with the only hook there is, or to FSDP2."""
+"""`attach`: connects an optimizer of this package to DistributedDataParallel, as its communication hook, or to FSDP2."""
 
 from __future__ import annotations
 
