@@ -17,11 +17,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-if hasattr(os, "SCHED_BATCH"):
-    # Ranks outnumber the cores. A thread that sends wakes the one that receives, which takes its core while it still holds
-    # the lock of the connection, and gloo's own thread spins on that lock: a third of all time. Batch jobs do not preempt.
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# Ranks outnumber the cores. A thread that sends wakes the one that receives, which takes its core while it still holds the
+# lock of the connection, and gloo's own thread spins until the sender runs again. Batch jobs do not preempt each other.
+with contextlib.suppress(AttributeError, OSError):  # Linux has it, a sandbox may forbid it
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until all tests are collected: what is imported and collected stays, and is looked through in vain
 # Before torch and numba are imported. Workers that share two cores gain nothing by more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

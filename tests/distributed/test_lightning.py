@@ -104,7 +104,7 @@ def after_a_failed_validation(trainer: Any) -> tuple[bool, bool]:
 
 
 def next_fold(lightning: ModuleType, trainer: Any, path: Path) -> bool:
-    """After a test from a checkpoint, does the next fit start from the weights of its own module?"""
+    """Whether the fit that follows a test from a checkpoint starts from the weights of its own module."""
 
     class Fold(Tested(lightning)):  # type: ignore[misc]
         def on_train_start(self) -> None:
