@@ -9,9 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,21 +43,15 @@ Wait = Callable[[], Tensor]
 """What waits for a collective that is under way, and returns what has been received."""
 
 
-@dataclass(slots=True)
-class Post:
+class Post(NamedTuple):
     """One collective of a link, for a driver to start (birder/comm/runtime.py).
 
-    start:  with the tag of its messages, None for one of the link's own; returns what waits.
-    nbytes: sent to every peer; `ring`: of an all-reduce around a ring.
+    start: with the tag of its messages, None for one of the link's own; returns what waits.
+    count: counts the bytes that this rank sends.
     """
 
-    link: Collectives
-    nbytes: int
     start: Callable[[int | None], Wait]
-    ring: bool = False
-
-    def count(self) -> None:
-        (self.link.count_ring_all_reduce if self.ring else self.link.count_pairwise)(self.nbytes)
+    count: Callable[[], None]
 
 
 Operation = Generator[Post, Tensor, T]
@@ -86,7 +79,7 @@ def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.P
     like: the group whose back ends it has; None: those of the world. Its collectives may take as long as those of the whole
     world. Raises RuntimeError when torch makes no group.
     """
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     backends = str(dist.get_backend_config(world if like is None else like))
     options, timeout = None, _world_timeout()
     if torch.cuda.is_available() and dist.is_nccl_available() and "cuda:nccl" in backends:
@@ -95,7 +88,16 @@ def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.P
         if timeout is not None:
             options._timeout = timeout
     named = None if backends == str(dist.get_backend_config(world)) else backends
-    with _not_split_off(len(ranks)), _named_by_its_ranks(ranks):
+    # Of a world that is bound to a device (`init_process_group(device_id=...)`) torch would split the group off, and
+    # ncclCommSplit is a collective of the whole world: ranks outside of the group never come.
+    bound = world.bound_device_id if len(ranks) == dist.get_world_size() else None
+    # By itself torch numbers groups on every rank, and names them so. Ranks outside of this group do not make it, so their
+    # numbers would be others from then on, and the next group of all ranks would wait for ever. Here the name is that of the
+    # ranks, and how many groups of the same ranks have been made here; torch's own count stays.
+    made = _MADE.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    count = OWN + made[tuple(ranks)]
+    with _set(world, "bound_device_id", bound), _set(dist.distributed_c10d._world, "group_count", count):
         group = dist.new_group(
             ranks, timeout=timeout, backend=named, pg_options=options, use_local_synchronization=True
         )
@@ -105,40 +107,14 @@ def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.P
 
 
 @contextlib.contextmanager
-def _named_by_its_ranks(ranks: list[int]) -> Iterator[None]:
-    """Inside, torch names a group by its ranks, and by how many of the same ranks have been made here.
-
-    By itself torch numbers groups on every rank. Ranks outside of this group do not make it, so their numbers would be others
-    from then on, and the next group of all ranks would wait for ever.
-    """
-    torchs: Any = dist.distributed_c10d._world
-    assert dist.group.WORLD is not None
-    made, count = _MADE.setdefault(dist.group.WORLD, Counter()), torchs.group_count
-    made[tuple(ranks)] += 1
-    torchs.group_count = OWN + made[tuple(ranks)]
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, that attribute has this value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torchs.group_count = count
-
-
-@contextlib.contextmanager
-def _not_split_off(size: int) -> Iterator[None]:
-    """Inside, a group of so many ranks is made by these alone.
-
-    Of a world that is bound to a device (`init_process_group(device_id=...)`) torch would split it off, and
-    ncclCommSplit is a collective of the whole world: ranks outside of the group never come.
-    """
-    world: Any = dist.group.WORLD
-    bound = getattr(world, "bound_device_id", None)
-    if bound is None or size == dist.get_world_size():
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
+        setattr(owner, name, before)
 
 
 def _world_timeout() -> timedelta | None:
@@ -266,7 +242,7 @@ class Collectives:
             received[self.rank].copy_(rows[self.rank])
             return self._exchange(list(rows), received, tag)
 
-        return (yield Post(self, rows[0].nbytes, start))
+        return (yield Post(start, functools.partial(self.count_pairwise, rows[0].nbytes)))
 
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         """Every rank's `part` goes to all, in rank order: [c] -> [size, c]. `part` must not change until then."""
@@ -283,7 +259,7 @@ class Collectives:
                 gathered[self.rank].copy_(part)
             return self._exchange([part] * self.size, gathered, tag)
 
-        return (yield Post(self, part.nbytes, start))
+        return (yield Post(start, functools.partial(self.count_pairwise, part.nbytes)))
 
     def reduce_scatter_mean(self, flat: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         """The mean over ranks of this rank's part: fp32[size*c] -> fp32[c], a part of `out`, which is as large as `flat`.
@@ -300,7 +276,7 @@ class Collectives:
             def start(tag: int | None) -> Wait:
                 return _arrival(scatter_into(part, flat, self.group, async_op=True), part)
 
-            return (yield Post(self, rows[0].nbytes, start)).div_(self.size)
+            return (yield Post(start, functools.partial(self.count_pairwise, rows[0].nbytes))).div_(self.size)
         return self.sum_of_rows((yield from self.all_to_all(rows, received))).div_(self.size)
 
     def _buffer(self, like: Tensor) -> Tensor:
@@ -325,7 +301,7 @@ class Collectives:
             def start(tag: int | None) -> Wait:
                 return _arrival(dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.group, async_op=True), sent)
 
-            return (yield Post(self, sent.nbytes, start, ring=True)).float()
+            return (yield Post(start, functools.partial(self.count_ring_all_reduce, sent.nbytes))).float()
         rows = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size)).to(wire).view(self.size, -1)
         part = self.sum_of_rows((yield from self.all_to_all(rows))).div_(self.size)
         return (yield from self.all_gather(part.to(wire))).view(-1)[: flat.numel()].float()
