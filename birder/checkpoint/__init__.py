@@ -161,24 +161,22 @@ def restore(root: str | Path, any_world: bool = False) -> Restored | None:
     names = _together("no checkpoint was read", lambda: [f.name for f in _folders(root)])[0] or []
     passed_over: list[str] = []
     for name in names:
-        found: list[tuple[dict[str, Any], dict[str, Any], int]] = []
+        found: list[Restored] = []
 
-        def attempt(folder: Path = root / name, found: list[Any] = found) -> tuple[bool, str]:
+        def attempt(folder: Path = root / name, found: list[Any] = found) -> ValueError | None:
             try:
-                found.append(_of_any_world(folder) if any_world else (*load(folder), _world()))
-            except Broken as e:
-                return True, str(e)
+                found.append(_read(folder, _rank(), _world(), any_world))
             except ValueError as e:
-                return False, str(e)
-            return True, ""
+                return e
+            return None
 
-        said = [part for part in _together("no checkpoint was read", attempt) if part and part[1]]
-        if not said:
-            shared, local, world = found[0]
-            return Restored(int(name.removeprefix("step-")), root / name, shared, local, passed_over, world)
-        if not all(broken for broken, _ in said):
-            raise ValueError(next(line for broken, line in said if not broken))
-        passed_over.append(said[0][1])
+        refused = [error for error in _together("no checkpoint was read", attempt) if error is not None]
+        if not refused:
+            found[0].passed_over.extend(passed_over)
+            return found[0]
+        if others := [error for error in refused if not isinstance(error, Broken)]:
+            raise others[0]
+        passed_over.append(str(refused[0]))
     if passed_over:
         more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
         raise Broken(f"{passed_over[0]}{more}, and there is no whole one in {root}: remove it to begin again")
@@ -194,23 +192,21 @@ def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return read(folder, _rank(), _world())
 
 
-def _of_any_world(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
-    try:
-        manifest = read_manifest(folder)
-        if manifest.world_size != _world():
-            for name, seal in manifest.files.items():
-                check(folder / name, seal)
-    except Broken as e:
-        raise Broken(f"checkpoint {folder.name} is broken: {e}") from e
-    return *read(folder, _rank() % manifest.world_size), manifest.world_size
-
-
 def read(folder: str | Path, rank: int, world: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """(shared, local) as rank `rank` saved them. world: how many ranks there must have been. Raises as `load` does."""
-    folder = Path(folder)
+    found = _read(Path(folder), rank, world)
+    return found.shared, found.local
+
+
+def _read(folder: Path, rank: int, world: int | None, any_world: bool = False) -> Restored:
+    """The same, with what else is known of it. any_world: as `restore` has it, for rank number `rank` of `world`."""
     try:
         manifest = read_manifest(folder)
-        if world not in (None, manifest.world_size):
+        if any_world:
+            rank %= manifest.world_size
+            for name, seal in manifest.files.items() if manifest.world_size != world else ():
+                check(folder / name, seal)
+        elif world not in (None, manifest.world_size):
             raise ValueError(
                 f"checkpoint {folder.name} was saved by {manifest.world_size} ranks, this run has {world}: "
                 f"use {manifest.world_size} ranks"
@@ -222,7 +218,7 @@ def read(folder: str | Path, rank: int, world: int | None = None) -> tuple[dict[
             raise Broken("the trees of a checkpoint are dictionaries")
     except Broken as e:
         raise Broken(f"checkpoint {folder.name} is broken: {e}") from e
-    return shared, local
+    return Restored(manifest.step, folder, shared, local, [], manifest.world_size)
 
 
 def _folders(root: Path) -> list[Path]:
