@@ -25,6 +25,9 @@ from birder.checkpoint import Restored
 from birder.optim.base import BucketOptimizer, Unit, round_up
 from birder.optim.by_parameter import Flat, check_layout, own
 
+OWN = ("mean", "sum")
+"""Of `Method.carried`: what every worker has for itself."""
+
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The state for this rank of `optimizer`, attached where there are several processes, for its `load_state_dict`.
@@ -44,31 +47,30 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         )
     first: dict[str, Any] | None = None
     wholes: list[dict[str, _Whole]] = []
-    sums: dict[int, Flat] = {}
+    frozen: dict[int, dict[str, _Whole]] = {}
     count, changed = 0, False
     for state in states:
         optimizer._check_state(state)
         if first is None:
             first = state
-            wholes = _begin(optimizer, state)
+            wholes, frozen = _begin(optimizer, state)
         elif any(state[key] != first[key] for key in ("steps", "signature")):
             raise ValueError(f"the state of rank {count} is of another run or step than that of rank 0")
         if optimizer.compressed and state.get("rank", count) != count:
             raise ValueError(f"state number {count} was saved by rank {state['rank']}: give them in the order of ranks")
-        for unit, whole in zip(state["units"], wholes, strict=True):
-            if set(unit) != set(whole):
-                raise ValueError(f"the state of rank {count} holds {sorted(unit)}, that of rank 0 {sorted(whole)}")
-            for name, tensor in unit.items():
+        for flat, whole in zip([*state["units"], *_aside(state).values()], [*wholes, *frozen.values()], strict=True):
+            if set(flat) != set(whole):
+                raise ValueError(f"the state of rank {count} holds {sorted(flat)}, that of rank 0 {sorted(whole)}")
+            for name, tensor in flat.items():
                 whole[name].add(count, tensor)
         changed = changed or bool(state.get("changed"))
-        _add_aside(optimizer, sums, state.get("aside") or {})
         count += 1
     if first is None:
         raise ValueError("there is no state to go on from")
     workers, shards = first["signature"]
     if optimizer.compressed and count != workers * shards:
         raise ValueError(f"there are {count} states, the old run had {workers * shards} ranks")
-    parts = {"mean": count, "sum": shards * optimizer.comm.workers}
+    now = optimizer.comm.workers
     return {
         **first,
         "signature": list(optimizer.comm.signature),
@@ -76,12 +78,12 @@ def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict
         "fingerprint": None,
         "changed": changed,
         "aside": {
-            i: (since, _own_aside(parts, kept, optimizer.carried, sums.get(i, {})))
-            for i, (since, kept) in (first.get("aside") or {}).items()
+            i: (first["aside"][i][0], {name: whole.result(now) for name, whole in of_layer.items()})
+            for i, of_layer in frozen.items()
         },
         "units": [
-            own(optimizer, unit, {name: whole.result(optimizer, unit) for name, whole in wholes_of_unit.items()})
-            for unit, wholes_of_unit in zip(optimizer.units, wholes, strict=True)
+            own(optimizer, unit, {name: whole.result(now, unit) for name, whole in of_unit.items()})
+            for unit, of_unit in zip(optimizer.units, wholes, strict=True)
         ],
     }
 
@@ -109,7 +111,10 @@ def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: (total / count).to(first[name].dtype) for name, total in totals.items()}
 
 
-def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, _Whole]]:
+def _begin(
+    optimizer: BucketOptimizer, state: dict[str, Any]
+) -> tuple[list[dict[str, _Whole]], dict[int, dict[str, _Whole]]]:
+    """For each unit, and by number for each layer that is frozen, what its states are put together in."""
     name, units = type(optimizer).__name__, state["units"]
     check_layout(optimizer, state)
     if units is None or len(units) != len(optimizer.units):
@@ -125,29 +130,21 @@ def _begin(optimizer: BucketOptimizer, state: dict[str, Any]) -> list[dict[str, 
                 f"{name} cannot resume with another number of workers: its `carried` does not name {', '.join(unknown)}"
             )
         wholes.append({key: _Whole(optimizer.carried[key], t, padded, workers, shards) for key, t in tensors.items()})
-    return wholes
+    rules = optimizer.carried | {key: "copy" for key, rule in optimizer.carried.items() if rule == "cut"}
+    frozen = {  # every shard of a worker, and every server, keeps the whole of it
+        i: {key: _Whole(rules[key], t, t.numel(), workers, shards) for key, t in kept.items()}
+        for i, kept in _aside(state).items()
+    }
+    return wholes, frozen
 
 
-def _add_aside(optimizer: BucketOptimizer, sums: dict[int, Flat], aside: dict[int, tuple[int, Flat]]) -> None:
-    """Adds up what ranks keep for layers that are frozen now. Every shard of a worker keeps the whole of it."""
-    for i, (_, kept) in aside.items():
-        for name, tensor in kept.items():
-            if optimizer.carried[name] in ("mean", "sum"):
-                total = sums.setdefault(i, {})
-                total[name] = tensor.cpu().double() + total.get(name, 0)
-
-
-def _own_aside(parts: dict[str, int], kept: Flat, carried: dict[str, str], sums: Flat) -> Flat:
-    """What each new worker keeps for such a layer. kept: old rank 0's; parts: by rule, what a sum is divided by."""
-    return {n: _as(t.dtype, sums[n] / parts[carried[n]]) if n in sums else t for n, t in kept.items()}
-
-
-def _as(kind: torch.dtype, t: Tensor) -> Tensor:
-    return t.to(kind) if kind.is_floating_point else t.round().to(kind)
+def _aside(state: dict[str, Any]) -> dict[int, Flat]:
+    """By number, what is kept of each layer that is frozen."""
+    return {i: kept for i, (_, kept) in (state.get("aside") or {}).items()}
 
 
 class _Whole:
-    """One state of one unit, all elements of it, put together from the old ranks' tensors."""
+    """One state of one unit or layer, all elements of it, put together from the old ranks' tensors."""
 
     def __init__(self, rule: str, first: Tensor, padded: int, workers: int, shards: int) -> None:
         own = padded, padded // shards
@@ -158,37 +155,32 @@ class _Whole:
                 f"{known[rule][-1]}: resume with the same model, parameter groups and unit size"
             )
         self.rule, self.padded, self.workers, self.shards = rule, padded, workers, shards
-        self.flat = rule != "copy" or first.numel() == padded
-        self.sharded = rule in ("mean", "sum") and first.numel() != padded
-        self.size = first.numel()
-        kind = torch.float64 if rule in ("mean", "sum") else first.dtype
-        self.whole = torch.zeros(padded if self.flat else self.size, dtype=kind, device="cpu")
-        self.kind = first.dtype
+        self.size, self.shape, self.kind = first.numel(), first.shape, first.dtype
+        self.sharded = rule in OWN and self.size != padded
+        kind = torch.float64 if rule in OWN else first.dtype
+        self.whole = torch.zeros(self.size if rule == "copy" else padded, dtype=kind, device="cpu")
 
     def add(self, rank: int, tensor: Tensor) -> None:
         """Of old rank number `rank`; rank = worker * shards + shard."""
         if tensor.numel() != self.size:
             raise ValueError(f"a tensor of rank {rank} has {tensor.numel()} elements, rank 0's has {self.size}")
+        if self.rule == "copy" and rank > 0:
+            return
         worker, shard = divmod(rank, self.shards)
-        if self.rule == "copy":
-            if rank == 0:
-                self.whole.copy_(tensor)
-        elif self.rule in ("mean", "sum"):
-            begin = shard * self.size if self.sharded else 0
-            self.whole[begin : begin + self.size] += tensor.cpu()
+        place = shard * self.workers + worker if self.rule == "cut" else shard if self.sharded else 0
+        part = self.whole[place * self.size :][: self.size].view(self.shape)
+        if self.rule in OWN:
+            part += tensor.cpu()
         else:
-            begin = (shard * self.workers + worker) * self.size
-            self.whole[begin : begin + self.size] = tensor
+            part.copy_(tensor)
 
-    def result(self, optimizer: BucketOptimizer, unit: Unit) -> Tensor:
-        """All of it as the unit's new ranks keep it together, on the CPU."""
+    def result(self, workers: int, unit: Unit | None = None) -> Tensor:
+        """All of it as so many new workers keep it together, padded as their unit, on the CPU."""
         whole = self.whole
-        if self.rule in ("mean", "sum"):
-            parts = self.workers if self.rule == "mean" else optimizer.comm.workers
+        if self.rule in OWN:
+            parts = self.workers if self.rule == "mean" else workers
             whole = whole / (parts if self.sharded else parts * self.shards)
-            whole = _as(self.kind, whole)
-        if not self.flat:
-            return whole
-        new = torch.zeros(unit.padded, dtype=self.kind, device="cpu")
-        new[: unit.numel] = whole[: unit.numel]
-        return new
+            whole = (whole if self.kind.is_floating_point else whole.round()).to(self.kind)
+        if unit is None or len(whole) != self.padded:
+            return whole.view(self.shape)
+        return torch.nn.functional.pad(whole[: unit.numel], (0, unit.padded - unit.numel))
