@@ -180,6 +180,7 @@ class Collectives:
         self.rank = 0 if group is None else dist.get_rank(group)
         # A topology of just this group numbers its ranks from 0, one of the whole world as the world does.
         numbers = range(self.size) if topology.world_size == self.size else self.ranks
+        # Which of its ranks are on this rank's node, itself among them.
         self.near = [topology.same_node(numbers[self.rank], peer) for peer in numbers]
         self._backends: dict[str, str] = {}
         self._outside = 0
@@ -198,17 +199,13 @@ class Collectives:
 
     def count_pairwise(self, nbytes: int) -> None:
         """One collective in which this rank sends `nbytes` to every peer."""
-        self.counter.collective()
-        for peer, near in enumerate(self.near):
-            if peer != self.rank:
-                self.counter.sent(nbytes, same_node=near)
+        near = sum(self.near) - 1
+        self.counter.collective(near * nbytes, (self.size - 1 - near) * nbytes)
 
     def count_ring_all_reduce(self, nbytes: int) -> None:
         """One all-reduce of `nbytes` around a ring: 2(n-1)/n of it to the next rank."""
-        self.counter.collective()
-        if self.size > 1:
-            share = 2 * (self.size - 1) * nbytes // self.size
-            self.counter.sent(share, same_node=self.near[(self.rank + 1) % self.size])
+        share, near = 2 * (self.size - 1) * nbytes // self.size, self.near[(self.rank + 1) % self.size]
+        self.counter.collective(share if near else 0, 0 if near else share)
 
     def _exchange(self, out: list[Tensor], received: Tensor, tag: int | None) -> Wait:
         """Starts to send out[j] to peer j and to receive received[j] from it, for every peer but this rank itself."""

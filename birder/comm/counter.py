@@ -18,16 +18,11 @@ class ByteCounter:
     collectives: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def sent(self, nbytes: int, *, same_node: bool) -> None:
+    def collective(self, intra: int, inter: int) -> None:
+        """One more collective, in which this rank sends so many bytes."""
         with self._lock:  # two threads of a pipeline may send
-            if same_node:
-                self.intra += nbytes
-            else:
-                self.inter += nbytes
-
-    def collective(self) -> None:
-        """One more collective."""
-        with self._lock:
+            self.intra += intra
+            self.inter += inter
             self.collectives += 1
 
     @property

@@ -20,8 +20,8 @@ def rounds_of(*sent: int) -> StepTraffic:
     counter = ByteCounter()
     rounds = StepTraffic(counter)
     for nbytes in sent:
-        counter.collectives += nbytes > 0
-        counter.sent(nbytes, same_node=False)
+        if nbytes > 0:
+            counter.collective(intra=0, inter=nbytes)
         rounds.end_step()
     return rounds
 
