@@ -241,7 +241,10 @@ def attach(
             "DistributedDataParallel(skip_all_reduce_unused_params=True) keeps buckets from the hook, and so messages: leave "
             "it out"
         )
-    buckets = _bucket_hook(model)
+    hook = _hook_of(model)
+    if hook is None:
+        check_reducer(model)
+    others = [a for a in (hook.attachments if hook else ()) if a.optimizer is not optimizer and not a.closed]
     names = {p: name for name, p in model.module.named_parameters()}
     mine = {p for g in optimizer.param_groups for p in g["params"]}
     if not mine <= names.keys():
@@ -255,8 +258,7 @@ def attach(
             "DistributedDataParallel(delay_all_reduce_named_params=...) keeps gradients of this optimizer's parameters from "
             "the hook: leave it out"
         )
-    open_ = buckets.attachments if buckets is not None else []
-    for other in (a for a in open_ if a.optimizer is not optimizer and not a.closed):
+    for other in others:
         if any(map(other.optimizer.holds, mine)):
             raise ValueError(
                 "another attached optimizer holds some of these parameters: give each to one of them, or call close() of "
@@ -280,13 +282,11 @@ def attach(
     link = Collectives(group, topology, optimizer.comm.counter)
     attachment = BucketAttachment(optimizer, link, overlap, communicate, own)
     attachment.replace(names)
-    if buckets is None:
-        buckets = BucketHook(model)
-        model.register_comm_hook(buckets, bucket_hook)
+    if hook is None:
+        hook = BucketHook(model)
+        model.register_comm_hook(hook, bucket_hook)
         model.register_forward_pre_hook(before_forward)
-    buckets.attachments = [a for a in buckets.attachments if a.optimizer is not optimizer and not a.closed] + [
-        attachment
-    ]
+    hook.attachments = [*others, attachment]
     watch(attachment)
     return attachment
 
@@ -295,16 +295,20 @@ def before_forward(model: nn.Module, _: Any) -> None:
     """Called before each forward pass of a model that `attach` was given."""
     if torch.compiler.is_compiling() or model._has_rebuilt_buckets or not torch.is_grad_enabled():
         return
-    for _, state in getattr(model, "_comm_hooks", ()):
-        if isinstance(state, BucketHook):
-            for attachment in state.attachments:
-                attachment.before_forward()
+    if (hook := _hook_of(model)) is not None:
+        for attachment in hook.attachments:
+            attachment.before_forward()
 
 
 def attached(model: nn.Module, optimizer: BucketOptimizer) -> bool:
     """Whether `optimizer` is attached to this very model: one that was wrapped again has no hook yet."""
-    hooks = [state for _, state in getattr(unwrap_model(model), "_comm_hooks", ()) if isinstance(state, BucketHook)]
-    return any(a.optimizer is optimizer and not a.closed for hook in hooks for a in hook.attachments)
+    hook = _hook_of(unwrap_model(model))
+    return hook is not None and any(a.optimizer is optimizer and not a.closed for a in hook.attachments)
+
+
+def _hook_of(model: Any) -> BucketHook | None:
+    """The hook that an earlier `attach` registered with the model."""
+    return next((state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, BucketHook)), None)
 
 
 def _check_split(optimizer: BucketOptimizer, params: dict[str, Tensor]) -> None:
@@ -328,15 +332,6 @@ def _nodes(mesh: DeviceMesh, group: dist.ProcessGroup) -> Topology | None:
             f"got {' x '.join(map(str, mesh.shape))}: init_device_mesh(device, (nodes, ranks_per_node))"
         )
     return Topology(*mesh.shape) if mesh.ndim == 2 else None
-
-
-def _bucket_hook(model: DistributedDataParallel) -> BucketHook | None:
-    """The hook that an earlier `attach` registered. Raises RuntimeError for a model whose buckets come to no hook of ours."""
-    for _, state in getattr(model, "_comm_hooks", ()):
-        if isinstance(state, BucketHook):
-            return state
-    check_reducer(model)
-    return None
 
 
 def _after_ddp(call: Callable[[], None]) -> None:
