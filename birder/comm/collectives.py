@@ -9,8 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,7 +44,8 @@ Wait = Callable[[], Tensor]
 """What waits for a collective that is under way, and returns what has been received."""
 
 
-class Post(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Post:
     """One collective of a link, for a driver to start (birder/comm/runtime.py).
 
     start: with the tag of its messages, None for one of the link's own; returns what waits.
