@@ -57,17 +57,14 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> 
     return c0, c1, c2, c3
 
 
-def words(number: Tensor, *, seed: int, step: int, stream: int) -> tuple[Tensor, ...]:
-    """Four random 32-bit words for each `number`, int64[n] each. `stream` keeps apart what else is drawn in a step."""
-    zero = torch.zeros_like(number)
+def words(number: Word, *, seed: int, step: int, stream: int) -> tuple[Word, ...]:
+    """Four random 32-bit words for each `number`, int64[n] each; of a number of Python's, four of these, on the host.
+
+    `stream` keeps apart what else is drawn in a step.
+    """
+    zero = number * 0
     counter = (number & MASK, number >> 32, zero + (step & MASK), zero + stream)
     return philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))
-
-
-def word(number: int, *, seed: int, step: int, stream: int) -> int:
-    """The first of the `words` of one number, on the host and without tensors."""
-    counter = (number & MASK, number >> 32, step & MASK, stream)
-    return int(philox4x32(counter, (seed & MASK, (seed >> 32) & MASK))[0])
 
 
 def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, device: torch.device) -> Tensor:

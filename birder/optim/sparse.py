@@ -30,7 +30,7 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import GatherRanks, Requests
-from birder.kernels.philox import BLOCK_STREAM, word
+from birder.kernels.philox import BLOCK_STREAM, words
 
 COMPRESSORS = ("blocks", "random_k", "top_k")
 SHARED = ("blocks", "random_k")
@@ -41,7 +41,7 @@ PLACE = torch.int32
 
 def _drawn(run: int, ratio: int, *, seed: int, step: int, stream: int) -> int:
     """The place within that run of its chosen block, as `kernels.chosen_blocks` draws it."""
-    return (word(run, seed=seed, step=step, stream=BLOCK_STREAM + stream) * ratio) >> 32
+    return (words(run, seed=seed, step=step, stream=BLOCK_STREAM + stream)[0] * ratio) >> 32
 
 
 @dataclass(frozen=True)
