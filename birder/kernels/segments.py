@@ -30,36 +30,33 @@ IN_ORDER: Order = (1, 1)
 
 
 class SegmentCache:
-    """What was made last. Where some of it is asked for again after it was dropped, there is room for as much from then on.
+    """What was made last. For each that is asked for again after it was dropped, there is room for one more from then on.
 
     Each step asks for the same in the same order: with room for less, nothing of it would ever be found.
     """
 
     def __init__(self) -> None:
         self.room = ROOM
-        self._asked = 0
-        self._made: OrderedDict[tuple, tuple[int, Any]] = OrderedDict()
-        self._dropped: OrderedDict[int, int] = OrderedDict()
-        """By the hash of what was dropped: after how many questions it was last wanted."""
+        self._made: OrderedDict[tuple, Any] = OrderedDict()
+        self._dropped: OrderedDict[int, None] = OrderedDict()
+        """The hashes of what was dropped, at most MOST of them."""
 
     def __len__(self) -> int:
         return len(self._made)
 
     def get(self, key: tuple) -> Any:
-        self._asked += 1
-        if key not in self._made:
-            return None
-        found = self._made.pop(key)[1]
-        self._made[key] = self._asked, found
-        return found
+        if key in self._made:
+            self._made.move_to_end(key)
+        return self._made.get(key)
 
     def put(self, key: tuple, value: Any) -> None:
-        since = self._asked - self._dropped.pop(hash(key), self._asked)
-        self.room = min(max(self.room, since), MOST)
-        self._made[key] = self._asked, value
+        if hash(key) in self._dropped:
+            del self._dropped[hash(key)]
+            self.room = min(self.room + 1, MOST)
+        self._made[key] = value
         if len(self._made) > self.room:
-            gone, (wanted, _) = self._made.popitem(last=False)
-            self._dropped[hash(gone)] = wanted
+            gone, _ = self._made.popitem(last=False)
+            self._dropped[hash(gone)] = None
         if len(self._dropped) > MOST:
             self._dropped.popitem(last=False)
 
