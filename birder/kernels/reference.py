@@ -428,11 +428,10 @@ def leave(z: Tensor, error: Tensor, limit: int, dither: float, out: Tensor | Non
     bits = into(out, pack(plus))
     if limit == 1:
         z = z - torch.where(plus, 1.0, -1.0)
-    if error.dtype == torch.float32:
-        error.copy_(z.clamp(-float(limit), float(limit)))
-    else:
-        most = float(limit * UNITS[limit])
-        error.copy_((z * float(UNITS[limit]) + dither).floor_().clamp_(-most, most))
+    _, most, units, dither = error_form(error, limit, dither)
+    if units:
+        z = (z * units + dither).floor_()
+    error.copy_(z.clamp(-most, most))
     return bits
 
 
