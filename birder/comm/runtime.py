@@ -113,8 +113,9 @@ def lockstep(comms: Sequence[Communicator], tasks: Sequence[Requests[Any]], ente
 class Turn:
     """One task of a pipeline: the numbers of its messages, and what is noted of it."""
 
-    def __init__(self, pipeline: Pipeline, number: int, task: Task, unit: int | None) -> None:
+    def __init__(self, pipeline: Pipeline, number: int, task: Task, unit: int | None, whole: bool) -> None:
         self.pipeline, self.unit, self.task = pipeline, unit, task
+        self.whole = whole or not inspect.isgeneratorfunction(task)
         self._first, self._calls = number % TASKS * CALLS, 0
         self.steps: Steps[None] | None = None
 
@@ -153,13 +154,16 @@ class Pipeline:
         self.trace = Trace()
         self._busy_s = 0.0
         self._submitted = 0
+        self._open = 0
+        """Of what was submitted, how much is not done."""
         self._failed = False
         self._state = threading.Condition()
 
     @property
     def sound(self) -> bool:
         """Whether all that was submitted is done, and nothing has ever failed."""
-        return not self._failed
+        with self._state:
+            return not self._failed and self._open == 0
 
     def spent(self, seconds: float) -> None:
         with self._state:
@@ -175,13 +179,13 @@ class Pipeline:
     def submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
         """Runs `task` when it is its turn. unit: the number of the unit that it exchanges, for the trace. whole: it begins
         when those before it are over."""
-        turn = self._turn(task, unit)
+        turn = self._turn(task, unit, whole)
         with self._working(turn):
             turn.finish()
 
-    def _turn(self, task: Task, unit: int | None) -> Turn:
+    def _turn(self, task: Task, unit: int | None, whole: bool) -> Turn:
         self._submitted += 1
-        return Turn(self, self._submitted, task, unit)
+        return Turn(self, self._submitted, task, unit, whole)
 
     @contextlib.contextmanager
     def _working(self, turn: Turn) -> Iterator[None]:
@@ -235,7 +239,7 @@ def _leave() -> None:
     failed."""
     until = time.monotonic() + LEAVE_S
     for pipeline in list(_PIPELINES):
-        pipeline.settle(until - time.monotonic())
+        pipeline.settle(max(until - time.monotonic(), 0.0))
 
 
 class ThreadPipeline(Pipeline):
@@ -243,9 +247,8 @@ class ThreadPipeline(Pipeline):
 
     def __init__(self, comm: Communicator | None = None) -> None:
         super().__init__(comm)
-        self._begun: queue.SimpleQueue[tuple[Turn, bool] | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._rest: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
-        self._open = 0
         self._error: BaseException | None = None
         # Daemons: a collective that never returns must not keep the interpreter from ending.
         self._threads = [
@@ -256,18 +259,12 @@ class ThreadPipeline(Pipeline):
             thread.start()
         _PIPELINES.add(self)
 
-    @property
-    def sound(self) -> bool:
-        with self._state:
-            return not self._failed and self._open == 0
-
     def _encode(self) -> None:
-        while (submitted := self._begun.get()) is not None:
-            turn, whole = submitted
-            if not whole:
+        while (turn := self._begun.get()) is not None:
+            if not turn.whole:
                 self._attempt(turn, turn.begin)
             self._rest.put(turn)
-            del submitted, turn  # while the thread waits for the next task it keeps no optimizer alive
+            del turn  # while the thread waits for the next task it keeps no optimizer alive
         self._rest.put(None)
 
     def _communicate(self) -> None:
@@ -291,19 +288,19 @@ class ThreadPipeline(Pipeline):
     def submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
         with self._state:
             self._open += 1
-        self._begun.put((self._turn(task, unit), whole or not inspect.isgeneratorfunction(task)))
+        self._begun.put(self._turn(task, unit, whole))
 
     def wait(self) -> None:
+        self.settle(None)
         with self._state:
-            self._state.wait_for(lambda: self._open == 0)
             error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def settle(self, seconds: float) -> None:
+    def settle(self, seconds: float | None) -> None:
         """Returns when all submitted tasks are done, or after so long."""
         with self._state:
-            self._state.wait_for(lambda: self._open == 0, max(seconds, 0.0))
+            self._state.wait_for(lambda: self._open == 0, seconds)
 
     def close(self) -> None:
         self._begun.put(None)
@@ -335,9 +332,9 @@ class StreamPipeline(Pipeline):
         self._held: list[dict[str, Any]] = []
 
     def submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
-        caller, turn = self._cuda.current_stream(self._device), self._turn(task, unit)
+        caller, turn = self._cuda.current_stream(self._device), self._turn(task, unit, whole)
         with self._working(turn):
-            if not whole and inspect.isgeneratorfunction(task):
+            if not turn.whole:
                 self._first.wait_stream(caller)
                 with self._cuda.stream(self._first):
                     turn.begin()
