@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import ByteCounter, Communicator, Requests, Topology
+from birder.comm import ByteCounter, Requests, Topology
 from birder.comm.runtime import OwnTurn, lockstep
 from birder.comm.virtual import communicators, links, ring_sum
 from birder.hooks.attachment import done, mark_overflow
@@ -84,9 +84,7 @@ class VirtualRanks:
         self._compare()
         first = self.optimizers[0]
         self._overlap = overlap and first.max_grad_norm is None
-        made: Sequence[Communicator | None] = [None]
-        if first.compressed:
-            made = communicators(topology, hierarchical)
+        made = communicators(topology, hierarchical) if first.compressed else [None]
         self._bound = self.optimizers[: len(made)]  # those that step
         for optimizer, comm in zip(self._bound, made, strict=True):
             optimizer.bind(comm, OwnTurn(), unit_mb)
