@@ -13,8 +13,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
@@ -65,8 +63,12 @@ def write_tree(path: Path, tree: Any) -> Seal:
         storage = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone() if storage in seen else tensor  # safetensors wants separate memory for each
         seen.add(storage)
-    with _os_errors():
+    try:
         save_file(tensors, path, metadata={"tree": shape})
+    except SafetensorError as e:  # into whose own words it has wrapped what the system says
+        if match := re.search(r"\(os error (\d+)\)", str(e)):
+            raise OSError(int(match[1]), os.strerror(int(match[1]))) from e
+        raise
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         return _seal(file)
@@ -149,18 +151,6 @@ def _whole(value: Any, what: str) -> int:
 
 def _seal(file: Any) -> Seal:
     return Seal(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    """Gives what the system says, which safetensors wraps into its own words, as OSError."""
-    try:
-        yield
-    except SafetensorError as e:
-        if match := re.search(r"\(os error (\d+)\)", str(e)):
-            number = int(match[1])
-            raise OSError(number, os.strerror(number)) from e
-        raise
 
 
 def _pack(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
