@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Broken(f"{MANIFEST} must hold format, step, world_size and files")
     if content["format"] != FORMAT or isinstance(content["format"], bool):
         raise Broken(f"{MANIFEST}: format must be {FORMAT}")
-    step, world = (_whole(content[key], key) for key in ("step", "world_size"))
+    step, world = _whole(content["step"], "step"), _whole(content["world_size"], "world_size", 1)
     if folder.name != name_of(step):
         raise Broken(f"{MANIFEST} is that of step {step}")
     listed = content["files"]
@@ -143,9 +143,9 @@ def _read_seal(name: str, seal: Any) -> Seal:
     return Seal(_whole(seal["size"], f"size of {name}"), seal["sha256"])
 
 
-def _whole(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Broken(f"{MANIFEST}: {what} must be a whole number")
+def _whole(value: Any, what: str, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise Broken(f"{MANIFEST}: {what} must be a whole number of at least {least}")
     return value
 
 

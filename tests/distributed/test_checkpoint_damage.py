@@ -109,6 +109,16 @@ def test_only_broken_ones_are_no_beginning(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
 
 
+@pytest.mark.parametrize("any_world", [False, True])
+def test_a_manifest_of_no_rank_at_all_is_broken(tmp_path: Path, any_world: bool) -> None:
+    write(0, 1, str(tmp_path), [1, 2])
+    path = tmp_path / "step-00000002" / checkpoint.MANIFEST
+    manifest = json.loads(path.read_text())
+    shared = {checkpoint.SHARED: manifest["files"][checkpoint.SHARED]}
+    path.write_text(json.dumps(manifest | {"world_size": 0, "files": shared}))
+    assert checkpoint.restore(tmp_path, any_world).step == 1  # type: ignore[union-attr]
+
+
 def test_later_checkpoints_are_those_of_a_future_that_was_left(tmp_path: Path) -> None:
     write(0, 1, str(tmp_path), [1, 2, 3, 4])
     flip(tmp_path / "step-00000003" / checkpoint.SHARED, -1)
