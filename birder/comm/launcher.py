@@ -54,7 +54,7 @@ def said(env: Mapping[str, str], rank: int | None, world_size: int, given: bool 
     local, number = _scheduler(env, rank, world_size)
     other = UNKNOWN
     if "LOCAL_WORLD_SIZE" in env:
-        mine = _whole(env["LOCAL_WORLD_SIZE"])
+        mine = _number(env, "LOCAL_WORLD_SIZE") or WRONG
         by_torchrun = "TORCHELASTIC_RUN_ID" in env
         if by_torchrun:
             number = -1  # torchrun numbers node by node
@@ -69,7 +69,7 @@ def _scheduler(env: Mapping[str, str], rank: int | None, world_size: int) -> tup
     """What MPI or SLURM says, where its tasks are the ranks: (ranks on this node, number of this one there)."""
     for local, number, size, own in MPI:
         if local in env and _are_the_ranks(env, rank, world_size, size, own):
-            return _whole(env[local]), _number(env, number)
+            return _number(env, local) or WRONG, _number(env, number)
     size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if name in env), "")
     if size and _are_the_ranks(env, rank, world_size, size, "SLURM_PROCID"):
         return _slurm(env, world_size), _number(env, "SLURM_LOCALID")
@@ -106,10 +106,7 @@ def per_node(text: str) -> list[int]:
     return counts
 
 
-def _whole(text: str) -> int:
-    return int(text) if text.strip().isdecimal() and int(text) > 0 else WRONG
-
-
 def _number(env: Mapping[str, str], name: str) -> int:
+    """What the variable says; -1 where it is not there, or not a number of at least 0."""
     text = env.get(name, "").strip()
     return int(text) if text.isdecimal() else -1

@@ -399,7 +399,7 @@ def serve_sigma(rows: Tensor, error: Tensor, *, gamma: float, dither: float = 0.
 def settle(
     error: Tensor, bits: Tensor, *, n: int, worker: int, seed: int, step: int, start: int, turn: int = 0
 ) -> None:
-    """e = e - q for the 32-bit words that this worker sends (`one_phase.owned`, whose options these are), in place.
+    """e = e - q for the 32-bit words that this worker sends (`owned`, whose options these are), in place.
 
     error: fp32 or int8[d]; bits: of all elements, uint8[d/8]. Touches d/n elements.
     """
