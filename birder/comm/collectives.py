@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -73,6 +73,12 @@ def finish(operation: Operation[T], counted: bool = True) -> T:
         began = time.perf_counter()
         received = post.start(None)()
         note_wire(began, began)
+
+
+def gather_numbers(link: Collectives, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """What each rank of the link says, in rank order: as many numbers on all. device: of the tensors that carry them."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return finish(link.all_gather(mine)).view(link.size, -1).tolist()  # type: ignore[no-any-return]
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from birder.comm.collectives import Collectives, finish, new_group
+from birder.comm.collectives import Collectives, gather_numbers, new_group
 
 OFFERED = 8
 """Of the groups that were given back: so many of the last are offered to the other ranks."""
@@ -35,9 +35,7 @@ def borrow(link: Collectives, device: torch.device) -> dist.ProcessGroup:
     wanted = _about(link.group)
     free = {_number(group): group for group in _free() if _about(group) == wanted}
     mine = [*list(free)[-OFFERED:], *[0] * OFFERED][:OFFERED]
-    offered = torch.tensor(mine, dtype=torch.int64, device=device)
-    everyone = finish(link.all_gather(offered)).view(link.size, OFFERED).tolist()
-    common = set.intersection(*map(set, everyone)) - {0}
+    common = set.intersection(*map(set, gather_numbers(link, mine, device))) - {0}
     if not common:
         return new_group(link.ranks, like=link.group)
     taken = free[min(common)]

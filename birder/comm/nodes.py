@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
-from birder.comm.collectives import Collectives, finish
-from birder.comm.counter import ByteCounter
-from birder.comm.launcher import UNKNOWN, WRONG, Said, said
+from birder.comm.launcher import UNKNOWN, WRONG, Said
 from birder.comm.topology import Topology
 
 WAY_ON = (
     "set LOCAL_WORLD_SIZE to the ranks per node on every rank, or use attach(topology=birder.Topology(nodes, ranks))"
 )
-
-
-def agreed(group: dist.ProcessGroup, device: torch.device, given: Topology | None, hierarchical: bool) -> Topology:
-    """The topology of the ranks of `group`, from what all of them say: the same on all, or the same error.
-
-    given: the caller's, which counts. All ranks call it, with it or without: none waits for another that has raised.
-    Raises ValueError.
-    """
-    size = dist.get_world_size(group)
-    mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hierarchical)
-    link = Collectives(group, Topology(1, size), ByteCounter())
-    rows = finish(link.all_gather(torch.tensor(mine, dtype=torch.int64, device=device))).view(size, -1).tolist()
-    everyone = [Said(*row) for row in rows]
-    if any(one.given for one in everyone):
-        return given or Topology(1, size)  # those without it differ, as what ranks compare next will show
-    return decided(everyone, link.ranks)
 
 
 def decided(everyone: Sequence[Said], ranks: list[int]) -> Topology:

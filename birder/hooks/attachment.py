@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,12 @@ from birder.comm import (
     ThreadPipeline,
     Topology,
     Union,
-    finish,
     run,
 )
-from birder.comm.collectives import backend_for
+from birder.comm.collectives import backend_for, gather_numbers
 from birder.comm.groups import give_back
-from birder.comm.nodes import agreed as agreed_topology
+from birder.comm.launcher import Said, said
+from birder.comm.nodes import decided
 from birder.optim.base import WIRES, BucketOptimizer, Plan
 from birder.optim.guards import BACKWARD, TWICE, say
 
@@ -243,7 +244,7 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipel
 
 def odd_ranks(link: Collectives, device: torch.device, digest: int) -> list[int]:
     """The ranks whose digest is not rank 0's, the same list on all. All ranks of the link call it."""
-    digests = finish(link.all_gather(torch.tensor([digest], dtype=torch.int64, device=device))).view(-1).tolist()
+    digests = gather_numbers(link, [digest], device)
     return [rank for rank, d in enumerate(digests) if d != digests[0]]
 
 
@@ -260,17 +261,20 @@ def agree(
     All ranks call it, before anything else that they do together: those that differ would wait for each other. Raises
     ValueError for nodes that are not known or unequal, RuntimeError when ranks differ.
     """
-    topology = agreed_topology(group, device, given, hier)
-    link = Collectives(group, topology, ByteCounter())
-    if odd := odd_ranks(link, device, optimizer.digest(topology, hier, *how)):
+    size = dist.get_world_size(group)
+    assumed = given or Topology(1, size)
+    link = Collectives(group, Topology(1, size), ByteCounter())
+    mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hier)
+    rows = gather_numbers(link, [*mine, optimizer.digest(assumed, hier, *how)], device)
+    everyone = [Said(*numbers) for *numbers, _ in rows]
+    topology = assumed if any(one.given for one in everyone) else decided(everyone, link.ranks)
+    if odd := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
         raise RuntimeError(
             f"ranks {odd} differ from rank 0 in model, optimizer (the order of its parameters counts), completed steps or "
             "arguments of attach: make them equal"
         )
-    if topology.world_size != dist.get_world_size(group):
-        raise ValueError(
-            f"the topology has {topology.world_size} ranks, the process group {dist.get_world_size(group)}"
-        )
+    if topology.world_size != size:
+        raise ValueError(f"the topology has {topology.world_size} ranks, the process group {size}")
     return topology
 
 
