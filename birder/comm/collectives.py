@@ -75,10 +75,14 @@ def finish(operation: Operation[T], counted: bool = True) -> T:
         note_wire(began, began)
 
 
-def gather_numbers(link: Collectives, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """What each rank of the link says, in rank order: as many numbers on all. device: of the tensors that carry them."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    return finish(link.all_gather(mine)).view(link.size, -1).tolist()  # type: ignore[no-any-return]
+def gather_numbers(group: dist.ProcessGroup | None, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """What each rank of the group says, in rank order: as many numbers on all. Their bytes are not counted.
+
+    device: of the tensors that carry them.
+    """
+    size, mine = dist.get_world_size(group), torch.tensor(numbers, dtype=torch.int64, device=device)
+    link = Collectives(group, Topology(1, size), ByteCounter())
+    return finish(link.all_gather(mine)).view(size, -1).tolist()  # type: ignore[no-any-return]
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from birder.comm.collectives import Collectives, gather_numbers, new_group
+from birder.comm.collectives import gather_numbers, new_group
 
 OFFERED = 8
 """Of the groups that were given back: so many of the last are offered to the other ranks."""
@@ -26,18 +26,17 @@ _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], d
 """By the group, not by its name: where ranks are threads of one process, each has another group of the same name."""
 
 
-def borrow(link: Collectives, device: torch.device) -> dist.ProcessGroup:
-    """A process group of the link's ranks that nobody else uses. All of them call it.
+def borrow(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """Another process group of the same ranks (None: the world's), that nobody else uses. All of them call it.
 
     One that was given back, where all ranks have the same, or a new one. device: of the tensors that ranks agree with.
     """
-    assert link.group is not None
-    wanted = _about(link.group)
-    free = {_number(group): group for group in _free() if _about(group) == wanted}
+    wanted = _about(group)
+    free = {_number(other): other for other in _free() if _about(other) == wanted}
     mine = [*list(free)[-OFFERED:], *[0] * OFFERED][:OFFERED]
-    common = set.intersection(*map(set, gather_numbers(link, mine, device))) - {0}
+    common = set.intersection(*map(set, gather_numbers(group, mine, device))) - {0}
     if not common:
-        return new_group(link.ranks, like=link.group)
+        return new_group(dist.get_process_group_ranks(group), like=group)
     taken = free[min(common)]
     _free().remove(taken)
     return taken
@@ -68,7 +67,7 @@ def part(group: dist.ProcessGroup, ranks: Sequence[int], number: int = 0) -> dis
     return made[key]
 
 
-def _about(group: dist.ProcessGroup) -> tuple[tuple[int, ...], str] | None:
+def _about(group: dist.ProcessGroup | None) -> tuple[tuple[int, ...], str] | None:
     """Its ranks and back ends; None where its world has ended."""
     try:
         return tuple(dist.get_process_group_ranks(group)), str(dist.get_backend_config(group))

@@ -242,9 +242,9 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipel
     return pipeline
 
 
-def odd_ranks(link: Collectives, device: torch.device, digest: int) -> list[int]:
-    """The ranks whose digest is not rank 0's, the same list on all. All ranks of the link call it."""
-    digests = gather_numbers(link, [digest], device)
+def odd_ranks(group: dist.ProcessGroup | None, device: torch.device, digest: int) -> list[int]:
+    """The ranks whose digest is not rank 0's, the same list on all. All ranks of the group call it."""
+    digests = gather_numbers(group, [digest], device)
     return [rank for rank, d in enumerate(digests) if d != digests[0]]
 
 
@@ -263,11 +263,10 @@ def agree(
     """
     size = dist.get_world_size(group)
     assumed = given or Topology(1, size)
-    link = Collectives(group, Topology(1, size), ByteCounter())
     mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hier)
-    rows = gather_numbers(link, [*mine, optimizer.digest(assumed, hier, *how)], device)
+    rows = gather_numbers(group, [*mine, optimizer.digest(assumed, hier, *how)], device)
     everyone = [Said(*numbers) for *numbers, _ in rows]
-    topology = assumed if any(one.given for one in everyone) else decided(everyone, link.ranks)
+    topology = assumed if any(one.given for one in everyone) else decided(everyone, dist.get_process_group_ranks(group))
     if odd := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
         raise RuntimeError(
             f"ranks {odd} differ from rank 0 in model, optimizer (the order of its parameters counts), completed steps or "

@@ -131,12 +131,11 @@ class BlockScaled(NotCopied):
     def _open(self, device: torch.device) -> None:
         """Borrows a process group. Raises RuntimeError on all ranks where their arguments differ: messages of other sizes
         would end the process, or hang."""
-        link = Collectives(self._over, Topology(self.link.size, 1), ByteCounter())  # what it sends is not counted
-        if odd := odd_ranks(link, device, digest_of((self.code, self.block, self.error_feedback))):
+        if odd := odd_ranks(self._over, device, digest_of((self.code, self.block, self.error_feedback))):
             raise RuntimeError(
                 f"ranks {odd} differ from rank 0 in code, block or error_feedback of BlockScaled: make them equal"
             )
-        self._own = borrow(link, device)
+        self._own = borrow(self._over, device)
         self.link = Collectives(self._own, self._topology, self.counter)
 
     @torch.no_grad()

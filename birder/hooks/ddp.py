@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import ByteCounter, Collectives, Communicator, Hierarchical, Requests, Topology, TwoPhase, run
+from birder.comm import Collectives, Communicator, Hierarchical, Requests, Topology, TwoPhase, run
 from birder.comm.groups import borrow
 from birder.hooks.attachment import (
     Attachment,
@@ -276,7 +276,7 @@ def attach(
     comm: Communicator | None = None
     if optimizer.compressed and communicate:
         # A separate group: these collectives overlap DDP's, in another order.
-        own = borrow(Collectives(group, topology, ByteCounter()), device)
+        own = borrow(group, device)
         comm = (communicator or (Hierarchical if hierarchical else TwoPhase))(own, topology)
     optimizer.bind(comm, pipeline_for(device, own if overlap else None), unit_mb)
     link = Collectives(group, topology, optimizer.comm.counter)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from birder.comm import ByteCounter, Collectives, Replicas, Topology, finish
+from birder.comm import Collectives, Replicas, Topology, finish
 from birder.comm.collectives import backend_for, gather_into, scatter_into
 from birder.comm.groups import borrow, part
 from birder.hooks.attachment import Attachment, agree, pipeline_for, queue_after_backward
@@ -182,7 +182,7 @@ def attach_shards(
     replica, shard = mesh.get_coordinate() or (0, 0)
     peers = mesh.mesh[:, shard].tolist()
     # Separate groups: these collectives overlap FSDP's, in another order.
-    own = borrow(Collectives(_world(), topology, ByteCounter()), device)
+    own = borrow(_world(), device)
     among = part(own, peers if communicate else [dist.get_rank()])
     comm = Replicas(among, part(own, mesh.mesh[replica].tolist()), topology)
     overlaps = optimizer.compressed and communicate and overlap

@@ -17,8 +17,6 @@ from torch.testing._internal.common_distributed import spawn_threads_and_init_co
 
 import birder
 from birder.comm import groups
-from birder.comm.collectives import Collectives
-from birder.comm.counter import ByteCounter
 from tests.helpers import toy
 from tests.helpers.ranks import fresh_world
 from tests.helpers.tiers import slow
@@ -134,13 +132,12 @@ def test_ranks_that_are_threads_of_one_process_keep_their_groups_apart() -> None
 
     @spawn_threads_and_init_comms(world_size=THREADS)
     def ranks(self) -> None:
-        link = Collectives(dist.group.WORLD, birder.Topology(THREADS // 4, 4), ByteCounter())
         node = [dist.get_rank() // 4 * 4 + i for i in range(4)]
-        mine = groups.borrow(link, torch.device("cpu"))
+        mine = groups.borrow(dist.group.WORLD, torch.device("cpu"))
         part = groups.part(mine, node)
         for _ in range(20):
             groups.give_back(mine)
-            same = groups.borrow(link, torch.device("cpu")) is mine
+            same = groups.borrow(dist.group.WORLD, torch.device("cpu")) is mine
             kept[dist.get_rank()] += same and groups.part(mine, node) is part
 
     ranks(None)
@@ -151,7 +148,7 @@ def test_a_world_that_has_ended_leaves_nothing() -> None:
     before = list(groups._FREE), list(groups._PARTS)  # worlds of other tests: held here, lest they go in between
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = groups.borrow(Collectives(dist.group.WORLD, birder.Topology(1, 1), ByteCounter()), torch.device("cpu"))
+        group = groups.borrow(dist.group.WORLD, torch.device("cpu"))
         groups.part(group, [0])
         groups.give_back(group)
         dist.destroy_process_group()
