@@ -213,16 +213,10 @@ def done(value: Tensor) -> Future[Any]:
 
 def on_thread(thread: ThreadPoolExecutor, work: Callable[[], Tensor]) -> Future[Any]:
     """What `work` will return there, or raise."""
-    later: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            later.set_result(work())
-        except Exception as e:
-            later.set_exception(e)
-
-    thread.submit(run)
-    return later.then(lambda ended: ended.value())  # DDP would take what `set_exception` leaves for the tensor
+    begun: Future[Any] = Future()
+    later = begun.then(lambda _: work())  # runs where `begun` is completed
+    thread.submit(begun.set_result, None)
+    return later
 
 
 def queue_after_backward(call: Callable[[], None]) -> None:
