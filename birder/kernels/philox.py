@@ -72,10 +72,8 @@ def uniform16(numel: int, *, seed: int, step: int, stream: int, start: int, devi
 
     numel and start are multiples of 8. `stream` is the worker's number, plus `SERVER_STREAM` in the server stage.
     """
-    block = torch.arange(start // LANES, (start + numel) // LANES, dtype=torch.int64, device=device)
-    drawn = words(block, seed=seed, step=step, stream=stream)
-    lanes = torch.stack([half for w in drawn for half in (w & 0xFFFF, w >> 16)], dim=1)
-    return lanes.reshape(-1)
+    drawn = random_bytes(2 * numel, seed=seed, step=step, stream=stream, first=2 * start, device=device)
+    return drawn.view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 def random_bytes(count: int, *, seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
