@@ -236,10 +236,9 @@ def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipel
     return pipeline
 
 
-def odd_ranks(group: dist.ProcessGroup | None, device: torch.device, digest: int) -> list[int]:
-    """The ranks whose digest is not rank 0's, the same list on all. All ranks of the group call it."""
-    digests = gather_numbers(group, [digest], device)
-    return [rank for rank, d in enumerate(digests) if d != digests[0]]
+def odd_ranks(digests: Sequence[Any]) -> list[int]:
+    """The ranks whose digest is not rank 0's."""
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
 def agree(
@@ -261,7 +260,7 @@ def agree(
     rows = gather_numbers(group, [*mine, optimizer.digest(assumed, hier, *how)], device)
     everyone = [Said(*numbers) for *numbers, _ in rows]
     topology = assumed if any(one.given for one in everyone) else decided(everyone, dist.get_process_group_ranks(group))
-    if odd := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
+    if odd := odd_ranks([digest for *_, digest in rows]):
         raise RuntimeError(
             f"ranks {odd} differ from rank 0 in model, optimizer (the order of its parameters counts), completed steps or "
             "arguments of attach: make them equal"

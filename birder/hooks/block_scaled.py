@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from birder.comm import ByteCounter, Collectives, Topology, finish
-from birder.comm.collectives import backend_for
+from birder.comm.collectives import backend_for, gather_numbers
 from birder.comm.groups import borrow, give_back
 from birder.hooks.attachment import NotCopied, done, odd_ranks, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
@@ -131,7 +131,8 @@ class BlockScaled(NotCopied):
     def _open(self, device: torch.device) -> None:
         """Borrows a process group. Raises RuntimeError on all ranks where their arguments differ: messages of other sizes
         would end the process, or hang."""
-        if odd := odd_ranks(self._over, device, digest_of((self.code, self.block, self.error_feedback))):
+        digest = digest_of((self.code, self.block, self.error_feedback))
+        if odd := odd_ranks(gather_numbers(self._over, [digest], device)):
             raise RuntimeError(
                 f"ranks {odd} differ from rank 0 in code, block or error_feedback of BlockScaled: make them equal"
             )

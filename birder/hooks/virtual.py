@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from birder.comm import ByteCounter, Requests, Topology
 from birder.comm.runtime import OwnTurn, lockstep
 from birder.comm.virtual import communicators, links, ring_sum
-from birder.hooks.attachment import done, mark_overflow
+from birder.hooks.attachment import done, mark_overflow, odd_ranks
 from birder.hooks.bucket_hook import bucket_hook
 from birder.optim.base import WIRES, BucketOptimizer, Plan
 
@@ -181,9 +181,7 @@ class VirtualRanks:
 
     def _compare(self) -> None:
         """Refuses what `attach` and steps refuse of real ranks: with other settings their models go apart."""
-        first, *others = [o.digest() for o in self.optimizers]
-        odd = [rank for rank, digest in enumerate(others, 1) if digest != first]
-        if odd:
+        if odd := odd_ranks([optimizer.digest() for optimizer in self.optimizers]):
             raise ValueError(
                 f"the optimizers of ranks {odd} differ from rank 0's in class, hyper-parameters (a schedule changes those of "
                 "every rank) or completed steps: make them equal"
