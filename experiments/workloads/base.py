@@ -39,6 +39,8 @@ class Workload(ABC):
     data_name:        what the data is, e.g. "ImageNet" or "synthetic 64x64 images".
     synthetic:        True when the data is random: such a run measures time and bytes, never accuracy.
     sample:           what one sample is called in rates: "images", "sequences", "tokens".
+    eval_set:         what `evaluate` looks at, in the form that `scores` takes; made by `prepare`.
+    held_out_set:     likewise what is held out of training, to choose hyper-parameters by; None where nothing is.
 
     Arguments out of range and missing or broken data raise `launch.errors.UserError` with one line, from
     `__init__` or `prepare`, before any process group exists where that is possible.
@@ -51,6 +53,8 @@ class Workload(ABC):
     data_name: str
     synthetic: bool = False
     sample: str = "samples"
+    eval_set: Any
+    held_out_set: Any = None
 
     @property
     def data(self) -> dict[str, Any]:
@@ -91,13 +95,25 @@ class Workload(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean loss over the batch: a scalar with a graph. `model` may be wrapped (DDP): call it, don't reach into it."""
 
-    @abstractmethod
     def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
         """Metrics over the whole evaluation set, including `self.metric`. Called on every rank, returns the same on all.
 
-        `model` is the bare module in eval mode, under no_grad. Work is split over ranks; sums are joined with
-        `experiments.workloads.base.all_sum`. An empty dict for synthetic data.
+        `held_out` is the metric on what is held out. `model` is the bare module in eval mode, under no_grad. An empty dict
+        for synthetic data.
         """
+        if self.synthetic:
+            return {}
+        found = self.scores(model, self.eval_set, shard)
+        if self.held_out_set is not None:
+            found["held_out"] = self.scores(model, self.held_out_set, shard)[self.metric]
+        return found
+
+    def scores(self, model: nn.Module, samples: Any, shard: Shard) -> dict[str, float]:
+        """Metrics over samples in the form of `eval_set`. Not needed where all data are synthetic.
+
+        Work is split over ranks; sums are joined with `experiments.workloads.base.all_sum`.
+        """
+        raise NotImplementedError
 
     def samples(self, batch_per_rank: int) -> int:
         """Samples (in units of `self.sample`) that one batch holds."""

@@ -105,10 +105,9 @@ class BertSquad(bert.Bert):
         self._typed = "token_type_ids" in self.tokenizer.model_input_names
         self._train = _Windows(self, train, with_offsets=False)
         # A question's windows stay on one rank, which alone can choose the best of them.
-        self._dev_questions = dev[shard.rank :: shard.world_size]
-        self._dev = _Windows(self, self._dev_questions, with_offsets=True)
-        self._held_questions = held[shard.rank :: shard.world_size]
-        self._held = _Windows(self, self._held_questions, with_offsets=True) if held else None
+        self.eval_set = _Windows(self, dev[shard.rank :: shard.world_size], with_offsets=True)
+        if held:
+            self.held_out_set = _Windows(self, held[shard.rank :: shard.world_size], with_offsets=True)
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForQuestionAnswering
@@ -129,29 +128,15 @@ class BertSquad(bert.Bert):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**batch).loss
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        found = self._scores(self.predict(model, shard.device), self._dev_questions, shard)
-        if self._held is not None:
-            predictions = self._answers(model, shard.device, self._held, self._held_questions)
-            found["held_out"] = self._scores(predictions, self._held_questions, shard)["f1"]
-        return found
-
-    @staticmethod
-    def _scores(predictions: list[str], questions: list[SquadQuestion], shard: Shard) -> dict[str, float]:
-        exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in questions])
+    def scores(self, model: nn.Module, samples: _Windows, shard: Shard) -> dict[str, float]:
+        predictions = self._answers(model, samples, shard.device)
+        exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in samples.questions])
         exact, f1, count = all_sum([exact, f1, float(len(predictions))], shard)
         return {"f1": 100 * f1 / count, "exact_match": 100 * exact / count}
 
-    def predict(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Answer texts for this rank's dev questions, each from its best-scoring window; "" where none is possible."""
-        return self._answers(model, device, self._dev, self._dev_questions)
-
-    def _answers(
-        self, model: nn.Module, device: torch.device, windows: _Windows, questions: list[SquadQuestion]
-    ) -> list[str]:
-        texts = [""] * len(questions)
+    def _answers(self, model: nn.Module, windows: _Windows, device: torch.device) -> list[str]:
+        """The answer to each question, from its best-scoring window; "" where none is possible."""
+        texts = [""] * len(windows.questions)
         scores = [-float("inf")] * len(texts)
         for first in range(0, len(windows), self.eval_batch):
             indices = np.arange(first, min(first + self.eval_batch, len(windows)))
@@ -162,7 +147,7 @@ class BertSquad(bert.Bert):
                 question = int(windows.question[window])
                 if span is not None and span.score > scores[question]:
                     begin, end = windows.offsets[window, span.first, 0], windows.offsets[window, span.last, 1]
-                    texts[question] = questions[question].context[begin:end]
+                    texts[question] = windows.questions[question].context[begin:end]
                     scores[question] = span.score
         return texts
 
@@ -189,7 +174,7 @@ class BertSquad(bert.Bert):
 
 
 class _Windows:
-    """Tokenized windows as arrays.
+    """Tokenized windows of `questions` as arrays.
 
     ids:      int32[windows, seq_len].
     ends:     int32[windows, 2]: where the second segment begins, where padding begins.
@@ -199,7 +184,7 @@ class _Windows:
     """
 
     def __init__(self, workload: BertSquad, questions: list[SquadQuestion], with_offsets: bool) -> None:
-        size = workload.seq_len
+        self.questions, size = questions, workload.seq_len
         ids, ends, owner, answers, offsets = [], [], [], [], []
         for first in range(0, len(questions), CHUNK):
             some = questions[first : first + CHUNK]

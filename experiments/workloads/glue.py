@@ -65,8 +65,8 @@ class Glue(bert.Bert):
         self.load_tokenizer(texts)
         if self.held_out and not self.synthetic:
             train, held = leave_out(train, self.held_out, "examples")
-            self._held = self._tokenized(held)
-        self._train, self._dev = self._tokenized(train), self._tokenized(dev)
+            self.held_out_set = self._tokenized(held)
+        self._train, self.eval_set = self._tokenized(train), self._tokenized(dev)
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
@@ -86,21 +86,13 @@ class Glue(bert.Bert):
         logits = model(**inputs).logits
         return F.cross_entropy(logits, labels.long()) if self.about.classes else F.mse_loss(logits[:, 0], labels)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        found = self._scores(model, self._dev, shard)
-        if self.held_out:
-            found["held_out"] = self._scores(model, self._held, shard)[self.metric]
-        return found
-
-    def _scores(self, model: nn.Module, part: dict[str, Tensor], shard: Shard) -> dict[str, float]:
-        labels = part["labels"]
+    def scores(self, model: nn.Module, samples: dict[str, Tensor], shard: Shard) -> dict[str, float]:
+        labels = samples["labels"]
         mine = torch.arange(len(labels))[shard.rank :: shard.world_size]
         # Correlations are not sums over ranks: every rank gets all answers, each from the rank that has it.
         answers = torch.zeros(len(labels), dtype=torch.float64)
         for some in mine.split(self.eval_batch) if len(mine) else ():  # with more ranks than examples some have none
-            inputs = self._batch(part, some, shard.device)
+            inputs = self._batch(samples, some, shard.device)
             inputs.pop("labels")
             logits = model(**inputs).logits.float().cpu()
             answers[some] = (logits.argmax(1) if self.about.classes else logits[:, 0]).double()

@@ -95,7 +95,8 @@ class GPT2(bert.Text):
         self.tokenizer = byte_tokenizer(lines, self.vocab_size) if self.model is None else _hub_tokenizer(self.model)
         train, valid = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
         self._train, held = leave_out(train, self.held_out, "sequences")
-        self._valid, self._kept = (part[shard.rank :: shard.world_size] for part in (valid, held))
+        self.eval_set = valid[shard.rank :: shard.world_size]
+        self.held_out_set = held[shard.rank :: shard.world_size] if self.held_out else None
 
     def build_model(self) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
@@ -123,16 +124,8 @@ class GPT2(bert.Text):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(*self._predictions(model, batch))
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        found = self._perplexity(model, self._valid, shard)
-        if self.held_out:
-            found["held_out"] = self._perplexity(model, self._kept, shard)["perplexity"]
-        return found
-
-    def _perplexity(self, model: nn.Module, sequences: Tensor, shard: Shard) -> dict[str, float]:
-        some = (part.long().to(shard.device) for part in sequences.split(self.eval_batch) if len(part))
+    def scores(self, model: nn.Module, samples: Tensor, shard: Shard) -> dict[str, float]:
+        some = (part.long().to(shard.device) for part in samples.split(self.eval_batch) if len(part))
         return perplexity((self._predictions(model, part) for part in some), shard)
 
     @staticmethod

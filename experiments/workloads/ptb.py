@@ -86,7 +86,7 @@ class PennTreebank(Workload):
 
     def prepare(self, shard: Shard) -> None:
         if self.data_path is None:
-            self._train, self._valid, self.vocab_size = _markov_text()
+            self._train, self.eval_set, self.vocab_size = _markov_text()
             return
         train_words = _words(self._file("train"))
         # Most frequent first, ties by spelling: the same numbers on every rank.
@@ -98,8 +98,8 @@ class PennTreebank(Workload):
         unknown = ids[UNKNOWN]
         self.vocab_size = len(ids)
         self._train = torch.tensor([ids[word] for word in train_words])
-        self._valid = torch.tensor([ids.get(word, unknown) for word in _words(self._file("valid"))])
-        if len(self._valid) < 2 * self.eval_columns:
+        self.eval_set = torch.tensor([ids.get(word, unknown) for word in _words(self._file("valid"))])
+        if len(self.eval_set) < 2 * self.eval_columns:
             raise UserError(f"data.path: {self._file('valid')} has fewer than {2 * self.eval_columns} words")
         if self.vocab_size == 10_000 and len(self._train) == 929_589:
             self.data_name = "Penn Treebank"
@@ -109,7 +109,7 @@ class PennTreebank(Workload):
                     f"workload.held_out={self.held_out} must be {2 * self.eval_columns} or more, and less than the "
                     f"{len(self._train)} words of the training text"
                 )
-            self._train, self._held_out = self._train[: -self.held_out], self._train[-self.held_out :]
+            self._train, self.held_out_set = self._train[: -self.held_out], self._train[-self.held_out :]
 
     def build_model(self) -> nn.Module:
         model = LSTMModel(self.vocab_size, self.hidden_size, self.dropout or 0.0, self.tie_weights)
@@ -150,16 +150,8 @@ class PennTreebank(Workload):
         self._hidden = (h.detach().float(), c.detach().float())
         return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        found = self._perplexity(model, self._valid, shard)
-        if self.held_out:
-            found["held_out"] = self._perplexity(model, self._held_out, shard)["perplexity"]
-        return found
-
-    def _perplexity(self, model: nn.Module, stream: Tensor, shard: Shard) -> dict[str, float]:
-        columns = _columns(stream, self.eval_columns)[:, shard.rank :: shard.world_size].to(shard.device)
+    def scores(self, model: nn.Module, samples: Tensor, shard: Shard) -> dict[str, float]:
+        columns = _columns(samples, self.eval_columns)[:, shard.rank :: shard.world_size].to(shard.device)
         return perplexity(self._predictions(model, columns), shard)
 
     def _predictions(self, model: nn.Module, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

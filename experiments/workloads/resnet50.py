@@ -59,7 +59,6 @@ class ResNet50(Workload):
         self._train_size = self.synthetic_images
         self._folders: dict[str, Any] = {}
         self._kept: list[int] = []
-        self._held: list[int] = []
         self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
 
     def check(self) -> None:
@@ -80,7 +79,9 @@ class ResNet50(Workload):
             "val": ImageFolder(image_split(root, ("val", "test"))),
         }
         self.num_classes = len(classes)
-        self._kept, self._held = choose_out(len(self._folders["train"]), self.held_out)
+        self._kept, held = choose_out(len(self._folders["train"]), self.held_out)
+        self.eval_set = "val", range(len(self._folders["val"]))
+        self.held_out_set = ("train", held) if held else None
         self._train_size = len(self._kept)
 
     def build_model(self) -> nn.Module:
@@ -121,22 +122,14 @@ class ResNet50(Workload):
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        top1, top5 = self._accuracies(model, "val", range(len(self._folders["val"])), shard)
-        found = {"top1": top1, "top5": top5}
-        if self._held:
-            found["held_out"], _ = self._accuracies(model, "train", self._held, shard)
-        return found
-
-    def _accuracies(self, model: nn.Module, split: str, of: Sequence[int], shard: Shard) -> tuple[float, float]:
-        """(top1, top5) of the images number `of`, in per cent."""
+    def scores(self, model: nn.Module, samples: tuple[str, Sequence[int]], shard: Shard) -> dict[str, float]:
+        """Of the images with these numbers in a folder, "train" or "val"."""
         from torchvision import transforms as T
 
+        split, numbers = samples
         resize = T.Resize(round(self.image_size * 256 / 224))
         images = _Images(self._folders[split], T.Compose([resize, T.CenterCrop(self.image_size), *to_tensor()]), 0, 0)
-        mine = list(of[shard.rank :: shard.world_size])
+        mine = list(numbers[shard.rank :: shard.world_size])
         batches = [mine[i : i + self.eval_batch] for i in range(0, len(mine), self.eval_batch)]
         sums = [0.0, 0.0, 0.0]
         for pixels, labels in self._load(images, batches, shard):
@@ -145,7 +138,7 @@ class ResNet50(Workload):
             sums[1] += float(best.any(dim=1).sum())
             sums[2] += len(labels)
         top1, top5, count = all_sum(sums, shard)
-        return 100 * top1 / count, 100 * top5 / count
+        return {"top1": 100 * top1 / count, "top5": 100 * top5 / count}
 
     def _synthetic_pool(self, shard: Shard, batch: int, seed: int) -> list[tuple[Tensor, Tensor]]:
         key = (shard, batch, seed)

@@ -84,17 +84,17 @@ class SmallImages(Shuffled):
         train, test = _synthetic(self.shape, self.num_classes) if self.synthetic else self.read()
         keep = fixed_choice(len(train[1]), self.train_images, "train_images")
         train = (train[0][keep], train[1][keep]) if len(keep) < len(train[1]) else train
-        self._evaluated = {"top1": test}
+        held = None
         if self.held_out and not self.synthetic:  # random images have no accuracy
-            kept, held = choose_out(len(train[1]), self.held_out)
-            self._evaluated["held_out"] = (train[0][held], train[1][held])
-            train = (train[0][kept], train[1][kept])
+            kept, out = choose_out(len(train[1]), self.held_out)
+            train, held = (train[0][kept], train[1][kept]), (train[0][out], train[1][out])
         # Per-channel mean and spread of the training images, on the 0..1 scale.
         pixels = train[0][:5000].float() / 255
         self._mean = pixels.mean((0, 2, 3)).view(1, -1, 1, 1).to(shard.device)
         self._std = pixels.std((0, 2, 3)).clamp_min(1e-3).view(1, -1, 1, 1).to(shard.device)
-        self._train = (train[0].to(shard.device), train[1].to(shard.device))
-        self._evaluated = {k: (x.to(shard.device), y.to(shard.device)) for k, (x, y) in self._evaluated.items()}
+        self._train, self.eval_set, self.held_out_set = (
+            part and (part[0].to(shard.device), part[1].to(shard.device)) for part in (train, test, held)
+        )
 
     def build_model(self) -> nn.Module:
         channels, side = self._train[0].shape[1:3]
@@ -124,20 +124,14 @@ class SmallImages(Shuffled):
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        return {name: self._accuracy(model, shard, *split) for name, split in self._evaluated.items()}
-
-    def _accuracy(self, model: nn.Module, shard: Shard, images: Tensor, labels: Tensor) -> float:
-        """Percentage of the images that `model` names right, this rank taking its share of them."""
-        images, labels = (part[shard.rank :: shard.world_size] for part in (images, labels))
+    def scores(self, model: nn.Module, samples: Split, shard: Shard) -> dict[str, float]:
+        images, labels = (part[shard.rank :: shard.world_size] for part in samples)
         correct = 0.0
         for first in range(0, len(labels), self.eval_batch):
             some = slice(first, first + self.eval_batch)
             correct += float((model(self._normalise(images[some])).argmax(1) == labels[some]).sum())
         correct, count = all_sum([correct, float(len(labels))], shard)
-        return 100 * correct / count
+        return {"top1": 100 * correct / count}
 
     def _normalise(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self._mean) / self._std

@@ -84,7 +84,7 @@ class Wikipedia(bert.Bert):
         self._train, held_out = hold_out(self._sequences(lines), self.valid_fraction, self.data_name)
         # Masked once, the same for every number of ranks.
         inputs, labels = self.masked(held_out, generator("validation mask"))
-        self._valid = (inputs[shard.rank :: shard.world_size], labels[shard.rank :: shard.world_size])
+        self.eval_set = (inputs[shard.rank :: shard.world_size], labels[shard.rank :: shard.world_size])
 
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForMaskedLM
@@ -104,15 +104,13 @@ class Wikipedia(bert.Bert):
         logits = model(input_ids=batch["input_ids"]).logits
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
-    def evaluate(self, model: nn.Module, shard: Shard) -> dict[str, float]:
-        if self.synthetic:
-            return {}
-        return perplexity(self._predictions(model, shard.device), shard)
+    def scores(self, model: nn.Module, samples: tuple[Tensor, Tensor], shard: Shard) -> dict[str, float]:
+        def predictions() -> Iterator[tuple[Tensor, Tensor]]:
+            for first in range(0, len(samples[0]), self.eval_batch):
+                inputs, labels = (part[first : first + self.eval_batch].to(shard.device) for part in samples)
+                yield model(input_ids=inputs).logits.flatten(0, 1), labels.flatten()
 
-    def _predictions(self, model: nn.Module, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(self._valid[0]), self.eval_batch):
-            inputs, labels = (part[first : first + self.eval_batch].to(device) for part in self._valid)
-            yield model(input_ids=inputs).logits.flatten(0, 1), labels.flatten()
+        return perplexity(predictions(), shard)
 
     def masked(self, sequences: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         """int32[N, seq_len] -> what the model sees and what it must predict, both int64[N, seq_len].

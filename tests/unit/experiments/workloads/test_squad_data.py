@@ -34,7 +34,7 @@ def test_limits_choose_the_same_questions_for_every_run(tmp_path: Path) -> None:
     for _ in range(2):
         workload = tiny(data_path=root, dev_questions=5, train_questions=20)
         workload.prepare(Shard())
-        ids.append([q.id for q in workload._dev_questions])
+        ids.append([q.id for q in workload.eval_set.questions])
         assert len(set(workload._train.question.tolist())) == 20
     assert ids[0] == ids[1]
     assert len(ids[0]) == 5
@@ -42,7 +42,7 @@ def test_limits_choose_the_same_questions_for_every_run(tmp_path: Path) -> None:
     for rank in range(2):
         workload = tiny(data_path=root, dev_questions=5)
         workload.prepare(Shard(rank, 2))
-        halves += [q.id for q in workload._dev_questions]
+        halves += [q.id for q in workload.eval_set.questions]
     assert sorted(halves) == sorted(ids[0])
 
 

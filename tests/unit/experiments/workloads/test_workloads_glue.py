@@ -50,7 +50,7 @@ def test_held_out_examples_are_not_trained_on_and_have_the_tasks_metric(glue_roo
     for workload in (whole, less):
         workload.prepare(Shard())
     for key, values in whole._train.items():
-        assert torch.equal(torch.cat([less._train[key], less._held[key]]), values)
+        assert torch.equal(torch.cat([less._train[key], less.held_out_set[key]]), values)
     assert less.training_samples == whole.training_samples - 11
 
     class Yes(torch.nn.Module):
@@ -58,7 +58,7 @@ def test_held_out_examples_are_not_trained_on_and_have_the_tasks_metric(glue_roo
             return type("Out", (), {"logits": torch.tensor([[0.0, 1.0]]).expand(len(inputs["input_ids"]), 2)})
 
     assert set(whole.evaluate(Yes(), Shard())) == {"accuracy", "f1"}
-    assert less.evaluate(Yes(), Shard())["held_out"] == pytest.approx(100 * float(less._held["labels"].mean()))
+    assert less.evaluate(Yes(), Shard())["held_out"] == pytest.approx(100 * float(less.held_out_set["labels"].mean()))
     with pytest.raises(UserError, match="held_out=30 leaves nothing of 30"):
         Glue("mrpc", preset="tiny", data_path=str(glue_root), held_out=30).prepare(Shard())
 

@@ -259,15 +259,15 @@ def test_held_out_images_are_neither_trained_on_nor_tested() -> None:
     plain.prepare(Shard())
     seen = [images for images, _ in workload.train_batches(Shard(), 7, seed=0, epoch=0)]
     assert len(seen) == (1437 - 100) // 7
-    known = {part.numpy().tobytes() for part in workload._evaluated["held_out"][0]}
+    known = {part.numpy().tobytes() for part in workload.held_out_set[0]}
     trained = {part.numpy().tobytes() for part in workload._train[0]}
     assert len(known - trained) == 100  # no two of the digits are alike
-    assert torch.equal(workload._evaluated["top1"][0], plain._evaluated["top1"][0])
+    assert torch.equal(workload.eval_set[0], plain.eval_set[0])
 
     model = workload.build_model().eval()
     with torch.no_grad():
         found = workload.evaluate(model, Shard())
-        images, labels = workload._evaluated["held_out"]
+        images, labels = workload.held_out_set
         right = float((model(workload._normalise(images)).argmax(1) == labels).float().mean())
     assert found["held_out"] == pytest.approx(100 * right)
     assert set(found) == {"top1", "held_out"}

@@ -159,13 +159,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gpt2_reads_the_text_in_its_order(text: Path) -> None:
     workload = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400)
     workload.prepare(Shard())
-    whole = workload.tokenizer.decode(torch.cat([workload._train, workload._valid]).flatten().tolist())
+    whole = workload.tokenizer.decode(torch.cat([workload._train, workload.eval_set]).flatten().tolist())
     assert text.read_text().startswith(whole[:2000])
     assert len(workload.tokenizer) == 400
     again = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400)
     again.prepare(Shard(1, 2))
     assert torch.equal(again._train, workload._train)
-    assert torch.equal(again._valid, workload._valid[1::2])
+    assert torch.equal(again.eval_set, workload.eval_set[1::2])
 
 
 def test_gpt2_holds_sequences_out_before_those_it_is_evaluated_on(text: Path) -> None:
@@ -173,12 +173,12 @@ def test_gpt2_holds_sequences_out_before_those_it_is_evaluated_on(text: Path) ->
     part = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400, held_out=3)
     for workload in (whole, part):
         workload.prepare(Shard())
-    assert torch.equal(torch.cat([part._train, part._kept]), whole._train)
-    assert torch.equal(part._valid, whole._valid)
+    assert torch.equal(torch.cat([part._train, part.held_out_set]), whole._train)
+    assert torch.equal(part.eval_set, whole.eval_set)
     model = whole.build_model().eval()
     with torch.no_grad():
         found, plain = part.evaluate(model, Shard()), whole.evaluate(model, Shard())
-        kept = part._perplexity(model, whole._train[-3:], Shard())
+        kept = part.scores(model, whole._train[-3:], Shard())
     assert found == {**plain, "held_out": kept["perplexity"]}
     with pytest.raises(UserError, match="leaves nothing"):
         GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400, held_out=10**6).prepare(Shard())

@@ -63,7 +63,7 @@ def tiny(**options: object) -> BertSquad:
 def test_windows_cover_the_answers_and_offsets_lead_back_to_the_text(tmp_path: Path) -> None:
     workload = tiny(data_path=str(squad_files(tmp_path)))
     workload.prepare(Shard())
-    windows, questions = workload._dev, workload._dev_questions
+    windows, questions = workload.eval_set, workload.eval_set.questions
     assert len(windows) > len(questions), "paragraphs should need more than one window"
     found = set()
     for i in range(len(windows)):
@@ -86,7 +86,7 @@ def test_perfect_logits_score_100(tmp_path: Path) -> None:
         row = 0
 
         def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> object:
-            answers = torch.from_numpy(workload._dev.answers[self.row : self.row + len(input_ids)]).long()
+            answers = torch.from_numpy(workload.eval_set.answers[self.row : self.row + len(input_ids)]).long()
             self.row += len(input_ids)
             logits = [torch.zeros(input_ids.shape).scatter_(1, answers[:, k : k + 1], 5.0) for k in (0, 1)]
             return type("Out", (), {"start_logits": logits[0], "end_logits": logits[1]})()
@@ -99,7 +99,7 @@ def test_the_last_questions_are_held_out(tmp_path: Path) -> None:
     whole, workload = tiny(data_path=folder), tiny(data_path=folder, held_out=3)
     for made in (whole, workload):
         made.prepare(Shard())
-    assert len(workload._held_questions) == 3
+    assert len(workload.held_out_set.questions) == 3
     assert len(workload._train) < len(whole._train)
     with torch.no_grad():
         found = workload.evaluate(workload.build_model().eval(), Shard())

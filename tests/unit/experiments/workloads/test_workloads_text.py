@@ -48,7 +48,7 @@ def test_end_of_sentence_and_unknown_words(tmp_path: Path) -> None:
     workload.prepare(Shard())
     assert workload.vocab_size == 4  # a, <eos>, b, <unk>: by frequency, then by spelling
     assert workload._train.tolist() == [0, 2, 0, 1, 2, 0, 1]
-    assert workload._valid[:3].tolist() == [0, 3, 1]
+    assert workload.eval_set[:3].tolist() == [0, 3, 1]
 
 
 def test_hidden_state_is_carried_and_restored(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_end_of_the_text_is_held_out(tmp_path: Path) -> None:
     whole = ptb(tmp_path)
     workload = ptb(tmp_path, held_out=200)
     assert torch.equal(workload._train, whole._train[:-200])
-    assert torch.equal(workload._held_out, whole._train[-200:])
+    assert torch.equal(workload.held_out_set, whole._train[-200:])
     model = workload.build_model()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
@@ -207,10 +207,10 @@ def test_held_out_text_is_the_end_and_masked_alike_for_any_world(wiki: Wikipedia
     for rank in range(2):
         workload = Wikipedia(preset="tiny", data_path=wiki.data_path, seq_len=42, vocab_size=500)
         workload.prepare(Shard(rank, 2))
-        parts.append(workload._valid[0])
-    assert len(parts[0]) + len(parts[1]) == len(wiki._valid[0])
-    assert torch.equal(parts[0], wiki._valid[0][::2])
-    assert torch.equal(parts[1], wiki._valid[0][1::2])
+        parts.append(workload.eval_set[0])
+    assert len(parts[0]) + len(parts[1]) == len(wiki.eval_set[0])
+    assert torch.equal(parts[0], wiki.eval_set[0][::2])
+    assert torch.equal(parts[1], wiki.eval_set[0][1::2])
 
 
 def test_vocabulary_from_the_text_knows_every_word(wiki: Wikipedia) -> None:
