@@ -14,41 +14,28 @@ THIN = {"resnet110": 110, "resnet20": 20, "resnet8": 8}
 
 def build(name: str, channels: int, classes: int) -> nn.Module:
     """The network `name` of WIDE or THIN for images float[N, channels, H, W]; gives float[N, classes]."""
-    net = _wide(*WIDE[name], channels, classes) if name in WIDE else _thin(THIN[name], channels, classes)
+    is_wide = name in WIDE
+    depth, factor = WIDE[name] if is_wide else (THIN[name], 1)
+    block, outside = (_WideBlock, 4) if is_wide else (_ThinBlock, 2)  # outside: layers that are in no block
+    layers: list[nn.Module] = [_conv(channels, 16, 3, 1)]
+    if not is_wide:
+        layers += [nn.BatchNorm2d(16), nn.ReLU()]
+    have = 16
+    for width, stride in ((16 * factor, 1), (32 * factor, 2), (64 * factor, 2)):
+        for number in range((depth - outside) // 6):
+            layers.append(block(have, width, stride if number == 0 else 1))
+            have = width
+    if is_wide:
+        layers += [nn.BatchNorm2d(have), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(have, classes))
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return net
 
 
-def _thin(depth: int, channels: int, classes: int) -> nn.Module:
-    blocks = (depth - 2) // 6
-    layers: list[nn.Module] = [_conv(channels, 16, 3, 1), nn.BatchNorm2d(16), nn.ReLU()]
-    have = 16
-    for width, stride in ((16, 1), (32, 2), (64, 2)):
-        for number in range(blocks):
-            layers.append(_ThinBlock(have, width, stride if number == 0 else 1))
-            have = width
-    return nn.Sequential(*layers, *_head(have, classes))
-
-
-def _wide(depth: int, factor: int, channels: int, classes: int) -> nn.Module:
-    blocks = (depth - 4) // 6
-    layers: list[nn.Module] = [_conv(channels, 16, 3, 1)]
-    have = 16
-    for width, stride in ((16 * factor, 1), (32 * factor, 2), (64 * factor, 2)):
-        for number in range(blocks):
-            layers.append(_WideBlock(have, width, stride if number == 0 else 1))
-            have = width
-    return nn.Sequential(*layers, nn.BatchNorm2d(have), nn.ReLU(), *_head(have, classes))
-
-
 def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-
-
-def _head(width: int, classes: int) -> list[nn.Module]:
-    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
 
 
 class _ThinBlock(nn.Module):
