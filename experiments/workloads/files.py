@@ -20,7 +20,20 @@ def existing_dir(path: str | Path, what: str) -> Path:
     return folder
 
 
-def class_folders(folder: Path) -> list[str]:
+def image_folders(path: str | Path) -> tuple[Path, Path]:
+    """`<path>/train` and `<path>/val` (or `test`), after checking that both hold images of the same classes.
+
+    Raises UserError.
+    """
+    root = existing_dir(path, "expected train/<class>/*.jpg and val/<class>/*.jpg in it")
+    train = root / "train"
+    held_out = next((folder for folder in (root / "val", root / "test") if folder.is_dir()), root / "val")
+    if odd := sorted(set(_classes(train)) ^ set(_classes(held_out))):
+        raise UserError(f"data.path: train and val of {root} do not have the same classes (first difference: {odd[0]})")
+    return train, held_out
+
+
+def _classes(folder: Path) -> list[str]:
     """Names of the class folders of an image folder. Raises UserError when one holds no image or none is there."""
     if not folder.is_dir():
         raise UserError(f"data.path: no folder {folder}: images lie in <data.path>/train/<class>/ and /val/<class>/")
@@ -30,22 +43,6 @@ def class_folders(folder: Path) -> list[str]:
     for name in classes:
         if not any(p.suffix.lower() in IMAGE_SUFFIXES for p in (folder / name).rglob("*")):
             raise UserError(f"data.path: {folder / name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    return classes
-
-
-def image_split(root: Path, names: tuple[str, ...]) -> Path:
-    """The first of `root/<name>` that exists, else `root/<names[0]>` (which the caller's check will refuse)."""
-    return next((root / name for name in names if (root / name).is_dir()), root / names[0])
-
-
-def check_image_folder(path: str | Path) -> list[str]:
-    """Class names of `<path>/train`, after checking that `<path>/val` has the same. Raises UserError."""
-    root = existing_dir(path, "expected train/<class>/*.jpg and val/<class>/*.jpg in it")
-    classes = class_folders(image_split(root, ("train",)))
-    held_out = class_folders(image_split(root, ("val", "test")))
-    if classes != held_out:
-        odd = sorted(set(classes) ^ set(held_out))[0]
-        raise UserError(f"data.path: train and val of {root} do not have the same classes (first difference: {odd})")
     return classes
 
 

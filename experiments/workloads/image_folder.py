@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.workloads.files import check_image_folder, image_split
+from experiments.workloads.files import image_folders
 from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.small_images import SmallImages, Split
 from launch.errors import UserError
@@ -32,25 +32,23 @@ class ImageFolder(SmallImages):
         super().__post_init__()
 
     def check_files(self) -> None:
-        check_image_folder(str(self.data_path))
+        image_folders(str(self.data_path))
 
     def read(self) -> tuple[Split, Split]:
-        root = Path(str(self.data_path)).expanduser()
-        train, classes = self._split(image_split(root, ("train",)), self.train_images)
-        test, _ = self._split(image_split(root, ("val", "test")))
-        self.num_classes = classes
-        return train, test
+        train, test = image_folders(str(self.data_path))
+        return self._split(train, self.train_images), self._split(test)
 
-    def _split(self, folder: Path, limit: int | None = None) -> tuple[Split, int]:
-        """Images, and the number of classes. limit: images to decode, those that `prepare` would keep."""
+    def _split(self, folder: Path, limit: int | None = None) -> Split:
+        """limit: images to decode, those that `prepare` would keep."""
         from torchvision import datasets
         from torchvision import transforms as T
 
         fit = T.Compose([T.Resize(self.image_size), T.CenterCrop(self.image_size), T.PILToTensor()])
         files = datasets.ImageFolder(str(folder), transform=fit)
+        self.num_classes = len(files.classes)
         keep = fixed_choice(len(files), limit, "train_images")
         try:
             images = torch.stack([files[k][0] for k in keep])
         except OSError as error:
             raise UserError(f"data.path: an image in {folder} is not readable ({error})") from error
-        return (images, torch.tensor(files.targets)[keep]), len(files.classes)
+        return images, torch.tensor(files.targets)[keep]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from experiments.workloads.base import Batch, Shard, Workload, all_sum, at_least
-from experiments.workloads.files import check_image_folder, existing_dir, image_split, no_synthetic
+from experiments.workloads.files import image_folders, no_synthetic
 from experiments.workloads.ordering import as_global, batch_indices, choose_out, generator, steps_per_epoch
 from launch.errors import UserError
 
@@ -57,13 +57,12 @@ class ResNet50(Workload):
         self.data_name = f"synthetic {size}x{size} images" if self.synthetic else "ImageNet folder"
         self.num_classes = 1000
         self._train_size = self.synthetic_images
-        self._folders: dict[str, Any] = {}
         self._kept: list[int] = []
         self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
 
     def check(self) -> None:
         if self.data_path is not None:
-            check_image_folder(self.data_path)
+            image_folders(self.data_path)
         elif not self.allow_synthetic:
             raise no_synthetic("a folder with ImageNet's train/ and val/")
 
@@ -72,17 +71,12 @@ class ResNet50(Workload):
             return
         from torchvision.datasets import ImageFolder
 
-        classes = check_image_folder(self.data_path)
-        root = existing_dir(self.data_path, "expected train/ and val/ in it")
-        self._folders = {
-            "train": ImageFolder(image_split(root, ("train",))),
-            "val": ImageFolder(image_split(root, ("val", "test"))),
-        }
-        self.num_classes = len(classes)
-        self._kept, held = choose_out(len(self._folders["train"]), self.held_out)
-        self.eval_set = "val", range(len(self._folders["val"]))
-        self.held_out_set = ("train", held) if held else None
+        self._train, test = (ImageFolder(folder) for folder in image_folders(self.data_path))
+        self.num_classes = len(test.classes)
+        self._kept, held = choose_out(len(self._train), self.held_out)
         self._train_size = len(self._kept)
+        self.eval_set = test, range(len(test))
+        self.held_out_set = (self._train, held) if held else None
 
     def build_model(self) -> nn.Module:
         from torchvision.models import resnet50
@@ -110,7 +104,7 @@ class ResNet50(Workload):
                 self._train_size, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
             )
         ]
-        yield from self._load(_Images(self._folders["train"], augment, seed, epoch), order, shard)
+        yield from self._load(_Images(self._train, augment, seed, epoch), order, shard)
 
     def augmentation(self) -> list[Any]:
         """torchvision's transforms from a training image (PIL) to the tensor that the model sees."""
@@ -122,13 +116,13 @@ class ResNet50(Workload):
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
-    def scores(self, model: nn.Module, samples: tuple[str, Sequence[int]], shard: Shard) -> dict[str, float]:
-        """Of the images with these numbers in a folder, "train" or "val"."""
+    def scores(self, model: nn.Module, samples: tuple[Any, Sequence[int]], shard: Shard) -> dict[str, float]:
+        """samples: an ImageFolder, and the numbers of images in it."""
         from torchvision import transforms as T
 
-        split, numbers = samples
+        folder, numbers = samples
         resize = T.Resize(round(self.image_size * 256 / 224))
-        images = _Images(self._folders[split], T.Compose([resize, T.CenterCrop(self.image_size), *to_tensor()]), 0, 0)
+        images = _Images(folder, T.Compose([resize, T.CenterCrop(self.image_size), *to_tensor()]), 0, 0)
         mine = list(numbers[shard.rank :: shard.world_size])
         batches = [mine[i : i + self.eval_batch] for i in range(0, len(mine), self.eval_batch)]
         sums = [0.0, 0.0, 0.0]
