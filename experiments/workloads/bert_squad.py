@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads import bert, weights
+from experiments.workloads import weights
 from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out
+from experiments.workloads.bert import Bert
 from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.squad_data import (
     SquadQuestion,
@@ -32,10 +33,10 @@ HEADS = ("cls.", "qa_outputs.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class BertSquad(bert.Bert):
+class BertSquad(Bert):
     """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
 
-    Further arguments as in `bert.Bert`.
+    Further arguments as in `Bert`.
 
     embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
     weights:         directory of a pre-training run, or of one of its checkpoints, whose encoder training begins with.
@@ -113,7 +114,7 @@ class BertSquad(bert.Bert):
         from transformers import AutoModelForQuestionAnswering
 
         words = max(len(self.tokenizer), self.embedded_words or 0)
-        net = self.load_model(AutoModelForQuestionAnswering, words)
+        net = self.load_bert(AutoModelForQuestionAnswering, words)
         return net if self.weights is None else weights.put(net, self.weights, HEADS)
 
     @property

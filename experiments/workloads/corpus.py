@@ -1,20 +1,23 @@
-"""Plain text for language models, from files, from the hub, or made up."""
+"""Language models on plain text, from files, from the hub, or made up."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from experiments.workloads.base import Shard, all_sum, at_least
+from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out
 from experiments.workloads.files import from_hub, read_text, text_files
 from experiments.workloads.squad_data import read_json, synthetic_questions
+from experiments.workloads.transformer import Transformer
 from launch.errors import UserError
 
 SYNTHETIC_PARAGRAPHS = 1500
@@ -23,38 +26,112 @@ IGNORED = -100
 """In the place of a token that is not predicted."""
 
 
-def corpus_name(data_path: str | None, dataset: str, config: str | None) -> str:
-    """What tables call the text."""
-    if data_path is not None:
-        return f"text of {Path(data_path).name}"
-    return "synthetic sentences" if dataset == "synthetic" else f"{dataset} {config or ''}".strip()
+@dataclass(kw_only=True, eq=False, repr=False)
+class Corpus(Transformer):
+    """A language model on one long text, cut into sequences of `seq_len`. Further arguments as in `Transformer`.
 
-
-def check_stream(seq_len: int, valid_fraction: float, documents: int | None) -> None:
-    """Raises UserError for a length of sequences, a part to evaluate on or a number of documents that cannot be."""
-    if seq_len < 8:
-        raise UserError(f"workload.seq_len={seq_len} is too short: at least 8")
-    if not 0 < valid_fraction < 1:
-        raise UserError(f"workload.valid_fraction={valid_fraction} must be between 0 and 1")
-    at_least(1, documents=documents)
-
-
-def read_lines(
-    data_path: str | None, dataset: str, config: str | None, documents: int | None, names: Sequence[str] = ()
-) -> list[str]:
-    """Non-empty lines of text, the first `documents` of them (rows, for a hub data set); None: all. Raises UserError.
-
-    data_path: a text file or a folder of .txt files; None: `dataset`, of the hub, or "synthetic". names: files of the folder
-    instead, in this order: .txt, or SQuAD's .json and .json.xz, whose paragraphs are lines, each once.
+    init:           random (pre-training from scratch, the default) | pretrained.
+    data_path:      a text file or a folder of .txt files.
+    texts:          files of that folder instead, in this order: .txt, or SQuAD's .json and .json.xz for their paragraphs,
+                    each once.
+    dataset:        hub data set with a column "text" used when no file is given, or "synthetic".
+    dataset_config: its configuration, e.g. a language and date.
+    documents:      number of leading lines of a file, or rows of a data set, to use; None: all. Every rank tokenizes
+                    all of them.
+    valid_fraction: share of the sequences, at the end of the text, that is evaluated on.
+    held_out:       sequences before these to leave out of training as well; the metric on them is the metric `held_out`,
+                    for the choice of hyper-parameters. None or 0: none.
     """
-    if data_path is not None:
-        lines = [line for file in text_files(data_path, names) for line in _lines(file) if line.strip()]
+
+    higher_is_better = False
+    target = None
+
+    init: str = "random"
+    data_path: str | None = None
+    texts: list[str] | None = None
+    dataset: str = "synthetic"
+    dataset_config: str | None = None
+    documents: int | None = None
+    valid_fraction: float = 0.05
+    held_out: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seq_len < 8:
+            raise UserError(f"workload.seq_len={self.seq_len} is too short: at least 8")
+        if not 0 < self.valid_fraction < 1:
+            raise UserError(f"workload.valid_fraction={self.valid_fraction} must be between 0 and 1")
+        at_least(1, documents=self.documents)
+        at_least(0, held_out=self.held_out)
+        self.synthetic = self.data_path is None and self.dataset == "synthetic"
+        if self.data_path is not None:
+            folders = dict.fromkeys(Path(name).parts[0] for name in self.texts or ())
+            self.data_name = f"text of {', '.join(folders) or Path(self.data_path).name}"
+        else:
+            name = f"{self.dataset} {self.dataset_config or ''}".strip()
+            self.data_name = "synthetic sentences" if self.synthetic else name
+
+    def check(self) -> None:
+        super().check()
+        if self.data_path is not None:
+            text_files(self.data_path, self.texts or ())
+
+    def prepare(self, shard: Shard) -> None:
+        lines = self.lines()
+        self.load_tokenizer(lines)
+        sequences = self.sequences(lines)
+        count = max(1, round(len(sequences) * self.valid_fraction))
+        if count >= len(sequences):
+            raise UserError(
+                f"{self.data_name} fills {len(sequences)} sequences of {self.seq_len} tokens, too few: give more text"
+            )
+        self._train, held = leave_out(sequences[:-count], self.held_out, "sequences")
+        self.eval_set = self.examples(sequences[-count:])[..., shard.rank :: shard.world_size, :]
+        if self.held_out:
+            self.held_out_set = self.examples(held)[..., shard.rank :: shard.world_size, :]
+
+    def lines(self) -> list[str]:
+        """The text's lines that are not empty. Raises UserError."""
+        if self.data_path is not None:
+            files = text_files(self.data_path, self.texts or ())
+            lines = [line for file in files for line in _lines(file) if line.strip()]
+            if not lines:
+                raise UserError(f"data.path: {self.data_path} holds only empty lines")
+            return lines[: self.documents]
+        if self.synthetic:
+            return [q.context for q in synthetic_questions(SYNTHETIC_PARAGRAPHS, "text")]
+
+        def read(table: Any) -> list[str]:
+            return [line for text in table["text"] for line in text.splitlines() if line.strip()]
+
+        part = "train" if self.documents is None else f"train[:{self.documents}]"
+        lines = from_hub(self.dataset, self.dataset_config, split=part, read=read, instead="text with data.path=PATH")
         if not lines:
-            raise UserError(f"data.path: {data_path} holds only empty lines")
-        return lines[:documents]
-    if dataset == "synthetic":
-        return [q.context for q in synthetic_questions(SYNTHETIC_PARAGRAPHS, "text")]
-    return _hub_lines(dataset, config, documents)
+            raise UserError(f"{self.dataset} holds no text in its column 'text'")
+        return lines
+
+    @abstractmethod
+    def sequences(self, lines: list[str]) -> Tensor:
+        """The text as int32[N, seq_len]; the incomplete last sequence is dropped."""
+
+    @abstractmethod
+    def examples(self, sequences: Tensor) -> Tensor:
+        """Sequences as the model is evaluated on them: batches for `predictions`, [..., N, seq_len]."""
+
+    @abstractmethod
+    def predictions(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits[M, vocab] and the tokens[M] that they are for, or IGNORED."""
+
+    @property
+    def training_samples(self) -> int:
+        return len(self._train)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(*self.predictions(model, batch), ignore_index=IGNORED)
+
+    def scores(self, model: nn.Module, samples: Tensor, shard: Shard) -> dict[str, float]:
+        batches = (part.to(shard.device) for part in samples.split(self.eval_batch, dim=-2) if part.shape[-2])
+        return perplexity((self.predictions(model, batch) for batch in batches), shard)
 
 
 def _lines(file: Path) -> list[str]:
@@ -63,36 +140,12 @@ def _lines(file: Path) -> list[str]:
     return list(dict.fromkeys(" ".join(q.context.splitlines()) for q in read_json(file)))
 
 
-def _hub_lines(dataset: str, config: str | None, documents: int | None) -> list[str]:
-    def read(table: Any) -> list[str]:
-        return [line for text in table["text"] for line in text.splitlines() if line.strip()]
-
-    part = "train" if documents is None else f"train[:{documents}]"
-    lines = from_hub(dataset, config, split=part, read=read, instead="text with data.path=PATH")
-    if not lines:
-        raise UserError(f"{dataset} holds no text in its column 'text'")
-    return lines
-
-
 def token_stream(tokenizer: Callable[[list[str]], Any], lines: list[str]) -> Tensor:
     """The tokens of all lines, one after the other: int32[N]. tokenizer: gives "input_ids" for some lines."""
     pieces: list[np.ndarray] = []
     for first in range(0, len(lines), CHUNK):
         pieces += [np.array(ids, dtype=np.int32) for ids in tokenizer(lines[first : first + CHUNK])["input_ids"]]
     return torch.from_numpy(np.concatenate(pieces))
-
-
-def hold_out(sequences: Tensor, fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """(to train on, held out): the last `fraction` of the sequences is held out, at least one. Raises UserError.
-
-    sequences: [N, tokens]; name: what the error calls the text.
-    """
-    count = max(1, round(len(sequences) * fraction))
-    if count >= len(sequences):
-        raise UserError(
-            f"{name} fills {len(sequences)} sequences of {sequences.shape[1]} tokens, too few: give more text"
-        )
-    return sequences[:-count], sequences[-count:]
 
 
 def perplexity(predictions: Iterable[tuple[Tensor, Tensor]], shard: Shard) -> dict[str, float]:

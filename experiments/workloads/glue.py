@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.workloads import bert
 from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out, one_of
+from experiments.workloads.bert import Bert
 from experiments.workloads.glue_data import TASKS, Example, find_file, read_hub, read_tsv, synthetic_examples
 from experiments.workloads.ordering import fixed_choice
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Glue(bert.Bert):
+class Glue(Bert):
     """One sample is one sentence, or one pair, padded or cut to `seq_len` tokens. Evaluated on the development set.
 
-    Further arguments as in `bert.Bert`.
+    Further arguments as in `Bert`.
 
     task:           cola | sst2 | mrpc | stsb | qqp | mnli (matched) | qnli | rte | wnli.
     data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
@@ -71,7 +71,7 @@ class Glue(bert.Bert):
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        return self.load_model(AutoModelForSequenceClassification, outputs=len(self.about.classes) or 1)
+        return self.load_bert(AutoModelForSequenceClassification, outputs=len(self.about.classes) or 1)
 
     @property
     def training_samples(self) -> int:

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.workloads import bert, cifar_models, gpt2, swin
+from experiments.workloads import cifar_models, gpt2, swin
 from experiments.workloads.base import Shard
 from experiments.workloads.cifar10 import Cifar10
 from experiments.workloads.cifar100 import Cifar100
+from experiments.workloads.glue import Glue
 from experiments.workloads.gpt2 import GPT2
 from experiments.workloads.resnet18 import ResNet18
 from experiments.workloads.swin import Swin
+from experiments.workloads.wikipedia import Wikipedia
 from launch.errors import UserError
 from tests.helpers.workload_data import image_folder, text_file
 
@@ -44,16 +46,17 @@ class _Vocabulary:
 
 
 def test_sizes_of_the_papers_language_models() -> None:
-    from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
-
     with torch.device("meta"):
         workload = GPT2()
         workload.tokenizer = _Vocabulary(50_257)
         assert size(workload.build_model()) == 124_439_808
         # With its pooler and next-sentence head BERT-Large is 336.2 M; pre-training here has neither.
-        assert size(bert.load_model(AutoModelForMaskedLM, None, None, "large", 30_522, 128)) == 335_174_458
-        pooled = bert.load_model(AutoModelForSequenceClassification, None, None, "large", 30_522, 128, outputs=2)
-        assert size(pooled) == 335_141_888 + 2 * 1024 + 2  # the published encoder with its pooler, and the classifier
+        pre_training, fine_tuning = Wikipedia(preset="large"), Glue("mrpc", preset="large")
+        for bert in (pre_training, fine_tuning):
+            bert.tokenizer = _Vocabulary(30_522)
+        assert size(pre_training.build_model()) == 335_174_458
+        # The published encoder with its pooler, and the classifier.
+        assert size(fine_tuning.build_model()) == 335_141_888 + 2 * 1024 + 2
 
 
 @pytest.mark.parametrize("name", [*cifar_models.WIDE, *cifar_models.THIN])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from experiments.workloads.base import Shard
-from experiments.workloads.corpus import read_lines
 from experiments.workloads.gpt2 import GPT2
 from experiments.workloads.ordering import generator
 from experiments.workloads.ptb import PennTreebank
@@ -178,8 +177,8 @@ def test_masking_fractions(wiki: Wikipedia) -> None:
     inputs, labels = [], []
     for epoch in range(20):
         for batch in wiki.train_batches(Shard(), 8, seed=0, epoch=epoch):
-            inputs.append(batch["input_ids"])
-            labels.append(batch["labels"])
+            inputs.append(batch[0])
+            labels.append(batch[1])
     seen, wanted = torch.cat(inputs), torch.cat(labels)
     chosen = wanted != IGNORED
     assert set(chosen.sum(1).tolist()) == {6}  # round(0.15 * 40) in each sequence
@@ -246,7 +245,7 @@ def test_a_byte_order_mark_is_no_word(tmp_path: Path) -> None:
     workload = PennTreebank(str(tmp_path), preset="tiny", bptt=1, eval_columns=2)
     workload.prepare(Shard())
     assert workload.vocab_size == 4  # a, b, <eos>, <unk>
-    assert read_lines(str(tmp_path / "train.txt"), "none", None, None) == ["a b a"] * 20
+    assert GPT2(data_path=str(tmp_path / "train.txt")).lines() == ["a b a"] * 20
 
 
 def test_a_byte_order_mark_in_other_data(tmp_path: Path) -> None:
@@ -263,7 +262,7 @@ def test_named_texts_in_their_order_and_paragraphs_of_squad(tmp_path: Path) -> N
     (tmp_path / "wiki").mkdir()
     (tmp_path / "wiki" / "a.txt").write_text("first\n\nsecond\n")
     names = ["wiki/a.txt", "squad/dev-v1.1.json"]
-    lines = read_lines(str(tmp_path), "none", None, None, names)
+    lines = GPT2(data_path=str(tmp_path), texts=names).lines()
     assert lines[:2] == ["first", "second"]
     paragraphs = [q.context for q in read_json(tmp_path / "squad" / "dev-v1.1.json")]
     assert lines[2:] == list(dict.fromkeys(paragraphs))  # each once, however many questions it has
