@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from experiments.workloads.base import at_least, one_of
 from experiments.workloads.transformer import Transformer
@@ -110,3 +111,14 @@ class Bert(Transformer):
         if outputs is None and base is not None and getattr(base, "pooler", None) is not None:
             base.pooler = None
         return net
+
+    def stored(self, tokens: Any) -> dict[str, Tensor]:
+        """The model's inputs of what the tokenizer returned, in memory: int32[N, seq_len], masks and segments int8."""
+        names = self.tokenizer.model_input_names
+        return {n: torch.tensor(tokens[n], dtype=torch.int32 if n == "input_ids" else torch.int8) for n in names}
+
+    @staticmethod
+    def rows(stored: dict[str, Tensor], indices: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """These rows on the device; whole numbers as int64, which models take."""
+        some = {name: values[indices].to(device) for name, values in stored.items()}
+        return {name: values if values.is_floating_point() else values.long() for name, values in some.items()}

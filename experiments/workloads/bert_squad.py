@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -103,7 +102,6 @@ class BertSquad(Bert):
         train, held = leave_out(train, None if self.synthetic else self.held_out, "questions")
         texts = dict.fromkeys(text for q in train for text in (q.question, q.context))
         self.load_tokenizer(texts)
-        self._typed = "token_type_ids" in self.tokenizer.model_input_names
         self._train = _Windows(self, train, with_offsets=False)
         # A question's windows stay on one rank, which alone can choose the best of them.
         self.eval_set = _Windows(self, dev[shard.rank :: shard.world_size], with_offsets=True)
@@ -122,35 +120,30 @@ class BertSquad(Bert):
         return len(self._train)
 
     def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
-        inputs = self._inputs(self._train, indices.numpy(), shard.device)
-        answer = torch.from_numpy(self._train.answers[indices.numpy()]).to(shard.device, torch.int64)
-        return {**inputs, "start_positions": answer[:, 0], "end_positions": answer[:, 1]}
+        first, last = self._train.answers[indices].to(shard.device).unbind(1)
+        return {**self.rows(self._train.inputs, indices, shard.device), "start_positions": first, "end_positions": last}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**batch).loss
 
     def scores(self, model: nn.Module, samples: _Windows, shard: Shard) -> dict[str, float]:
-        predictions = self._answers(model, samples, shard.device)
-        exact, f1 = em_f1_sums(predictions, [[text for text, _ in q.answers] for q in samples.questions])
-        exact, f1, count = all_sum([exact, f1, float(len(predictions))], shard)
-        return {"f1": 100 * f1 / count, "exact_match": 100 * exact / count}
-
-    def _answers(self, model: nn.Module, windows: _Windows, device: torch.device) -> list[str]:
-        """The answer to each question, from its best-scoring window; "" where none is possible."""
-        texts = [""] * len(windows.questions)
-        scores = [-float("inf")] * len(texts)
-        for first in range(0, len(windows), self.eval_batch):
-            indices = np.arange(first, min(first + self.eval_batch, len(windows)))
-            out = model(**self._inputs(windows, indices, device))
-            allowed = torch.from_numpy(windows.offsets[indices, :, 1] > 0)
+        """Of the answer to each question from its best-scoring window; "" where none is possible."""
+        texts = [""] * len(samples.questions)
+        best = [-float("inf")] * len(texts)
+        for first in range(0, len(samples), self.eval_batch):
+            windows = torch.arange(first, min(first + self.eval_batch, len(samples)))
+            out = model(**self.rows(samples.inputs, windows, shard.device))
+            allowed = samples.offsets[windows, :, 1] > 0
             spans = best_spans(out.start_logits.cpu(), out.end_logits.cpu(), allowed, self.n_best, self.max_answer_len)
-            for window, span in zip(indices.tolist(), spans, strict=True):
-                question = int(windows.question[window])
-                if span is not None and span.score > scores[question]:
-                    begin, end = windows.offsets[window, span.first, 0], windows.offsets[window, span.last, 1]
-                    texts[question] = windows.questions[question].context[begin:end]
-                    scores[question] = span.score
-        return texts
+            for window, span in zip(windows.tolist(), spans, strict=True):
+                question = int(samples.question[window])
+                if span is not None and span.score > best[question]:
+                    begin, end = samples.offsets[window, span.first, 0], samples.offsets[window, span.last, 1]
+                    texts[question] = samples.questions[question].context[begin:end]
+                    best[question] = span.score
+        exact, f1 = em_f1_sums(texts, [[text for text, _ in q.answers] for q in samples.questions])
+        exact, f1, count = all_sum([exact, f1, float(len(texts))], shard)
+        return {"f1": 100 * f1 / count, "exact_match": 100 * exact / count}
 
     def _file(self, split: str) -> Path:
         return find_file(self.data_path, self.train_file if split == "train" else self.dev_file, split)
@@ -164,64 +157,47 @@ class BertSquad(Bert):
             questions = read_hub(self.dataset, "train" if split == "train" else "validation")
         return [questions[i] for i in fixed_choice(len(questions), limit, split)]
 
-    def _inputs(self, windows: _Windows, indices: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-        ids = torch.from_numpy(windows.ids[indices]).to(device, torch.int64)
-        ends = torch.from_numpy(windows.ends[indices]).to(device, torch.int64)
-        position = torch.arange(self.seq_len, device=device)[None]
-        inputs = {"input_ids": ids, "attention_mask": (position < ends[:, 1:]).long()}
-        if self._typed:
-            inputs["token_type_ids"] = ((position >= ends[:, :1]) & (position < ends[:, 1:])).long()
-        return inputs
-
 
 class _Windows:
-    """Tokenized windows of `questions` as arrays.
+    """Tokenized windows of `questions`.
 
-    ids:      int32[windows, seq_len].
-    ends:     int32[windows, 2]: where the second segment begins, where padding begins.
-    question: int32[windows]: index of the question.
-    answers:  int32[windows, 2]: first and last token of the answer; (0, 0), the [CLS] token, where it lies outside.
+    inputs:   as `Bert.stored` makes them.
+    question: int64[windows]: index of the question.
+    answers:  int64[windows, 2]: first and last token of the answer; (0, 0), the [CLS] token, where it lies outside.
     offsets:  int32[windows, seq_len, 2]: characters of each context token, (0, 0) elsewhere; only with `with_offsets`.
     """
 
     def __init__(self, workload: BertSquad, questions: list[SquadQuestion], with_offsets: bool) -> None:
-        self.questions, size = questions, workload.seq_len
-        ids, ends, owner, answers, offsets = [], [], [], [], []
+        self.questions = questions
+        inputs, owner, answers, offsets = [], [], [], []
         for first in range(0, len(questions), CHUNK):
             some = questions[first : first + CHUNK]
             tokens = workload.tokenizer(
                 _cut([q.question for q in some], workload),
                 [q.context for q in some],
                 truncation="only_second",
-                max_length=size,
+                max_length=workload.seq_len,
                 stride=workload.doc_stride,
                 padding="max_length",
                 return_overflowing_tokens=True,
                 return_offsets_mapping=with_offsets,
-                return_token_type_ids=False,
             )
-            ids.append(np.array(tokens["input_ids"], dtype=np.int32))
-            of = tokens["overflow_to_sample_mapping"]
-            owner.append(np.array(of, dtype=np.int32) + first)
-            length = np.array(tokens["attention_mask"], dtype=np.int32).sum(1)
-            for i, question in enumerate(of):
-                segments = tokens.sequence_ids(i)
-                context = segments.index(1) if 1 in segments else int(length[i])
-                ends.append((context, int(length[i])))
-                answers.append(_answer_tokens(tokens, i, some[question]))
+            inputs.append(workload.stored(tokens))
+            for window, question in enumerate(tokens["overflow_to_sample_mapping"]):
+                owner.append(first + question)
+                answers.append(_answer_tokens(tokens, window, some[question]))
                 if with_offsets:
                     # A context token has a non-empty span; everything else counts as not allowed.
-                    table = np.array(tokens["offset_mapping"][i], dtype=np.int32)
-                    table[[s != 1 for s in segments]] = 0
-                    offsets.append(table)
-        self.ids = np.concatenate(ids) if ids else np.zeros((0, size), np.int32)
-        self.question = np.concatenate(owner) if owner else np.zeros(0, np.int32)
-        self.ends = np.array(ends, dtype=np.int32).reshape(-1, 2)
-        self.answers = np.array(answers, dtype=np.int32).reshape(-1, 2)
-        self.offsets = np.stack(offsets) if offsets else np.zeros((0, size, 2), np.int32)
+                    in_context = torch.tensor([segment == 1 for segment in tokens.sequence_ids(window)])
+                    spans = torch.tensor(tokens["offset_mapping"][window], dtype=torch.int32)
+                    offsets.append(spans * in_context[:, None])
+        self.inputs = {name: torch.cat([chunk[name] for chunk in inputs]) for name in (inputs[0] if inputs else ())}
+        self.question = torch.tensor(owner)
+        self.answers = torch.tensor(answers)
+        self.offsets = torch.stack(offsets) if offsets else torch.empty(0)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.question)
 
 
 def _answer_tokens(tokens: Any, window: int, question: SquadQuestion) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Glue(Bert):
         return len(self._train["labels"])
 
     def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
-        return self._batch(self._train, indices, shard.device)
+        return self.rows(self._train, indices, shard.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = dict(batch)
@@ -92,7 +92,7 @@ class Glue(Bert):
         # Correlations are not sums over ranks: every rank gets all answers, each from the rank that has it.
         answers = torch.zeros(len(labels), dtype=torch.float64)
         for some in mine.split(self.eval_batch) if len(mine) else ():  # with more ranks than examples some have none
-            inputs = self._batch(samples, some, shard.device)
+            inputs = self.rows(samples, some, shard.device)
             inputs.pop("labels")
             logits = model(**inputs).logits.float().cpu()
             answers[some] = (logits.argmax(1) if self.about.classes else logits[:, 0]).double()
@@ -109,19 +109,10 @@ class Glue(Bert):
         return [examples[i] for i in fixed_choice(len(examples), limit, split)]
 
     def _tokenized(self, examples: list[Example]) -> dict[str, Tensor]:
-        """The model's inputs as int32[examples, seq_len] and "labels" as float32[examples]."""
+        """`stored`, and "labels" as float32[examples]."""
         columns = [list(texts) for texts in zip(*(example.texts for example in examples), strict=True)]
         tokens = self.tokenizer(*columns, truncation=True, max_length=self.seq_len, padding="max_length")
-        known = self.tokenizer.model_input_names
-        arrays = {key: torch.tensor(tokens[key], dtype=torch.int32) for key in known}
-        return {**arrays, "labels": torch.tensor([example.label for example in examples])}
-
-    @staticmethod
-    def _batch(part: dict[str, Tensor], indices: Tensor, device: torch.device) -> dict[str, Tensor]:
-        return {
-            key: (values[indices] if key == "labels" else values[indices].long()).to(device)
-            for key, values in part.items()
-        }
+        return {**self.stored(tokens), "labels": torch.tensor([example.label for example in examples])}
 
 
 def _score(name: str, answers: Tensor, labels: Tensor) -> float:

@@ -86,7 +86,7 @@ def test_perfect_logits_score_100(tmp_path: Path) -> None:
         row = 0
 
         def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> object:
-            answers = torch.from_numpy(workload.eval_set.answers[self.row : self.row + len(input_ids)]).long()
+            answers = workload.eval_set.answers[self.row : self.row + len(input_ids)]
             self.row += len(input_ids)
             logits = [torch.zeros(input_ids.shape).scatter_(1, answers[:, k : k + 1], 5.0) for k in (0, 1)]
             return type("Out", (), {"start_logits": logits[0], "end_logits": logits[1]})()
@@ -115,7 +115,9 @@ def test_long_questions_are_cut(tmp_path: Path) -> None:
     (root / "train-v1.1.json").write_text(json.dumps(document))
     workload = tiny(data_path=str(root))
     workload.prepare(Shard())
-    assert max(int(context) for context, _ in workload._train.ends) <= 16 + 2  # [CLS], question, [SEP]
+    inputs = workload._train.inputs
+    first_segment = inputs["attention_mask"] - inputs["token_type_ids"]
+    assert int(first_segment.sum(1).max()) <= 16 + 2  # [CLS], question, [SEP]
 
 
 def test_model_folder_is_checked_without_network(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_local_checkpoint_round_trip(tmp_path: Path) -> None:
     loaded.check()
     loaded.prepare(Shard())
     assert loaded.tokenizer.get_vocab() == source.tokenizer.get_vocab()
-    assert (loaded._train.ids == source._train.ids).all()
+    assert torch.equal(loaded._train.inputs["input_ids"], source._train.inputs["input_ids"])
     again = loaded.build_model().state_dict()
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
     fresh = tiny(model=str(tmp_path), init="random", train_questions=30, dev_questions=5)
