@@ -84,16 +84,16 @@ class SmallImages(Shuffled):
         train, test = _synthetic(self.shape, self.num_classes) if self.synthetic else self.read()
         keep = fixed_choice(len(train[1]), self.train_images, "train_images")
         train = (train[0][keep], train[1][keep]) if len(keep) < len(train[1]) else train
-        held = None
         if self.held_out and not self.synthetic:  # random images have no accuracy
             kept, out = choose_out(len(train[1]), self.held_out)
-            train, held = (train[0][kept], train[1][kept]), (train[0][out], train[1][out])
+            self.held_out_set = (train[0][out].to(shard.device), train[1][out].to(shard.device))
+            train = (train[0][kept], train[1][kept])
         # Per-channel mean and spread of the training images, on the 0..1 scale.
         pixels = train[0][:5000].float() / 255
         self._mean = pixels.mean((0, 2, 3)).view(1, -1, 1, 1).to(shard.device)
         self._std = pixels.std((0, 2, 3)).clamp_min(1e-3).view(1, -1, 1, 1).to(shard.device)
-        self._train, self.eval_set, self.held_out_set = (
-            part and (part[0].to(shard.device), part[1].to(shard.device)) for part in (train, test, held)
+        self._train, self.eval_set = (
+            (images.to(shard.device), labels.to(shard.device)) for images, labels in (train, test)
         )
 
     def build_model(self) -> nn.Module:
