@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from birder.comm import ByteCounter
 from experiments.workloads.base import Shard, all_sum
@@ -70,21 +73,14 @@ class StepTraffic:
 VARIABLE = "BIRDER_NIC"
 """Environment variable in which launchers name the interface that leads to the other nodes."""
 _RDMA = Path("/sys/class/infiniband")
-_COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace, as /sys/class/net need not be
 
 
-def read_counters(interface: str, counters: Path = _COUNTERS) -> tuple[int, int] | None:
+def read_counters(interface: str) -> tuple[int, int] | None:
     """(bytes sent, bytes received) by `interface` since it exists; None where that cannot be known."""
-    try:
-        lines = counters.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, colon, numbers = line.partition(":")
-        if colon and name.strip() == interface:
-            fields = numbers.split()
-            return int(fields[8]), int(fields[0])
-    return None
+    found = None
+    with contextlib.suppress(OSError):
+        found = psutil.net_io_counters(pernic=True, nowrap=False).get(interface)
+    return None if found is None else (found.bytes_sent, found.bytes_recv)
 
 
 def past_the_counters(backend: str, devices: Path = _RDMA) -> bool:

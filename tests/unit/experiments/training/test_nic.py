@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from experiments.training import traffic
@@ -16,8 +17,9 @@ DEV = """Inter-|   Receive                                                |  Tra
 
 
 def test_only_what_lies_between_resume_and_pause_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "dev"
-    monkeypatch.setattr(traffic, "read_counters", lambda name, read=traffic.read_counters: read(name, path))
+    path = tmp_path / "net" / "dev"
+    path.parent.mkdir()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
 
     def now(tx: int, rx: int) -> None:
         path.write_text(DEV.format(lo=7, tx=tx, rx=rx))
@@ -40,7 +42,8 @@ def test_what_cannot_be_read_is_not_zero(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv(traffic.VARIABLE, raising=False)
     assert traffic.NicMeter().total is None
     assert traffic.NicMeter("no-such-interface").total is None
-    assert traffic.read_counters("eth0", tmp_path / "absent") is None
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "absent"))
+    assert traffic.read_counters("eth0") is None
 
 
 def test_the_launcher_names_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
