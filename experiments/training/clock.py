@@ -16,6 +16,20 @@ ROUND = 16
 """Steps after which a device is waited for and its events are read."""
 
 
+def now(device: torch.device) -> Any:
+    """This moment: seconds of the host's clock; on CUDA an event on the device's current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(began: Any, ended: Any) -> float:
+    """Seconds between two moments. Events must have been waited for."""
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+
+
 class StepClock:
     """Seconds per optimizer step and per part of it, from the step after `skip` on.
 
@@ -27,17 +41,15 @@ class StepClock:
 
     def __init__(self, skip: int, device: torch.device, every: int = ROUND) -> None:
         """every: steps after which a device is waited for."""
-        self.skip, self.every = skip, every
-        self.device = device
-        self.events = device.type == "cuda"
+        self.skip, self.device = skip, device
+        self.every = every if device.type == "cuda" else 1
         self.steps: list[float] = []
         self.parts: dict[str, list[float]] = {}
         self.known: float | None = None
         """Seconds a step: of the last one; on CUDA of the last round that was waited for."""
         self._seen = 0
-        self._began = self._part_began = 0.0
-        self._marks: list[tuple[str, Any]] = []  # of the step under way: what ends there, and the event
-        self._waiting: list[list[tuple[str, Any]]] = []  # of steps whose events are not read yet
+        self._marks: list[tuple[str, Any]] = []  # of the step under way: what ends there, and when
+        self._waiting: list[list[tuple[str, Any]]] = []  # of steps that are not read yet
 
     @property
     def counting(self) -> bool:
@@ -50,55 +62,41 @@ class StepClock:
         return bool(self._waiting)
 
     def start(self) -> None:
-        self._began = self._part_began = time.perf_counter()
-        self._marks = []
-        self._mark("")
+        self._marks = [("", now(self.device))]
 
     def part(self, name: str, seconds: float | None = None) -> None:
         """Time since the last `part` or `start`, or the given seconds, goes to part `name` of this step."""
-        now = time.perf_counter()
         if seconds is None:
-            self._mark(name)
-        if self.counting and (seconds is not None or not self.events):
-            self.parts.setdefault(name, []).append(now - self._part_began if seconds is None else seconds)
-        if seconds is None:
-            self._part_began = now
-
-    def stop(self) -> float:
-        """Ends the step. Returns the seconds of the host's clock: on CUDA those that it took to queue the step."""
-        took = time.perf_counter() - self._began
+            self._marks.append((name, now(self.device)))
         if self.counting:
-            if self.events:
-                self._mark("")
-                self._waiting.append(self._marks)
-                if len(self._waiting) >= self.every:
-                    self.settle()
-            else:
-                self.steps.append(took)
-        if not self.events:
-            self.known = took
+            self.parts.setdefault(name, []).extend([] if seconds is None else [seconds])
+
+    def stop(self) -> float | None:
+        """Ends the step. Returns `known`."""
+        self._marks.append(("", now(self.device)))
+        if self.counting:
+            self._waiting.append(self._marks)
+            if len(self._waiting) >= self.every:
+                self.settle()
+        elif self.device.type != "cuda":
+            self.known = between(self._marks[0][1], self._marks[-1][1])
         self._seen += 1
-        return took
+        return self.known
 
     def settle(self) -> None:
-        """Waits for the device, once, and reads the events of all steps so far. On the CPU there is nothing to do."""
+        """Reads all steps so far, after waiting for the device, once. On the CPU there is nothing to do."""
         if not self._waiting:
             return
-        torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         new = len(self.steps)
         for marks in self._waiting:
-            self.steps.append(marks[0][1].elapsed_time(marks[-1][1]) / 1000)
+            self.steps.append(between(marks[0][1], marks[-1][1]))
             for (_, began), (name, ended) in itertools.pairwise(marks):
                 if name:
-                    self.parts.setdefault(name, []).append(began.elapsed_time(ended) / 1000)
+                    self.parts.setdefault(name, []).append(between(began, ended))
         self._waiting = []
         self.known = float(np.mean(self.steps[new:]))
-
-    def _mark(self, name: str) -> None:
-        if self.events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
 
     def split(self) -> dict[str, float]:
         """The record's `timing.split`: median milliseconds of each part, on this rank."""
@@ -125,21 +123,13 @@ class Stopwatch:
         self.device = device
 
     def start(self) -> None:
-        self._began = self._now()
+        self._began = now(self.device)
 
     def stop(self) -> float:
-        ended = self._now()
-        if self.device.type != "cuda":
-            return float(ended - self._began)
-        torch.cuda.synchronize(self.device)
-        return float(self._began.elapsed_time(ended)) / 1000
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        ended = now(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return between(self._began, ended)
 
 
 def summary(

@@ -107,9 +107,9 @@ class _Run:
             self.clock.start()
             began, timed = time.perf_counter(), self.clock.counting
             loss = self.method.step(stream, self.clock.part)
-            seconds = self.clock.stop()
+            self.clock.stop()
             if timed and self.profile is not None:
-                self.profile.keep(step, began, seconds, self.optimizer.pipeline.trace.last)
+                self.profile.keep(step, began, time.perf_counter() - began, self.optimizer.pipeline.trace.last)
             self.traffic.rounds.end_step()
             self.losses.append((step, loss))
             evaluate = self.evaluates and (step == total or self._evaluation_due(step))
