@@ -96,7 +96,7 @@ class ResizedWorld:
 
     def train(self, steps: range, look: bool = False) -> list[float]:
         """The loss over all training images after each step, where one looks."""
-        stream, losses = self.method.batches(self.config, Shard(), steps.start - 1), []
+        stream, losses = self.method.batches(Shard(), steps.start - 1), []
         for _ in steps:
             self.method.step(stream)
             if look:

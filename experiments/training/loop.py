@@ -58,23 +58,14 @@ class _Run:
         self.ddp = wrap(model, spec, shard.device)
         kind = VirtualMethod if self.virtual else AttachedMethod
         self.method = kind(self.config, self.workload, self.ddp, shard, self.length, spec.seed)
-        self.optimizer, self.attachment = self.method.optimizer, self.method.attachment
         self.clock = StepClock(int(self.settings["timing_warmup"]), shard.device)
         asked = self.config.get("profile")
         self.profile = step_profile.KeptSpans(int(asked["steps"])) if asked else None
         nic = NicMeter(blind=self.virtual or past_the_counters(dist.get_backend()))
-        self.traffic = Traffic(self.attachment.counter, nic)
-        self.method.seed(spec.seed, shard.rank)
-        save = self.config["checkpoint"]
-        self.checkpoints = Checkpoints(
-            spec.path / "checkpoints",
-            save["keep"],
-            self.ddp,
-            self.optimizer,
-            self.workload,
-            self.method.scaler,
-            self.config.get("resume_resize") == "average",
-        )
+        self.traffic = Traffic(self.method.attachment.counter, nic)
+        self.method.seed(shard.rank)
+        save, resize = self.config["checkpoint"], self.config.get("resume_resize") == "average"
+        self.checkpoints = Checkpoints(spec.path / "checkpoints", save["keep"], self.method, resize)
         self.save_every = int(save["every"])
         self.link = rank_link.of_run(spec, shard.device)  # of a real network: probed
         self.metrics: dict[str, float] = {}
@@ -99,7 +90,7 @@ class _Run:
     def _loop(self, done: int, tracker: Tracker) -> None:
         samples = self.workload.samples(self.batch) * self.accumulate * self.world_size
         self.ddp.train()
-        stream, total = self.method.batches(self.config, self.shard, done * self.accumulate), self.length.total
+        stream, total = self.method.batches(self.shard, done * self.accumulate), self.length.total
         for step in range(done + 1, total + 1):
             if step > int(self.settings["timing_warmup"]):  # of the whole run, so that an interruption changes nothing
                 self.traffic.begin()
@@ -109,7 +100,7 @@ class _Run:
             loss = self.method.step(stream, self.clock.part)
             self.clock.stop()
             if timed and self.profile is not None:
-                self.profile.keep(step, began, time.perf_counter() - began, self.optimizer.pipeline.trace.last)
+                self.profile.keep(step, began, time.perf_counter() - began, self.method.optimizer.pipeline.trace.last)
             self.traffic.rounds.end_step()
             self.losses.append((step, loss))
             evaluate = self.evaluates and (step == total or self._evaluation_due(step))
@@ -155,7 +146,7 @@ class _Run:
                 say(f"{line}; resuming from {found.folder.name}")
         if found.step > self.length.total:
             raise UserError(f"this run ends at step {self.length.total}, and {found.folder} is of step {found.step}")
-        prime_buckets(self.ddp, self.attachment, self.workload, next(self.method.batches(self.config, self.shard, 0)))
+        prime_buckets(self.method, next(self.method.batches(self.shard, 0)))
         self.traffic.resume(self.checkpoints.apply(found))
         if self.main:
             say(f"resumed from step {found.step}")

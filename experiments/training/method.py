@@ -36,28 +36,6 @@ RELEASED: dict[tuple[type, Any], Any] = {
 """The classes of what a configuration names by a word."""
 
 
-def make_optimizer(
-    config: dict[str, Any], workload: Workload, model: nn.Module, seed: int, total_steps: int
-) -> BucketOptimizer:
-    """The optimizer of a resolved configuration for a workload's model. Raises UserError for arguments that it does not take.
-
-    A `warmup_steps` or `local_doubling` below 1 is a fraction of `total_steps`.
-    """
-    options = {k: v for k, v in config["optimizer"].items() if k not in ("_target_", "weight_decay")}
-    options["max_grad_norm"] = config["train"]["max_grad_norm"]
-    for name in ("warmup_steps", "local_doubling"):
-        if 0 < options.get(name, 0) < 1:
-            options[name] = max(1, round(options[name] * total_steps))
-    with refused("optimizer", TypeError, ValueError):
-        cls = hydra.utils.get_class(config["optimizer"]["_target_"])
-        cls = RELEASED.get((cls, options.get("form") or options.get("variant")), cls)
-        decay = float(config["optimizer"].get("weight_decay", 0.0))
-        groups = workload.param_groups(model, decay)
-        if issubclass(cls, birder.Muon):
-            groups = cls.groups(model, groups)
-        return cls(groups, weight_decay=decay, seed=seed, **options)
-
-
 @contextlib.contextmanager
 def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Exceptions of these kinds as UserError: arguments that do not suit `what`."""
@@ -125,21 +103,42 @@ class AttachedMethod:
         length: Length,
         seed: int,
     ) -> None:
-        self.settings = config["train"]
+        self.config, self.settings = config, config["train"]
         self.workload, self.ddp, self.device, self.length = workload, ddp, shard.device, length
+        self._seed = seed
         self.accumulate = int(self.settings["accumulate"])
         half = self.settings["precision"] == "fp16"
         self.scaler = torch.amp.GradScaler(shard.device.type) if half else None
         self.optimizer: BucketOptimizer
         self.attachment: birder.Attachment | HookAttachment
         self._updates: list[tuple[Any, Any]] = []
-        self.connect(config, seed)
+        self.connect()
         self.base_lrs = [g["lr"] for g in self.optimizer.param_groups]
 
-    def connect(self, config: dict[str, Any], seed: int) -> None:
+    def make_optimizer(self) -> BucketOptimizer:
+        """The optimizer that the configuration says. Raises UserError for arguments that it does not take.
+
+        A `warmup_steps` or `local_doubling` below 1 is a fraction of the run's steps.
+        """
+        asked = self.config["optimizer"]
+        options = {k: v for k, v in asked.items() if k not in ("_target_", "weight_decay")}
+        options["max_grad_norm"] = self.settings["max_grad_norm"]
+        for name in ("warmup_steps", "local_doubling"):
+            if 0 < options.get(name, 0) < 1:
+                options[name] = max(1, round(options[name] * self.length.total))
+        with refused("optimizer", TypeError, ValueError):
+            cls = hydra.utils.get_class(asked["_target_"])
+            cls = RELEASED.get((cls, options.get("form") or options.get("variant")), cls)
+            decay = float(asked.get("weight_decay", 0.0))
+            groups = self.workload.param_groups(self.ddp.module, decay)
+            if issubclass(cls, birder.Muon):
+                groups = cls.groups(self.ddp.module, groups)
+            return cls(groups, weight_decay=decay, seed=self._seed, **options)
+
+    def connect(self) -> None:
         """Makes `optimizer` and `attachment`."""
-        comm, ddp = config["comm"], self.ddp
-        self.optimizer = make_optimizer(config, self.workload, ddp.module, seed, self.length.total)
+        comm, ddp = self.config["comm"], self.ddp
+        self.optimizer = self.make_optimizer()
         unit_mb, overlap = comm["bucket_cap_mb"], comm["overlap"] and self.scaler is None
         common: dict[str, Any] = {"overlap": overlap, "communicate": comm["enabled"], "unit_mb": unit_mb}
         if isinstance(ddp, ShardedModel):  # FSDP2 inside a node
@@ -156,13 +155,13 @@ class AttachedMethod:
         if self.device.type == "cuda":
             self._watch_updates()
 
-    def seed(self, seed: int, rank: int) -> None:
+    def seed(self, rank: int) -> None:
         """Begins torch's random numbers of this rank: dropout and the like differ between ranks."""
-        torch.manual_seed(seed * 1_000_003 + rank + 1)
+        torch.manual_seed(self._seed * 1_000_003 + rank + 1)
 
-    def batches(self, config: dict[str, Any], shard: Shard, start: int) -> Iterator[Batch]:
+    def batches(self, shard: Shard, start: int) -> Iterator[Batch]:
         """What `step` takes its batches from, from number `start` on."""
-        return batches(config, self.workload, shard, self.length, start)
+        return batches(self.config, self.workload, shard, self.length, start)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters are what is to be evaluated: where the ranks' models differ, their mean."""
@@ -187,13 +186,9 @@ class AttachedMethod:
         """One optimizer step; this rank's mean loss, which on CUDA nobody has waited for."""
         trace, began = self.optimizer.pipeline.trace, time.perf_counter()
         self.optimizer.zero_grad()
-
-        def compute() -> Tensor:
-            return forward_backward(
-                self.workload, self.ddp, stream, self.settings, self.device, self.scaler, lambda: part("data")
-            )
-
-        loss = compute()
+        loss = forward_backward(
+            self.workload, self.ddp, stream, self.settings, self.device, self.scaler, lambda: part("data")
+        )
         part("forward_backward")
         trace.add("compute", None, began, time.perf_counter())
         if self.scaler is None:

@@ -10,56 +10,52 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from birder import Attachment, BucketOptimizer, checkpoint
+from birder import checkpoint
 from birder.checkpoint import elastic
 from birder.optim.layout import local as held
-from experiments.training.sharded import ShardedModel, Wrapped
-from experiments.training.torch_hooks import HookAttachment
-from experiments.workloads.base import Workload
+from experiments.training.method import AttachedMethod
+from experiments.training.sharded import ShardedModel
 from launch.errors import UserError
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores model, optimizer, workload, loss scale and random states below `folder`.
+    """Saves and restores a training below `folder`: its model, optimizer, workload, loss scale and random states.
 
     resize: takes checkpoints of another number of ranks too (birder/checkpoint/elastic.py).
     """
 
     folder: Path
     keep: int
-    ddp: Wrapped
-    optimizer: BucketOptimizer
-    workload: Workload
-    scaler: torch.amp.GradScaler | None
+    method: AttachedMethod
     resize: bool = False
 
     def save(self, step: int, traffic: dict[str, int | None]) -> None:
         """Every rank calls it after step `step`. traffic: `Traffic.sums`. Raises UserError when the disk is full."""
         local: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
-            "workload": self.workload.state_dict(),
+            "optimizer": self.method.optimizer.state_dict(),
+            "workload": self.method.workload.state_dict(),
             "traffic": traffic,
             "rng": torch.get_rng_state(),
             # Batch statistics differ between ranks until DDP's next forward; rank 0's are what it broadcasts.
-            "buffers": dict(self.ddp.module.named_buffers()),
+            "buffers": dict(self.method.ddp.module.named_buffers()),
         }
         if torch.cuda.is_available():
             local["cuda_rng"] = torch.cuda.get_rng_state()
-        if self.scaler is not None:
-            local["scaler"] = self.scaler.state_dict()
+        if self.method.scaler is not None:
+            local["scaler"] = self.method.scaler.state_dict()
         shared: dict[str, Any] = {}
         parameters = self._parameters()
         try:
             # Models, or shards, that differ between ranks are kept by each rank for itself.
-            own = self.optimizer.local_models or isinstance(self.ddp, ShardedModel)
+            own = self.method.optimizer.local_models or isinstance(self.method.ddp, ShardedModel)
             (local if own else shared)["parameters"] = parameters
             checkpoint.save(self.folder, step, shared, local, self.keep)
         except OSError as e:
             raise UserError(f"{e}; free space or set output_dir=FOLDER on another disk") from e
 
     def _parameters(self) -> dict[str, Any]:
-        return {name: held(p).detach() for name, p in self.ddp.module.named_parameters()}
+        return {name: held(p).detach() for name, p in self.method.ddp.module.named_parameters()}
 
     def find(self) -> checkpoint.Restored | None:
         """The newest whole checkpoint, read; None where there is none. Every rank calls it. Raises UserError."""
@@ -78,16 +74,16 @@ class Checkpoints:
             with torch.no_grad():
                 saved = (local if "parameters" in local else shared)["parameters"]
                 _copy(self._parameters(), saved, "parameter")
-                _copy(dict(self.ddp.module.named_buffers()), local["buffers"], "buffer")
+                _copy(dict(self.method.ddp.module.named_buffers()), local["buffers"], "buffer")
             # What the configuration says counts: it is the saved one's, or resume_allow_config_change=true.
-            asked = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(local["optimizer"])
-            for group, options in zip(self.optimizer.param_groups, asked, strict=True):
+            asked = [{k: v for k, v in g.items() if k != "params"} for g in self.method.optimizer.param_groups]
+            self.method.optimizer.load_state_dict(local["optimizer"])
+            for group, options in zip(self.method.optimizer.param_groups, asked, strict=True):
                 group |= options
             if "workload" in local:
-                self.workload.load_state_dict(local["workload"])
-            if self.scaler is not None and "scaler" in local:
-                self.scaler.load_state_dict(local["scaler"])
+                self.method.workload.load_state_dict(local["workload"])
+            if self.method.scaler is not None and "scaler" in local:
+                self.method.scaler.load_state_dict(local["scaler"])
             if "rng" in local:
                 torch.set_rng_state(local["rng"])
             if "cuda_rng" in local and torch.cuda.is_available():
@@ -104,10 +100,10 @@ class Checkpoints:
         """What this rank resumes with. Of another number of ranks: random states and text under way start fresh."""
         if found.same_world:
             return found.local
-        if isinstance(self.ddp, ShardedModel):
+        if isinstance(self.method.ddp, ShardedModel):
             raise ValueError("with comm.topology=hsdp the number of nodes and ranks has to stay")
         own = {key: value for key, value in found.local.items() if key in ("buffers", "scaler")}
-        own["optimizer"] = elastic.state(self.optimizer, found)
+        own["optimizer"] = elastic.state(self.method.optimizer, found)
         if "parameters" in found.local:
             own["parameters"] = elastic.mean(local["parameters"] for local in found.of_all())
         return own
@@ -123,17 +119,17 @@ def _copy(mine: dict[str, Any], saved: dict[str, Any], what: str) -> None:
         tensor.copy_(saved[name])
 
 
-def prime_buckets(ddp: Wrapped, attachment: Attachment | HookAttachment, workload: Workload, batch: Any) -> None:
+def prime_buckets(method: AttachedMethod, batch: Any) -> None:
     """One backward pass without effect, after which DDP rebuilds its buckets as it did in the interrupted run.
 
     The sums of a ring all-reduce depend, in their last bit, on where in a bucket an element lies. Call before `apply`,
     which puts back what the pass changed (batch statistics, random state).
     """
-    saved = workload.state_dict()
-    with attachment.paused():
-        workload.loss(ddp, batch).backward()
-    ddp.zero_grad(set_to_none=True)
-    workload.load_state_dict(saved)
+    saved = method.workload.state_dict()
+    with method.attachment.paused():
+        method.workload.loss(method.ddp, batch).backward()
+    method.ddp.zero_grad(set_to_none=True)
+    method.workload.load_state_dict(saved)
 
 
 def broadcast_buffers(module: nn.Module) -> None:

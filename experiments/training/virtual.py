@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Topology, VirtualRanks
-from experiments.training.method import AttachedMethod, Part, batches, forward_backward, make_optimizer
+from experiments.training.method import AttachedMethod, Part, batches, forward_backward
 from experiments.workloads.base import Batch, Shard
 
 
 class VirtualMethod(AttachedMethod):
     """`AttachedMethod` for every virtual rank. A batch of its stream is one of each rank, in rank order."""
 
-    def connect(self, config: dict[str, Any], seed: int) -> None:
+    def connect(self) -> None:
         assert isinstance(self.ddp, DistributedDataParallel)  # rules.check_virtual
-        comm, cluster = config["comm"], config["cluster"]
+        comm, cluster = self.config["comm"], self.config["cluster"]
         topology = Topology(int(cluster["nodes"]), int(cluster["ranks_per_node"]))
-        optimizers = [
-            make_optimizer(config, self.workload, self.ddp.module, seed, self.length.total)
-            for _ in range(topology.world_size)
-        ]
+        optimizers = [self.make_optimizer() for _ in range(topology.world_size)]
         self.optimizer = optimizers[0]
         self.ranks = VirtualRanks(
             self.ddp,
@@ -39,12 +35,12 @@ class VirtualMethod(AttachedMethod):
         self.attachment = self.ranks  # type: ignore[assignment] # of a connection the loop asks for the counter alone
         self._kept = [self.workload.state_dict() for _ in optimizers]
 
-    def seed(self, seed: int, rank: int) -> None:
-        self.ranks.seed([seed * 1_000_003 + r + 1 for r in range(self.ranks.size)])
+    def seed(self, rank: int) -> None:
+        self.ranks.seed([self._seed * 1_000_003 + r + 1 for r in range(self.ranks.size)])
 
-    def batches(self, config: dict[str, Any], shard: Shard, start: int) -> Iterator[Batch]:
+    def batches(self, shard: Shard, start: int) -> Iterator[Batch]:
         every = (Shard(rank, self.ranks.size, shard.device) for rank in range(self.ranks.size))
-        return zip(*(batches(config, self.workload, one, self.length, start) for one in every), strict=True)
+        return zip(*(batches(self.config, self.workload, one, self.length, start) for one in every), strict=True)
 
     def state_bytes(self) -> int:
         """Of all ranks together."""

@@ -50,8 +50,9 @@ def test_a_checkpoint_has_the_state_of_the_gpus_generator(tmp_path: Path, monkey
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         workload: Any = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-        wrapped: Any = SimpleNamespace(module=model)
-        return Checkpoints(tmp_path, 2, wrapped, optimizer, workload, None)
+        wrapped = SimpleNamespace(module=model)
+        method: Any = SimpleNamespace(ddp=wrapped, optimizer=optimizer, workload=workload, scaler=None)
+        return Checkpoints(tmp_path, 2, method)
 
     first, again = made(), made()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
