@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from experiments.workloads import weights
 from experiments.workloads.base import at_least, one_of
 from experiments.workloads.transformer import Transformer
 from launch.errors import UserError
@@ -40,18 +41,28 @@ class Bert(Transformer):
 
     preset:    base | large | xl | small | tiny.
     attention: one of `ATTENTION`; None: as transformers chooses.
+    weights:   directory of a run, or of one of its checkpoints, whose parameters the model begins with: pre-training before
+               fine-tuning, or before a phase with longer sequences. Where ranks kept different models their mean is taken.
     """
 
     family = "bert"
     presets = PRESETS
+    heads: ClassVar[tuple[str, ...]] = ("cls.", "qa_outputs.", "classifier.", "bert.pooler.")
+    """Beginnings of the parameters' names that the run of `weights` need not share."""
 
     attention: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(100, vocab_size=self.vocab_size)
         if self.attention is not None:
             one_of(ATTENTION, attention=self.attention)
+
+    def check(self) -> None:
+        super().check()
+        if self.weights is not None:
+            weights.find(self.weights)
 
     def load_tokenizer(self, texts: Iterable[str]) -> None:
         super().load_tokenizer(texts)
@@ -110,7 +121,7 @@ class Bert(Transformer):
         base = getattr(net, str(net.base_model_prefix), None)
         if outputs is None and base is not None and getattr(base, "pooler", None) is not None:
             base.pooler = None
-        return net
+        return net if self.weights is None else weights.put(net, self.weights, self.heads)
 
     def stored(self, tokens: Any) -> dict[str, Tensor]:
         """The model's inputs of what the tokenizer returned, in memory: int32[N, seq_len], masks and segments int8."""

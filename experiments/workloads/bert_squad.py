@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads import weights
 from experiments.workloads.base import Batch, Shard, all_sum, at_least, leave_out
 from experiments.workloads.bert import Bert
 from experiments.workloads.ordering import fixed_choice
@@ -27,10 +26,6 @@ from launch.errors import UserError
 CHUNK = 1000  # questions tokenized at once: bounds the memory that Python lists of tokens take
 
 
-HEADS = ("cls.", "qa_outputs.")
-"""Beginnings of the parameters' names that pre-training and fine-tuning do not share."""
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class BertSquad(Bert):
     """Each question and its paragraph become windows of `seq_len` tokens; one sample is one window.
@@ -38,7 +33,6 @@ class BertSquad(Bert):
     Further arguments as in `Bert`.
 
     embedded_words:  with random weights of `preset`, rows of the word embedding, if more than the vocabulary has.
-    weights:         directory of a pre-training run, or of one of its checkpoints, whose encoder training begins with.
     data_path:       folder with train-v1.1.json and dev-v1.1.json (each may be .xz).
     train_file:      training file, absolute or inside `data_path`; likewise dev_file.
     dataset:         hub data set used when no file is given, or "synthetic".
@@ -69,7 +63,6 @@ class BertSquad(Bert):
     eval_batch: int = 32
     embedded_words: int | None = None
     held_out: int | None = None
-    weights: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,8 +82,6 @@ class BertSquad(Bert):
 
     def check(self) -> None:
         super().check()
-        if self.weights is not None:
-            weights.find(self.weights)
         if self._from_files:
             self._file("train")
             self._file("dev")
@@ -112,8 +103,7 @@ class BertSquad(Bert):
         from transformers import AutoModelForQuestionAnswering
 
         words = max(len(self.tokenizer), self.embedded_words or 0)
-        net = self.load_bert(AutoModelForQuestionAnswering, words)
-        return net if self.weights is None else weights.put(net, self.weights, HEADS)
+        return self.load_bert(AutoModelForQuestionAnswering, words)
 
     @property
     def training_samples(self) -> int:

@@ -48,7 +48,7 @@ def put(net: nn.Module, place: str, skip: tuple[str, ...] = ()) -> nn.Module:
     """
     saved = read(place)
     mine = dict(net.named_parameters())
-    differ = {n for n in set(mine) ^ set(saved) if not n.startswith(skip)} if skip else set(mine) ^ set(saved)
+    differ = {n for n in set(mine) ^ set(saved) if not n.startswith(skip)}
     differ |= {n for n in set(mine) & set(saved) if mine[n].shape != saved[n].shape}
     if differ:
         raise UserError(f"workload.weights={place} is of another model: {', '.join(sorted(differ)[:3])}")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads import weights
 from experiments.workloads.base import Batch, Shard, one_of
 from experiments.workloads.bert import Bert
 from experiments.workloads.corpus import IGNORED, Corpus, token_stream
@@ -23,18 +22,16 @@ class Wikipedia(Corpus, Bert):
     In each sequence `mask_prob` of the tokens are predicted: 80 % of them appear as [MASK], 10 % as a random token,
     10 % unchanged, drawn again in every epoch. No next-sentence prediction. Further arguments as in `Corpus` and `Bert`.
 
-    weights: directory of a run, or of one of its checkpoints, whose parameters the model begins with: a phase that
-             continues another with longer sequences, say. Where ranks kept different models their mean is taken.
-    metric:  perplexity | loss: which of the two tables show.
+    metric: perplexity | loss: which of the two tables show.
     """
 
     name = "wikipedia"
+    heads = ()  # it begins with a run of this workload
 
     dataset: str = "wikimedia/wikipedia"
     dataset_config: str | None = "20231101.en"
     mask_prob: float = 0.15
     vocab_size: int = 8000
-    weights: str | None = None
     metric: str = "perplexity"
 
     def __post_init__(self) -> None:
@@ -42,11 +39,6 @@ class Wikipedia(Corpus, Bert):
         one_of(("perplexity", "loss"), metric=self.metric)
         if not 0 < self.mask_prob < 1:
             raise UserError(f"workload.mask_prob={self.mask_prob} must be between 0 and 1")
-
-    def check(self) -> None:
-        super().check()
-        if self.weights is not None:
-            weights.find(self.weights)
 
     def load_tokenizer(self, texts: Iterable[str]) -> None:
         super().load_tokenizer(texts)
@@ -57,8 +49,7 @@ class Wikipedia(Corpus, Bert):
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForMaskedLM
 
-        net = self.load_bert(AutoModelForMaskedLM)
-        return net if self.weights is None else weights.put(net, self.weights)
+        return self.load_bert(AutoModelForMaskedLM)
 
     def sequences(self, lines: list[str]) -> Tensor:
         """[CLS] seq_len - 2 pieces [SEP] each."""

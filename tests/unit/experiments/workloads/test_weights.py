@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ import torch
 from birder import checkpoint
 from birder.checkpoint.files import SHARED, Manifest, rank_file, write_manifest, write_tree
 from experiments.workloads import weights
+from experiments.workloads.base import Shard
+from experiments.workloads.bert_squad import BertSquad
+from experiments.workloads.glue import Glue
+from experiments.workloads.wikipedia import Wikipedia
 from launch.errors import UserError
 
 
@@ -57,6 +62,23 @@ def test_another_head_is_left_as_it_is(tmp_path: Path) -> None:
     made = weights.put(net(3, "qa_outputs"), place, ("cls.", "qa_outputs."))
     assert torch.equal(made["bert"].weight, net(1)["bert"].weight)
     assert torch.equal(made["qa_outputs"].weight, net(3, "qa_outputs")["qa_outputs"].weight)
+
+
+def test_every_bert_workload_begins_with_a_pre_trained_encoder(tmp_path: Path) -> None:
+    tiny: Any = {"preset": "tiny", "dataset": "synthetic", "seq_len": 96, "vocab_size": 300}
+    torch.manual_seed(1)
+    before = Wikipedia(**tiny)
+    before.prepare(Shard())
+    trained = before.build_model()
+    place = str(apart(tmp_path / "step-00000020", [trained]))
+    for kind, more in ((Glue, {}), (BertSquad, {"doc_stride": 24, "max_query_len": 24}), (Wikipedia, {})):
+        workload = kind(**tiny, **more, weights=place)
+        workload.check()
+        workload.tokenizer = before.tokenizer  # a checkpoint's vocabulary belongs to it
+        made, wanted = parameters(workload.build_model()), parameters(trained)
+        assert all(torch.equal(made[name], wanted[name]) for name in wanted if name.startswith("bert."))
+        with pytest.raises(UserError, match="is not a run with a whole checkpoint"):
+            kind(**tiny, **more, weights=str(tmp_path / "absent")).check()
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
