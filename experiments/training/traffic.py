@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections.abc import Sequence
@@ -75,12 +74,13 @@ VARIABLE = "BIRDER_NIC"
 _RDMA = Path("/sys/class/infiniband")
 
 
-def read_counters(interface: str) -> tuple[int, int] | None:
+def read_counters(interface: str | None) -> tuple[int, int] | None:
     """(bytes sent, bytes received) by `interface` since it exists; None where that cannot be known."""
-    found = None
-    with contextlib.suppress(OSError):
-        found = psutil.net_io_counters(pernic=True, nowrap=False).get(interface)
-    return None if found is None else (found.bytes_sent, found.bytes_recv)
+    try:
+        found = psutil.net_io_counters(pernic=True, nowrap=False)[interface or ""]
+    except (OSError, KeyError):
+        return None
+    return found.bytes_sent, found.bytes_recv
 
 
 def past_the_counters(backend: str, devices: Path = _RDMA) -> bool:
@@ -99,30 +99,21 @@ class NicMeter:
 
     def __init__(self, interface: str | None = None, blind: bool = False) -> None:
         self.interface = None if blind else interface or os.environ.get(VARIABLE) or None
-        self._sum = [0, 0]
-        self._since: tuple[int, int] | None = None
-        self._known = self.interface is not None and read_counters(self.interface) is not None
-
-    @property
-    def total(self) -> tuple[int, int] | None:
+        self.total = None if read_counters(self.interface) is None else (0, 0)
         """(sent, received) so far; None when the interface cannot be read."""
-        return (self._sum[0], self._sum[1]) if self._known else None
+        self._since: tuple[int, int] | None = None
 
     def resume(self) -> None:
         """From here on bytes count."""
-        if self._known and self.interface is not None:
+        if self.total is not None:
             self._since = read_counters(self.interface)
 
     def pause(self) -> None:
         """From here on bytes do not count. Without a `resume` before it nothing happens."""
-        if self._since is None or self.interface is None:
-            return
-        now = read_counters(self.interface)
-        if now is None:
-            self._known = False
-        else:
-            self._sum = [total + n - s for total, n, s in zip(self._sum, now, self._since, strict=True)]
-        self._since = None
+        since, self._since = self._since, None
+        if self.total is not None and since is not None:
+            now = read_counters(self.interface)
+            self.total = now and (self.total[0] + now[0] - since[0], self.total[1] + now[1] - since[1])
 
 
 # ---- of a record ------------------------------------------------------------------------------------------------------
@@ -171,11 +162,8 @@ class Traffic:
             counter, (tx, rx) = self.counter, self.nic.total or (None, None)
             values = (self.rounds.steps, self.rounds.sending, counter.collectives, counter.intra, counter.inter, tx, rx)
             now = dict(zip(FIELDS, values, strict=True))
-        return {name: _added(self._before[name], now[name]) for name in FIELDS}
-
-
-def _added(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
+        both = {name: (self._before[name], now[name]) for name in FIELDS}
+        return {name: None if a is None or b is None else a + b for name, (a, b) in both.items()}
 
 
 def of_record(traffic: Traffic, nodes: int, shard: Shard) -> dict[str, Any]:
