@@ -15,6 +15,7 @@ import birder
 from birder import BucketOptimizer
 from experiments.config import schedules
 from experiments.training import step_profile
+from experiments.training.clock import between, now
 from experiments.training.products import products_of
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
@@ -208,7 +209,7 @@ class AttachedMethod:
         On CUDA they are read from events: call it after the device has been waited for.
         """
         if self.device.type == "cuda":
-            read = [began.elapsed_time(ended) / 1000 for began, ended in self._updates]
+            read = [between(*moments) for moments in self._updates]
             self._updates.clear()
             return read
         return [sum(s.seconds for s in self.optimizer.pipeline.trace.last if s.kind == "apply")]
@@ -218,11 +219,9 @@ class AttachedMethod:
         update = self.optimizer.update
 
         def watched(*arguments: Any) -> None:
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
+            began = now(self.device)
             update(*arguments)
-            ended.record()
-            self._updates.append((began, ended))
+            self._updates.append((began, now(self.device)))
             del self._updates[:-1024]  # nobody may be asking
 
         self.optimizer.update = watched  # type: ignore[method-assign, assignment]

@@ -90,15 +90,18 @@ def _gaps(begin: float, end: float, inside: list[tuple[float, float]]) -> list[t
     return [*left, (begin, end)] if begin < end else left
 
 
+Step = tuple[int, float, float, list[Span]]
+"""A step of one rank: its number, when it began on this rank's clock, its seconds, and its pieces."""
+
+
 class KeptSpans:
     """The spans of the first `most` timed steps of one rank."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.steps: list[tuple[int, float, float, list[Span]]] = []
+        self.steps: list[Step] = []
 
     def keep(self, step: int, began: float, seconds: float, spans: list[Span]) -> None:
-        """Step number `step`, which began at `began` of this rank's clock."""
         if len(self.steps) < self.most:
             self.steps.append((step, began, seconds, pieces(spans)))
 
@@ -112,11 +115,10 @@ def typical(ranks: Sequence[KeptSpans]) -> int | None:
     return min(range(len(times)), key=lambda i: abs(times[i] - middle))
 
 
-def chrome_trace(ranks: Sequence[KeptSpans], position: int) -> dict[str, Any]:
-    """The step at `position` in Chrome's trace format: a process for each rank, a thread for each kind. Microseconds."""
+def chrome_trace(ranks: Sequence[Step]) -> dict[str, Any]:
+    """A step of all ranks in Chrome's trace format: a process for each rank, a thread for each kind. Microseconds."""
     events: list[dict[str, Any]] = []
-    for rank, kept in enumerate(ranks):
-        _, began, seconds, spans = kept.steps[position]
+    for rank, (_, began, seconds, spans) in enumerate(ranks):
         about = {"ph": "M", "pid": rank, "tid": 0}
         events.append({**about, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for lane, kind in enumerate(("step", *LANES)):
@@ -130,7 +132,7 @@ def chrome_trace(ranks: Sequence[KeptSpans], position: int) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw(ranks: Sequence[KeptSpans], position: int, title: str, path: Path) -> None:
+def draw(ranks: Sequence[Step], title: str, path: Path) -> None:
     """The same step as a picture, PNG: time to the right, every rank's lanes below each other."""
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -142,8 +144,7 @@ def draw(ranks: Sequence[KeptSpans], position: int, title: str, path: Path) -> N
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         labels = []
-        for rank, kept in enumerate(ranks):
-            _, began, _, spans = kept.steps[position]
+        for rank, (_, began, _, spans) in enumerate(ranks):
             for lane, (kind, colour) in enumerate(LANES.items()):
                 y = rank * len(LANES) + lane
                 labels.append(f"rank {rank}  {kind}" if lane == 0 else kind)
@@ -154,9 +155,8 @@ def draw(ranks: Sequence[KeptSpans], position: int, title: str, path: Path) -> N
         axes.set_yticks(range(rows), labels, fontsize=8)
         axes.set_ylim(rows - 0.5, -0.5)
         axes.set_xlabel("ms after the start of the step")
-        here = [k.steps[position] for k in ranks]
-        waits = 1000 * max(sum(s.seconds for s in spans if s.kind == "exposed") for *_, spans in here)
-        whole = 1000 * max(seconds for _, _, seconds, _ in here)
+        waits = 1000 * max(sum(s.seconds for s in spans if s.kind == "exposed") for *_, spans in ranks)
+        whole = 1000 * max(seconds for _, _, seconds, _ in ranks)
         figure.suptitle(f"{waits:.0f} of {whole:,.0f} ms are spent waiting for communication\n{title}", fontsize=9)
         figure.savefig(path, dpi=110)
 
@@ -169,12 +169,13 @@ def write(ranks: Sequence[KeptSpans], folder: Path, title: str) -> list[Path]:
     position = typical(ranks)
     if position is None:
         return []
-    step = ranks[0].steps[position][0]
+    steps = [kept.steps[position] for kept in ranks]
+    number = steps[0][0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trace, picture = folder / f"step{step}.json", folder / f"step{step}.png"
-        trace.write_text(json.dumps(chrome_trace(ranks, position)))
-        draw(ranks, position, f"{title}, step {step}", picture)
+        trace, picture = folder / f"step{number}.json", folder / f"step{number}.png"
+        trace.write_text(json.dumps(chrome_trace(steps)))
+        draw(steps, f"{title}, step {number}", picture)
     except OSError as error:
         raise UserError(f"cannot write the profile to {folder}: {error.strerror}") from error
     return [trace, picture]
