@@ -32,35 +32,6 @@ def as_global(stream: torch.Generator) -> Iterator[None]:
         yield
 
 
-def steps_per_epoch(samples: int, world_size: int, batch_per_rank: int, what: str) -> int:
-    """Full batches that every rank gets from `samples`; the remainder is dropped so that ranks stay in step.
-
-    Raises UserError when there is not one batch for each rank.
-    """
-    steps = samples // (world_size * batch_per_rank)
-    if steps == 0:
-        raise UserError(
-            f"{what} has {samples} training samples, fewer than one batch of {batch_per_rank} on each of "
-            f"{world_size} ranks: lower train.batch_per_rank or give more data"
-        )
-    return steps
-
-
-def batch_indices(
-    samples: int, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int, what: str
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (step, indices[batch_per_rank]) of this rank, from step `start`.
-
-    One permutation per (seed, epoch), the same on all ranks; step t takes its t-th block of world_size batches and
-    rank r the r-th batch in it, so ranks see disjoint samples.
-    """
-    steps = steps_per_epoch(samples, shard.world_size, batch_per_rank, what)
-    order = torch.randperm(samples, generator=generator("order", seed, epoch))
-    for step in range(start, steps):
-        first = (step * shard.world_size + shard.rank) * batch_per_rank
-        yield step, order[first : first + batch_per_rank]
-
-
 class Shuffled(Workload):
     """A workload whose training samples are numbered, and shuffled in every epoch."""
 
@@ -69,19 +40,41 @@ class Shuffled(Workload):
     def training_samples(self) -> int:
         """How many there are, once `prepare` has been called."""
 
-    @abstractmethod
     def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
-        """The training samples of these numbers. key: (seed, epoch, rank, step), of what is drawn at random for them."""
+        """The training samples of these numbers. key: (seed, epoch, rank, step), of what is drawn at random for them.
+
+        Not needed where a subclass has its own `train_batches`.
+        """
+        raise NotImplementedError
 
     def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(self.training_samples, world_size, batch_per_rank, self.data_name)
+        """Full batches of every rank; the remainder is dropped so that ranks stay in step. Raises UserError for none."""
+        steps = self.training_samples // (world_size * batch_per_rank)
+        if steps == 0:
+            raise UserError(
+                f"{self.data_name} has {self.training_samples} training samples, fewer than one batch of {batch_per_rank} "
+                f"on each of {world_size} ranks: lower train.batch_per_rank or give more data"
+            )
+        return steps
+
+    def order(
+        self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields (step, indices[batch_per_rank]) of this rank, from step `start`.
+
+        One permutation per (seed, epoch), the same on all ranks; step t takes its t-th block of world_size batches and
+        rank r the r-th batch in it, so ranks see disjoint samples.
+        """
+        steps = self.steps_per_epoch(shard.world_size, batch_per_rank)
+        order = torch.randperm(self.training_samples, generator=generator("order", seed, epoch))
+        for step in range(start, steps):
+            first = (step * shard.world_size + shard.rank) * batch_per_rank
+            yield step, order[first : first + batch_per_rank]
 
     def train_batches(
         self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
     ) -> Iterator[Batch]:
-        for step, indices in batch_indices(
-            self.training_samples, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-        ):
+        for step, indices in self.order(shard, batch_per_rank, seed=seed, epoch=epoch, start=start):
             yield self.batch(indices, shard, (seed, epoch, shard.rank, step))
 
 

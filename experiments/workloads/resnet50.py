@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from experiments.workloads.base import Batch, Shard, Workload, all_sum, at_least
+from experiments.workloads.base import Batch, Shard, all_sum, at_least
 from experiments.workloads.files import image_folders, no_synthetic
-from experiments.workloads.ordering import as_global, batch_indices, choose_out, generator, steps_per_epoch
+from experiments.workloads.ordering import Shuffled, as_global, choose_out, generator
 from launch.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -22,7 +22,7 @@ POOL = 4  # distinct synthetic batches: enough that no result can be cached, few
 
 
 @dataclass(eq=False, repr=False)
-class ResNet50(Workload):
+class ResNet50(Shuffled):
     """torchvision's ResNet-50 (25,557,032 parameters with 1000 classes).
 
     data_path:        folder with train/<class>/ and val/<class>/; None: synthetic images.
@@ -56,7 +56,6 @@ class ResNet50(Workload):
         self.synthetic = self.data_path is None
         self.data_name = f"synthetic {size}x{size} images" if self.synthetic else "ImageNet folder"
         self.num_classes = 1000
-        self._train_size = self.synthetic_images
         self._kept: list[int] = []
         self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
 
@@ -74,7 +73,6 @@ class ResNet50(Workload):
         self._train, test = (ImageFolder(folder) for folder in image_folders(self.data_path))
         self.num_classes = len(test.classes)
         self._kept, held = choose_out(len(self._train), self.held_out)
-        self._train_size = len(self._kept)
         self.eval_set = test, range(len(test))
         self.held_out_set = (self._train, held) if held else None
 
@@ -83,8 +81,9 @@ class ResNet50(Workload):
 
         return resnet50(weights=None, num_classes=self.num_classes)
 
-    def steps_per_epoch(self, world_size: int, batch_per_rank: int) -> int:
-        return steps_per_epoch(self._train_size, world_size, batch_per_rank, self.data_name)
+    @property
+    def training_samples(self) -> int:
+        return self.synthetic_images if self.synthetic else len(self._kept)
 
     def train_batches(
         self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
@@ -100,9 +99,7 @@ class ResNet50(Workload):
         augment = T.Compose(self.augmentation())
         order = [
             [self._kept[i] for i in indices.tolist()]
-            for _, indices in batch_indices(
-                self._train_size, shard, batch_per_rank, seed=seed, epoch=epoch, start=start, what=self.data_name
-            )
+            for _, indices in self.order(shard, batch_per_rank, seed=seed, epoch=epoch, start=start)
         ]
         yield from self._load(_Images(self._train, augment, seed, epoch), order, shard)
 

@@ -13,7 +13,7 @@ from experiments.workloads.cifar100 import Cifar100
 from experiments.workloads.digits import Digits
 from experiments.workloads.fashion_mnist import FashionMNIST
 from experiments.workloads.image_folder import ImageFolder
-from experiments.workloads.ordering import batch_indices, fixed_choice, generator
+from experiments.workloads.ordering import fixed_choice, generator
 from experiments.workloads.resnet50 import ResNet50
 from experiments.workloads.small_images import SmallImages, augmented
 from launch.errors import UserError
@@ -35,10 +35,12 @@ def test_resnet18_has_the_cifar_form() -> None:
 
 
 def test_indices_of_all_ranks_are_one_permutation() -> None:
+    workload = Digits(train_images=31)
+    workload.prepare(Shard())
     seen = [
         int(i)
         for rank in range(3)
-        for _, indices in batch_indices(31, Shard(rank, 3), 5, seed=0, epoch=0, start=0, what="numbers")
+        for _, indices in workload.order(Shard(rank, 3), 5, seed=0, epoch=0, start=0)
         for i in indices
     ]
     assert len(seen) == len(set(seen)) == 30
