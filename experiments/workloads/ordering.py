@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.workloads.base import Batch, Shard, Workload
+from experiments.workloads.base import Batch, Shard, Workload, leave_out
 from launch.errors import UserError
 
 
@@ -91,7 +91,4 @@ def choose_out(count: int, number: int | None) -> tuple[list[int], list[int]]:
     Raises UserError where nothing would be left.
     """
     held = fixed_choice(count, number or 0, "held_out")
-    kept = sorted(set(range(count)).difference(held))
-    if number and not kept:
-        raise UserError(f"workload.held_out={number} leaves nothing of {count} training images")
-    return kept, held
+    return leave_out([*sorted(set(range(count)).difference(held)), *held], number, "images")

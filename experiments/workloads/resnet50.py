@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,6 @@ class ResNet50(Shuffled):
         self.data_name = f"synthetic {size}x{size} images" if self.synthetic else "ImageNet folder"
         self.num_classes = 1000
         self._kept: list[int] = []
-        self._pool: tuple[Any, list[tuple[Tensor, Tensor]]] | None = None
 
     def check(self) -> None:
         if self.data_path is not None:
@@ -89,7 +89,7 @@ class ResNet50(Shuffled):
         self, shard: Shard, batch_per_rank: int, *, seed: int, epoch: int, start: int = 0
     ) -> Iterator[Batch]:
         if self.synthetic:
-            pool = self._synthetic_pool(shard, batch_per_rank, seed)
+            pool = _synthetic_pool(shard, batch_per_rank, seed, self.image_size, self.num_classes)
             steps = self.steps_per_epoch(shard.world_size, batch_per_rank)
             for step in range(start, steps):
                 yield pool[(epoch * steps + step) % len(pool)]
@@ -131,18 +131,6 @@ class ResNet50(Shuffled):
         top1, top5, count = all_sum(sums, shard)
         return {"top1": 100 * top1 / count, "top5": 100 * top5 / count}
 
-    def _synthetic_pool(self, shard: Shard, batch: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-        key = (shard, batch, seed)
-        if self._pool is None or self._pool[0] != key:
-            stream = generator("synthetic images", seed, shard.rank)
-            pool = []
-            for _ in range(POOL):
-                images = torch.randn(batch, 3, self.image_size, self.image_size, generator=stream)
-                labels = torch.randint(self.num_classes, (batch,), generator=stream)
-                pool.append((images.to(shard.device), labels.to(shard.device)))
-            self._pool = (key, pool)
-        return self._pool[1]
-
     def _load(self, images: _Images, batches: list[list[int]], shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         cuda = shard.device.type == "cuda"
         loader = DataLoader(
@@ -158,6 +146,17 @@ class ResNet50(Shuffled):
         except UserError as error:
             # A loader process puts its traceback before the words.
             raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+
+
+@functools.lru_cache(1)  # the same in every epoch
+def _synthetic_pool(shard: Shard, batch: int, seed: int, size: int, classes: int) -> list[tuple[Tensor, Tensor]]:
+    stream = generator("synthetic images", seed, shard.rank)
+    pool = []
+    for _ in range(POOL):
+        images = torch.randn(batch, 3, size, size, generator=stream)
+        labels = torch.randint(classes, (batch,), generator=stream)
+        pool.append((images.to(shard.device), labels.to(shard.device)))
+    return pool
 
 
 def to_tensor() -> list[Any]:
