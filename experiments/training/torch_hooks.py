@@ -147,6 +147,8 @@ class HookAttachment:
             default_hooks.dist = powersgd.dist = dist
         if self._in_order is not None:
             self._in_order.shutdown()
+        if self.scaled is not None:
+            self.scaled.close()
 
     def state_bytes(self) -> int:
         """Bytes that the hook keeps on this rank between steps: errors, PowerSGD's P and Q."""

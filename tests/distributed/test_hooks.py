@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
+from birder.comm.groups import borrow
 from experiments.config import compose
 from experiments.records import labels
 from experiments.training.torch_hooks import attach_hook, low_rank_numbers
@@ -209,8 +210,9 @@ def _scaled(rank: int, world: int, name: str, kept: bool) -> dict[str, Any]:
     with attachment.paused():
         ddp(1.0).backward()
     found = {"off": off, "sent": sent, "paused": attachment.counter.total == before, "state": attachment.state_bytes()}
+    attachment.scaled._own = borrow(attachment.link, torch.device("cpu"))  # as on NCCL
     attachment.close()
-    return found
+    return {**found, "given back": attachment.scaled._own is None}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,7 @@ def test_codes_with_scales_average_and_send_a_fraction(name: str, kept: bool, bi
             )  # buckets end with part of a block
             assert sent < 1.1 * bits / 16 * (2 * 2 / 3 * 2 * elements)  # of what bf16 takes
         assert found["paused"]
+        assert found["given back"]
         assert found["state"] == 4 * elements * kept
 
 
