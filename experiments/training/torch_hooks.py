@@ -12,7 +12,8 @@ PowerSGD: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Opt
 compress in the third step, the first that torch allows: DDP rebuilds its buckets before the second one.
 """
 
-# No postponed annotations here: DDP inspects the hook's annotations and wants the classes themselves.
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from birder.comm.collectives import backend_for
 from birder.comm.trace import current, note_wire
 from birder.hooks.attachment import done, on_thread
 from birder.hooks.block_scaled import LARGEST
+from birder.hooks.bucket_hook import bucket_hook
 from birder.predict.methods import LOW_RANK_RATE
 from birder.predict.methods import low_rank_numbers as of_tensor
 from launch.errors import UserError
@@ -51,7 +53,7 @@ class _TimedFuture:
     def __init__(self, future: Future[Any], trace: Trace, unit: int | None, began: float | None = None) -> None:
         self.future, self.trace, self.unit, self.began = future, trace, unit, began
 
-    def then(self, callback: Callable[[Future[Any]], Any]) -> "_TimedFuture":
+    def then(self, callback: Callable[[Future[Any]], Any]) -> _TimedFuture:
         def timed(future: Future[Any]) -> Any:
             with self.trace.work(self.unit):
                 if self.began is not None:
@@ -73,7 +75,7 @@ class _Collectives:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_reduce(self, tensor: Tensor, **options: Any) -> "_Work":
+    def all_reduce(self, tensor: Tensor, **options: Any) -> _Work:
         began = time.perf_counter()
         return _Work(dist.all_reduce(tensor, **options), began)
 
@@ -209,11 +211,6 @@ def low_rank_numbers(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, i
     return plain, p, q
 
 
-def hook(state: HookAttachment, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The hook in the form that `DistributedDataParallel.register_comm_hook` wants."""
-    return state.on_bucket(bucket)
-
-
 def attach_hook(
     model: DistributedDataParallel,
     optimizer: BucketOptimizer,
@@ -247,5 +244,5 @@ def attach_hook(
     trace = optimizer.pipeline.trace
     trace.on = where.type == "cpu"
     attachment = HookAttachment(model, name, topology, trace, rank, error_feedback)
-    model.register_comm_hook(attachment, hook)
+    model.register_comm_hook(attachment, bucket_hook)
     return attachment
