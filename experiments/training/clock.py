@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from typing import Any
 
@@ -96,7 +97,7 @@ class StepClock:
                 if name:
                     self.parts.setdefault(name, []).append(between(began, ended))
         self._waiting = []
-        self.known = float(np.mean(self.steps[new:]))
+        self.known = statistics.fmean(self.steps[new:])
 
     def split(self) -> dict[str, float]:
         """The record's `timing.split`: median milliseconds of each part, on this rank."""
