@@ -12,7 +12,7 @@ from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
 from experiments.records.record import ResultRecord, is_finite
 from experiments.report.comparison import Cell, Comparison, Setting, counts
-from experiments.report.differences import differing, order, variants
+from experiments.report.differences import by_workload, grouped, order, variants
 from experiments.report.formats import DASH, mean_sd, numbered, task
 from experiments.report.metrics import Difference, StatedParity
 from experiments.report.sentences import say
@@ -43,6 +43,11 @@ class AccuracyTable:
     @property
     def title(self) -> str:
         return self.setting.title + (f", against {self.against}" if self.against else "")
+
+    @cached_property
+    def by_label(self) -> dict[str, list[Cell]]:
+        """Of each method, by its label, what was tried."""
+        return grouped(self.cells, lambda c: c.label)
 
     @cached_property
     def first(self) -> ResultRecord:
@@ -100,9 +105,8 @@ class AccuracyTable:
         if self.parity is None:
             return None
         name = self.parity.baseline.lower()
-        mine = [c for c in self.cells if c.valid and c.valid[0].optimizer.lower() == name and _dense(c.valid[0])]
-        rated = [best for label in dict.fromkeys(c.label for c in mine) if (best := self.bests[label]) is not None]
-        return max(rated, key=lambda c: (c.valid[0].wire == "fp32", *self._score(c)), default=None)
+        mine = [c for c in self.chosen if c.valid[0].optimizer.lower() == name and not hooked(c.valid[0])]
+        return max(mine, key=lambda c: (c.valid[0].wire == "fp32", *self._score(c)), default=None)
 
     def _score(self, cell: Cell) -> tuple[int, float]:
         """What variants of a method are chosen by, the larger the better: seeds, then as learning rates are."""
@@ -112,7 +116,7 @@ class AccuracyTable:
     @cached_property
     def strongest(self) -> Cell | None:
         """Of the methods whose gradients are all-reduced in fp32 (`full_precision`) the one with the best mean metric."""
-        dense = [c for c in self.chosen if c.valid and full_precision(c.valid[0])]
+        dense = [c for c in self.chosen if full_precision(c.valid[0])]
         return max(dense, key=self.value, default=None)
 
     def compared(self, cell: Cell) -> Difference | None:
@@ -147,8 +151,7 @@ class AccuracyTable:
         """What others are compared with: the baseline, or that of its rates with several seeds, none of which diverged, that
         does better than the chosen one. A method is not better than a baseline whose own tuning has failed."""
         base = self.baseline
-        rated = [c for c in self.cells if base and c.label == base.label]
-        mine = [c for c in rated if c is base or c.settled]
+        mine = [] if base is None else [c for c in self.by_label[base.label] if c is base or c.settled]
         return max(mine, key=lambda c: self.value(c, self.criterion), default=None)
 
     @property
@@ -160,7 +163,7 @@ class AccuracyTable:
         """A method's learning rate, marked where nothing was tried beyond it."""
         if cell.lr is None:
             return DASH
-        tried = [c.lr for c in self.cells if c.label == cell.label and c.lr is not None]
+        tried = [c.lr for c in self.by_label[cell.label] if c.lr is not None]
         return f"{cell.lr:g}" + f" {EDGE}" * (len(tried) > 1 and cell.lr in (min(tried), max(tried)))
 
     @cached_property
@@ -171,11 +174,11 @@ class AccuracyTable:
         With a held-out part it is the one whose runs with the method's first seeds (`choosing`) are best there. It stays the
         choice even if other seeds fail.
         """
-        return {label: self._best(label) for label in dict.fromkeys(c.label for c in self.cells)}
+        return {label: self._best(mine) for label, mine in self.by_label.items()}
 
     @property
     def chosen(self) -> list[Cell]:
-        """The best learning rate of each method, in the order of the table; methods without a candidate are left out."""
+        """The best learning rate of each method that has one, in the order of the table. It has a valid run."""
         return [cell for cell in self.bests.values() if cell is not None]
 
     @property
@@ -184,19 +187,16 @@ class AccuracyTable:
 
         What `STUDIES` hold are ideas, not methods.
         """
-        groups: dict[str, list[Cell]] = {}
-        for cell in self.chosen:
-            if not str(cell.records[0].config["optimizer"]["_target_"]).startswith(STUDIES):
-                groups.setdefault(cell.records[0].method, []).append(cell)
+        methods = [c for c in self.chosen if not c.records[0].config["optimizer"]["_target_"].startswith(STUDIES)]
+        groups = grouped(methods, lambda c: c.records[0].method)
         return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
 
-    def _best(self, label: str) -> Cell | None:
-        mine = [c for c in self.cells if c.label == label]
-        sound = [c for c in mine if self.criterion or (c.valid and len(c.valid) == len(c.counting))]
+    def _best(self, mine: Sequence[Cell]) -> Cell | None:
         if self.criterion:
-            seeds = sorted({r.seed for c in mine for r in c.records})[: self.choosing]
+            sound, seeds = mine, sorted({r.seed for c in mine for r in c.records})[: self.choosing]
         else:
-            sound = [c for c in sound if len(c.valid) > 1] or sound
+            sound = [c for c in mine if c.valid and len(c.valid) == len(c.counting)]
+            sound = [c for c in sound if c.settled] or sound
             seeds = sorted(set.intersection(*(set(c.by_seed) for c in sound))) if sound else []
         scored = [(value, c) for c in sound if (value := self.value(c, self.criterion, seeds or None)) > -math.inf]
         return max(scored, key=lambda found: found[0], default=(0.0, None))[1]
@@ -208,31 +208,22 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
 
     A study that stated another baseline (`parity`) has its own table. Synthetic data has no accuracy.
     """
-    settings: dict[Setting, list[ResultRecord]] = {}
-    failures: list[ResultRecord] = []
-    for r in records:
-        if r.data.get("synthetic") or r.wire == "none":
-            continue
-        if r.status != "completed":
-            failures.append(r)
-        elif r.metric.get("name"):
-            settings.setdefault(Setting.of(r), []).append(r)
+    known = [r for r in records if not r.data.get("synthetic") and r.wire != "none"]
+    settings = grouped((r for r in known if r.status == "completed" and r.metric.get("name")), Setting.of)
     asked = {setting: {_asked(r, setting) for r in members} for setting, members in settings.items()}
-    for r in failures:  # a run that failed early knows neither its data's name nor where its epochs end
+    # A run that failed early knows neither its data's name nor where its epochs end.
+    for r in (r for r in known if r.status != "completed"):
         for setting, members in settings.items():
             here = Setting.of(r, setting.data)._replace(length=setting.length)
             if here == setting and _asked(r, setting) in asked[setting]:
                 members.append(r)
-    for setting, members in list(settings.items()):
-        models = differing(members, "workload")
-        if len(set(models.values())) > 1:  # another model is another task
-            del settings[setting]
-            for r in members:
-                settings.setdefault(setting._replace(workload=models[r.id]), []).append(r)
-    split = [(setting, *of) for setting, every in sorted(settings.items()) for of in _by_comparison(every)]
-    split.sort(key=lambda one: one[1] != "")  # first studies have the first slugs
-    every = [(setting, tuple(_cells(members)), against) for setting, against, members in split]
-    shown = [one for one in every if any(cell.valid for cell in one[1])]
+    made = []
+    for setting, every in settings.items():
+        for model, runs in by_workload(every).items():
+            of_model = setting._replace(workload=model)
+            made += [(of_model, _cells(of), against) for against, of in _by_comparison(runs)]
+    made.sort(key=lambda one: (one[2] != "", one[0]))  # first studies have the first slugs
+    shown = [one for one in made if any(cell.valid for cell in one[1])]
     slugs = numbered(f"{s.exp}_{s.scale}_{s.nodes}x{s.ranks_per_node}" for s, *_ in shown)
     return [AccuracyTable(slug, *one) for slug, one in zip(slugs, shown, strict=True)]
 
@@ -246,18 +237,17 @@ def _asked(r: ResultRecord, setting: Setting) -> tuple[Any, ...]:
 
 def _by_comparison(records: list[ResultRecord]) -> list[tuple[str, list[ResultRecord]]]:
     """(`AccuracyTable.against`, runs) by stated baseline, the oldest first; runs that state none go with it."""
-    found: dict[str, list[ResultRecord]] = {}
-    names: dict[str, str] = {}
-    for r in sorted(records, key=lambda r: (r.time, r.id)):
-        said = StatedParity.of(r.config)
-        name = "" if said is None else said.baseline
-        names.setdefault(name.lower(), name)
-        found.setdefault(name.lower(), []).append(r)
+    found = grouped(sorted(records, key=lambda r: (r.time, r.id)), lambda r: _stated_baseline(r).lower())
     loose = found.pop("", [])
     if len(found) < 2:
         return [("", records)]
-    first, *others = found
-    return [("", found[first] + loose), *((names[key], found[key]) for key in others)]
+    first, *others = found.values()
+    return [("", first + loose), *((_stated_baseline(every[0]), every) for every in others)]
+
+
+def _stated_baseline(r: ResultRecord) -> str:
+    said = StatedParity.of(r.config)
+    return "" if said is None else said.baseline
 
 
 def columns(table: AccuracyTable) -> list[Column]:
@@ -290,9 +280,9 @@ def markdown(table: AccuracyTable, plot: bool) -> str:
     return as_table(table).markdown() + drawn
 
 
-def _dense(r: ResultRecord) -> bool:
-    """Whether a run sent gradients by plain all-reduce, not by one of PyTorch's hooks."""
-    return (r.config.get("comm") or {}).get("hook") is None
+def hooked(r: ResultRecord) -> bool:
+    """Whether one of PyTorch's hooks sent the gradients, instead of plain all-reduce."""
+    return (r.config.get("comm") or {}).get("hook") is not None
 
 
 def full_precision(r: ResultRecord) -> bool:
@@ -317,17 +307,17 @@ def links(records: Iterable[tuple[str, ResultRecord]]) -> str:
     return " ".join(f"[{name}](../records/{r.id}.json)" for name, r in records)
 
 
-def _cells(records: list[ResultRecord]) -> list[Cell]:
+def _cells(records: list[ResultRecord]) -> tuple[Cell, ...]:
     suffix = variants(records, SHOWN)
-    found: dict[tuple[Any, ...], dict[int, ResultRecord]] = {}
-    for r in sorted(records, key=lambda r: (r.time, r.id)):
-        lr = r.config.get("optimizer", {}).get("lr")
-        key = (*order(r), suffix[r.id], float(lr) if lr is not None else -math.inf)
-        seeds = found.setdefault(key, {})
-        if counts(r) or r.seed not in seeds or not counts(seeds[r.seed]):
-            seeds[r.seed] = r  # the same seed again: the latest counts, but for one that was only broken off
-    cells = []
-    for (_, method, variant, lr), seeds in sorted(found.items()):
-        runs = tuple(seeds[s] for s in sorted(seeds))
-        cells.append(Cell(method + variant, None if lr == -math.inf else lr, runs))
-    return cells
+    # Of runs with the same seed the latest counts, but for one that was only broken off.
+    ordered = sorted(records, key=lambda r: (r.seed, counts(r), r.time, r.id))
+    found = grouped(ordered, lambda r: (*order(r), suffix[r.id], -math.inf if (lr := _lr(r)) is None else lr))
+    return tuple(
+        Cell(method + variant, _lr(runs[0]), tuple({r.seed: r for r in runs}.values()))
+        for (_, method, variant, _), runs in sorted(found.items())
+    )
+
+
+def _lr(r: ResultRecord) -> float | None:
+    lr = r.config.get("optimizer", {}).get("lr")
+    return None if lr is None else float(lr)

@@ -12,12 +12,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from experiments.records.labels import DENSE, class_name, is_virtual
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
-from experiments.report.differences import differing, order, variants
+from experiments.report.differences import by_workload, grouped, order, variants
 from experiments.report.formats import numbered
 from experiments.report.metrics import Speedup
 
@@ -77,11 +76,9 @@ class SpeedupTable:
     @cached_property
     def rows(self) -> list[SpeedupRow]:
         suffix = variants(self.records, COSTLESS)
-        cells: dict[tuple[Any, ...], list[ResultRecord]] = {}
-        for r in sorted(self.records, key=lambda r: (*order(r), suffix[r.id], r.status, r.time, r.id)):
-            # A failure is shown by itself, never averaged away.
-            alone = "" if r.status == "completed" else r.id
-            cells.setdefault((r.method + suffix[r.id], r.wire, alone), []).append(r)
+        ordered = sorted(self.records, key=lambda r: (*order(r), suffix[r.id], r.status, r.time, r.id))
+        # A failure is shown by itself, never averaged away.
+        cells = grouped(ordered, lambda r: (r.method + suffix[r.id], r.wire, "" if r.status == "completed" else r.id))
         rows = []
         for (label, _, _), same in cells.items():
             # A run that was resumed near its end has timed no step: the others speak for the method.
@@ -125,29 +122,17 @@ class SpeedupTable:
 
 def build(records: list[ResultRecord], group: str | None = None) -> list[SpeedupTable]:
     """The table of the latest group of each setting, or every table of `group`. Runs without a group are in none."""
-    groups: dict[tuple[str, str], list[ResultRecord]] = {}
-    for r in records:
-        if r.group is not None and group in (None, r.group) and not is_virtual(r.config):
-            groups.setdefault((setting(r), r.group), []).append(r)
-    parts: list[tuple[str, str, list[ResultRecord]]] = []  # another model is another task
-    for (shared, _), every in groups.items():
-        apart: dict[str, list[ResultRecord]] = {}
-        models = differing(every, "workload")
-        for r in every:
-            apart.setdefault(models[r.id], []).append(r)
-        parts += [(shared, model, members) for model, members in apart.items()]
+    mine = [r for r in records if r.group is not None and group in (None, r.group) and not is_virtual(r.config)]
     found: dict[tuple[str, str, str], list[ResultRecord]] = {}
-    for shared, model, members in parts:
-        failed = [r for r in members if r.status != "completed"]
-        machines: dict[str, list[ResultRecord]] = {}
-        for r in members:
-            if r.status == "completed":
-                machines.setdefault(json.dumps([r.hardware, _intended(r)], sort_keys=True), []).append(r)
-        # The launcher writes the record of a failed run and may know less of link and device than the workers.
-        for machine, completed in (machines or {"": []}).items():
-            key = (shared, machine, model)
-            if key not in found or _age(completed + failed) > _age(found[key]):
-                found[key] = completed + failed
+    for (shared, _), every in grouped(mine, lambda r: (setting(r), r.group)).items():
+        for model, members in by_workload(every).items():
+            failed = [r for r in members if r.status != "completed"]
+            machines = grouped((r for r in members if r.status == "completed"), _machine)
+            # The launcher writes the record of a failed run and may know less of link and device than the workers.
+            for machine, completed in (machines or {"": []}).items():
+                key = (shared, machine, model)
+                if key not in found or _age(completed + failed) > _age(found[key]):
+                    found[key] = completed + failed
     # A group in which everything failed is shown only where there is nothing better.
     timed = {shared for shared, machine, _ in found if machine}
     shown = sorted((key, rs) for key, rs in found.items() if key[1] or key[0] not in timed)
@@ -167,14 +152,14 @@ def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated")
     return [found[shape] for shape in sorted(found)]
 
 
-def _intended(r: ResultRecord) -> dict[str, Any]:
-    """A run's link without what differs between two measurements of it."""
-    link, varying = r.link, ["measured", "off_by", "note", "probed_mbit_per_s"]
-    if link.get("link_gbps") and (r.config.get("cluster") or {}).get("dilation") == "auto":
+def _machine(r: ResultRecord) -> str:
+    """A run's hardware, and its link without what differs between two measurements of it."""
+    varying = ["measured", "off_by", "note", "probed_mbit_per_s"]
+    if r.link.get("link_gbps") and (r.config.get("cluster") or {}).get("dilation") == "auto":
         varying += ["dilation", "set_mbit_per_s"]
-    if link.get("set_mbit_per_s") or link.get("probed_mbit_per_s"):
+    if r.link.get("set_mbit_per_s") or r.link.get("probed_mbit_per_s"):
         varying.append("mbit_per_s")
-    return {key: value for key, value in link.items() if key not in varying}
+    return json.dumps([r.hardware, {k: v for k, v in r.link.items() if k not in varying}], sort_keys=True)
 
 
 def setting(r: ResultRecord) -> str:
