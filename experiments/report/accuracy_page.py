@@ -13,6 +13,7 @@ from experiments.records.record import ResultRecord
 from experiments.report import accuracy
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.comparison import Cell
+from experiments.report.differences import grouped
 from experiments.report.formats import DASH, mean_sd
 from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
@@ -21,32 +22,28 @@ TABLES = "../results/published/tables"
 """As seen from the page."""
 
 
-def studies(records: Sequence[ResultRecord]) -> dict[str, list[list[AccuracyTable]]]:
-    """By experiment, all tables with runs on virtual workers; those that differ in the number of workers alone together.
+def studies(records: Sequence[ResultRecord]) -> dict[str, list[AccuracyTable]]:
+    """By experiment, all tables with runs on virtual workers.
 
     PyTorch's hooks, which want real ranks, stand in them where they were run in the same setting.
     """
-    found: dict[str, list[AccuracyTable]] = {}
-    hooks = [bool((r.config.get("comm") or {}).get("hook")) for r in records]
-    for table in accuracy.build(
-        [r for r, hook in zip(records, hooks, strict=True) if hook or labels.is_virtual(r.config)]
-    ):
-        if any(labels.is_virtual(r.config) for c in table.cells for r in c.records):
-            found.setdefault(table.first.exp, []).append(table)
-    return {exp: _together(tables) for exp, tables in found.items()}
+    tables = accuracy.build([r for r in records if accuracy.hooked(r) or labels.is_virtual(r.config)])
+    virtual = (t for t in tables if any(labels.is_virtual(r.config) for c in t.cells for r in c.records))
+    return grouped(virtual, lambda t: t.first.exp)
 
 
-def _together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
-    """Numbers of workers with the same batch of each, then those with the same batch in all, then what has no company."""
+def together(tables: Sequence[AccuracyTable]) -> list[list[AccuracyTable]]:
+    """Those that differ in the number of workers alone: with the same batch of each, then with the same batch in all, then
+    what has no company."""
+
+    def same(t: AccuracyTable) -> tuple[object, ...]:
+        return t.setting._replace(nodes=0, batch=0), t.parity
+
+    of_each = grouped(tables, lambda t: (*same(t), t.setting.batch)).values()
+    in_all = grouped(tables, lambda t: (*same(t), t.setting.batch_in_all)).values()
     groups: list[list[AccuracyTable]] = []
-    for batch in ("batch", "batch_in_all"):
-        found: dict[tuple[object, ...], list[AccuracyTable]] = {}
-        for table in tables:
-            same = table.setting._replace(nodes=0, batch=0)
-            key = same, table.parity, getattr(table.setting, batch)
-            found.setdefault(key, []).append(table)
-        several = [sorted(group, key=lambda t: t.setting.workers) for group in found.values() if len(group) > 1]
-        groups += [group for group in several if group not in groups]
+    for several in (sorted(group, key=lambda t: t.setting.workers) for group in (*of_each, *in_all) if len(group) > 1):
+        groups += [several] * (several not in groups)
     shown = {table.slug for group in groups for table in group}
     return [*groups, *([table] for table in tables if table.slug not in shown)]
 
@@ -107,7 +104,7 @@ def _verdict(table: AccuracyTable, cell: Cell) -> str:
     return "baseline" if cell is table.baseline else table.verdict(cell)
 
 
-def tables(found: Sequence[Sequence[AccuracyTable]]) -> str:
+def tables(found: Sequence[AccuracyTable]) -> str:
     """All studies of an experiment that have an interval, one table below the other."""
-    every = [group for group in found if any(len(c.by_seed) > 1 for table in group for c in table.chosen)]
+    every = [group for group in together(found) if any(len(c.by_seed) > 1 for table in group for c in table.chosen)]
     return "\n".join(section(group).markdown() for group in every)

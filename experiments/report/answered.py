@@ -29,8 +29,8 @@ def verdicts(records: Sequence[ResultRecord]) -> list[list[list[str]]]:
     """Of every study the methods with their verdicts: [label, verdict]."""
     from experiments.report import accuracy_page, gaps
 
-    every = [t for groups in accuracy_page.studies(records).values() for group in groups for t in group]
-    found = [gaps.panel(table) for table in {t.slug: t for t in every}.values()]
+    groups = [group for tables in accuracy_page.studies(records).values() for group in accuracy_page.together(tables)]
+    found = [gaps.panel(table) for table in {t.slug: t for group in groups for t in group}.values()]
     return [[[row.label, row.verdict] for row in panel.rows] for panel in found if panel is not None]
 
 

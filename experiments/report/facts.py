@@ -27,6 +27,7 @@ from experiments.report import (
     arithmetic,
     captions,
     claims,
+    gaps,
     methods_table,
     metrics,
     prediction,
@@ -281,7 +282,7 @@ class Facts:
     # ---- accuracy -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _studies(self) -> dict[str, list[list[AccuracyTable]]]:
+    def _studies(self) -> gaps.Studies:
         return accuracy_page.studies(self._records)
 
     def study(self, *words: str, virtual: bool = True) -> StudyFacts:
@@ -289,8 +290,7 @@ class Facts:
 
         Of a setting's studies the first one, unless a word says against which baseline.
         """
-        every = [t for groups in self._studies.values() for group in groups for t in group]
-        every = list({t.slug: t for t in every}.values()) if virtual else self._records.tables
+        every = [t for tables in self._studies.values() for t in tables] if virtual else self._records.tables
         found = [t for t in every if all(w in t.title for w in words)]
         found = [t for t in found if not t.against] or found
         return StudyFacts(only(found, f"a table of accuracies with {', '.join(words)}"), self.results)

@@ -21,7 +21,7 @@ from experiments.report.methods_table import Line, MethodsTable
 from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE, Difference, difference
 from experiments.report.sentences import say
 
-Studies = dict[str, list[list[AccuracyTable]]]
+Studies = dict[str, list[AccuracyTable]]
 """By experiment: `accuracy_page.studies`."""
 FAR = 3.0
 """Differences beyond so many times the median one are named at the edge: on the axis they would hide all others."""
@@ -63,7 +63,7 @@ class Panel:
 
 def chosen(studies: Studies) -> list[AccuracyTable]:
     """Of each experiment the longest study; of several the one with most methods, then with most seeds, then most runs."""
-    return [max((t for tables in every for t in tables), key=_weight) for every in studies.values()]
+    return [max(every, key=_weight) for every in studies.values()]
 
 
 def shown(studies: Studies) -> list[AccuracyTable]:
@@ -72,7 +72,7 @@ def shown(studies: Studies) -> list[AccuracyTable]:
     another number of workers. Each table once."""
     found: dict[str, AccuracyTable] = {}
     for first, every in zip(chosen(studies), studies.values(), strict=True):
-        others = sorted((t for tables in every for t in tables if _length(t) >= _length(first)), key=_weight)
+        others = sorted((t for t in every if _length(t) >= _length(first)), key=_weight)
         scaled = [t for t in others if _baseline(t) == _baseline(first) and t.setting.workers != first.setting.workers]
         scaled = [t for t in scaled if 2 * len(_methods(t)) >= len(_methods(first))]
         elsewhere = [

@@ -163,7 +163,7 @@ def test_numbers_of_workers_stand_side_by_side() -> None:
     made += [on_virtual_workers(16, "Birder", 103.0 + s, s, 0.1) for s in range(3)]
     made += [on_virtual_workers(8, "Birder", 99.0, 0, 0.3)]
     elsewhere = [score("Birder", 1.0, 0, 0.1, nodes=8)]
-    (tables,) = accuracy_page.studies(made + elsewhere)["digits"]
+    (tables,) = accuracy_page.together(accuracy_page.studies(made + elsewhere)["digits"])
     shown = accuracy_page.section(tables).markdown()
     assert "| method | 8 workers | 16 workers |" in shown
     assert (
@@ -173,7 +173,7 @@ def test_numbers_of_workers_stand_side_by_side() -> None:
     # The best of three rates is in the middle; one alone has no edge.
     assert "| Birder | 99.10 ± 1.00<br>+0.10 [0.10, 0.10]<br>parity<br>lr 0.2, n = 3 | " in shown
     assert "104.00 ± 1.00<br>-3.00 [-3.00, -3.00]<br>worse<br>lr 0.1, n = 3 |" in shown
-    (one,) = accuracy_page.studies([r for r in made if r.nodes == 8 and r.config["optimizer"]["lr"] != 0.3])["digits"]
+    one = accuracy_page.studies([r for r in made if r.nodes == 8 and r.config["optimizer"]["lr"] != 0.3])["digits"]
     shown = accuracy_page.section(one).markdown()
     assert "| method | lr | top1 | vs SGDM fp32 | verdict | seeds |" in shown
     assert "| Birder | 0.2 § | 99.10 ± 1.00 | +0.10 [0.10, 0.10] | parity | 3 |" in shown
@@ -190,8 +190,8 @@ def test_a_study_with_another_baseline_leaves_the_first_as_it_was() -> None:
 
     first = runs(("SGDM fp32", 90.0), ("Birder", 90.5)) + [against(None, r) for r in runs(("1-bit Adam", 80.0))]
     second = [against("OneBitAdam", r) for r in runs(("1-bit Adam", 95.0), ("Birder", 91.0))]
-    ((before,),) = accuracy_page.studies(first)["digits"]
-    (old,), (new,) = accuracy_page.studies(second + first)["digits"]
+    (before,) = accuracy_page.studies(first)["digits"]
+    old, new = accuracy_page.studies(second + first)["digits"]
     assert accuracy_page.section([old]).markdown() == accuracy_page.section([before]).markdown()
     assert (old.slug, new.slug) == (before.slug, f"{before.slug}-2")
     assert {c.label: new.verdict(c) for c in new.chosen} == {"1-bit Adam": "", "Birder": "worse"}
@@ -207,7 +207,7 @@ def test_pytorchs_hooks_on_real_ranks_stand_beside_virtual_workers_in_the_same_s
         )
         for r in (on_virtual_workers(8, "SGDM fp32", 91.0 + s, s, 0.1) for s in range(3))
     ]  # fmt: skip
-    ((table,),) = accuracy_page.studies([*made, *hooked])["digits"]
+    (table,) = accuracy_page.studies([*made, *hooked])["digits"]
     shown = accuracy_page.section([table]).markdown()
     assert "| PowerSGD rank 4 | 0.1 | 92.00 ± 1.00 | +1.00 [1.00, 1.00] |" in shown
     assert not accuracy_page.studies(hooked)  # no setting of virtual workers
@@ -220,7 +220,7 @@ def test_the_same_batch_in_all_stands_side_by_side_too() -> None:
         return dataclasses.replace(made, id=f"{workers}-{batch}", config={**made.config, "train": train})
 
     runs = [(8, 4, 90.0), (16, 4, 91.0), (8, 8, 92.0), (32, 2, 93.0), (8, 2, 94.0), (8, 3, 95.0)]
-    found = accuracy_page.studies([trained(*run) for run in runs])["digits"]
+    found = accuracy_page.together(accuracy_page.studies([trained(*run) for run in runs])["digits"])
     shown = [accuracy_page.section(tables).markdown() for tables in found]
     assert [len(tables) for tables in found] == [2, 2, 3, 1]
     assert [text.partition("**;")[0].rpartition(", ")[2] for text in shown[:3]] == [
@@ -236,7 +236,7 @@ def test_another_precision_never_stands_side_by_side() -> None:
     made = [on_virtual_workers(n, "SGDM fp32", 90.0, 0, 0.1) for n in (8, 16)]
     half = [{**r.config, "train": {**r.config["train"], "precision": "bf16"}} for r in made]
     made += [dataclasses.replace(r, id=f"half-{r.id}", config=c) for r, c in zip(made, half, strict=True)]
-    found = accuracy_page.studies(made)["digits"]
+    found = accuracy_page.together(accuracy_page.studies(made)["digits"])
     assert [len(tables) for tables in found] == [2, 2]
     shown = [accuracy_page.section(tables).markdown() for tables in found]
     assert ["batch 4 each, precision bf16**" in text for text in sorted(shown)] == [False, True]
@@ -253,7 +253,7 @@ def test_the_best_method_in_fp32_is_shown_beside_the_baseline() -> None:
         )
         for r in adam
     ]  # fmt: skip
-    (tables,) = accuracy_page.studies(made)["digits"]
+    (tables,) = accuracy_page.together(accuracy_page.studies(made)["digits"])
     shown = accuracy_page.section(tables).markdown()
     assert "+5.00 [5.00, 5.00]<br>better<br>-2.50 [-2.50, -2.50] to AdamW fp32<br>lr 0.1, n = 3 |" in shown
     assert "+5.00 [5.00, 5.00]<br>better<br>lr 0.1, n = 3 |\n" in shown  # with 16 workers the baseline is the only one

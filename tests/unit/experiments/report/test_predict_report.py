@@ -191,7 +191,7 @@ def test_an_accuracy_is_that_of_the_very_method() -> None:
 
 def test_every_published_verdict_on_a_method_counts_once(records: list[ResultRecord]) -> None:
     """Of each table of accuracies, not of one table for each experiment."""
-    every = [t for groups in accuracy_page.studies(records).values() for group in groups for t in group]
+    every = [t for tables in accuracy_page.studies(records).values() for t in tables]
     for label in ("Birder", "Sigma-delta Adam", "1-bit Adam"):
         verdicts = [
             t.verdict(c)
