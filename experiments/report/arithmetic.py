@@ -104,17 +104,11 @@ def of_runs(records: Sequence[ResultRecord]) -> list[Check]:
     timed = [r for r in records if r.status == "completed" and r.timing.get("median_ms")]
     done = [r for r in timed if r.nodes > 1 and r.link["shaped"]]
     bound = next((r for r in done if r.wire == "none"), None)
-    found = []
-    for r in done if bound is not None else ():
-        assert bound is not None
-        if r.wire not in WIRES:
-            continue
-        compute = bound.timing["median_ms"] - _update_ms(bound)
-        if (check := _with_work(r, compute)) is not None:
-            found.append(check)
-        elif (expected := _expected(r, compute)) is not None:
-            found.append(Check(r.method, r.timing["median_ms"], expected, off_by(r)))
-    return found
+    if bound is None:
+        return []
+    compute = bound.timing["median_ms"] - _update_ms(bound)
+    checks = (_with_work(r, compute) or _without_work(r, compute) for r in done if r.wire in WIRES)
+    return [check for check in checks if check is not None]
 
 
 def _with_work(r: ResultRecord, compute: float) -> Check | None:
@@ -152,21 +146,23 @@ def _wire_ms(r: ResultRecord) -> float | None:
     return float(payload * 8 / (rate * 1e3))
 
 
-def _expected(r: ResultRecord, compute: float) -> float | None:
-    wire_ms, payload = _wire_ms(r), r.bytes_per_step["payload_inter"]
-    if wire_ms is None or not payload:
+def _without_work(r: ResultRecord, compute: float) -> Check | None:
+    """The check of any other row; None where nothing tells when its gradients are ready."""
+    wire_ms, update = _wire_ms(r), _update_ms(r)
+    if wire_ms is None:
         return None
-    elements = payload * r.nodes / (2 * (r.nodes - 1) * WIRES[r.wire])
+    elements = r.bytes_per_step["payload_inter"] * r.nodes / (2 * (r.nodes - 1) * WIRES[r.wire])
     bucket_mb = r.config.get("comm", {}).get("bucket_cap_mb", 25.0)
     if 4 * elements <= bucket_mb * 2**20:
-        return compute + wire_ms + _update_ms(r)
+        return Check(r.method, r.timing["median_ms"], compute + wire_ms + update, off_by(r))
     try:
         t = timelines.load(str(r.config.get("timeline")))
     except UserError:
         return None
     if abs(t.elements / elements - 1) > SAME:
         return None
-    return last(t, wire_ms, scale=compute / t.step_ms, bucket_mb=bucket_mb) + _update_ms(r)
+    sent = last(t, wire_ms, scale=compute / t.step_ms, bucket_mb=bucket_mb)
+    return Check(r.method, r.timing["median_ms"], sent + update, off_by(r))
 
 
 def _update_ms(r: ResultRecord) -> float:

@@ -13,7 +13,7 @@ from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
 from experiments.report.formats import number, percent, times
-from experiments.report.metrics import FASTER, OPEN, SLOWER, Speedup
+from experiments.report.metrics import FASTER, OPEN, Speedup
 from experiments.report.sentences import say
 from experiments.report.speedup import SpeedupRow, SpeedupTable
 from experiments.report.table import Note
@@ -28,14 +28,14 @@ NEAR = 0.15
 def faster(found: Speedup | None, same: bool = False) -> str:
     """A speedup: 3.75x, and its interval where there is one: 3.75x [3.61, 3.82]; a tie is marked. same: with itself."""
     if found is None or same:
-        return _times(found)
+        return times(found and found.value)
     return f"{times(found.value)}{found.between()}{TIE if found.tie else ''}"
 
 
 def share(found: Speedup | None, same: bool = False) -> str:
     """A share of the bound's rate: 97 %, or 97 % [95, 99]."""
     if found is None or same:
-        return percent(None if found is None else found.value)
+        return percent(found and found.value)
     return percent(found.value) + found.between(0, 100)
 
 
@@ -62,29 +62,31 @@ def by_factor(published: float, found: Sequence[Found]) -> tuple[list[Found], li
 
 def compression(table: SpeedupTable) -> str | None:
     """Whether compression pays in this table, in one to three sentences; None without an fp32 row or a compressed one."""
-    rows = sorted(compressed(table), key=lambda row: row.ms or 0.0)
-    if table.baseline("fp32") is None or not rows:
+    rows = [row for row in _timed(table) if is_compressed(row.record.wire)]
+    won = [(row, found) for row in rows if (found := table.compared(row, "fp32")) is not None]
+    if not won:
         return None
-    won = {row.label: table.compared(row, "fp32") for row in rows}
-    by = {verdict: [r for r in rows if _verdict(won[r.label]) == verdict] for verdict in (FASTER, OPEN, SLOWER)}
-    said = {verdict: ", ".join(f"{r.label} {_times(won[r.label])}" for r in some) for verdict, some in by.items()}
-    best = (by[FASTER] or rows)[0]
+    said = {
+        verdict: ", ".join(f"{row.label} {times(found.value)}" for row, found in won if found.verdict == verdict)
+        for verdict in (FASTER, OPEN)
+    }
+    best, at = next(((row, found) for row, found in won if found.verdict == FASTER), won[0])
     return say(
         "compression",
         faster=said[FASTER],
         open=said[OPEN],
         best=best.label,
-        value=_times(won[best.label]),
-        intervals=(at := won[best.label]) is not None and at.low is not None,
+        value=times(at.value),
+        intervals=at.low is not None,
         bound=_bound(table),
         half=table.compared(best, "bf16"),
-        rivals=[row.label for row in rows if row is not best and _verdict(_between(row, best)) == OPEN],
+        rivals=[row.label for row in rows if row is not best and _open(row, best)],
     )
 
 
 def fastest(table: SpeedupTable) -> str:
     """What a table of step times shows, as the title of its picture."""
-    timed = sorted((row for row in table.rows if row.ms), key=lambda row: row.ms or 0.0)
+    timed = _timed(table)
     mine = next((row for row in timed if is_compressed(row.record.wire)), None)
     won = None if mine is None else table.compared(mine, "fp32")
     if mine is None or won is None:
@@ -93,27 +95,20 @@ def fastest(table: SpeedupTable) -> str:
     return say("fastest", mine=mine.label, won=won, half=table.speedup(mine, "bf16"), bound=_bound(table))
 
 
-def compressed(table: SpeedupTable) -> list[SpeedupRow]:
-    """The rows that were timed and compress."""
-    return [row for row in table.rows if is_compressed(row.record.wire) and row.ms]
+def _timed(table: SpeedupTable) -> list[SpeedupRow]:
+    """The rows that were timed, the fastest first."""
+    return sorted((row for row in table.rows if row.ms), key=lambda row: row.ms or 0.0)
 
 
 def _bound(table: SpeedupTable) -> str | None:
     bound = table.baseline("none")
-    return None if bound is None else _times(table.compared(bound, "fp32"))
+    return None if bound is None else times(table.speedup(bound, "fp32"))
 
 
-def _between(row: SpeedupRow, best: SpeedupRow) -> Speedup | None:
-    """Of `best` over `row`; None where one of them stands for several runs."""
-    return metrics.speedup(row.record, best.record) if row.runs == best.runs == 1 else None
-
-
-def _verdict(found: Speedup | None) -> str:
-    return OPEN if found is None else found.verdict
-
-
-def _times(found: Speedup | None) -> str:
-    return times(None if found is None else found.value)
+def _open(row: SpeedupRow, best: SpeedupRow) -> bool:
+    """Whether it is not decided which of two is faster, as where one of them stands for several runs."""
+    found = metrics.speedup(row.record, best.record) if row.runs == best.runs == 1 else None
+    return found is None or found.verdict == OPEN
 
 
 # ---- how the numbers came about ---------------------------------------------------------------------------------------

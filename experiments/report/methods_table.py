@@ -98,10 +98,9 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
     for scores in accuracy.build(ours):
         lines, shape = [], _shape(scores.first)
         timed = [r for r in reversed(clocks) if _shape(r) == shape]  # the latest first
-        for label in dict.fromkeys(cell.label for cell in scores.cells):
-            mine = tuple(cell for cell in scores.cells if cell.label == label)
+        for label, mine in scores.by_label.items():
             clock = next((r for r in timed if same_setting(r, mine[0].records[0])), None)
-            lines.append(Line(label, mine, scores.bests[label], SpeedupRow(label, clock) if clock else None))
+            lines.append(Line(label, tuple(mine), scores.bests[label], SpeedupRow(label, clock) if clock else None))
         bound = [r for r in timed if r.wire == "none"]
         lines += [Line(r.method, (), None, SpeedupRow(r.method, r)) for r in bound[:1]]
         tables.append(MethodsTable(scores, tuple(lines)))
