@@ -28,14 +28,14 @@ NEAR = 0.15
 def faster(found: Speedup | None, same: bool = False) -> str:
     """A speedup: 3.75x, and its interval where there is one: 3.75x [3.61, 3.82]; a tie is marked. same: with itself."""
     if found is None or same:
-        return times(found and found.value)
+        return times(None if found is None else found.value)
     return f"{times(found.value)}{found.between()}{TIE if found.tie else ''}"
 
 
 def share(found: Speedup | None, same: bool = False) -> str:
     """A share of the bound's rate: 97 %, or 97 % [95, 99]."""
     if found is None or same:
-        return percent(found and found.value)
+        return percent(None if found is None else found.value)
     return percent(found.value) + found.between(0, 100)
 
 
