@@ -44,17 +44,15 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
             files[f"plots/{name}.png"] = png
         return png is not None
 
-    timed: dict[str, list[str]] = defaultdict(list)
+    pages: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"methods": [], "timed": [], "scored": []})
     for table in speedup.build(list(records)):
-        timed[table.records[0].exp].append(speedup_table.markdown(table))
+        pages[table.records[0].exp]["timed"].append(speedup_table.markdown(table))
         drawn(f"{table.slug}_step_time", plots.step_times(table))
-    scored: dict[str, list[str]] = defaultdict(list)
     for scores in accuracy.build(list(records)):
         plot = drawn(f"{scores.slug}_curve", plots.loss_curves(scores, results_dir))
-        scored[scores.first.exp].append(accuracy.markdown(scores, plot))
-    methods: dict[str, list[str]] = defaultdict(list)
+        pages[scores.first.exp]["scored"].append(accuracy.markdown(scores, plot))
     for of_all in methods_table.build(records):
-        methods[methods_table.EXP].append(methods_table.markdown(of_all))
+        pages[methods_table.EXP]["methods"].append(methods_table.markdown(of_all))
         against = gaps.against_bytes(of_all)
         drawn(of_all.plot_name, None if against is None else plots.against_bytes(against))
     studies = accuracy_page.studies(records)
@@ -62,17 +60,10 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
     drawn("accuracy", plots.accuracies(studies))
     drawn("accuracy_bytes", plots.accuracies_by_bytes(studies))
     drawn("time_to_loss", None if race is None else plots.time_to_loss(race))
-    for exp in sorted({*timed, *scored}):
-        files[f"tables/{exp}.md"] = sentences.page(
-            "experiment",
-            mark=figure.MARK,
-            exp=exp,
-            dash=DASH,
-            methods=methods[exp],
-            published=functools.partial(published.sections, exp),
-            timed=timed[exp],
-            scored=scored[exp],
-        ).encode()
+    for exp, sections in sorted(pages.items()):
+        beside = functools.partial(published.sections, exp)
+        page = sentences.page("experiment", mark=figure.MARK, exp=exp, dash=DASH, published=beside, **sections)
+        files[f"tables/{exp}.md"] = page.encode()
     return files
 
 
