@@ -127,14 +127,13 @@ class AccuracyTable:
     @cached_property
     def comparison(self) -> Comparison | None:
         """Of all methods, each at its best learning rate, to `held_against`."""
-        return None if self.held_against is None else self.versus(self.held_against, self.chosen)
+        if self.held_against is None or self.parity is None:
+            return None
+        return self.versus(self.held_against, self.chosen, self.parity)
 
-    def versus(self, base: Cell, cells: Sequence[Cell], parity: StatedParity | None = None) -> Comparison:
-        """Of some cells to one. parity: where the runs state none. Raises ValueError without either."""
-        stated = self.parity or parity
-        if stated is None:
-            raise ValueError(f"{self.title!r} states no margin")
-        return Comparison(base, tuple(c for c in cells if c.label != base.label), stated, self.higher_is_better)
+    def versus(self, base: Cell, cells: Sequence[Cell], parity: StatedParity) -> Comparison:
+        """Of some cells to one."""
+        return Comparison(base, tuple(c for c in cells if c.label != base.label), parity, self.higher_is_better)
 
     def difference_text(self, cell: Cell) -> str:
         """`compared` as text; empty where it is None."""

@@ -15,6 +15,7 @@ from experiments.report.accuracy import AccuracyTable
 from experiments.report.comparison import Cell
 from experiments.report.differences import grouped
 from experiments.report.formats import DASH, mean_sd
+from experiments.report.metrics import difference
 from experiments.report.sentences import say
 from experiments.report.table import Column, Note, Table
 
@@ -92,7 +93,7 @@ def _to_strongest(table: AccuracyTable, cell: Cell) -> str:
     best = table.strongest
     if best is None or best is table.baseline or accuracy.full_precision(cell.records[0]) or table.parity is None:
         return ""
-    found = table.versus(best, ()).gap(cell)
+    found = difference(cell.by_seed, best.by_seed, table.relative)
     return "" if found is None else f"{found.text(table.relative)} to {best.label}"
 
 

@@ -223,8 +223,9 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
 def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     """None for a single seed that both have: it decides nothing."""
     others = [c for c in table.one_of_each if c.records[0].method != base.records[0].method]
-    found = table.versus(base, others, parity=StatedParity(baseline=base.label, margin=CLOSE, relative=True))
-    gap, relative, p = found.gap(cell), found.parity.relative, found.p
+    parity = table.parity or StatedParity(baseline=base.label, margin=CLOSE, relative=True)
+    found = table.versus(base, others, parity)
+    gap, relative, p = found.gap(cell), parity.relative, found.p
     if gap is None or gap.n < 2:
         return None
     unit = "" if relative else metric_unit(str(table.metric["name"]))
