@@ -153,9 +153,7 @@ def composed(config: DictConfig, choices: dict[str, str], overrides: Sequence[st
     """What Hydra has composed, without the `hydra` node. Files may hold keys under their old names."""
     if old := old_keys.names(raw := _raw(config)):
         _warn([f"{name} is now {old_keys.RENAMED[name][0]}" for name in old])
-        typed = set(map(key_of, overrides))
-        raw = old_keys.without(raw, [name for name in old if old_keys.RENAMED[name][0] in typed])
-        config = OmegaConf.create(old_keys.config(raw))
+        config = OmegaConf.create(old_keys.config(raw, typed=set(map(key_of, overrides))))
     return Composed(config, choices, list(overrides))
 
 

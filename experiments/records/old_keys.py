@@ -6,7 +6,7 @@ were written with, and are read under the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 RENAMED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,21 +52,25 @@ def overrides(texts: Iterable[str]) -> tuple[list[str], list[str]]:
     return now, [f"{old} is now {new}" for old, new in zip(given, now, strict=True) if old != new]
 
 
-def config(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def config(section: dict[str, Any], prefix: str = "", typed: Collection[str] = ()) -> dict[str, Any]:
     """A configuration, nested plain dicts, under the names of now. Where it holds both names of a key, the old one counts:
     conf/config.yaml has all the new ones, and a file that has an old one means it.
 
     A renamed key stays in its section, or moves with it: no key changes its level.
+    typed: new names that were given on the command line, which count more than a file.
     """
     found: dict[str, Any] = {}
     old: dict[str, Any] = {}
     for key, value in section.items():
         place = f"{prefix}{key}"
-        inner = config(value, f"{place}.") if isinstance(value, dict) else value
+        inner = config(value, f"{place}.", typed) if isinstance(value, dict) else value
         if place == CHANGED and isinstance(value, list):
             inner = [[renamed(str(name), None)[0], *rest] for name, *rest in value]
         name, inner = renamed(place, inner)
-        (found if name == place else old)[name.rpartition(".")[2]] = inner
+        if name == place:
+            found[key] = inner
+        elif isinstance(value, dict) or name not in typed:
+            old[name.rpartition(".")[2]] = inner
     for name, value in old.items():
         there = found.get(name)
         found[name] = {**there, **value} if isinstance(value, dict) and isinstance(there, dict) else value
@@ -81,10 +85,3 @@ def names(section: dict[str, Any], prefix: str = "") -> list[str]:
         inner = names(value, f"{place}.") if isinstance(value, dict) else []
         found += inner or ([place] if place in RENAMED else [])
     return found
-
-
-def without(section: dict[str, Any], dropped: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """A configuration without the dotted keys `dropped`."""
-    gone = set(dropped)
-    kept = {k: v for k, v in section.items() if f"{prefix}{k}" not in gone}
-    return {k: without(v, gone, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in kept.items()}
