@@ -6,6 +6,7 @@ seed. Where the same experiment was run with several numbers of workers, these a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from experiments.records import labels
@@ -70,19 +71,18 @@ def _long(table: AccuracyTable) -> Table:
 
 def _wide(tables: Sequence[AccuracyTable]) -> Table:
     """Several numbers of workers: a row for each method, a column for each number."""
-    names = dict.fromkeys(c.label for table in tables for c in table.chosen)
-    rows = []
-    for name in names:
-        cells = [next((c for c in table.chosen if c.label == name), None) for table in tables]
-        rows.append([name, *(DASH if c is None else _cell(table, c) for table, c in zip(tables, cells, strict=True))])
-    heads = ["method", *(f"{table.setting.workers} workers" for table in tables)]
+    columns = [Column("method", "left", value=str)]
+    columns += [Column(f"{t.setting.workers} workers", value=functools.partial(_cell, t)) for t in tables]
     first, same = tables[0].setting, len({table.setting.batch for table in tables}) == 1
     batch = f"batch {first.batch} each" if same else f"batch {first.batch_in_all} in all"
     title = ", ".join(filter(None, (first.studied, batch, first.precision)))
-    return Table.text(heads, rows, notes=(Note(f"**{title}**; {_words(tables[0])}"),))
+    labels = dict.fromkeys(c.label for table in tables for c in table.chosen)
+    return Table.of(columns, labels, notes=(Note(f"**{title}**; {_words(tables[0])}"),))
 
 
-def _cell(table: AccuracyTable, cell: Cell) -> str:
+def _cell(table: AccuracyTable, label: str) -> str:
+    if (cell := table.bests.get(label)) is None:
+        return DASH
     shown = [mean_sd(*cell.summary(None)), table.difference_text(cell), _verdict(table, cell)]
     shown.append(_to_strongest(table, cell))
     return "<br>".join([s for s in shown if s] + [f"lr {table.rate(cell)}, n = {cell.count()}"])

@@ -105,10 +105,6 @@ class Cell:
         """Whether several seeds ended well, and none diverged."""
         return len(self.valid) > 1 and len(self.valid) == len(self.counting)
 
-    @property
-    def mean(self) -> float | None:
-        return self.summary(None)[0]
-
     def summary(self, name: str | None, seeds: Collection[int] | None = None) -> tuple[float | None, float | None]:
         """Mean and sample standard deviation of the metric (None) or of another one by its name, over the valid runs or those
         with `seeds`; None where one of them is not there or has no value."""

@@ -198,23 +198,21 @@ class Point:
 class Against:
     """All methods of a table, those that send most first. axis: range of differences that are drawn."""
 
-    title: str
-    metric: str
-    higher_is_better: bool
+    table: MethodsTable
     baseline: str
     points: tuple[Point, ...]
     axis: tuple[float, float]
-    failures: tuple[str, ...]
 
     def point(self) -> str:
         """What the picture shows, in one sentence: the best of those that send little."""
         scored = [(p, p.gap.value) for p in self.points if p.gap and p.label != self.baseline]
         small = [(p, gap) for p, gap in scored if p.share is not None and p.share <= SMALL] or scored
+        metric = self.table.metric
         if not small:
-            return f"{self.baseline} alone has a {self.metric}"
-        sign = 1 if self.higher_is_better else -1
+            return f"{self.baseline} alone has a {metric}"
+        sign = 1 if self.table.scores.higher_is_better else -1
         best, gap = max(small, key=lambda found: sign * found[1])
-        return say("against", best=best, gap=gap, metric=self.metric, baseline=self.baseline)
+        return say("against", best=best, gap=gap, metric=metric, baseline=self.baseline)
 
 
 def against_bytes(table: MethodsTable) -> Against | None:
@@ -232,15 +230,7 @@ def against_bytes(table: MethodsTable) -> Against | None:
     ends = [v for p in kept if p.gap and not p.beyond for v in (p.gap.low, p.gap.high, p.gap.value) if v is not None]
     low, high = max(min(ends, default=0.0), -2 * limit), min(max(ends, default=0.0), 2 * limit)
     room = 0.08 * (high - low) or 1.0
-    return Against(
-        table.scores.title,
-        table.metric,
-        table.scores.higher_is_better,
-        base.label,
-        tuple(kept),
-        (low - room, high + room),
-        tuple(said for line in table.lines for said in line.failures),
-    )
+    return Against(table, base.label, tuple(kept), (low - room, high + room))
 
 
 def _point(table: MethodsTable, line: Line, base: Cell) -> Point:

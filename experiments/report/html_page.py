@@ -85,14 +85,14 @@ def accuracies(records: Sequence[ResultRecord]) -> dict[str, Any]:
         return {"title": "", "rows": [], "failures": [], "axis": [0, 0]}
     rows = [{**vars(p), "gap": _interval(p.gap)} for p in found.points]
     return {
-        "title": found.title,
+        "title": found.table.scores.title,
         "point": found.point(),
-        "metric": metric_axis(found.metric),
-        "unit": metric_unit(found.metric),
+        "metric": metric_axis(found.table.metric),
+        "unit": metric_unit(found.table.metric),
         "baseline": found.baseline,
         "rows": rows,
         "axis": list(found.axis),
-        "failures": list(found.failures),
+        "failures": found.table.failures,
     }
 
 

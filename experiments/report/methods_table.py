@@ -16,7 +16,6 @@ from experiments.report.comparison import Cell
 from experiments.report.differences import distinguishing
 from experiments.report.formats import DASH, fraction, mean_sd, number, size
 from experiments.report.sentences import say
-from experiments.report.speedup import SpeedupRow
 from experiments.report.table import Column, Note, Table, terminal
 from launch.errors import UserError
 
@@ -32,7 +31,7 @@ class Line:
     label: str
     tried: tuple[Cell, ...]
     best: Cell | None
-    timed: SpeedupRow | None
+    timed: ResultRecord | None
 
     @property
     def record(self) -> ResultRecord | None:
@@ -41,7 +40,7 @@ class Line:
 
     @property
     def payload(self) -> float | None:
-        return SpeedupRow(self.label, self.record).payload if self.record else None
+        return metrics.payload(self.record) if self.record else None
 
     @property
     def first_seed(self) -> int:
@@ -74,7 +73,11 @@ class MethodsTable:
 
     @property
     def timed(self) -> list[ResultRecord]:
-        return [line.timed.record for line in self.lines if line.timed]
+        return [line.timed for line in self.lines if line.timed]
+
+    @property
+    def failures(self) -> list[str]:
+        return [said for line in self.lines for said in line.failures]
 
     def payload_ratio(self, line: Line) -> float | None:
         """What the method sends as a share of the fp32 all-reduce."""
@@ -83,11 +86,11 @@ class MethodsTable:
 
     def versus(self, line: Line) -> str:
         """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
-        dense = [t for x in self.lines if (t := x.timed) and t.record.wire == "fp32" and t.ms]
-        base, mine = min(dense, key=lambda t: t.ms or 0.0, default=None), line.timed
-        if base is None or mine is None:
+        dense = [r for r in self.timed if r.wire == "fp32" and metrics.step_ms(r)]
+        if not dense or line.timed is None:
             return DASH
-        return captions.faster(metrics.speedup(base.record, mine.record), mine is base)
+        base = min(dense, key=lambda r: metrics.step_ms(r) or 0.0)
+        return captions.faster(metrics.speedup(base, line.timed), line.timed is base)
 
 
 def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
@@ -100,9 +103,9 @@ def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:
         timed = [r for r in reversed(clocks) if _shape(r) == shape]  # the latest first
         for label, mine in scores.by_label.items():
             clock = next((r for r in timed if same_setting(r, mine[0].records[0])), None)
-            lines.append(Line(label, tuple(mine), scores.bests[label], SpeedupRow(label, clock) if clock else None))
+            lines.append(Line(label, tuple(mine), scores.bests[label], clock))
         bound = [r for r in timed if r.wire == "none"]
-        lines += [Line(r.method, (), None, SpeedupRow(r.method, r)) for r in bound[:1]]
+        lines += [Line(r.method, (), None, r) for r in bound[:1]]
         tables.append(MethodsTable(scores, tuple(lines)))
     return tables
 
@@ -159,7 +162,7 @@ def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Tabl
     published = (
         [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if reference else []
     )
-    failed = tuple(Note(text, "failure") for line in table.lines for text in line.failures)
+    failed = tuple(Note(text, "failure") for text in table.failures)
     notes = [
         Note(say("methods", t=table, edge=accuracy.EDGE)),
         Note(say("clock", timed=table.timed), "caution"),
@@ -205,5 +208,5 @@ def _rates(line: Line) -> str:
 
 
 def _links(line: Line) -> str:
-    runs = [*(line.best.records if line.best else ()), *([line.timed.record] if line.timed else ())]
+    runs = [*(line.best.records if line.best else ()), *([line.timed] if line.timed else ())]
     return accuracy.links((str(x.seed) if x.config.get("evaluate", True) else "time", x) for x in runs)

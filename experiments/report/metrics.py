@@ -116,6 +116,11 @@ def step_ms(r: ResultRecord) -> float | None:
     return float(ms) if ms and r.status == "completed" else None
 
 
+def payload(r: ResultRecord) -> float | None:
+    """Bytes that a node sends per step over the link that counts: between nodes when there are several."""
+    return r.bytes_per_step.get("payload_inter" if r.nodes > 1 else "payload_intra")
+
+
 def rounds(r: ResultRecord) -> TimedRounds | None:
     """The rounds in a record; None where it has none, as in the record of a single run."""
     if r.status != "completed" or not r.turns or not r.turns.get("ms"):

@@ -177,8 +177,9 @@ def against_bytes(found: Against) -> bytes | None:
         left.set_ylim(-0.7, len(points) - 0.3)
         right.axvline(0, color=GREY, linewidth=0.8)
         right.set_xlim(*found.axis)
-        unit = metric_unit(found.metric).strip() or found.metric
-        name = metric_axis(found.metric).partition(", ")[0]
+        metric = found.table.metric
+        unit = metric_unit(metric).strip() or metric
+        name = metric_axis(metric).partition(", ")[0]
         right.set_xlabel(f"{name}: difference, {unit}")
         figure.head(picture, found.point(), sentences.say("against_setting", found=found))
         return figure.png(picture, [found.axis, points])

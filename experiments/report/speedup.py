@@ -37,7 +37,6 @@ class SpeedupRow:
 
     @property
     def ms(self) -> float | None:
-        """Step time in milliseconds, the median or the mean (`uneven`); None for a failed run."""
         return metrics.step_ms(self.record)
 
     @property
@@ -47,13 +46,11 @@ class SpeedupRow:
 
     @property
     def uneven(self) -> bool:
-        """Whether the method's steps differ in what they send, so that the mean step time is the one that counts."""
         return metrics.uneven(self.record)
 
     @property
     def payload(self) -> float | None:
-        """Bytes that a node sends per step over the link that counts: between nodes when there are several."""
-        return self.record.bytes_per_step.get("payload_inter" if self.record.nodes > 1 else "payload_intra")
+        return metrics.payload(self.record)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from experiments.report import arithmetic, captions, prediction, sentences
+from experiments.records.record import ResultRecord
+from experiments.report import arithmetic, captions, metrics, prediction, sentences
 from experiments.report.formats import DASH, fraction, mean_sd, number, size, times
 from experiments.report.speedup import SpeedupRow, SpeedupTable
 from experiments.report.table import Column, Note, Table
@@ -27,7 +28,7 @@ def columns(table: SpeedupTable) -> list[Column]:
     return [
         Column("method", "left", value=_label),
         Column("wire", terminal=False, value=lambda row: row.record.wire),
-        Column("step time, median (p10–p90), ms", short="step ms (p10–p90)", value=step_time),
+        Column("step time, median (p10–p90), ms", short="step ms (p10–p90)", value=lambda row: step_time(row.record)),
         measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=False),
         measured("speedup vs fp32", lambda row: captions.versus(table, row, "fp32"), short="vs fp32"),
         measured("speedup vs bf16", lambda row: captions.versus(table, row, "bf16"), short="vs bf16"),
@@ -149,14 +150,14 @@ def _link(row: SpeedupRow) -> str:
     return f"{link} (median of {row.runs} runs)" if row.runs > 1 else link
 
 
-def step_time(row: SpeedupRow) -> str:
+def step_time(r: ResultRecord) -> str:
     """Median (or mean, and that it is one) and spread in milliseconds; for a failed run its status."""
-    t = row.record.timing
-    if row.record.status != "completed":
-        return row.record.status
+    t = r.timing
+    if r.status != "completed":
+        return r.status
     if t.get("median_ms") is None:  # no step was timed
         return DASH
-    typical = f"mean {number(t.get('mean_ms'))}" if row.uneven else number(t.get("median_ms"))
+    typical = f"mean {number(t.get('mean_ms'))}" if metrics.uneven(r) else number(t.get("median_ms"))
     return f"{typical} ({number(t.get('p10_ms'))}–{number(t.get('p90_ms'))})"
 
 

@@ -49,7 +49,7 @@ def test_a_number_that_no_record_holds_is_a_dash() -> None:
 def test_a_run_of_which_no_step_was_timed_has_no_step_time() -> None:
     """Virtual workers, or fewer steps than are left out: a dash, which hides a column that holds nothing else."""
     (table,) = speedup.build([run("Birder", timing={"steps": 0})])
-    assert speedup_table.step_time(table.rows[0]) == "—"
+    assert speedup_table.step_time(table.rows[0].record) == "—"
 
 
 def test_a_run_without_a_step_time_does_not_stand_for_those_that_have_one() -> None:
@@ -69,7 +69,7 @@ def test_a_run_of_which_no_step_was_timed_is_not_held_against_arithmetic(method:
     untimed = run(method, timing={"steps": 0}, **about)
     others = [run(m, 900.0, **about) for m in ("SGDM fp32", "no communication") if m != method]
     (table,) = speedup.build([untimed, *others])
-    assert speedup_table.step_time(table.row(method)) == "—"
+    assert speedup_table.step_time(table.row(method).record) == "—"
     assert cells(speedup_table.markdown(table), method)[2] == "—"
 
 
