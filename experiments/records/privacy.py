@@ -16,7 +16,7 @@ _PLACES = {
 _ABSOLUTE = re.compile(
     r"""(?P<quote>['"])(?P<quoted>[/~][^'"]*)(?P=quote)|(?<![\w.:/~…-])(?P<bare>[/~][^\s'",;:=\[\]{}()]+)"""
 )
-_ASSIGNMENT = re.compile(r"""(?P<key>[\w.@/-]+)=(?P<value>\[[^\]]*\]|\{[^{}]*\}|"[^"]*"|'[^']*'|\S+)""")
+_ASSIGNMENT = re.compile(r"""(?P<key>[\w.@/-]+)(?P<is>=)(?P<value>\[[^\]]*\]|\{[^{}]*\}|"[^"]*"|'[^']*'|\S+)""")
 _MAPPING = re.compile(r"\{.*\}", re.DOTALL)
 _ENTRY = re.compile(r"""(?P<key>[\w.@/-]+)(?P<is>["']?\s*:\s*)(?P<value>\[[^\]]*\]|"[^"]*"|'[^']*'|[^,{}]+)""")
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -51,14 +51,11 @@ def clean_text(text: str, base: Path) -> str:
         # A lone slash is division or "and/or", not a place.
         return match[0] if len(found) < 2 else quote + clean_path(found, base) + quote
 
-    def assignment(match: re.Match[str]) -> str:
-        return f"{match['key']}={HIDDEN}" if is_private(match["key"]) else match[0]
-
-    def entry(match: re.Match[str]) -> str:
+    def value(match: re.Match[str]) -> str:
         return f"{match['key']}{match['is']}{HIDDEN}" if is_private(match["key"]) else match[0]
 
-    text = _LOGIN.sub(HIDDEN, _ASSIGNMENT.sub(assignment, text.replace("file:///", "/")))
-    text = _MAPPING.sub(lambda braces: _ENTRY.sub(entry, braces[0]), text)
+    text = _LOGIN.sub(HIDDEN, _ASSIGNMENT.sub(value, text.replace("file:///", "/")))
+    text = _MAPPING.sub(lambda braces: _ENTRY.sub(value, braces[0]), text)
     host = socket.gethostname()
     if len(host) > 3 and host != "localhost":
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", HIDDEN, text)
