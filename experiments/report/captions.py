@@ -116,11 +116,12 @@ def _open(row: SpeedupRow, best: SpeedupRow) -> bool:
 
 def notes(records: Sequence[ResultRecord]) -> list[Note]:
     """How the rounds came about, and what makes them doubtful. None for records without rounds."""
-    said = []
-    for about in {r.turns["world"]: r.turns for r in records if r.turns}.values():
-        said.append(Note(say("rounds", about=about)))
-        said += [Note(doubt, "caution")] if (doubt := caution(about)) else []
-    return said
+    worlds = {r.turns["world"]: r.turns for r in records if r.turns}.values()
+    return [
+        note
+        for about in worlds
+        for note in (Note(say("rounds", about=about)), *Note.of(caution(about), kind="caution"))
+    ]
 
 
 def caution(about: dict[str, Any]) -> str | None:

@@ -167,9 +167,7 @@ def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Tabl
         Note(say("methods", t=table, edge=accuracy.EDGE)),
         Note(say("clock", timed=table.timed), "caution"),
     ]
-    notes += captions.notes(table.timed)
-    if checked := arithmetic.of_runs(table.timed):
-        notes.append(Note(arithmetic.listed(checked)))
+    notes += captions.notes(table.timed) + Note.of(arithmetic.listed(arithmetic.of_runs(table.timed)))
     return Table.of(
         [*columns(table), *published], table.lines, title=table.scores.title, notes=tuple(notes), footnotes=failed
     )

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from experiments.records.labels import is_compressed
+from experiments.records.labels import OURS, is_compressed
 from experiments.report import captions, curves, figure, gaps, sentences
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.curves import Curve, Curves
@@ -20,7 +20,7 @@ from experiments.report.formats import fraction, mean_sd, metric_axis, metric_ga
 from experiments.report.gaps import Against, GapRow, Panel, Point, Studies
 from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE
 from experiments.report.speedup import SpeedupTable
-from experiments.report.time_to_loss import GBPS, GPUS, OURS, Race
+from experiments.report.time_to_loss import GBPS, GPUS, Race
 
 EVALUATIONS = 3
 """So many make a curve of the metric; fewer stand in the legend and in the table alone."""

@@ -19,6 +19,7 @@ from birder.predict.table import NEAR as NEAR
 from experiments.cells import timelines, trained
 from experiments.cells.trained import Trained
 from experiments.records.record import ResultRecord
+from experiments.report.differences import grouped
 from experiments.report.formats import DASH, number, percent, times
 from experiments.report.sentences import MODELS
 from experiments.report.table import Table
@@ -93,20 +94,16 @@ TRAINED = ("trained", "rows", "median", "95th percentile", "worst")
 
 def trained_rows(records: Sequence[ResultRecord]) -> list[Trained]:
     """Every row that can be predicted, world by world: by experiment, nodes and rate."""
-    worlds: dict[str, list[ResultRecord]] = {}
-    for r in records:
-        worlds.setdefault(r.turns.get("world", ""), []).append(r)
-    found = [row for name, world in sorted(worlds.items()) if name for row in trained.of_world(world)]
+    worlds = grouped((r for r in records if r.turns.get("world")), lambda r: r.turns["world"])
+    found = [row for _, world in sorted(worlds.items()) for row in trained.of_world(world)]
     return sorted(found, key=lambda t: (t.record.exp, t.record.nodes, t.record.link.get("link_gbps") or 0.0))
 
 
 def trained_summary(found: Sequence[Trained]) -> Table:
     """Errors of all, and by experiment and method."""
-    parts = {"all": list(found)}
-    for t in found:
-        parts.setdefault(t.record.exp, []).append(t)
-    for t in sorted(found, key=lambda t: t.record.method):
-        parts.setdefault(t.record.method, []).append(t)
+    by_exp = grouped(found, lambda t: t.record.exp)
+    by_method = grouped(sorted(found, key=lambda t: t.record.method), lambda t: t.record.method)
+    parts = {"all": list(found), **by_exp, **by_method}
     return Table.text(TRAINED, [line(name, [t.error for t in part]) for name, part in parts.items() if part])
 
 

@@ -99,5 +99,4 @@ def note(table: SpeedupTable, theirs: SpeedupTable | None, known: list[ResultRec
     """What the published figures are, or that there are none of this setting."""
     page = PUBLISHED / "tables" / f"{table.records[0].exp}.md"
     where = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
-    said = sentences.say("published_beside", theirs=theirs, known=known, where=where)
-    return [Note(said)] if said else []
+    return Note.of(sentences.say("published_beside", theirs=theirs, known=known, where=where))

@@ -60,26 +60,28 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tabl
 
     reference: the published table of the same setting: its speedups are a further column.
     """
-    r = table.records[0]
-    said = sentences.caveats(table.records)
-    notes = [Note(f"{said}.", "caution")] if said else []
-    notes.append(Note(f"{sentences.hardware(r)}. Group `{table.group}`."))
-    rounds = captions.notes([row.record for row in table.rows])
-    notes += [note for note in rounds if note.kind == "caution"]
-    footnotes = [*failures(table), *(note for note in rounds if note.kind == "plain")]
-    if any(_label(row) != row.label for row in table.rows):
-        footnotes.append(Note(f"{OFF_MARK.strip()} {sentences.say('off', share=OFF)}"))
-    if any(row.uneven for row in table.rows):
-        footnotes.append(Note(sentences.say("uneven")))
-    if checked := arithmetic.of_runs([row.record for row in table.rows]):
-        footnotes.append(Note(arithmetic.listed(checked)))
-    if predicted := sentences.say("trained", rows=prediction.trained_rows([row.record for row in table.rows])):
-        footnotes.append(Note(predicted))
-    if summary := captions.compression(table):
-        footnotes.append(Note(summary, "strong"))
-    shown = [*columns(table), *([published_column(reference)] if reference else [])]
-    title = ", ".join(filter(None, (sentences.title(r), table.workload)))
-    return Table.of(shown, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes))
+    first, shown = table.records[0], [row.record for row in table.rows]
+    caveats, rounds = sentences.caveats(table.records), captions.notes(shown)
+    notes = [
+        *Note.of(f"{caveats}." if caveats else "", kind="caution"),
+        Note(f"{sentences.hardware(first)}. Group `{table.group}`."),
+        *(note for note in rounds if note.kind == "caution"),
+    ]
+    marked, uneven = any(_label(row) != row.label for row in table.rows), any(row.uneven for row in table.rows)
+    footnotes = [
+        *failures(table),
+        *(note for note in rounds if note.kind == "plain"),
+        *Note.of(
+            f"{OFF_MARK.strip()} {sentences.say('off', share=OFF)}" if marked else "",
+            sentences.say("uneven") if uneven else "",
+            arithmetic.listed(arithmetic.of_runs(shown)),
+            sentences.say("trained", rows=prediction.trained_rows(shown)),
+        ),
+        *Note.of(captions.compression(table), kind="strong"),
+    ]
+    every = [*columns(table), *([published_column(reference)] if reference else [])]
+    title = ", ".join(filter(None, (sentences.title(first), table.workload)))
+    return Table.of(every, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes))
 
 
 def closing(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:

@@ -49,6 +49,11 @@ class Note:
     text: str
     kind: Kind = "plain"
 
+    @classmethod
+    def of(cls, *texts: str | None, kind: Kind = "plain") -> list[Note]:
+        """A note of each text that says anything."""
+        return [cls(text, kind) for text in texts if text]
+
     @property
     def markdown(self) -> str:
         return self.text if self.kind == "plain" else f"**{self.text}**"

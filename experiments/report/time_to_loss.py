@@ -13,6 +13,7 @@ from birder.predict import METHODS, Cluster, Link, predict
 from birder.predict.layouts import TrainingPlan
 from birder.predict.table import whole_run
 from experiments.cells import timelines
+from experiments.records.labels import OURS
 from experiments.records.record import PUBLISHED, ResultRecord
 from experiments.report import curves, gaps
 from experiments.report.sentences import say
@@ -22,7 +23,6 @@ EXPS = ("language_model", "zero_one_gpt2")
 SHARE = 0.5
 GPUS, GBPS, NODES, LATENCY_US = ("a100", "h100"), (10.0, 100.0), 8, 20.0
 FOLDER = PUBLISHED / "predict"
-OURS = " (this project's)"
 PREDICTED = {
     **{METHODS[name].label: name for name in ("powersgd4", "fp8", "onebit_adam", "zero_one_adam", "lion", "birder")},
     **{

@@ -5,6 +5,7 @@ Volumes are bits per parameter in one direction; scales and padding are left out
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,11 +71,11 @@ def readings(setting: VolumeSchedules, kind: str) -> list[tuple[str, Measure]]:
     if kind == "rounds":
         return [("steps without any round", rounds_saved)]
     if kind == "adam":
-        return [("against fp16 Adam", lambda r: against_adam(r, 16))]
+        return [("against fp16 Adam", functools.partial(against_adam, wire=16))]
     return [
         (
             f"against 1-bit Adam with {warmup:,} fp{wire} steps ({name})",
-            lambda r, warmup=warmup, wire=wire: against_onebit_adam(r, warmup, wire),  # type: ignore[misc]
+            functools.partial(against_onebit_adam, warmup=warmup, wire=wire),
         )
         for name, warmup in setting.onebit_warmups
         for wire in (16, 32)
