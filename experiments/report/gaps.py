@@ -114,11 +114,11 @@ def panel(table: AccuracyTable) -> Panel | None:
     if base is None or parity is None:
         return None
     scale = 100.0 if parity.relative else 1.0
-    rows = []
-    for cell in table.one_of_each:
-        gap = table.compared(cell)
-        if gap is not None and gap.low is not None and gap.high is not None:
-            rows.append(GapRow(cell.records[0].method, gap.times(scale), table.verdict(cell), bytes_each(table, cell)))
+    rows = tuple(
+        GapRow(cell.records[0].method, gap.times(scale), table.verdict(cell), bytes_each(table, cell))
+        for cell in table.one_of_each
+        if (gap := table.compared(cell)) is not None and gap.low is not None
+    )
     if not rows:
         return None
     metric = str(table.metric["name"])
@@ -130,7 +130,7 @@ def panel(table: AccuracyTable) -> Panel | None:
         table.higher_is_better,
         base.label,
         scale * parity.margin,
-        tuple(rows),
+        rows,
         max(FAR * statistics.median_high(abs(row.gap.value) for row in rows), 2 * scale * parity.margin),
     )
 

@@ -158,19 +158,17 @@ def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Tabl
 
     reference: the published table of the same setting: its metric is a further column.
     """
-    theirs = {line.label: _score(line) for line in reference.lines} if reference else {}
-    published = (
-        [Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH))] if reference else []
-    )
+    every = columns(table)
+    if reference:
+        theirs = {line.label: _score(line) for line in reference.lines}
+        every.append(Column(f"published {table.metric}", value=lambda line: theirs.get(line.label, DASH)))
     failed = tuple(Note(text, "failure") for text in table.failures)
     notes = [
         Note(say("methods", t=table, edge=accuracy.EDGE)),
         Note(say("clock", timed=table.timed), "caution"),
     ]
     notes += captions.notes(table.timed) + Note.of(arithmetic.listed(arithmetic.of_runs(table.timed)))
-    return Table.of(
-        [*columns(table), *published], table.lines, title=table.scores.title, notes=tuple(notes), footnotes=failed
-    )
+    return Table.of(every, table.lines, title=table.scores.title, notes=tuple(notes), footnotes=failed)
 
 
 def markdown(table: MethodsTable) -> str:
@@ -183,10 +181,9 @@ def show(results_dir: str | Path, console: Console | None = None) -> None:
     tables = build(read_all(results_dir))
     if not tables:
         raise UserError(f"no finished run of experiment {EXP!r} in {Path(results_dir) / 'records'}")
-    known = build(published.records(results_dir, EXP))
+    known = {t.scores.title: t for t in build(published.records(results_dir, EXP))}
     for table in tables:
-        reference = [t for t in known if t.scores.title == table.scores.title]
-        as_table(table, reference[-1] if reference else None).show(console or terminal())
+        as_table(table, known.get(table.scores.title)).show(console or terminal())
 
 
 def _trained(name: str, value: Callable[[Any], str], *, short: str = "", terminal: bool = True) -> Column:

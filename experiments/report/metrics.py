@@ -1,6 +1,7 @@
 """Speedups and differences: how large, how sure that is, and what it decides: the one definition. Imports no torch.
 
-A speedup is t_baseline / t_method: medians of the step time, or means where a method's steps differ in what they send.
+A speedup is t_baseline / t_method: medians of the step time, or means where a method's steps differ in what they send
+(local steps: the median step would be one without communication).
 
 Interleaved methods have an interval. In every round each method has run a few steps, so that whatever slows the machine down
 for a while slows all of them: times of one round belong together. With s the standard error of the logarithm of a ratio r of

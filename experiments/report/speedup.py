@@ -1,9 +1,8 @@
 """Speedup tables: step times of methods that took turns, or of runs made one after the other, on the same machine. How they
 are shown stands in speedup_table.py.
 
-Speedup = t_baseline / t_method: medians of the step time, or the mean where a method's steps differ in what they send
-(local steps: the median step would be one without communication). Baselines are the fp32 and the bf16 all-reduce of the
-same table; where there are several, the fastest. The run without communication is the bound.
+Baselines are the fp32 and the bf16 all-reduce of the same table; where there are several, the fastest. The run without
+communication is the bound. What a speedup is: metrics.py.
 """
 
 from __future__ import annotations

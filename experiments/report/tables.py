@@ -10,7 +10,7 @@ import functools
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -72,21 +72,24 @@ def write(results_dir: str | Path, exp: str | None = None, more: Mapping[Path, b
 
     more: further files that belong to them.
     """
-    found = _files(results_dir, exp) | dict(more or {})
+    found, stale = _made(results_dir, exp, more)
     written = save(found)
-    for path in _stale(results_dir, found, exp):
+    for path in stale:
         path.unlink()
     return written
 
 
 def check(results_dir: str | Path, exp: str | None = None, more: Mapping[Path, bytes] | None = None) -> list[str]:
     """Names of the tables and plots on disk that differ from what the records say: changed, missing or left over."""
-    found = _files(results_dir, exp) | dict(more or {})
-    wrong = differing(found) + _stale(results_dir, found, exp)
+    found, stale = _made(results_dir, exp, more)
+    wrong = differing(found) + stale
     return [p.relative_to(results_dir if p.is_relative_to(results_dir) else ROOT).as_posix() for p in wrong]
 
 
-def _files(results_dir: str | Path, exp: str | None) -> dict[Path, bytes]:
+def _made(
+    results_dir: str | Path, exp: str | None, more: Mapping[Path, bytes] | None
+) -> tuple[dict[Path, bytes], list[Path]]:
+    """What the records say, and what was made here and whose records are gone; of one experiment these are not known."""
     results = Path(results_dir)
     if not results.is_dir():
         raise UserError(f"no results folder at {results}: give --results DIR")
@@ -97,14 +100,9 @@ def _files(results_dir: str | Path, exp: str | None) -> dict[Path, bytes]:
     if exp is None and ((said := answered.verdicts(records)) or (results / answered.VERDICTS).is_file()):
         lines = ",\n".join(json.dumps(study, ensure_ascii=False) for study in said)
         files[answered.VERDICTS.as_posix()] = f"[{lines}]\n".encode()
-    return {results / name: content for name, content in files.items()}
-
-
-def _stale(results_dir: str | Path, found: Collection[Path], exp: str | None) -> list[Path]:
-    """What was made here and whose records are gone; of one experiment it is not known."""
-    results = Path(results_dir)
+    found = {results / name: content for name, content in files.items()} | dict(more or {})
     ours = [] if exp else [*(results / "tables").glob("*.md"), *(results / "plots").glob("*.png")]
-    return sorted(p for p in ours if p not in found and figure.MARK.encode() in p.read_bytes())
+    return found, sorted(p for p in ours if p not in found and figure.MARK.encode() in p.read_bytes())
 
 
 def print_group(
