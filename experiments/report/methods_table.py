@@ -81,12 +81,12 @@ class MethodsTable:
 
     def payload_ratio(self, line: Line) -> float | None:
         """What the method sends as a share of the fp32 all-reduce."""
-        dense = [x.payload for x in self.lines if x.record and x.record.wire == "fp32" and x.payload]
+        dense = [x.payload for x in self.lines if x.record and accuracy.full_precision(x.record) and x.payload]
         return line.payload / dense[0] if dense and line.payload is not None else None
 
     def versus(self, line: Line) -> str:
         """Step time of the fastest fp32 all-reduce over that of the method, with its interval where both took turns."""
-        dense = [r for r in self.timed if r.wire == "fp32" and metrics.step_ms(r)]
+        dense = [r for r in self.timed if accuracy.full_precision(r) and metrics.step_ms(r)]
         if not dense or line.timed is None:
             return DASH
         base = min(dense, key=lambda r: metrics.step_ms(r) or 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.records import labels
 from experiments.records.record import ResultRecord
-from experiments.report import accuracy, captions, published, speedup
+from experiments.report import accuracy, captions, methods_table, published, speedup
 from experiments.report.accuracy import AccuracyTable
 from tests.helpers.records import full_group, run, score
 
@@ -187,3 +187,20 @@ def test_published_figures_stand_beside_those_of_the_same_link_and_model_alone()
     )
     (larger,) = speedup.build(large)
     assert published.matching(larger, small) is None
+
+
+def test_in_the_table_of_all_methods_birder_without_bits_is_no_all_reduce_in_fp32() -> None:
+    """It sends its update in fp32; bytes and step times are held against DDP's gradients."""
+
+    def floats(r: ResultRecord) -> ResultRecord:
+        return replace(r, id=f"floats-{r.id}", method="Birder without bits (this project's)", wire="fp32")
+
+    trained = [score(method, 90.0, 0, 0.1, exp="methods") for method in ("SGDM fp32", "Birder")]
+    clocks = [
+        replace(run(method, ms, exp="methods", data=trained[0].data), config={**r.config, "evaluate": False})
+        for (method, ms), r in zip((("SGDM fp32", 1000.0), ("Birder", 500.0)), trained, strict=True)
+    ]
+    (table,) = methods_table.build([*trained, floats(trained[1]), *clocks, floats(clocks[1])])
+    shown = {line.label: (table.versus(line), table.payload_ratio(line)) for line in table.lines}
+    assert shown["SGDM fp32"] == ("1.00x", 1.0)
+    assert shown["Birder"] == shown["Birder without bits (this project's)"] == ("2.00x", 1 / 32)
