@@ -209,12 +209,12 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
     """
     known = [r for r in records if not r.data.get("synthetic") and r.wire != "none"]
     settings = grouped((r for r in known if r.status == "completed" and r.metric.get("name")), Setting.of)
-    asked = {setting: {_asked(r, setting) for r in members} for setting, members in settings.items()}
+    asked = {setting: set(map(_asked, members)) for setting, members in settings.items()}
     # A run that failed early knows neither its data's name nor where its epochs end.
     for r in (r for r in known if r.status != "completed"):
         for setting, members in settings.items():
             here = Setting.of(r, setting.data)._replace(length=setting.length)
-            if here == setting and _asked(r, setting) in asked[setting]:
+            if here == setting and _asked(r) in asked[setting]:
                 members.append(r)
     made = []
     for setting, every in settings.items():
@@ -227,11 +227,10 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
     return [AccuracyTable(slug, *one) for slug, one in zip(slugs, shown, strict=True)]
 
 
-def _asked(r: ResultRecord, setting: Setting) -> tuple[Any, ...]:
+def _asked(r: ResultRecord) -> tuple[Any, ...]:
     """Which data and which length the run was to have."""
     train = r.config.get("train", {})
-    path = (r.config.get("data") or {}).get("path")
-    return r.data.get("name") or setting.data, path, train.get("max_steps"), train.get("epochs")
+    return (r.config.get("data") or {}).get("path"), train.get("max_steps"), train.get("epochs")
 
 
 def _by_comparison(records: list[ResultRecord]) -> list[tuple[str, list[ResultRecord]]]:

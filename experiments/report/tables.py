@@ -123,7 +123,8 @@ def print_group(
     """
     results = Path(results_dir)
     console = console or terminal()
-    records = [r for r in read_all(results) if r.group == group]
+    everything = read_all(results)
+    records = [r for r in everything if r.group == group]
     if not records:
         raise UserError(f"no record of group {group!r} in {results / 'records'}")
     timed = speedup.build(records, group)
@@ -139,27 +140,21 @@ def print_group(
         printed[-1].show(console, verbose)
         for note in published.note(table, theirs, known) if verbose else ():
             note.show(console)
-    for exp in sorted({r.exp for r in records}) if verbose else ():
+    exps = sorted({r.exp for r in records})
+    for exp in exps if verbose else ():
         for sentence in (said for kind in kinds for said in published.quoted(exp, kind)):
             console.print(sentence, style="dim", markup=False, highlight=False)
-    print_places(console, results, group)
+    places = [("record", place(results, r.id)) for r in records]
+    places += [("table", results / "tables" / f"{exp}.md") for exp in exps]
+    places += [("plot", path) for path in plots_of(everything, results, group)]
+    for what, path in places:
+        if path.is_file():
+            console.print(f"{what + ':':<8}{path}", soft_wrap=True, markup=False, highlight=False)
     if not verbose:
         folder = "" if str(results) == LOCAL else f" --results {shlex.quote(str(results))}"
         again = f"python experiments/tables.py{folder} --group {group} --verbose"
         console.print("more:   " + again, style="dim", soft_wrap=True, markup=False, highlight=False)
     return printed
-
-
-def print_places(console: Console, results: Path, group: str) -> None:
-    """Says where the records, the table and the plots of a group of runs lie."""
-    everything = read_all(results)
-    records = [r for r in everything if r.group == group]
-    places = [("record", place(results, r.id)) for r in records]
-    places += [("table", results / "tables" / f"{exp}.md") for exp in sorted({r.exp for r in records})]
-    places += [("plot", path) for path in plots_of(everything, results, group)]
-    for what, path in places:
-        if path.is_file():
-            console.print(f"{what + ':':<8}{path}", soft_wrap=True, markup=False, highlight=False)
 
 
 def plots_of(everything: Sequence[ResultRecord], results: Path, group: str) -> list[Path]:
