@@ -266,16 +266,11 @@ def columns(table: AccuracyTable) -> list[Column]:
     ]
 
 
-def as_table(table: AccuracyTable) -> Table:
-    """The table, and above it how it is to be read."""
+def as_table(table: AccuracyTable, drawn: bool = False) -> Table:
+    """The table, and above it how it is to be read. drawn: whether there is a picture of its curves."""
     note = Note(say("accuracies", t=table, held_out=HELD_OUT))
-    return Table.of(columns(table), table.cells, title=table.title, notes=(note,))
-
-
-def markdown(table: AccuracyTable, plot: bool) -> str:
-    """The table as a section of a page in the tables folder. plot: whether its curves were drawn."""
-    drawn = f"![{table.metric['name']}](../plots/{table.slug}_curve.png)\n" if plot else ""
-    return as_table(table).markdown() + drawn
+    picture = f"![{table.metric['name']}](../plots/{table.slug}_curve.png)" if drawn else ""
+    return Table.of(columns(table), table.cells, title=table.title, notes=(note,), picture=picture)
 
 
 def hooked(r: ResultRecord) -> bool:

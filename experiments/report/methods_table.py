@@ -168,12 +168,9 @@ def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Tabl
         Note(say("clock", timed=table.timed), "caution"),
     ]
     notes += captions.notes(table.timed) + Note.of(arithmetic.listed(arithmetic.of_runs(table.timed)))
-    return Table.of(every, table.lines, title=table.scores.title, notes=tuple(notes), footnotes=failed)
-
-
-def markdown(table: MethodsTable) -> str:
-    """The table as a section of a page in the tables folder."""
-    return as_table(table).markdown() + f"![{table.metric} against bytes](../plots/{table.plot_name}.png)\n"
+    picture = f"![{table.metric} against bytes](../plots/{table.plot_name}.png)"
+    said = {"notes": tuple(notes), "footnotes": failed, "picture": picture}
+    return Table.of(every, table.lines, title=table.scores.title, **said)
 
 
 def show(results_dir: str | Path, console: Console | None = None) -> None:

@@ -81,7 +81,8 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tabl
     ]
     every = [*columns(table), *([published_column(reference)] if reference else [])]
     title = ", ".join(filter(None, (sentences.title(first), table.workload)))
-    return Table.of(every, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes))
+    picture = f"![step time](../plots/{table.slug}_step_time.png)" if any(row.ms for row in table.rows) else ""
+    return Table.of(every, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes), picture=picture)
 
 
 def closing(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
@@ -135,12 +136,6 @@ def failures(table: SpeedupTable) -> list[Note]:
     """One note for each failed run of the table, with its reason."""
     failed = [row for row in table.rows if row.record.status != "completed"]
     return [Note(f"{row.label} failed: {row.record.reason or 'no reason recorded'}", "failure") for row in failed]
-
-
-def markdown(table: SpeedupTable) -> str:
-    """The table and its plot as a section of a page in the tables folder."""
-    plot = f"![step time](../plots/{table.slug}_step_time.png)\n" if any(row.ms for row in table.rows) else ""
-    return as_table(table).markdown() + plot
 
 
 def _label(row: SpeedupRow) -> str:

@@ -78,13 +78,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under columns, with what is to be said of them. Raises ValueError for a row of another length."""
+    """Rows of text under columns, with what is to be said of them. Raises ValueError for a row of another length.
+
+    picture: what stands below all on a page in the tables folder, "![step time](../plots/x.png)".
+    """
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
     notes: tuple[Note, ...] = ()
     footnotes: tuple[Note, ...] = ()
+    picture: str = ""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -93,7 +97,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[Column], entries: Iterable[Any], **said: Any) -> Table:
-        """One row for each entry, made by the columns' `value`. said: title, notes, footnotes."""
+        """One row for each entry, made by the columns' `value`. said: title, notes, footnotes, picture."""
         rows = tuple(tuple(c.value(entry) if c.value else "" for c in columns) for entry in entries)
         return cls(tuple(columns), rows, **said)
 
@@ -127,9 +131,10 @@ class Table:
         return Table(head, tuple(tuple(row[places[name]] for name in columns) for row in self.rows))
 
     def markdown(self, level: int = 3) -> str:
-        """A section of a page: heading, notes, grid, footnotes, with an empty line after each."""
+        """A section of a page: heading, notes, grid, footnotes, with an empty line after each, and the picture."""
         lines = [f"{'#' * level} {self.title}", ""] if self.title else []
-        return "\n".join([*lines, *_paragraphs(self.notes), self.grid(), *_paragraphs(self.footnotes)])
+        lines += [*_paragraphs(self.notes), self.grid(), *_paragraphs(self.footnotes)]
+        return "\n".join(lines) + f"{self.picture}\n" * bool(self.picture)
 
     def printed(self) -> tuple[list[str], list[list[str]]]:
         """Headings and rows as a terminal shows them."""

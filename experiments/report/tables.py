@@ -46,13 +46,13 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
 
     pages: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"methods": [], "timed": [], "scored": []})
     for table in speedup.build(list(records)):
-        pages[table.records[0].exp]["timed"].append(speedup_table.markdown(table))
+        pages[table.records[0].exp]["timed"].append(speedup_table.as_table(table).markdown())
         drawn(f"{table.slug}_step_time", plots.step_times(table))
     for scores in accuracy.build(list(records)):
         plot = drawn(f"{scores.slug}_curve", plots.loss_curves(scores, results_dir))
-        pages[scores.first.exp]["scored"].append(accuracy.markdown(scores, plot))
+        pages[scores.first.exp]["scored"].append(accuracy.as_table(scores, plot).markdown())
     for of_all in methods_table.build(records):
-        pages[methods_table.EXP]["methods"].append(methods_table.markdown(of_all))
+        pages[methods_table.EXP]["methods"].append(methods_table.as_table(of_all).markdown())
         against = gaps.against_bytes(of_all)
         drawn(of_all.plot_name, None if against is None else plots.against_bytes(against))
     studies = accuracy_page.studies(records)

@@ -77,7 +77,7 @@ def test_rows_with_open_turns_are_held_against_the_exchange_own_work_and_the_lin
     assert "while nobody computes, against bytes/rate: SGDM fp32 (+0.9%)." in said
     assert said.endswith("Not within 5%: SGDM bf16 (+27.0%).")
     (table,) = speedup.build(group(460.0))
-    assert said in speedup_table.markdown(table)
+    assert said in speedup_table.as_table(table).markdown()
     assert "(+9.4%). Not within 5%: SGDM fp32." in arithmetic.listed(arithmetic.of_runs(group(460.0, 350.0)))
 
 

@@ -180,7 +180,7 @@ def test_a_world_without_a_profile_is_not_predicted() -> None:
     assert trained.of_world(world(profile=None)) == []
     assert trained.of_world(world()[1:]) == []
     (table,) = speedup.build(world(profile=None))
-    assert "Predicted from" not in speedup_table.markdown(table)
+    assert "Predicted from" not in speedup_table.as_table(table).markdown()
 
 
 def test_tables_show_every_row_and_summaries_all_parts() -> None:
@@ -190,7 +190,7 @@ def test_tables_show_every_row_and_summaries_all_parts() -> None:
     assert grid.count("SGDM fp32") == 2
     assert "| all" in report.trained_summary(rows).grid()
     (table,) = speedup.build(world())
-    assert "Predicted from the bound" in speedup_table.markdown(table)
+    assert "Predicted from the bound" in speedup_table.as_table(table).markdown()
 
 
 # ---- what is measured ---------------------------------------------------------------------------------------------------

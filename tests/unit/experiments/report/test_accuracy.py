@@ -29,7 +29,7 @@ def test_accuracy_is_mean_and_sample_sd_and_lists_the_whole_grid() -> None:
         ("Birder", 0.1),
     ]
     assert table.cells[2].summary(None) == (91.0, 1.0)
-    text = accuracy.markdown(table, plot=False)
+    text = accuracy.as_table(table).markdown()
     assert "| Birder | 0.001 | **91.00 ± 1.00** | 3 | 92 | best |" in text
     # One of two seeds is not finite: no candidate, and it shows.
     assert "| Birder | 0.01 | 95.00 | 1 of 2 | 92 |  |" in text
@@ -52,7 +52,7 @@ def test_a_held_out_part_chooses_the_learning_rate() -> None:
     best = table.bests["Birder"]
     assert best is not None
     assert best.lr == 0.2
-    text = accuracy.markdown(table, plot=False)
+    text = accuracy.as_table(table).markdown()
     assert "| Birder | 0.2 | **90.50 ± 0.71** | 77.50 ± 10.61 | 2 of 3 | — | best |" in text
     assert "chosen by held_out of its first seed" in text
 
@@ -101,7 +101,7 @@ def test_lower_is_better_for_perplexity() -> None:
     best = table.bests["Birder"]
     assert best is not None
     assert best.lr == 0.1
-    assert "lower is better" in accuracy.markdown(table, plot=False)
+    assert "lower is better" in accuracy.as_table(table).markdown()
 
 
 def test_accuracy_knows_neither_synthetic_data_nor_runs_without_communication() -> None:

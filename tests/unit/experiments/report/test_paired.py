@@ -102,7 +102,7 @@ def test_tables_print_differences_and_verdicts_of_the_best_rates(higher: bool) -
     assert found["Birder", 0.1] is None  # not its best rate
     verdicts = {key: d.verdict(0.5, higher) for key, d in found.items() if d is not None}
     assert verdicts == {("SGDM bf16", 0.1): "better", ("Birder", 0.01): "parity", ("1-bit Adam", 0.1): "worse"}
-    text = accuracy.markdown(table, plot=False)
+    text = accuracy.as_table(table).markdown()
     assert "vs SGDM fp32" in text
     assert "| parity |" in text
     assert "Parity: the interval lies within 0.5" in text
@@ -110,10 +110,10 @@ def test_tables_print_differences_and_verdicts_of_the_best_rates(higher: bool) -
 
 def test_no_verdict_without_a_margin_that_all_runs_share() -> None:
     (table,) = accuracy.build(runs(None))
-    assert "verdict" not in accuracy.markdown(table, plot=False)
+    assert "verdict" not in accuracy.as_table(table).markdown()
     mixed = [*runs({"baseline": "SGDM", "margin": 0.5})[:7], *runs({"baseline": "SGDM", "margin": 5.0})[7:]]
     (table,) = accuracy.build(mixed)
-    assert "verdict" not in accuracy.markdown(table, plot=False)
+    assert "verdict" not in accuracy.as_table(table).markdown()
 
 
 def test_experiments_state_their_margins() -> None:

@@ -53,7 +53,7 @@ def test_speedups_have_intervals_and_ties_are_marked() -> None:
     assert found.value == pytest.approx(table.speedup(rows["Birder"], "fp32"), rel=1e-3)
     assert found.low < found.value < found.high
     assert found.high - found.low < 0.15  # the pace of the machine is in all of them
-    text = speedup_table.markdown(table)
+    text = speedup_table.as_table(table).markdown()
     shown = cells(text, "Birder")
     assert shown[4] == f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
     assert shown[6].startswith("60 % [")
@@ -65,25 +65,25 @@ def test_speedups_have_intervals_and_ties_are_marked() -> None:
     assert "busy" not in text
     close = [timed("SGDM fp32", 1000.0), timed("Birder", 999.0, 3)]
     (table,) = speedup.build(close)
-    assert cells(speedup_table.markdown(table), "Birder")[4].endswith("] =")
+    assert cells(speedup_table.as_table(table).markdown(), "Birder")[4].endswith("] =")
     assert str(captions.compression(table)).startswith("Whether to compress on this link is not decided")
 
 
 def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> None:
     busy = {"others": 0.24, "steal": 0.02, "load": 5.5, "cores": 2}
-    text = speedup_table.markdown(speedup.build(group(busy=busy))[0])
+    text = speedup_table.as_table(speedup.build(group(busy=busy))[0]).markdown()
     assert "**The machine was busy: other programs took 24 % of its 2 cores' time during the rounds" in text
-    text = speedup_table.markdown(speedup.build(group(drift=-0.13, repeated=True))[0])
+    text = speedup_table.as_table(speedup.build(group(drift=-0.13, repeated=True))[0]).markdown()
     assert "the bound changed by -13% from the time" in text
     assert "repeated once" in str(captions.caution({**ABOUT, "repeated": True}))
     assert captions.caution(ABOUT) is None
-    assert "rebuilt in every round" in speedup_table.markdown(speedup.build(group(held="one"))[0])
+    assert "rebuilt in every round" in speedup_table.as_table(speedup.build(group(held="one"))[0]).markdown()
 
 
 def test_records_without_rounds_have_no_intervals() -> None:
     old = full_group()
     (table,) = speedup.build(old)
-    text = speedup_table.markdown(table)
+    text = speedup_table.as_table(table).markdown()
     assert cells(text, "Birder")[4] == "3.75x"
     assert "update, ms" not in text
     assert "interval" not in text

@@ -21,7 +21,7 @@ def test_speedup_is_baseline_over_method() -> None:
     assert table.speedup(rows["SGDM bf16"], "fp32") == pytest.approx(3000 / 1700)
     assert table.speedup(rows["Birder"], "none") == pytest.approx(0.75)
     assert table.payload_ratio(rows["Birder"]) == pytest.approx(1 / 32)
-    text = speedup_table.markdown(table)
+    text = speedup_table.as_table(table).markdown()
     assert cells(text, "Birder")[1:10] == [
         "1bit",
         "800 (792–808)",
@@ -40,7 +40,7 @@ def test_speedup_is_baseline_over_method() -> None:
 
 def test_a_number_that_no_record_holds_is_a_dash() -> None:
     (table,) = speedup.build([run("Birder", 800.0)])
-    row = cells(speedup_table.markdown(table), "Birder")
+    row = cells(speedup_table.as_table(table).markdown(), "Birder")
     assert row[4:7] == ["—", "—", "—"]
     assert row[8:12] == ["—", "—", "—", "—"]
     assert captions.compression(table) is None
@@ -70,7 +70,7 @@ def test_a_run_of_which_no_step_was_timed_is_not_held_against_arithmetic(method:
     others = [run(m, 900.0, **about) for m in ("SGDM fp32", "no communication") if m != method]
     (table,) = speedup.build([untimed, *others])
     assert speedup_table.step_time(table.row(method).record) == "—"
-    assert cells(speedup_table.markdown(table), method)[2] == "—"
+    assert cells(speedup_table.as_table(table).markdown(), method)[2] == "—"
 
 
 def test_it_says_when_compression_does_not_pay() -> None:
@@ -99,7 +99,7 @@ def test_failed_runs_are_rows_with_their_reason() -> None:
     broken = dataclasses.replace(broken, hardware={**broken.hardware, "device": "cuda"})
     (table,) = speedup.build([run("SGDM fp32", 900.0), broken])
     assert [row.label for row in table.rows] == ["SGDM fp32", "Birder"]
-    text = speedup_table.markdown(table)
+    text = speedup_table.as_table(table).markdown()
     assert "- Birder failed: rank 2: out | of memory" in text.splitlines()
     line = next(x for x in text.splitlines() if x.startswith("| Birder"))
     assert "| failed |" in line
@@ -136,14 +136,14 @@ def test_methods_that_skip_steps_go_by_the_mean_and_show_their_rounds() -> None:
     (table,) = speedup.build([*records, local])
     row = next(row for row in table.rows if row.record.id == "local")
     assert table.speedup(row, "fp32") == pytest.approx(3.0)  # 3000 / 1000, not 3000 / 600
-    text = speedup_table.markdown(table)
+    text = speedup_table.as_table(table).markdown()
     assert "mean 1000 (590–3100)" in text
     assert "| rounds per step |" in text
     assert cells(text, row.label)[10:12] == ["—", "0.125"]
     assert cells(text, "SGDM fp32")[11] == "1.00"
     assert sentences.say("uneven") in text
     assert f"not decided: {row.label} 3.00x" in str(captions.compression(table))  # its spread is that of kinds of steps
-    assert "rounds per step" not in speedup_table.markdown(speedup.build(records)[0])
+    assert "rounds per step" not in speedup_table.as_table(speedup.build(records)[0]).markdown()
 
 
 def test_batches_are_never_compared_with_each_other() -> None:
@@ -181,7 +181,7 @@ def test_seeds_share_a_row_and_variants_do_not() -> None:
 )
 def test_titles_say_what_the_runs_are_not(changes: dict[str, Any], words: str) -> None:
     (table,) = speedup.build([run("SGDM fp32", 1.0, **changes)])
-    assert words in speedup_table.markdown(table)
+    assert words in speedup_table.as_table(table).markdown()
 
 
 def test_shaped_links_of_one_group_make_one_table_and_odd_ones_are_marked() -> None:
@@ -192,7 +192,7 @@ def test_shaped_links_of_one_group_make_one_table_and_odd_ones_are_marked() -> N
         for method, (rate, off) in rates.items()
     ]
     (table,) = speedup.build(records)
-    text = speedup_table.markdown(table)
+    text = speedup_table.as_table(table).markdown()
     assert "shaped to 500 Mbit/s per node and direction (measured: 402–471 Mbit/s of TCP)" in text
     assert "time dilation 20.0, so that the link stands for 10.0 Gbit/s; step times are wall-clock here" in text
     assert "| Birder ‡ |" in text
