@@ -207,11 +207,13 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
     found: list[tuple[AccuracyTable, Outcome]] = []
     for table in records.tables:
         theirs = [c for c in table.cells if c.settled and c.records[0].method in bases]
-        base = max(theirs, key=table.value, default=None)
+        if not theirs:
+            continue
+        base = max(theirs, key=table.value)
         mine = [c for c in table.one_of_each if c.records[0].method in methods]
-        found += [(table, made) for c in mine if base and (made := _outcome(table, c, base)) is not None]
+        found += [(table, made) for c in mine if (made := _outcome(table, c, base)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.counting) > 1]
-        if base and not mine and tried:  # no rate of it has kept all of its seeds
+        if not mine and tried:  # no rate of it has kept all of its seeds
             reason = f"every rate lost seeds, of {len(tried)} tried"
             named = (tried[0].records[0].method, WORSE, DASH, f"{DASH} / {mean_sd(*base.summary(None))}", base.label)
             found.append((table, Outcome(f" ({_where(tried[0])})", *named, reason)))

@@ -308,8 +308,3 @@ class Facts:
     def evidence(self, name: str, *claimed: Any, **given: Any) -> list[dict[str, Any]]:
         """What was found of a paper's claim (`claims.evidence`)."""
         return claims.evidence(self._records, name, *claimed, **given)
-
-    def paper(self, quantity: str, source: str) -> str:
-        """A published value, with its unit."""
-        found = claims.paper(quantity, source)
-        return f"{found['value']:g}" + ("" if found["unit"] == "x" else " ") + found["unit"]

@@ -55,10 +55,11 @@ def _split(key: str) -> Column:
     return measured(name, lambda row: number(row.record.timing.get("split", {}).get(key)), terminal=False)
 
 
-def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
+def as_table(table: SpeedupTable, reference: SpeedupTable | None = None, metric: bool = False) -> Table:
     """The table, its machine and link above it, what it shows below it.
 
-    reference: the published table of the same setting: its speedups are a further column.
+    reference: the published table of the same setting: its speedups are a further column. metric: whether that of what was
+    trained is one too.
     """
     first, shown = table.records[0], [row.record for row in table.rows]
     caveats, rounds = sentences.caveats(table.records), captions.notes(shown)
@@ -79,7 +80,9 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tabl
         ),
         *Note.of(captions.compression(table), kind="strong"),
     ]
-    every = [*columns(table), *([published_column(reference)] if reference else [])]
+    every = columns(table)
+    every[1:1] = [metric_column(table)] if metric else []
+    every += [published_column(reference)] if reference else []
     title = ", ".join(filter(None, (sentences.title(first), table.workload)))
     picture = f"![step time](../plots/{table.slug}_step_time.png)" if any(row.ms for row in table.rows) else ""
     return Table.of(every, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes), picture=picture)
@@ -87,11 +90,11 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None) -> Tabl
 
 def closing(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
     """How a comparison ends: `as_table` with the metric of what was trained on real data, without what nobody measured."""
-    made, metric = as_table(table, reference), Table.of([metric_column(table)], table.rows)
-    columns = (made.columns[0], *metric.columns, *made.columns[1:])
-    rows = tuple((own[0], *value, *own[1:]) for own, value in zip(made.rows, metric.rows, strict=True))
-    known = [c.terminal and {*cells} != {DASH} for c, cells in zip(columns, zip(*rows, strict=True), strict=True)]
-    return replace(made, columns=tuple(replace(c, terminal=k) for c, k in zip(columns, known, strict=True)), rows=rows)
+    made = as_table(table, reference, metric=True)
+    known = [
+        c.terminal and {*cells} != {DASH} for c, cells in zip(made.columns, zip(*made.rows, strict=True), strict=True)
+    ]
+    return replace(made, columns=tuple(replace(c, terminal=k) for c, k in zip(made.columns, known, strict=True)))
 
 
 def as_papers(table: SpeedupTable, reference: SpeedupTable | None = None) -> Table:
