@@ -12,7 +12,7 @@ from typing import Any
 from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord
 from experiments.report import metrics
-from experiments.report.formats import number, percent, times
+from experiments.report.formats import DASH, number, percent, times
 from experiments.report.metrics import FASTER, OPEN, Speedup
 from experiments.report.sentences import say
 from experiments.report.speedup import SpeedupRow, SpeedupTable
@@ -25,23 +25,21 @@ NEAR = 0.15
 """A published factor is met by what is as close as this to it."""
 
 
-def faster(found: Speedup | None, same: bool = False) -> str:
-    """A speedup: 3.75x, and its interval where there is one: 3.75x [3.61, 3.82]; a tie is marked. same: with itself."""
-    if found is None or same:
-        return times(None if found is None else found.value)
-    return f"{times(found.value)}{found.between()}{TIE if found.tie else ''}"
+def faster(found: Speedup | None) -> str:
+    """A speedup: 3.75x, and its interval where there is one: 3.75x [3.61, 3.82]; a tie is marked."""
+    if found is None:
+        return DASH
+    return times(found.value) + f"{found.between()}{TIE * found.tie}" * (not found.itself)
 
 
-def share(found: Speedup | None, same: bool = False) -> str:
+def share(found: Speedup | None) -> str:
     """A share of the bound's rate: 97 %, or 97 % [95, 99]."""
-    if found is None or same:
-        return percent(None if found is None else found.value)
-    return percent(found.value) + found.between(0, 100)
+    return DASH if found is None else percent(found.value) + found.between(0, 100) * (not found.itself)
 
 
 def versus(table: SpeedupTable, row: SpeedupRow, wire: str) -> str:
     """A speedup of a table over its baseline of `wire`, as `faster` writes it."""
-    return faster(table.compared(row, wire), row is table.baseline(wire))
+    return faster(table.compared(row, wire))
 
 
 # ---- a published factor -----------------------------------------------------------------------------------------------

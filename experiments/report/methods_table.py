@@ -90,7 +90,7 @@ class MethodsTable:
         if not dense or line.timed is None:
             return DASH
         base = min(dense, key=lambda r: metrics.step_ms(r) or 0.0)
-        return captions.faster(metrics.speedup(base, line.timed), line.timed is base)
+        return captions.faster(metrics.speedup(base, line.timed))
 
 
 def build(records: Sequence[ResultRecord]) -> list[MethodsTable]:

@@ -89,10 +89,12 @@ class TimedRounds:
 class Speedup(Estimate):
     """How many times as fast a run is as another one; no interval where the two did not take turns.
 
-    apart: whether the spreads of their steps do not overlap.
+    apart:  whether the spreads of their steps do not overlap.
+    itself: whether it is one run, whose interval and tie say nothing.
     """
 
     apart: bool = False
+    itself: bool = False
 
     @property
     def tie(self) -> bool:
@@ -143,7 +145,8 @@ def speedup(base: ResultRecord, own: ResultRecord) -> Speedup | None:
     if not theirs or not mine:
         return None
     value = theirs / mine
-    return replace(interval(base, own) or Speedup(value), value=value, apart=_apart(base, own))
+    found = interval(base, own) or Speedup(value)
+    return replace(found, value=value, apart=_apart(base, own), itself=base.id == own.id)
 
 
 def _apart(base: ResultRecord, own: ResultRecord) -> bool:

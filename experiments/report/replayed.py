@@ -44,7 +44,7 @@ class Results:
 
     def versus(self, place: Place, method: str, base: str = "fp32", share: bool = False) -> str:
         """`compared` as text. share: as a percentage."""
-        return (captions.share if share else captions.faster)(self.compared(place, method, base), method == base)
+        return (captions.share if share else captions.faster)(self.compared(place, method, base))
 
     def best(self, setting: Setting, method: str, base: str = "fp32") -> tuple[float, Place] | None:
         """The largest speedup over the numbers of nodes above one, and where."""

@@ -18,10 +18,6 @@ OFF_MARK = " ‡"
 
 def columns(table: SpeedupTable) -> list[Column]:
     """The columns, each with what makes its cells from a `SpeedupRow`; to add one see experiments/report/table.py."""
-
-    def of_bound(row: SpeedupRow) -> str:
-        return captions.share(table.compared(row, "none"), row is table.baseline("none"))
-
     splits = list(dict.fromkeys(key for row in table.rows for key in row.record.timing.get("split", {})))
     rounds = measured("rounds per step", lambda row: number(row.record.rounds_per_step), short="rounds")
     update = measured("update, ms", lambda row: number(row.record.timing.get("update_ms")), terminal=False)
@@ -32,7 +28,9 @@ def columns(table: SpeedupTable) -> list[Column]:
         measured("samples/s", lambda row: number(row.record.timing.get("samples_per_s")), terminal=False),
         measured("speedup vs fp32", lambda row: captions.versus(table, row, "fp32"), short="vs fp32"),
         measured("speedup vs bf16", lambda row: captions.versus(table, row, "bf16"), short="vs bf16"),
-        measured("% of no-communication bound", of_bound, short="of bound"),
+        measured(
+            "% of no-communication bound", lambda row: captions.share(table.compared(row, "none")), short="of bound"
+        ),
         *([update] if any("update_ms" in row.record.timing for row in table.rows) else []),
         measured("payload per node and step", payload, short="payload per node, step"),
         measured("payload vs fp32", lambda row: fraction(table.payload_ratio(row)), terminal=False),
