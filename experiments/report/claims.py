@@ -9,7 +9,6 @@ is held against (`met`). None: nothing of it was run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -176,20 +175,19 @@ def endings(records: Records, value: float, optimizer: str) -> Words | None:
     """How many runs of an optimizer's variants have ended with a finite metric: at the chosen rate, or at all rates of a
     variant that lost a seed at each of them."""
     mine = [(t, c) for t in records.tables for c in t.cells if c.records[0].optimizer == optimizer]
-    every = [c for t, c in mine if t.bests[c.label] in (c, None)]
-    runs, ended = sum(len(c.counting) for c in every), sum(len(c.valid) for c in every)
-    where = ", ".join(dict.fromkeys(_where(c) for c in every))
+    every = [(t, c) for t, c in mine if t.bests[c.label] in (c, None)]
+    runs, ended = sum(len(c.counting) for _, c in every), sum(len(c.valid) for _, c in every)
+    where = ", ".join(dict.fromkeys(_where(t) for t, _ in every))
     whether = "confirmed" if ended == runs else "not reached everywhere"
     return {"where": where, "ended": ended, "runs": runs, "whether": whether} if runs else None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A method against the best baseline of its claim, on one task. verdict: one of `ORDER`. gap, values: as printed."""
+class Outcome(NamedTuple):
+    """A method against the best baseline of its claim, on one task: the columns of a table. verdict: one of `ORDER`."""
 
+    verdict: str
     task: str
     method: str
-    verdict: str
     gap: str
     values: str
     base: str
@@ -197,8 +195,8 @@ class Outcome:
 
     @property
     def cells(self) -> str:
-        """Its row of a table."""
-        return " | ".join((self.verdict, self.task, self.method, self.gap, self.values, self.base, self.notes or DASH))
+        """Its row."""
+        return " | ".join(self)
 
 
 def outcomes(records: Records, method: str) -> list[Outcome]:
@@ -214,11 +212,10 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
         found += [(table, made) for c in mine if (made := _outcome(table, c, base)) is not None]
         tried = [c for c in table.cells if c.records[0].method in methods and len(c.counting) > 1]
         if not mine and tried:  # no rate of it has kept all of its seeds
-            reason = f"every rate lost seeds, of {len(tried)} tried"
-            named = (tried[0].records[0].method, WORSE, DASH, f"{DASH} / {mean_sd(*base.summary(None))}", base.label)
-            found.append((table, Outcome(f" ({_where(tried[0])})", *named, reason)))
+            values, reason = f"{DASH} / {mean_sd(*base.summary(None))}", f"every rate lost seeds, of {len(tried)} tried"
+            found.append((table, Outcome(WORSE, "", tried[0].records[0].method, DASH, values, base.label, reason)))
     names = _names([table for table, _ in found])
-    said = [replace(o, task=f"{name}{o.task}") for name, (_, o) in zip(names, found, strict=True)]
+    said = [o._replace(task=f"{name} ({_where(t)})") for name, (t, o) in zip(names, found, strict=True)]
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
 
 
@@ -240,12 +237,12 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
         least = worst.text(relative) if worst else DASH
         notes.append(f"the best of {len(variants) + 1} variants, the worst has {least}{unit}")
     values = f"{mean_sd(*cell.summary(None))} / {mean_sd(*base.summary(None))}"
-    named = (cell.records[0].method, found.verdict(cell), gap.text(relative) + unit, values, base.label)
-    return Outcome(f" ({_where(cell)})", *named, "; ".join(notes))
+    shown = gap.text(relative) + unit, values, base.label, "; ".join(notes) or DASH
+    return Outcome(found.verdict(cell), "", cell.records[0].method, *shown)
 
 
-def _where(cell: Cell) -> str:
-    exp = cell.records[0].exp
+def _where(table: AccuracyTable) -> str:
+    exp = table.setting.exp
     return f"[{exp}]({accuracy_page.TABLES}/{exp}.md)"
 
 
