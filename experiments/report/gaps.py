@@ -217,11 +217,9 @@ class Against:
 
 def against_bytes(table: MethodsTable) -> Against | None:
     """None for a table in which nothing has ended well."""
-    scored = [line.best for line in table.lines if line.record is not None and line.best is not None]
-    if not scored:
+    if not table.scores.chosen:
         return None
-    held_against = baseline(table.scores)
-    base = next((cell for cell in scored if cell is held_against), scored[0])
+    base = baseline(table.scores) or table.scores.chosen[0]
     found = [_point(table, line, base) for line in table.lines if line.tried]
     found.sort(key=lambda p: (-p.payload, p.label))
     apart = [abs(p.gap.value) for p in found if p.gap and p.gap.value and p.label != base.label]
@@ -236,7 +234,7 @@ def against_bytes(table: MethodsTable) -> Against | None:
 def _point(table: MethodsTable, line: Line, base: Cell) -> Point:
     compressed = is_compressed(line.tried[0].records[0].wire)
     about = line.label, compressed, line.payload or 0.0, table.payload_ratio(line)
-    if line.best is None or not line.best.valid:
+    if line.best is None:
         return Point(*about, None, None, None, len(line.failures))
     own, theirs = line.best.by_seed, base.by_seed
     gap: Difference | None = Difference(fmean(own.values()) - fmean(theirs.values()), None, None, len(own))

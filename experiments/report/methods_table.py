@@ -36,7 +36,7 @@ class Line:
     @property
     def record(self) -> ResultRecord | None:
         """A run that speaks for bytes, rounds and state: the one with the first seed at the chosen rate."""
-        return self.best.valid[0] if self.best and self.best.valid else None
+        return self.best.valid[0] if self.best else None
 
     @property
     def payload(self) -> float | None:
@@ -189,7 +189,7 @@ def _trained(name: str, value: Callable[[Any], str], *, short: str = "", termina
 
 
 def _score(line: Line) -> str:
-    if line.best is None or line.record is None:
+    if line.best is None:
         return "failed" if line.tried else DASH
     return mean_sd(*line.best.summary(None))
 
