@@ -187,7 +187,7 @@ class AccuracyTable:
         What `STUDIES` hold are ideas, not methods.
         """
         methods = [c for c in self.chosen if not c.records[0].config["optimizer"]["_target_"].startswith(STUDIES)]
-        groups = grouped(methods, lambda c: c.records[0].method)
+        groups = grouped(methods, lambda c: c.method)
         return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
 
     def _best(self, mine: Sequence[Cell]) -> Cell | None:

@@ -204,16 +204,16 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
     methods, bases = ACCURATE[method].methods, ACCURATE[method].bases
     found: list[tuple[AccuracyTable, Outcome]] = []
     for table in records.tables:
-        theirs = [c for c in table.cells if c.settled and c.records[0].method in bases]
+        theirs = [c for c in table.cells if c.settled and c.method in bases]
         if not theirs:
             continue
         base = max(theirs, key=table.value)
-        mine = [c for c in table.one_of_each if c.records[0].method in methods]
+        mine = [c for c in table.one_of_each if c.method in methods]
         found += [(table, made) for c in mine if (made := _outcome(table, c, base)) is not None]
-        tried = [c for c in table.cells if c.records[0].method in methods and len(c.counting) > 1]
+        tried = [c for c in table.cells if c.method in methods and len(c.counting) > 1]
         if not mine and tried:  # no rate of it has kept all of its seeds
             values, reason = f"{DASH} / {mean_sd(*base.summary(None))}", f"every rate lost seeds, of {len(tried)} tried"
-            found.append((table, Outcome(WORSE, "", tried[0].records[0].method, DASH, values, base.label, reason)))
+            found.append((table, Outcome(WORSE, "", tried[0].method, DASH, values, base.label, reason)))
     names = _names([table for table, _ in found])
     said = [o._replace(task=f"{name} ({_where(t)})") for name, (t, o) in zip(names, found, strict=True)]
     return sorted(said, key=lambda o: ORDER.index(o.verdict))
@@ -221,7 +221,7 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
 
 def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     """None for a single seed that both have: it decides nothing."""
-    others = [c for c in table.one_of_each if c.records[0].method != base.records[0].method]
+    others = [c for c in table.one_of_each if c.method != base.method]
     parity = table.parity or StatedParity(baseline=base.label, margin=CLOSE, relative=True)
     found = table.versus(base, others, parity)
     gap, relative, p = found.gap(cell), parity.relative, found.p
@@ -231,14 +231,14 @@ def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
     notes = [f"p = {p[cell.label]:.2g} for {len(p)} methods"] * (len(p) > 1)
     lost = len(cell.records) - len(cell.valid)
     notes += [f"{lost} of {len(cell.records)} seeds failed"] * bool(lost)
-    variants = [c for c in table.chosen if c.records[0].method == cell.records[0].method and c is not cell]
+    variants = [c for c in table.chosen if c.method == cell.method and c is not cell]
     if variants:
         worst = found.gap(min(variants, key=table.value))
         least = worst.text(relative) if worst else DASH
         notes.append(f"the best of {len(variants) + 1} variants, the worst has {least}{unit}")
     values = f"{mean_sd(*cell.summary(None))} / {mean_sd(*base.summary(None))}"
     shown = gap.text(relative) + unit, values, base.label, "; ".join(notes) or DASH
-    return Outcome(found.verdict(cell), "", cell.records[0].method, *shown)
+    return Outcome(found.verdict(cell), "", cell.method, *shown)
 
 
 def _where(table: AccuracyTable) -> str:

@@ -90,6 +90,11 @@ class Cell:
     lr: float | None
     records: tuple[ResultRecord, ...]
 
+    @property
+    def method(self) -> str:
+        """The label without what tells its variants apart."""
+        return self.records[0].method
+
     @cached_property
     def valid(self) -> list[ResultRecord]:
         """Runs that ended with a finite metric."""

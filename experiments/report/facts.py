@@ -95,7 +95,7 @@ class StudyFacts:
         label, _, rate = name.partition("@")
         mine = [c for c in self.table.cells if c.lr == float(rate)] if rate else self.table.chosen
         exact = [c for c in mine if c.label == label]
-        exact = exact or [c for c in self.table.one_of_each if c in mine and c.records[0].method == label]
+        exact = exact or [c for c in self.table.one_of_each if c in mine and c.method == label]
         found: Cell = only(exact, f"{name!r} in {self.table.title!r}")
         return found
 

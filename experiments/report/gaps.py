@@ -84,7 +84,7 @@ def shown(studies: Studies) -> list[AccuracyTable]:
 
 
 def _baseline(table: AccuracyTable) -> str | None:
-    return None if table.baseline is None else table.baseline.records[0].method
+    return None if table.baseline is None else table.baseline.method
 
 
 def _length(table: AccuracyTable) -> tuple[int, int]:
@@ -96,7 +96,7 @@ def _length(table: AccuracyTable) -> tuple[int, int]:
 
 def _methods(table: AccuracyTable) -> set[str]:
     """Those with more than one seed."""
-    return {c.records[0].method for c in table.chosen if len(c.by_seed) > 1}
+    return {c.method for c in table.chosen if len(c.by_seed) > 1}
 
 
 def _weight(table: AccuracyTable) -> tuple[int, int, int, int]:
@@ -115,7 +115,7 @@ def panel(table: AccuracyTable) -> Panel | None:
         return None
     scale = 100.0 if parity.relative else 1.0
     rows = tuple(
-        GapRow(cell.records[0].method, gap.times(scale), table.verdict(cell), bytes_each(table, cell))
+        GapRow(cell.method, gap.times(scale), table.verdict(cell), bytes_each(table, cell))
         for cell in table.one_of_each
         if (gap := table.compared(cell)) is not None and gap.low is not None
     )

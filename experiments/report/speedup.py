@@ -141,10 +141,8 @@ def build(records: list[ResultRecord], group: str | None = None) -> list[Speedup
 
 def newest(records: Sequence[ResultRecord], exp: str, cluster: str = "emulated") -> list[SpeedupTable]:
     """The latest table for each shape of a cluster, emulated links by default, the fewest nodes first."""
-    found: dict[tuple[int, int], SpeedupTable] = {}
-    mine = [r for r in records if r.exp == exp and r.cluster == cluster]
-    for table in sorted(build(mine), key=lambda t: t.latest):
-        found[table.records[0].nodes, table.records[0].ranks_per_node] = table
+    tables = sorted(build([r for r in records if r.exp == exp and r.cluster == cluster]), key=lambda t: t.latest)
+    found = {(t.records[0].nodes, t.records[0].ranks_per_node): t for t in tables}
     return [found[shape] for shape in sorted(found)]
 
 

@@ -120,10 +120,6 @@ class Table:
 
         return pd.DataFrame(self.rows, columns=[c.name for c in self.columns]).to_html(index=False, border=0)
 
-    def picked(self, columns: Mapping[str, str]) -> str:
-        """`grid` of `pick`."""
-        return self.pick(columns).grid().rstrip()
-
     def pick(self, columns: Mapping[str, str]) -> Table:
         """These columns alone, under other headings: {name: heading}. Raises KeyError for an unknown name."""
         places = {c.name: place for place, c in enumerate(self.columns)}
