@@ -174,9 +174,10 @@ def failed(spec: RunSpec, reason: str, **known: Any) -> ResultRecord:
 
 def write(record: ResultRecord, results_dir: str | Path) -> Path:
     """Writes `<results_dir>/records/<id>.json` whole or not at all, and returns its path. Raises UserError."""
-    # One key per line, so that a difference between two records reads well; NaN is not JSON, hence null.
-    content = {"schema": record.schema, **dataclasses.asdict(record)}
-    text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
+    content = json.dumps({"schema": record.schema, **dataclasses.asdict(record)})
+    finite = json.loads(content, parse_constant=lambda _: None)  # NaN is not JSON, hence null
+    # One key per line, so that a difference between two records reads well.
+    text = json.dumps(finite, indent=1, ensure_ascii=False, allow_nan=False)
     path = place(results_dir, record.id)
     write_file(path, (text + "\n").encode(), "record")
     return path
@@ -294,11 +295,3 @@ def _link_kind(config: dict[str, Any]) -> str:
     if labels.is_virtual(config):
         return "none"
     return "loopback" if labels.cluster(config) in ("local", "emulated") else "network"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -126,7 +126,7 @@ def payload(r: ResultRecord) -> float | None:
 
 def rounds(r: ResultRecord) -> TimedRounds | None:
     """The rounds in a record; None where it has none, as in the record of a single run."""
-    if r.status != "completed" or not r.turns or not r.turns.get("ms"):
+    if r.status != "completed" or not r.turns.get("ms"):
         return None
     return TimedRounds(tuple(r.turns["ms"]), tuple(r.turns["steps"]), uneven(r))
 
