@@ -161,6 +161,7 @@ OTHERS: dict[str, Any] = {
     "said": lambda results, kind: replay_page.SECTIONS[kind](results, results.suite.report.sections[0]),
     "cells": lambda results, model, link: replay_page.grid(results, results.suite.across((model, None, link)), ""),
     "placed": replay_words.placed,
+    "block": "```{}\n{}\n```".format,
     "timeline": timelines.load,
     "keys": reference.tables,
     "cited": claims.cited,
@@ -209,14 +210,6 @@ class Facts:
         said = page.partition("```text\n")[2].partition("\n\n")[0]
         words = ["make predict", *named, *([f"ARGS={shlex.quote(others)}"] if others else [])]
         return {"command": _broken(words), "said": said}
-
-    def asked(self, title: str) -> str:
-        """The command of a worked example as a block of a page."""
-        return f"```bash\n{self.example(title)['command']}\n```"
-
-    def answered(self, title: str) -> str:
-        """What is answered first, as a block of a page."""
-        return f"```text\n{self.example(title)['said']}\n```"
 
     def _runs(self, folder: str, nodes: int) -> list[SpeedupTable]:
         return spreads.runs(read_all(self.results / folder), "resnet50", nodes)
