@@ -20,10 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from birder import kernels
-from birder.comm import Communicator, Requests, Union
+from birder.comm import Requests, Union
 from birder.comm.late import Late, sent
 from birder.optim.contract import Method
 from birder.optim.layout import Unit
@@ -55,17 +54,13 @@ class SeenMap(Method):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._few: dict[int, Few] = {}
+        """By the unit's index, where it has few unseen coordinates."""
         super().__init__(*args, **kwargs)
 
     def init_seen(self, unit: Unit) -> None:
         """The map is there until every coordinate has been seen. Padding is never seen."""
         self._few.pop(unit.index, None)
         unit.state["active"] = unit.zeros(dtype=torch.bool)
-
-    def after_units(self, step: int) -> Requests[None]:
-        units = [unit for unit in self.units if "active" in unit.state]
-        if units:
-            yield from unite_seen(self.comm, units, self.seen_by, self._few, sum(unit.padded for unit in self.units))
 
     def load_unit(self, unit: Unit, tensors: dict[str, Tensor]) -> None:
         """As `Method.load_unit`; a map that says nothing any more is left out."""
@@ -82,52 +77,76 @@ class SeenMap(Method):
         """`unit.state`, with a map of all coordinates where it has been dropped."""
         return {"active": there(unit)} | unit.state
 
+    def after_units(self, step: int) -> Requests[None]:
+        """Unites the ranks' knowledge. Drops the map of a unit that is seen whole."""
+        self._look_again()
+        units = [unit for unit in self.units if "active" in unit.state]
+        few = [unit for unit in units if unit.index in self._few]
+        many = [unit for unit in units if unit.index not in self._few]
+        if few:
+            seen = yield from self._unite(few, [self._few[unit.index].places for unit in few])
+            for unit, now in zip(few, seen, strict=True):
+                self._few[unit.index].seen = Late(now.sum())
+        if many:
+            unseen = yield from self._unite_many(many)
+            unseen += sum(len(some.places) for some in self._few.values())
+            if unseen <= sum(unit.padded for unit in self.units) // SHARE:
+                self._few |= {unit.index: Few(_unseen(unit)) for unit in many if "active" in unit.state}
 
-def unite_seen(
-    comm: Communicator, units: list[Unit], by: str = "b", few: dict[int, Few] | None = None, elements: int = 0
-) -> Requests[None]:
-    """Unites the ranks' knowledge about `units`, those with a map. Drops the map of a unit that is seen whole.
+    def _look_again(self) -> None:
+        """What the host learns of the step before: the same on all ranks, whenever it asks."""
+        for unit in (unit for unit in self.units if unit.index in self._few):
+            some = self._few[unit.index]
+            seen = some.seen.read()[0] if some.seen is not None else 0
+            if seen == len(some.places):
+                del unit.state["active"], self._few[unit.index]
+            elif 2 * seen > len(some.places):
+                self._few[unit.index] = Few(_unseen(unit))
 
-    by:  the state that says what has been seen.
-    few: by the unit's index, where it has few unseen coordinates; kept by the caller between steps. elements: of all units.
-    """
-    few = {} if few is None else few
-    _look_again([unit for unit in units if unit.index in few], few)
-    units = [unit for unit in units if "active" in unit.state]
-    many = [unit for unit in units if unit.index not in few]
-    yield from _unite_few(comm, [unit for unit in units if unit.index in few], few, by)
-    unseen = yield from _unite_many(comm, many, by)
-    if many and sum(unseen) + sum(len(some.places) for some in few.values()) <= elements // SHARE:
-        few.update({unit.index: Few(_unseen(unit)) for unit in many if "active" in unit.state})
+    def _unite_many(self, units: list[Unit]) -> Requests[int]:
+        """Returns how many coordinates of these units are unseen now."""
+        blocks = [kernels.unseen_blocks(self._everywhere(unit), unit.state["active"], BLOCK) for unit in units]
+        flags = yield Union(torch.cat(blocks))
+        flags, known = torch.cat([flags.to(torch.int64), _seen(units)]).cpu().split([len(flags), len(units)])
+        if flags.any():
+            for unit, changed in zip(units, flags.split([len(part) for part in blocks]), strict=True):
+                news = changed.nonzero()
+                for some in news.split(PART) if len(news) else ():
+                    yield from self._unite([unit], [_places(unit, some)])
+            known = _seen(units).cpu()
+        unseen = [_elements(unit) - count for unit, count in zip(units, known.tolist(), strict=True)]
+        for unit, left in zip(units, unseen, strict=True):
+            if left == 0:
+                del unit.state["active"]
+        return sum(unseen)
 
+    def _unite(self, units: list[Unit], places: list[Tensor]) -> Requests[list[Tensor]]:
+        """Unites which coordinates have been seen, at `places` of each unit: int64[k]. Returns that, bool[k] each."""
+        had = [self._had_gradient(unit, at) for unit, at in zip(units, places, strict=True)]
+        united = (yield Union(torch.cat(had))).split([len(at) for at in places])
+        found = []
+        for unit, at, new in zip(units, places, united, strict=True):
+            found.append(unit.state["active"].index_select(0, at) | new)
+            unit.state["active"].index_copy_(0, at, found[-1])
+        return found
 
-def _unite_many(comm: Communicator, units: list[Unit], by: str) -> Requests[list[int]]:
-    """Returns how many coordinates of each unit are unseen now."""
-    if not units:
-        return []
-    blocks = [kernels.unseen_blocks(_everywhere(comm, unit, by), unit.state["active"], BLOCK) for unit in units]
-    flags = yield Union(torch.cat(blocks))
-    known = torch.stack([unit.state["active"].count_nonzero() for unit in units])
-    answer = torch.cat([flags.to(torch.int64), known]).cpu()
-    flags, counts = answer[: len(flags)], answer[len(flags) :].tolist()
-    if flags.any():
-        news = []
-        for i, changed in enumerate(flags.split([part.numel() for part in blocks])):
-            if changed.any():
-                yield from _unite(comm, units[i], changed.nonzero().view(-1), by)
-                news.append(i)
-        recounted = torch.stack([units[i].state["active"].count_nonzero() for i in news]).cpu().tolist()
-        for i, count in zip(news, recounted, strict=True):
-            counts[i] = count
-    unseen = [_elements(unit) - count for unit, count in zip(units, counts, strict=True)]
-    for unit, left in zip(units, unseen, strict=True):
-        if left == 0:
-            del unit.state["active"]
-    return unseen
+    def _had_gradient(self, unit: Unit, places: Tensor) -> Tensor:
+        """Whether the state `seen_by` is not 0 there: bool[k]. False where another rank keeps it."""
+        b = unit.state[self.seen_by]
+        if b.numel() == unit.padded:
+            return b.index_select(0, places).abs() > 0
+        own = places - self.comm.shard * b.numel()
+        inside = (own >= 0) & (own < b.numel())
+        return (b.index_select(0, own.clamp(0, b.numel() - 1)).abs() > 0) & inside
 
-
-def _elements(unit: Unit) -> int:
-    return sum(p.numel() for p in unit.params)  # padding is never seen
+    def _everywhere(self, unit: Unit) -> Tensor:
+        """The state `seen_by` of the whole unit, 0 where another rank keeps it: fp32[padded]."""
+        b = unit.state[self.seen_by]
+        if b.numel() == unit.padded:
+            return b
+        whole = unit.zeros()
+        whole[self.comm.shard_of(unit.padded)] = b
+        return whole
 
 
 def there(unit: Unit) -> Tensor:
@@ -138,77 +157,24 @@ def there(unit: Unit) -> Tensor:
     return there
 
 
+def _elements(unit: Unit) -> int:
+    return sum(p.numel() for p in unit.params)  # padding is never seen
+
+
+def _seen(units: list[Unit]) -> Tensor:
+    """How many coordinates of each unit have been seen."""
+    return torch.stack([unit.state["active"].count_nonzero() for unit in units])
+
+
 def _unseen(unit: Unit) -> Tensor:
     """The places of coordinates that have not been seen. The host waits for their number."""
     return (there(unit) & ~unit.state["active"]).nonzero().view(-1)
 
 
-def _look_again(units: list[Unit], few: dict[int, Few]) -> None:
-    """What the host learns of the step before: the same on all ranks, whenever it asks."""
-    for unit in units:
-        some = few[unit.index]
-        seen = some.seen.read()[0] if some.seen is not None else 0
-        if seen == len(some.places):
-            del unit.state["active"], few[unit.index]
-        elif 2 * seen > len(some.places):
-            few[unit.index] = Few(_unseen(unit))
+def _places(unit: Unit, blocks: Tensor) -> Tensor:
+    """The places of all elements of these blocks, which are on the host: int64[k, 1] -> int64[k BLOCK] on the device.
 
-
-def _unite_few(comm: Communicator, units: list[Unit], few: dict[int, Few], by: str) -> Requests[None]:
-    if not units:
-        return
-    places = [few[unit.index].places for unit in units]
-    had = [_had_gradient(comm, unit, at, by) for unit, at in zip(units, places, strict=True)]
-    united = (yield Union(torch.cat(had))).split([len(at) for at in places])
-    for unit, at, new in zip(units, places, united, strict=True):
-        seen = unit.state["active"].index_select(0, at) | new
-        unit.state["active"].index_copy_(0, at, seen)
-        few[unit.index].seen = Late(seen.sum())
-
-
-def _had_gradient(comm: Communicator, unit: Unit, places: Tensor, by: str) -> Tensor:
-    """Whether the state `by` is above 0 there: bool[k]. False where another rank keeps it."""
-    b = unit.state[by]
-    if b.numel() == unit.padded:
-        return b.index_select(0, places).abs() > 0
-    own = places - comm.shard * b.numel()
-    inside = (own >= 0) & (own < b.numel())
-    return (b.index_select(0, own.clamp(0, b.numel() - 1)).abs() > 0) & inside
-
-
-def _unite(comm: Communicator, unit: Unit, blocks: Tensor, by: str) -> Requests[None]:
-    """Unites which coordinates have been seen, in the unit's `blocks` where any rank has news: int64[k], ascending."""
-    b, active = _everywhere(comm, unit, by), unit.state["active"]
-    for some in blocks.split(PART):
-        known = _rows(active, some)
-        united = yield Union(((_rows(b, some).abs() > 0) & ~known).flatten())
-        known |= united.view(-1, BLOCK)
-        inner, end = _inner(active, some), len(active) // BLOCK * BLOCK
-        active[:end].view(-1, BLOCK).index_copy_(0, inner, known[: len(inner)])
-        if len(inner) < len(some):
-            active[end:] = known[-1, : len(active) - end]
-
-
-def _rows(values: Tensor, blocks: Tensor) -> Tensor:
-    """These blocks of `values`: [k, BLOCK]. Behind the end of `values` the last one is 0."""
-    inner, end = _inner(values, blocks), len(values) // BLOCK * BLOCK
-    rows = values[:end].view(-1, BLOCK).index_select(0, inner)
-    if len(inner) == len(blocks):
-        return rows
-    return torch.cat([rows, F.pad(values[end:], (0, BLOCK - len(values) + end)).view(1, -1)])
-
-
-def _inner(values: Tensor, blocks: Tensor) -> Tensor:
-    """Those of `blocks`, which are on the host, that `values` has whole; on its device."""
-    short = len(blocks) > 0 and int(blocks[-1]) == len(values) // BLOCK
-    return sent(blocks[: len(blocks) - short], values.device)
-
-
-def _everywhere(comm: Communicator, unit: Unit, by: str) -> Tensor:
-    """That state of the whole unit, 0 where another rank keeps it: fp32[padded]."""
-    b = unit.state[by]
-    if b.numel() == unit.padded:
-        return b
-    whole, begin = unit.zeros(), comm.shard * b.numel()
-    whole[begin : begin + b.numel()] = b
-    return whole
+    The last block may be short: what would be behind its end stands for its last element.
+    """
+    inside = torch.arange(BLOCK, device=unit.device)
+    return (sent(blocks, unit.device) * BLOCK + inside).view(-1).clamp_(max=unit.padded - 1)

@@ -14,7 +14,7 @@ from torch.testing._internal.common_distributed import spawn_threads_and_init_co
 
 import birder
 from birder import Topology
-from birder.comm import Hierarchical, TwoPhase
+from birder.comm import Communicator, Hierarchical, TwoPhase
 from birder.comm import run as perform
 from birder.comm.collectives import Operation
 from birder.optim import seen
@@ -29,8 +29,10 @@ class Peer:
         self, rank: int, ranks: int, table: list[Tensor | None], barrier: threading.Barrier, shards: int
     ) -> None:
         self.rank, self.ranks, self.table, self.barrier = rank, ranks, table, barrier
-        self.shard = rank % shards
+        self.shard, self.shards = rank % shards, shards
         self.sent: list[int] = []
+
+    shard_of = Communicator.shard_of
 
     def union(self, flags: Tensor) -> Operation[Tensor]:
         self.sent.append(flags.numel())
@@ -59,10 +61,13 @@ def unite(bs: list[Tensor], actives: list[Tensor], numels: list[int], shards: in
             padded=padded,
             params=params,
             device=torch.device("cpu"),
-            zeros=lambda: torch.zeros(padded),
+            zeros=lambda dtype=torch.float32: torch.zeros(padded, dtype=dtype),
+            views=lambda flat: flat[: sum(numels)].split(numels),
         )
+        method: Any = object.__new__(seen.SeenMap)
+        method.comm, method.units, method.seen_by, method._few = peers[rank], [unit], "b", {}
         try:
-            perform(peers[rank], seen.unite_seen(peers[rank], [unit]))  # type: ignore[arg-type, list-item]
+            perform(peers[rank], method.after_units(1))  # type: ignore[arg-type]
         except BaseException as error:
             failed.append(error)
             barrier.abort()
