@@ -29,7 +29,6 @@ from birder.optim.checks import (
 from birder.optim.contract import WIRES, Method, Plan
 from birder.optim.guards import TWICE, Guards, plain_number
 from birder.optim.layout import Unit, gradient, lay_out_shards, local, make_units, round_up, sharded
-from birder.optim.watch import marks
 
 ALONE = (
     "other ranks did not come to step {step} in time: one of them left the loop, or skipped the step. p.grad is each rank's "
@@ -109,9 +108,7 @@ class BucketOptimizer(Guards):
         self._agreement = Agreement()
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
-        self.watch.restore(self.units, changed)
-        for unit in self.units if watched else ():
-            self.watch.note(unit)
+        self.watch.restore(self.units, changed, watched)
         if saved is not None or given:
             put_back(self, saved or {}, given)
         if saved is not None:
@@ -192,9 +189,7 @@ class BucketOptimizer(Guards):
             if self._read is None:  # no attachment has called for it
                 self.note_options()
             self._open_units()
-            reads = self.reads_parameters(self.steps + 1)  # versions miss p.data = x: the first step looks at bits
-            if reads or self.reads_at_times:
-                self._weights = marks(self._parameters(), reads or not self.steps)
+            self._weights = self._weight_marks()
         for index, pairs in arrived.items():
             self._put(self.units[index], pairs, None)
 

@@ -14,7 +14,7 @@ from birder.comm import Communicator, Pipeline, Requests, SingleProcess
 from birder.optim.agreement import Agreement
 from birder.optim.checks import USUAL, require, require_number
 from birder.optim.layout import ALIGN, Unit
-from birder.optim.watch import GradientWatch, Marks, ParameterWatch
+from birder.optim.watch import GradientWatch, ParameterWatch
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types that a dense all-reduce can carry."""
@@ -124,7 +124,7 @@ class Method(torch.optim.Optimizer):
         self._where: dict[Tensor, tuple[Unit, int]] = {}
         self._watch = GradientWatch()
         self._agreement = Agreement()
-        self._weights: Marks | None = None
+        self._weights: list[int] | None = None
         """What tells the parameters that messages were made of from others (`marks` in watch.py)."""
         self._aside: dict[Tensor, tuple[int, dict[str, Tensor]]] = {}
         """Of parameters that are frozen or in no group: the number of steps when they were last bound, and their state."""

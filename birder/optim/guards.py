@@ -16,7 +16,7 @@ from birder.optim.checks import check_gradient, check_parameter
 from birder.optim.contract import Plan
 from birder.optim.layout import local
 from birder.optim.state import MethodState, identical
-from birder.optim.watch import differ, marks
+from birder.optim.watch import marks
 
 AGAIN = (
     "build DistributedDataParallel again and call birder.attach(model, optimizer) again, which keeps the state; or freeze "
@@ -266,15 +266,18 @@ class Guards(MethodState):
                 "so what is computed from them differs. All-reduce the loss or the norm first"
             )
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for unit in self.units for p in unit.params]
+    def _weight_marks(self) -> list[int] | None:
+        """`marks` of the parameters where messages are made of them, or will be in some later step; None elsewhere."""
+        reads = self.reads_parameters(self.steps + 1)
+        if not (reads or self.reads_at_times):
+            return None
+        # Versions miss p.data = x: the first step looks at bits.
+        return marks((p for unit in self.units for p in unit.params), reads or not self.steps)
 
     def _check_weights(self) -> None:
         """Raises ValueError for a model that was converted, RuntimeError where a message was made of other parameters."""
         before, self._weights = self._weights, None
-        changed = (
-            self._feeding and before is not None and differ(before, marks(self._parameters(), before[1] is not None))
-        )
+        changed = self._feeding and before is not None and before != self._weight_marks()
         if changed or any(p.dtype is not torch.float32 for p in self._where):
             self.pipeline.wait()
         for p in self._where:

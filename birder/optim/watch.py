@@ -71,10 +71,8 @@ class GradientWatch:
     """
 
     def __init__(self) -> None:
-        self.noted = False
-        """Whether `note` was called and `changed` was not."""
         self._grads: list[tuple[Tensor, int, int, int]] = []
-        """Each parameter; its gradient's id (0: it had none), place in memory and version."""
+        """Each parameter; its gradient's id (0: it had none), place in memory and version. Empty: `note` was not called."""
         self._marks: list[Tensor] = []
         self._times = 0
         self._doubt: Late | None = None
@@ -83,22 +81,21 @@ class GradientWatch:
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remembers the present gradients of `params`. A parameter may have none."""
-        self._times += not self.noted  # again in the same pass: counts once
-        self.noted = True
+        self._times += not self._grads  # again in the same pass: counts once
         found = [(p, p.grad) for p in params]
         self._grads = [(p, 0, 0, 0) if g is None else (p, id(g), _place(g), g._version) for p, g in found]
         self._marks = self._mark([g for _, g in found if g is not None])
 
     def forget(self) -> None:
         """Drops what `note` remembered."""
-        self.noted, self._grads, self._marks = False, [], []
+        self._grads, self._marks = [], []
 
     def changed(self) -> bool:
         """Whether a gradient is another one than when `note` was called. Forgets that call. False where there was none."""
         found = False
         if self._doubt is not None and self._doubt.there:
             found, self._doubt = bool(self._doubt.read()[0]), None
-        if self.noted and not found:
+        if self._grads and not found:
             grads = self._untouched()
             found = grads is None or self._differs(grads)
         self.forget()
@@ -156,19 +153,11 @@ def _place(g: Tensor) -> int:
     return mine.data_ptr() if mine.layout is torch.strided else 0
 
 
-Marks = tuple[list[int], Tensor | None]
-
-
-def marks(params: Iterable[Tensor], bits: bool) -> Marks:
+def marks(params: Iterable[Tensor], bits: bool) -> list[int]:
     """What tells the values of these parameters from others: versions; with `bits`, on the CPU, sums over their bits too."""
     several = [p.detach() for p in params]
     host = [bit_sum(_memory(p)) for p in several if bits and not p.is_cuda]
-    return [p._version for p in several], torch.stack(host) if host else None
-
-
-def differ(a: Marks, b: Marks) -> bool:
-    """Whether these are the marks of other values."""
-    return a[0] != b[0] or (a[1] is not None and b[1] is not None and not torch.equal(a[1], b[1]))
+    return [p._version for p in several] + (torch.stack(host).tolist() if host else [])
 
 
 class ParameterWatch:
@@ -222,9 +211,12 @@ class ParameterWatch:
         """Whether they have been changed in this interval. On a GPU the host waits for it."""
         return any(bool(flag) for flag in self._changed.values())
 
-    def restore(self, units: list[Unit], changed: bool) -> None:
-        """A state has been loaded, at whose saving `changed` was this. Its parameters may come before it or after it."""
-        self._known, self._late = {}, {}
+    def restore(self, units: list[Unit], changed: bool, watched: bool = False) -> None:
+        """A state has been loaded, at whose saving `changed` was this. Its parameters may come before it or after it.
+
+        watched: they are there, and only the units are new.
+        """
+        self._known, self._late = {unit.index: _unit_sum(unit, None) for unit in units if watched}, {}
         self._changed = {u.index: torch.ones(1, dtype=torch.bool, device=u.device) for u in units if changed}
 
     def anywhere(self, comm: Communicator, units: list[Unit]) -> Requests[bool]:
