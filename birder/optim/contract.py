@@ -137,14 +137,14 @@ class Method(torch.optim.Optimizer):
         """By parameter: the views of `unit.state` that are in `self.state`."""
         self._grouped: list[Any] = []
         """Every group and its parameters, as they were when units were last compared with them."""
-        self._seen_state: tuple[list[Any], list[Any]] | None = None
+        self._seen_state: list[Any] | None = None
         """The entries of `self.state`, and all that stands in these, as they were in the last check; None: before it."""
         self._apart = False
         """Whether the last step was of this rank alone, so that models may differ. Not by the schedule, which may change."""
         self.watch = ParameterWatch()
         """Of methods that keep a model of the last synchronisation."""
-        self._within: list[list[Tensor]] | None = None
-        """Inside `averaged`: this rank's own parameters, by unit."""
+        self._within: list[Tensor] | None = None
+        """Inside `averaged`: this rank's own `flat_parameters`, by unit."""
         self._stepping = False
         """Whether `step` has begun and not ended."""
         self._in_backward = False

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -101,8 +101,8 @@ class MethodState(Method):
 
         Every step asks: where nothing has been replaced since the last check, two passes without a lookup say so.
         """
-        entries, values = list(self.state.values()), list(chain.from_iterable(map(_values, self.state.values())))
-        if (seen := self._seen_state) is not None and identical(entries, seen[0]) and identical(values, seen[1]):
+        present = [*self.state.values(), *chain.from_iterable(map(_values, self.state.values()))]
+        if self._seen_state is not None and identical(present, self._seen_state):
             return
         for p, views in self._shown.items():
             entry = self.state.get(p, {})
@@ -110,7 +110,7 @@ class MethodState(Method):
                 if entry.get(name) is not view:
                     self.pipeline.wait()
                     raise RuntimeError(EMPTIED)
-        self._seen_state = entries, values
+        self._seen_state = present
 
     # ---- models that differ between ranks ---------------------------------------------------------------------------
 
@@ -121,11 +121,8 @@ class MethodState(Method):
         return flat
 
     def own_parameters(self, unit: Unit) -> Tensor:
-        """As `flat_parameters`, inside `averaged` those that this rank trains."""
-        flat = self.flat_parameters(unit)
-        if self._within is not None:
-            torch._foreach_copy_(unit.views(flat), self._within[unit.index])
-        return flat
+        """As `flat_parameters`, inside `averaged` those that this rank trains. Not to be changed."""
+        return self.flat_parameters(unit) if self._within is None else self._within[unit.index]
 
     def average_parameters(self, counted: bool = True) -> Requests[None]:
         """Replaces the parameters by their mean over all ranks."""
@@ -145,7 +142,7 @@ class MethodState(Method):
             yield
             return
         self.pipeline.wait()
-        saved = [[p.detach().clone() for p in unit.params] for unit in self.units]
+        saved = [self.flat_parameters(unit) for unit in self.units]
         with torch.no_grad(), _saying_who_is_missing():
             run(self.comm, self.average_parameters(counted=False))
         means = [bit_sums(unit) for unit in self.units]
@@ -155,9 +152,9 @@ class MethodState(Method):
         finally:
             self._within = None
             with torch.no_grad():
-                for unit, values, mean in zip(self.units, saved, means, strict=True):
+                for unit, flat, mean in zip(self.units, saved, means, strict=True):
                     same = (bit_sums(unit) == mean).tolist()
-                    for p, own, as_it_was in zip(unit.params, values, same, strict=True):
+                    for p, own, as_it_was in zip(unit.params, unit.views(flat), same, strict=True):
                         if as_it_was:
                             p.copy_(own)
 
@@ -221,12 +218,7 @@ class MethodState(Method):
         return found
 
     def _whole_state(self) -> dict[str, Any]:
-        shown, self.state = self.state, self._others()
-        try:
-            with self._hooks_set_aside("state_dict_pre", "state_dict_post"):
-                torchs = super().state_dict()
-        finally:
-            self.state = shown
+        torchs = _Torchs(self.param_groups, self._others()).state_dict()
         torchs["state"][BY_UNIT] = {}
         if self._pending is not None:
             return self._pending | torchs
@@ -250,17 +242,6 @@ class MethodState(Method):
             "aside": {i: self._aside[p] for i, p in enumerate(numbering(self)) if p in self._aside},
             **torchs,
         }
-
-    @contextlib.contextmanager
-    def _hooks_set_aside(self, *kinds: str) -> Iterator[None]:
-        """Inside, torch's own method calls none of these hooks: they are for the whole state."""
-        names = [f"_optimizer_{kind}_hooks" for kind in kinds]
-        kept = {name: vars(self)[name] for name in names}
-        vars(self).update({name: OrderedDict() for name in names})
-        try:
-            yield
-        finally:
-            vars(self).update(kept)
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -287,12 +268,12 @@ class MethodState(Method):
                 self._reset_units()
             elif not live:
                 self._load_units(state_dict)
-        elif state_dict["units"] is None:
+        else:
             self._pending = None
-        live = live and self._bound
         others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
-        with self._hooks_set_aside("load_state_dict_pre", "load_state_dict_post"):
-            super().load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
+        torchs = _Torchs(self.param_groups, {})
+        torchs.load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
+        self.__setstate__({"state": torchs.state, "param_groups": torchs.param_groups})
         if self._bound:
             self.follow_groups()  # torch replaces the group dicts
         if not live:
@@ -405,6 +386,13 @@ class MethodState(Method):
             self.disconnect()
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch puts it there; no method has it
+
+
+class _Torchs(torch.optim.Optimizer):
+    """What torch knows of an optimizer: its groups, and what others keep in `state`. Its hooks are for the whole of it."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
+        self.__setstate__({"defaults": {}, "param_groups": param_groups, "state": state})
 
 
 @contextlib.contextmanager
