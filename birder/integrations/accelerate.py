@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 import birder
 from birder.hooks.attachment import unwrap_method, unwrap_optimizer
 from birder.hooks.ddp import Attachment
+from birder.hooks.other_optimizers import open_attachments
 from birder.integrations import every_rank
 from birder.optim.base import BucketOptimizer
 
@@ -57,7 +57,7 @@ def attach(
     if accelerator.num_processes > 1:
         attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
         if every_rank.clips_in_vain(method, attachment.overlap):
-            refuse_clipping(accelerator, attachment)
+            refuse_clipping(accelerator)
     elif any_world and not method.units:  # in the units of several ranks
         method.bind(**{k: v for k, v in options.items() if k == "unit_mb"})
     if method.compressed and (attachment or any_world):
@@ -73,22 +73,22 @@ def prepared(accelerator: Accelerator, method: BucketOptimizer) -> AcceleratedOp
     raise ValueError("prepare the optimizer first: model, optimizer = accelerator.prepare(model, optimizer)")
 
 
-def refuse_clipping(accelerator: Accelerator, attachment: Attachment) -> None:
-    """Makes the accelerator's clipping raise RuntimeError for parameters whose messages this attachment takes in backward.
+def refuse_clipping(accelerator: Accelerator) -> None:
+    """Makes the accelerator's clipping raise RuntimeError for parameters whose messages an attachment takes in backward.
 
     Asked for a norm alone, it changes no gradient of theirs. Other parameters are clipped as ever.
     """
-    attachments: weakref.WeakSet[Attachment] | None = vars(accelerator).get("_birder_attachments")
-    if attachments is not None:
-        attachments.add(attachment)
+    if "_birder_refuses" in vars(accelerator):
         return
-    attachments = accelerator._birder_attachments = weakref.WeakSet([attachment])
+    accelerator._birder_refuses = True
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
     def taken(parameters: list[Tensor]) -> BucketOptimizer | None:
-        return next(
-            (a.optimizer for a in attachments if not a.closed and any(map(a.optimizer.holds, parameters))), None
-        )
+        for attachment in open_attachments():
+            method = attachment.optimizer
+            if every_rank.clips_in_vain(method, attachment.overlap) and any(map(method.holds, parameters)):
+                return method
+        return None
 
     def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)

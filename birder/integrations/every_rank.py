@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ from torch import Tensor
 
 from birder import checkpoint
 from birder.checkpoint import elastic
+from birder.hooks.attachment import unwrap_optimizer
 from birder.hooks.other_optimizers import open_attachments
 from birder.optim.base import BucketOptimizer
 
 FOLDER = "birder"
 """Below the framework's own checkpoint; a second optimizer has `birder_1`."""
-NO_CLIPPING = (
-    "clipping by the framework has no effect on messages that were taken during backward: give the optimizer "
-    "max_grad_norm={limit} and turn the framework's clipping off, or attach with overlap=False"
-)
 
 
 def no_clipping(method: BucketOptimizer, limit: Any = "...") -> str:
-    """Why the framework may not clip: `NO_CLIPPING`, or where the optimizer does."""
+    """Why the framework may not clip: it would be in vain, or the optimizer does so."""
     if method.max_grad_norm is None:
-        return NO_CLIPPING.format(limit=limit)
+        return (
+            "clipping by the framework has no effect on messages that were taken during backward: give the optimizer "
+            f"max_grad_norm={limit} and turn the framework's clipping off, or attach with overlap=False"
+        )
     return (
         f"{method.kind} clips the averaged gradient itself, to max_grad_norm={method.max_grad_norm:g}: turn the framework's "
         "clipping off, which would clip each rank's own gradient first"
@@ -36,6 +37,12 @@ def no_clipping(method: BucketOptimizer, limit: Any = "...") -> str:
 def clips_in_vain(method: BucketOptimizer, overlap: bool) -> bool:
     """Whether the framework may not clip what this method sends."""
     return method.compressed and (overlap or method.max_grad_norm is not None)
+
+
+def averaged(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """`averaged` of what is inside a framework's optimizer; nothing happens where that is none of this package."""
+    method = unwrap_optimizer(optimizer)
+    return method.averaged() if isinstance(method, BucketOptimizer) else contextlib.nullcontext()
 
 
 def make_equal(parameters: Iterable[Tensor]) -> None:
@@ -57,9 +64,6 @@ def make_equal(parameters: Iterable[Tensor]) -> None:
             for p in mine:
                 dist.all_reduce(p)
                 p.div_(world)
-
-
-ANY_WORLD = "any_world=True, which makes this number's state of theirs: an option of birder.integrations"
 
 
 def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:
@@ -98,7 +102,8 @@ def load(folder: str | Path, optimizer: BucketOptimizer, name: str = FOLDER, any
     except checkpoint.Broken:
         raise
     except ValueError as e:
-        raise ValueError(f"{e}, or {ANY_WORLD}") from e
+        way = "any_world=True, which makes this number's state of theirs: an option of birder.integrations"
+        raise ValueError(f"{e}, or {way}") from e
     if found is None:
         raise ValueError(
             f"{Path(folder).name} has no folder {name!r} with every rank's state of {type(optimizer).__name__}: "

@@ -14,8 +14,8 @@ import contextlib
 import copy
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -26,15 +26,6 @@ from birder.integrations import every_rank
 from birder.optim.base import BucketOptimizer
 
 KEY = "every_rank"
-
-
-def _on_host(tree: Any) -> Any:
-    """The same with tensors on the CPU: pickled elsewhere they would come to the GPU of the same number on rank 0's node."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: _on_host(value) for key, value in tree.items()}
-    return type(tree)(map(_on_host, tree)) if type(tree) in (list, tuple) else tree
 
 
 class BirderCallback(Callback):
@@ -50,7 +41,7 @@ class BirderCallback(Callback):
         self.any_world, self.options = any_world, options
         self.attachment: birder.Attachment | None = None
         self._loaded: dict[str, Any] = {}
-        self._average: contextlib.ExitStack | None = None
+        self._average = contextlib.ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Before each stage Lightning gives all ranks rank 0's model: make that the mean of all."""
@@ -102,8 +93,7 @@ class BirderCallback(Callback):
         save = trainer.save_checkpoint
 
         def save_checkpoint(filepath: Any, weights_only: bool | None = None, *args: Any, **kwargs: Any) -> None:
-            method = self._method(trainer) if weights_only else None
-            with contextlib.nullcontext() if method is None else method.averaged():
+            with every_rank.averaged(self._method(trainer) if weights_only else None):
                 save(filepath, weights_only, *args, **kwargs)
 
         trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
@@ -114,11 +104,11 @@ class BirderCallback(Callback):
         if method is None or trainer.world_size == 1 or not method.compressed:
             return
         everyone: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-        dist.gather_object(_on_host(every_rank.rank_state(method)), everyone, dst=0)
+        # Pickled elsewhere than on the CPU, tensors would come to the GPU of the same number on rank 0's node.
+        mine = move_data_to_device(every_rank.rank_state(method), "cpu")
+        dist.gather_object(mine, everyone, dst=0)
         checkpoint["optimizer_states"] = [{KEY: everyone}]
-        if (
-            method.local_models and method.steps
-        ):  # before the first step models are equal, and their mean may be rounded
+        if method.local_models and method.steps:  # before it models are equal, and their mean may be rounded
             with method.averaged():
                 checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
 
@@ -151,15 +141,10 @@ class BirderCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where ranks' models differ, their mean is what is evaluated."""
-        method = self._method(trainer)
-        if method is not None:
-            self._average = contextlib.ExitStack()
-            self._average.enter_context(method.averaged())
+        self._average.enter_context(every_rank.averaged(self._method(trainer)))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._average is not None:
-            self._average.close()
-            self._average = None
+        self._average.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Validation has failed: a checkpoint that is saved now has this rank's own parameters again."""

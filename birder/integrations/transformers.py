@@ -14,7 +14,6 @@ Started with torchrun. Checkpoints hold every rank's state, in `birder` of the c
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from birder.hooks.attachment import unwrap_method, unwrap_model, unwrap_optimizer
+from birder.hooks.attachment import unwrap_method, unwrap_model
 from birder.hooks.ddp import attached
 from birder.integrations import every_rank
 from birder.integrations.accelerate import EveryRank, attach
@@ -145,18 +144,14 @@ class BirderTrainerMixin(_Trainer):
 
     # ---- models that differ between ranks ----------------------------------------------------------------------------
 
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        method = unwrap_optimizer(self.optimizer)
-        return method.averaged() if isinstance(method, BucketOptimizer) else contextlib.nullcontext()
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's. Every rank calls it where ranks' models differ: what is saved is their mean."""
-        with self._averaged():
+        with every_rank.averaged(self.optimizer):
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on the mean of the ranks' models where they differ."""
-        with self._averaged():
+        with every_rank.averaged(self.optimizer):
             return super().evaluation_loop(*args, **kwargs)
 
 
