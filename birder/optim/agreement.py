@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ def digest_of(value: Any) -> int:
 
 
 class Agreement:
-    """Of one optimizer. `note` in steps in which ranks do not meet; `task` and then `apart` in the others.
+    """Of one optimizer. `note` in steps in which ranks do not meet; `compare` and then `apart` in the others.
 
     Ranks send 8 bytes for each name, with the step's last messages; they are not counted.
     """
@@ -38,22 +37,16 @@ class Agreement:
         """By name, what is to be compared the next time that ranks meet."""
         self._noted.append(values)
 
-    def task(
-        self, values: dict[str, Any], of_now: dict[str, Any], device: torch.device
-    ) -> Callable[[], Requests[None]]:
-        """What compares all that was noted, `values` and `of_now`: names are the same in all calls."""
+    def compare(self, values: dict[str, Any], of_now: dict[str, Any], device: torch.device) -> Requests[None]:
+        """Compares all that was noted, `values` and `of_now`: names are the same in all calls."""
         steps, self._noted = [*self._noted, values], []
         own = {name: [step.get(name) for step in steps] for name in values} | of_now
         digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
         self._names = list(own)
-
-        def compare() -> Requests[None]:
-            mine = sent(digests, device)
-            said = (yield GatherRanks(mine, counted=False)).view(-1, len(digests))
-            differs = (said != mine).any(0)
-            self._differs = differs if self._differs is None else self._differs | differs
-
-        return compare
+        mine = sent(digests, device)
+        said = (yield GatherRanks(mine, counted=False)).view(-1, len(digests))
+        differs = (said != mine).any(0)
+        self._differs = differs if self._differs is None else self._differs | differs
 
     def apart(self) -> list[str]:
         """The names in which ranks differed, once the host knows: on a GPU it waits for nothing."""

@@ -361,7 +361,11 @@ class BucketOptimizer(Guards):
 
     def _clip_factor(self, plan: Plan) -> Requests[Tensor]:
         """By what the step's gradients are multiplied, fp32[]; in a DENSE step they are the average gradient."""
-        squares = self._squares(finite=plan.own)
+        squares = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for g in self._gradients():
+            kept = torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) if plan.own else g
+            # In fp64: the squares of fp32 numbers above 1e19 are infinite in fp32.
+            squares += torch.linalg.vector_norm(kept, dtype=torch.float64).square().to(squares.device)
         if plan is Plan.COMPRESSED:
             squares = (yield Total(squares)) / self.comm.world_size
         else:
@@ -370,12 +374,3 @@ class BucketOptimizer(Guards):
 
     def _gradients(self) -> list[Tensor]:
         return [g for unit in self.units for p in unit.wholes if (g := gradient(p)) is not None]
-
-    def _squares(self, finite: bool) -> Tensor:
-        """The sum of squares of this rank's gradients, fp64[1]. finite: without the elements that count as 0."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for g in self._gradients():
-            kept = torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0) if finite else g
-            # In fp64: the squares of fp32 numbers above 1e19 are infinite in fp32.
-            total += torch.linalg.vector_norm(kept, dtype=torch.float64).square().to(total.device)
-        return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -250,7 +251,7 @@ class Guards(MethodState):
             self._agreement.note(options)
             return None
         layers = {LAYERS: [(unit.index, sorted(unit.missing)) for unit in self.units]} if self._sharded else {}
-        return self._agreement.task(options, layers, self.device)
+        return functools.partial(self._agreement.compare, options, layers, self.device)
 
     def check_agreement(self) -> None:
         """Raises RuntimeError on all ranks where they differed. On a GPU once the answer is there, in a later step."""
