@@ -113,28 +113,25 @@ class BirderCallback(Callback):
                 checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """This rank's own state, where Lightning will look for it. Raises ValueError for another number of ranks.
+        """Keeps this rank's own part for `_attach`. Raises ValueError for another number of ranks.
 
         To test, validate or predict, the model is enough.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        states = checkpoint.get("optimizer_states") or [{}]
-        if KEY not in states[0]:
+        everyone = (checkpoint.get("optimizer_states") or [{}])[0].get(KEY)
+        if everyone is None:
             return  # of one process, or of a dense method; another rank's state is refused by the optimizer
-        everyone = states[0][KEY]
-        if len(everyone) != trainer.world_size:
-            if self.any_world:
-                return  # to `_own_state`: nothing is attached yet
+        if len(everyone) == trainer.world_size:
+            self._loaded = everyone[trainer.global_rank]
+        elif not self.any_world:
             raise ValueError(
                 f"the checkpoint was saved by {len(everyone)} ranks, this run has {trainer.world_size}: "
                 f"use {len(everyone)} ranks, or BirderCallback(any_world=True)"
             )
-        self._loaded = everyone[trainer.global_rank]
-        states[0] = self._loaded["optimizer"]
 
     def _own_state(self, method: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's of every rank's: the finder of learning rates loads it without callbacks."""
+        """This rank's of every rank's."""
         if KEY in state:
             return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]])
         return every_rank.own_or_of_one(method, state, self.any_world)
