@@ -51,26 +51,20 @@ def attach(
             "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
         )
     method = unwrap_method(optimizer)
-    optimizer = prepared(accelerator, method)
-    optimizer.averaged = method.averaged
+    wrapper = next((found for found in accelerator._optimizers if unwrap_optimizer(found) is method), None)
+    if wrapper is None:
+        raise ValueError("prepare the optimizer first: model, optimizer = accelerator.prepare(model, optimizer)")
+    wrapper.averaged = method.averaged
     attachment = None
     if accelerator.num_processes > 1:
-        attachment = birder.attach(model, optimizer, **options)  # type: ignore[arg-type]
+        attachment = birder.attach(model, method, **options)
         if every_rank.clips_in_vain(method, attachment.overlap):
             refuse_clipping(accelerator)
     elif any_world and not method.units:  # in the units of several ranks
         method.bind(**{k: v for k, v in options.items() if k == "unit_mb"})
     if method.compressed and (attachment or any_world):
-        keep_every_rank(accelerator, optimizer, method, any_world)
+        keep_every_rank(accelerator, wrapper, method, any_world)
     return attachment
-
-
-def prepared(accelerator: Accelerator, method: BucketOptimizer) -> AcceleratedOptimizer:
-    """What `accelerator.prepare` made of it. Raises ValueError where it did not."""
-    for optimizer in accelerator._optimizers:
-        if unwrap_optimizer(optimizer) is method:
-            return optimizer
-    raise ValueError("prepare the optimizer first: model, optimizer = accelerator.prepare(model, optimizer)")
 
 
 def refuse_clipping(accelerator: Accelerator) -> None:
