@@ -75,20 +75,17 @@ class BucketOptimizer(Guards):
             check_parameter(p)  # the model may have been converted since
         if len(devices := sorted({str(p.device) for p in trained})) > 1:
             raise ValueError(f"parameters are on {' and '.join(devices)}: use one device for each rank")
-        saved, watched, changed = None, False, False
-        given = self._given()
+        if self._feeding:
+            raise RuntimeError(
+                "gradients of a step have been taken already: attach between step() and the next backward; after a "
+                "backward pass that failed load the last checkpoint"
+            )
+        self.pipeline.wait()
+        again, given, saved = self._bound, self._given(), taken(self)
+        watched, changed = self.watch.look_all(self.units)
         moved = {unit.wholes[i] for unit in self.units for i in unit.moved}
         there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
-        if self._bound:
-            if self._feeding:
-                raise RuntimeError(
-                    "gradients of a step have been taken already: attach between step() and the next backward; after a "
-                    "backward pass that failed load the last checkpoint"
-                )
-            self.pipeline.wait()
-            watched, changed = self.watch.look_all(self.units)
-            saved = taken(self)
-            self._where, self.state, self._shown = {}, self._others(), {}
+        self._where, self.state, self._shown = {}, self._others(), {}
         self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
         if self._sharded and comm is None:
             raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
@@ -109,15 +106,14 @@ class BucketOptimizer(Guards):
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
         self.watch.restore(self.units, changed, watched)
-        if saved is not None or given:
-            put_back(self, saved or {}, given)
-        if saved is not None:
-            # Nobody averages what takes no part any more: ranks would keep different values for good.
-            for p in (p for p in saved if self.local_models and p not in self._where):
-                x = local(p.detach())
-                x.copy_(run(self.comm, Mean(x.reshape(-1), counted=False)).view(x.shape))
-            left = {p: (self.steps, state) for p, state in saved.items() if p in there}
-            self._aside = {p: state for p, state in (self._aside | left).items() if p not in self._where}
+        if again or given:
+            put_back(self, saved, given)
+        # Nobody averages what takes no part any more: ranks would keep different values for good.
+        for p in (p for p in saved if self.local_models and p not in self._where):
+            x = local(p.detach())
+            x.copy_(run(self.comm, Mean(x.reshape(-1), counted=False)).view(x.shape))
+        left = {p: (self.steps, state) for p, state in saved.items() if p in there}
+        self._aside = {p: state for p, state in (self._aside | left).items() if p not in self._where}
         self._show(self.units)
         pending, self._pending = self._pending, None
         if pending is not None and pending["units"] is not None:

@@ -165,20 +165,16 @@ class Guards(MethodState):
         if identical(present, self._grouped):
             return
         group_of = {p: group for group in self.param_groups for p in group["params"]}
-        for unit in self.units:
-            first, *more = [group_of.get(p) for p in unit.wholes]
-            if first is None or any(group is not first for group in more):
-                break
-            unit.group = first
-        else:
-            self._grouped = present
-            return
-        if self.comm.world_size > 1 or self.attachment is not None:
-            raise RuntimeError(
+        taken_out = any(p not in group_of for p in self._where)
+        if taken_out or any(group_of[p] is not group_of[unit.wholes[0]] for p, (unit, _) in self._where.items()):
+            self._bind_again(
                 "parameters were taken out of the optimizer's groups, or put into others, since it was attached: call "
                 "birder.attach(model, optimizer) again, between step() and the next backward, which keeps the state"
             )
-        self.bind(self.comm, self.pipeline, self._unit_mb)
+            return
+        self._grouped = present
+        for unit in self.units:
+            unit.group = group_of[unit.wholes[0]]
 
     def _check_reach(self) -> None:
         """Lays units out again where a parameter was unfrozen or added, so that each with a gradient takes part.
@@ -187,25 +183,28 @@ class Guards(MethodState):
         """
         everything = (p for group in self.param_groups for p in group["params"])
         outside = [p for p in everything if p not in self._where and p.grad is not None and p.numel()]
-        if outside:
-            if self.comm.world_size > 1 or self.attachment is not None:
-                if stale := [p for p in outside if not p.requires_grad]:
-                    raise RuntimeError(
-                        f"{self.named(stale[0])} is frozen and still has a gradient, which would move it under torch: set "
-                        "p.grad = None where you freeze it, or call zero_grad() without set_to_none=False"
-                    )
-                raise RuntimeError(
-                    f"{self.named(outside[0])} has a gradient but was frozen or not there when the optimizer was attached: "
-                    + (AGAIN_SHARDED if self._sharded else AGAIN)
-                )
-            self.bind(self.comm, self.pipeline, self._unit_mb)
-        if self._reduced:
-            apart = [p for p in self._where if p not in self._reduced and p.grad is not None]
-            if apart:
-                raise RuntimeError(
-                    f"DistributedDataParallel does not average the gradient of {self.named(apart[0])}, which was frozen when "
-                    "the model was wrapped, or is ignored by it: " + AGAIN
-                )
+        if stale := [p for p in outside if not p.requires_grad]:
+            self._bind_again(
+                f"{self.named(stale[0])} is frozen and still has a gradient, which would move it under torch: set "
+                "p.grad = None where you freeze it, or call zero_grad() without set_to_none=False"
+            )
+        elif outside:
+            self._bind_again(
+                f"{self.named(outside[0])} has a gradient but was frozen or not there when the optimizer was attached: "
+                + (AGAIN_SHARDED if self._sharded else AGAIN)
+            )
+        apart = (p for p in self._where if p not in self._reduced and p.grad is not None)
+        if self._reduced and (p := next(apart, None)) is not None:
+            raise RuntimeError(
+                f"DistributedDataParallel does not average the gradient of {self.named(p)}, which was frozen when the model "
+                "was wrapped, or is ignored by it: " + AGAIN
+            )
+
+    def _bind_again(self, refusal: str) -> None:
+        """Lays units out again. Raises RuntimeError where other ranks would have to do so too."""
+        if self.comm.world_size > 1 or self.attachment is not None:
+            raise RuntimeError(refusal)
+        self.bind(self.comm, self.pipeline, self._unit_mb)
 
     def _refresh_shards(self) -> None:
         """Takes FSDP's shards again: it may have put them elsewhere since (lazy initialisation, a loaded state)."""

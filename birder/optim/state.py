@@ -223,7 +223,7 @@ class MethodState(Method):
         if self._pending is not None:
             return self._pending | torchs
         self.pipeline.wait()
-        differ = self._bound and self.local_models and self.comm.world_size > 1
+        differ = self.local_models and self.comm.world_size > 1
         for unit in self.units:
             self.watch.look(unit, None if self._within is None else self.own_parameters(unit))
         return {
@@ -259,23 +259,20 @@ class MethodState(Method):
         live = self._is_live(state_dict["units"]) and int(state_dict["steps"]) == self.steps
         if state_dict["units"] is not None and not self._bound:
             self._bind_alone()
-        if self._bound:
-            self.pipeline.wait()
-            self._feeding = self._unstepped = False
-            self._watch.forget()
-            self._agreement = Agreement()  # torch may add names to `defaults` too
-            if state_dict["units"] is None:  # saved before the first step: the optimizer is as new
-                self._reset_units()
-            elif not live:
-                self._load_units(state_dict)
-        else:
+        self.pipeline.wait()
+        self._feeding = self._unstepped = False
+        self._watch.forget()
+        self._agreement = Agreement()  # torch may add names to `defaults` too
+        if state_dict["units"] is None:  # saved before the first step: the optimizer is as new
             self._pending = None
+            self._reset_units()
+        elif not live:
+            self._load_units(state_dict)
         others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
         torchs = _Torchs(self.param_groups, {})
         torchs.load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
         self.__setstate__({"state": torchs.state, "param_groups": torchs.param_groups})
-        if self._bound:
-            self.follow_groups()  # torch replaces the group dicts
+        self.follow_groups()  # torch replaces the group dicts
         if not live:
             self.steps = int(state_dict["steps"])
             by_schedule = self.steps > 0 and self.apart_after(self.steps)  # of a state of before it was kept
