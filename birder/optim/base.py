@@ -193,9 +193,8 @@ class BucketOptimizer(Guards):
         self._feeding = True
         self._refresh_shards()
         for unit in self.units:
-            unit.waiting, unit.missing, unit.kept = set(range(len(unit.params))), set(), {}
-            unit.sent = False
-            unit.result = None
+            unit.waiting, unit.kept = set(range(len(unit.params))), {}
+            unit.sent, unit.result = False, None
             if unit.grad is None:
                 unit.grad = unit.zeros()
 
@@ -207,7 +206,7 @@ class BucketOptimizer(Guards):
         assert unit.grad is not None
         grad, step = unit.grad, self.steps + 1
         there = [(g, unit.offsets[i]) for i, g in pairs if g is not None]
-        unit.missing.update(i for i, g in pairs if g is None)
+        unit.kept.update({i: {} for i, g in pairs if g is None})
         missing = [unit.view(grad, i) for i, g in pairs if g is None]
         for g, _ in there:
             check_gradient(g)
@@ -225,7 +224,7 @@ class BucketOptimizer(Guards):
             if not ready.sent:
                 assert ready.grad is not None
                 ready.sent = True
-                for i in ready.missing:
+                for i in ready.kept:
                     ready.kept[i] = {name: part.clone() for name, part in parts(self, ready, i).items()}
                 self._submit(functools.partial(self.exchange, ready, ready.grad, step), ready.index)
 

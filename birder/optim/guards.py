@@ -249,7 +249,7 @@ class Guards(MethodState):
         if plan is Plan.SKIP:
             self._agreement.note(options)
             return None
-        layers = {LAYERS: [(unit.index, sorted(unit.missing)) for unit in self.units]} if self._sharded else {}
+        layers = {LAYERS: [(unit.index, sorted(unit.kept)) for unit in self.units]} if self._sharded else {}
         return functools.partial(self._agreement.compare, options, layers, self.device)
 
     def check_agreement(self) -> None:

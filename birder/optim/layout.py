@@ -74,10 +74,8 @@ class Unit:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     """Parameters, by position, whose gradient has not arrived in this step."""
-    missing: set[int] = field(default_factory=set)
-    """Those that arrived without a gradient on this rank; it counts as 0 in `grad`."""
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Of these, what this rank keeps of their states, as it was before the exchange."""
+    """Those that came without a gradient on this rank, which counts as 0 in `grad`: their states here before the exchange."""
     sent: bool = False
     """Whether its exchange was submitted in this step."""
     moved: set[int] = field(default_factory=set)
