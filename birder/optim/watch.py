@@ -163,15 +163,15 @@ def marks(params: Iterable[Tensor], bits: bool) -> list[int]:
 class ParameterWatch:
     """Has the caller changed parameters since the optimizer wrote or read them? Clipped, loaded, masked.
 
-    For methods with local steps: what the caller does to the parameters meanwhile is not part of what they send. Kept by
-    unit: the last known sum of its parameters' bits, and whether they have been changed. Each look is one pass over the
-    parameters. On a GPU the host waits for what was found only in a synchronisation.
+    For methods with local steps: what the caller does to the parameters meanwhile is not part of what they send. Each look is
+    one pass over the parameters. On a GPU the host waits for what was found only in a synchronisation.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Tensor] = {}
-        self._changed: dict[int, Tensor] = {}
-        self._late: dict[int, Tensor] = {}
+        """By unit: the last known sum of its parameters' bits."""
+        self._found: Tensor | None = None
+        """Whether they have been changed in this interval, and after a message was made of them: bool[2]. None: neither."""
         self._told = False
 
     def note(self, unit: Unit, flat: Tensor | None = None) -> None:
@@ -184,9 +184,8 @@ class ParameterWatch:
             self.note(unit)
 
     def forget(self, unit: Unit) -> None:
-        """A synchronisation is over, and has seen to what was found."""
-        for found in (self._known, self._changed, self._late):
-            found.pop(unit.index, None)
+        """A synchronisation is over."""
+        self._known.pop(unit.index, None)
 
     def look(self, unit: Unit, flat: Tensor | None = None, late: bool = False) -> None:
         """Finds out whether the caller has changed them since `note` or `look`.
@@ -195,10 +194,11 @@ class ParameterWatch:
         """
         if unit.index not in self._known:
             return
-        known, found = self._known[unit.index], self._late if late else self._changed
+        known = self._known[unit.index]
         self.note(unit, flat)
-        differs = (known != self._known[unit.index]).view(1)
-        found[unit.index] = found[unit.index] | differs if unit.index in found else differs
+        found = torch.zeros(2, dtype=torch.bool, device=unit.device)
+        found[int(late)] = known != self._known[unit.index]
+        self._found = found if self._found is None else self._found | found
 
     def look_all(self, units: list[Unit]) -> tuple[bool, bool]:
         """Whether any unit is being watched, and `changed`, before units are laid out again."""
@@ -209,33 +209,29 @@ class ParameterWatch:
     @property
     def changed(self) -> bool:
         """Whether they have been changed in this interval. On a GPU the host waits for it."""
-        return any(bool(flag) for flag in self._changed.values())
+        return self._found is not None and bool(self._found[0])
 
     def restore(self, units: list[Unit], changed: bool, watched: bool = False) -> None:
         """A state has been loaded, at whose saving `changed` was this. Its parameters may come before it or after it.
 
         watched: they are there, and only the units are new.
         """
-        self._known, self._late = {unit.index: _unit_sum(unit, None) for unit in units if watched}, {}
-        self._changed = {u.index: torch.ones(1, dtype=torch.bool, device=u.device) for u in units if changed}
+        self._known = {unit.index: _unit_sum(unit, None) for unit in units if watched}
+        self._found = torch.tensor([True, False], device=units[0].device) if units and changed else None
 
     def anywhere(self, comm: Communicator, units: list[Unit]) -> Requests[bool]:
         """Whether parameters have been changed in this interval on any rank. Every rank calls it, in a synchronisation.
 
         Raises RuntimeError on all ranks when one's have been changed after its message was made of them.
         """
-        device = units[0].device
-        none = torch.zeros(1, dtype=torch.bool, device=device)
-        found = [
-            torch.cat([none, *(flag.to(device) for flag in flags.values())]).any().view(1)
-            for flags in (self._changed, self._late)
-        ]
-        changed, late = (yield Union(torch.cat(found))).tolist()
+        found = torch.zeros(2, dtype=torch.bool, device=units[0].device) if self._found is None else self._found
+        changed, late = (yield Union(found)).tolist()
         if late:
             raise RuntimeError(
                 "parameters were changed between backward and step(), but messages had been made of them: change them "
                 "before backward or after step(), or use attach(..., overlap=False)"
             )
+        self._found = None  # the synchronisation sees to it
         if changed and not self._told and comm.rank == 0:
             self._told = True
             warnings.warn(
