@@ -9,7 +9,6 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from birder.comm import GatherRanks, Requests
 from birder.comm.late import Late, sent
@@ -28,31 +27,26 @@ class Agreement:
 
     def __init__(self) -> None:
         self._noted: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._differs: Tensor | None = None
-        """Of each name, whether ranks differ in it: bool[names]. Of this step, and of those before that nobody has read."""
-        self._late: Late | None = None
+        self._late: list[tuple[list[str], Late]] = []
+        """Of steps, the names and whether ranks differ in each: on its way to the host."""
 
     def note(self, values: dict[str, Any]) -> None:
         """By name, what is to be compared the next time that ranks meet."""
         self._noted.append(values)
 
     def compare(self, values: dict[str, Any], of_now: dict[str, Any], device: torch.device) -> Requests[None]:
-        """Compares all that was noted, `values` and `of_now`: names are the same in all calls."""
+        """Compares all that was noted, `values` and `of_now`."""
         steps, self._noted = [*self._noted, values], []
         own = {name: [step.get(name) for step in steps] for name in values} | of_now
         digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
-        self._names = list(own)
         mine = sent(digests, device)
         said = (yield GatherRanks(mine, counted=False)).view(-1, len(digests))
-        differs = (said != mine).any(0)
-        self._differs = differs if self._differs is None else self._differs | differs
+        self._late.append((list(own), Late((said != mine).any(0))))
 
     def apart(self) -> list[str]:
         """The names in which ranks differed, once the host knows: on a GPU it waits for nothing."""
-        if self._differs is not None and self._late is None:
-            self._late, self._differs = Late(self._differs), None
-        if self._late is None or not self._late.there:
-            return []
-        late, self._late = self._late, None
-        return [name for name, differs in zip(self._names, late.read(), strict=True) if differs]
+        found: list[str] = []
+        while not found and self._late and self._late[0][1].there:
+            names, late = self._late.pop(0)
+            found = [name for name, differs in zip(names, late.read(), strict=True) if differs]
+        return found

@@ -75,9 +75,8 @@ class GradientWatch:
         """Each parameter; its gradient's id (0: it had none), place in memory and version. Empty: `note` was not called."""
         self._marks: list[Tensor] = []
         self._times = 0
-        self._doubt: Late | None = None
-        self._more: Tensor | None = None
-        """What was found while `_doubt` was on its way to the host: bool[1]."""
+        self._late: list[Late] = []
+        """Of steps on a GPU, whether a gradient was changed: on its way to the host."""
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Remembers the present gradients of `params`. A parameter may have none."""
@@ -93,8 +92,8 @@ class GradientWatch:
     def changed(self) -> bool:
         """Whether a gradient is another one than when `note` was called. Forgets that call. False where there was none."""
         found = False
-        if self._doubt is not None and self._doubt.there:
-            found, self._doubt = bool(self._doubt.read()[0]), None
+        while not found and self._late and self._late[0].there:
+            found = bool(self._late.pop(0).read()[0])
         if self._grads and not found:
             grads = self._untouched()
             found = grads is None or self._differs(grads)
@@ -123,10 +122,7 @@ class GradientWatch:
             return True
         for before, after in zip(self._marks, now, strict=True):
             if before.is_cuda and self._times > FIRST:
-                flag = (before != after).any().view(1)
-                self._more = flag if self._more is None else self._more | flag
-                if self._doubt is None:
-                    self._doubt, self._more = Late(self._more), None
+                self._late.append(Late((before != after).any()))
             elif not torch.equal(before, after):
                 return True
         return False
