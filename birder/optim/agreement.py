@@ -34,14 +34,13 @@ class Agreement:
         """By name, what is to be compared the next time that ranks meet."""
         self._noted.append(values)
 
-    def compare(self, values: dict[str, Any], of_now: dict[str, Any], device: torch.device) -> Requests[None]:
-        """Compares all that was noted, `values` and `of_now`."""
+    def compare(self, values: dict[str, Any], device: torch.device) -> Requests[None]:
+        """Compares `values` by name, and what was noted of these before."""
         steps, self._noted = [*self._noted, values], []
-        own = {name: [step.get(name) for step in steps] for name in values} | of_now
-        digests = torch.tensor([digest_of(value) for value in own.values()], dtype=torch.int64, device="cpu")
-        mine = sent(digests, device)
+        digests = [digest_of([step.get(name) for step in steps]) for name in values]
+        mine = sent(torch.tensor(digests, dtype=torch.int64, device="cpu"), device)
         said = (yield GatherRanks(mine, counted=False)).view(-1, len(digests))
-        self._late.append((list(own), Late((said != mine).any(0))))
+        self._late.append((list(values), Late((said != mine).any(0))))
 
     def apart(self) -> list[str]:
         """The names in which ranks differed, once the host knows: on a GPU it waits for nothing."""

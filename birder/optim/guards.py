@@ -249,8 +249,9 @@ class Guards(MethodState):
         if plan is Plan.SKIP:
             self._agreement.note(options)
             return None
-        layers = {LAYERS: [(unit.index, sorted(unit.kept)) for unit in self.units]} if self._sharded else {}
-        return functools.partial(self._agreement.compare, options, layers, self.device)
+        if self._sharded:
+            options[LAYERS] = [(unit.index, sorted(unit.kept)) for unit in self.units]
+        return functools.partial(self._agreement.compare, options, self.device)
 
     def check_agreement(self) -> None:
         """Raises RuntimeError on all ranks where they differed. On a GPU once the answer is there, in a later step."""
