@@ -75,6 +75,9 @@ class BucketOptimizer(Guards):
             check_parameter(p)  # the model may have been converted since
         if len(devices := sorted({str(p.device) for p in trained})) > 1:
             raise ValueError(f"parameters are on {' and '.join(devices)}: use one device for each rank")
+        self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
+        if self._sharded and comm is None:
+            raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
         if self._feeding:
             raise RuntimeError(
                 "gradients of a step have been taken already: attach between step() and the next backward; after a "
@@ -86,9 +89,6 @@ class BucketOptimizer(Guards):
         moved = {unit.wholes[i] for unit in self.units for i in unit.moved}
         there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
         self._where, self.state, self._shown = {}, self._others(), {}
-        self._sharded = any(sharded(p) for group in self.param_groups for p in group["params"])
-        if self._sharded and comm is None:
-            raise RuntimeError("FSDP has sharded the parameters: call birder.attach(model, optimizer, mesh=mesh)")
         self.comm = comm or SingleProcess()
         self.pipeline = pipeline or Pipeline()
         self.units = make_units(self.param_groups, int(unit_mb * 2**20), self.alignment)

@@ -157,6 +157,8 @@ def while_training(rank: int, world: int) -> dict[str, str]:
 
     model, optimizer, _ = hsdp("toy", mesh, "SGDM", {"lr": 0.01})
     train(model, optimizer, toy.loss, rank, range(1, 2))
+    out["bind"] = said(optimizer.bind)
+    train(model, optimizer, toy.loss, rank, range(2, 3))  # what was bound stays
     model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
     out["divided"] = said(toy.loss(model, rank, 2).backward)
 
@@ -188,6 +190,7 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert "cannot call set_symm_mem()" in result["symmetric"]  # torch's own: the collectives are this project's
         assert "call birder.attach(model, optimizer, mesh=mesh) again" in result["unfrozen"]
         assert "DistributedDataParallel" not in result["unfrozen"]
+        assert "FSDP has sharded the parameters" in result["bind"]
         assert "scale the loss instead" in result["divided"]
         assert "set_all_reduce_hook" in result["hook of SGDM"]
         assert result["hook of Birder"] == result["hook of SGDM"]
