@@ -128,19 +128,16 @@ class Guards(MethodState):
 
     def _all_ready(self) -> Requests[bool]:
         """`_ready`. Where `meets_in_step`, all ranks refuse the step if one does; elsewhere they wait until the timeout."""
-        meets = self.meets_in_step and self.plan(self.steps + 1) is not Plan.SKIP
-        ready, refused = False, None
-        try:
+        if not self.meets_in_step or self.plan(self.steps + 1) is Plan.SKIP:
             ready = self._ready()
-        except Exception as error:
-            if not meets:
-                raise
-            refused = error
-        if not meets:
             if ready and self.attachment is not None:
                 yield from self.attachment.opening()
             return ready
-        what = REFUSES if refused is not None else READY if ready else NOTHING
+        refused = None
+        try:
+            what = READY if self._ready() else NOTHING
+        except Exception as error:
+            what, refused = REFUSES, error
         try:
             said = yield from say(self.comm, self.steps + 1, what, self.device)
         finally:
@@ -152,8 +149,8 @@ class Guards(MethodState):
             raise RuntimeError(
                 f"rank {said.index(NOTHING)} has no gradient at all in this step, rank {said.index(READY)} has some"
             )
-        self.attachment.opened = self.attachment.opened or ready
-        return ready
+        self.attachment.opened |= what == READY
+        return what == READY
 
     def follow_groups(self) -> None:
         """Takes hyper-parameters from the present groups, which the caller may have replaced or changed since.
