@@ -88,7 +88,9 @@ class BucketOptimizer(Guards):
         watched, changed = self.watch.look_all(self.units)
         moved = {unit.wholes[i] for unit in self.units for i in unit.moved}
         there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
-        self._where, self.state, self._shown = {}, self._others(), {}
+        if again:
+            self.state = self._others()
+        self._where, self._shown = {}, {}
         self.comm = comm or SingleProcess()
         self.pipeline = pipeline or Pipeline()
         self.units = make_units(self.param_groups, int(unit_mb * 2**20), self.alignment)
