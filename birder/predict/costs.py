@@ -10,7 +10,7 @@ Where s is not measured (`measure_kernels`), it is that of the device's memory: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from birder.predict import gpus
@@ -76,6 +76,10 @@ class Costs:
         """(1), in ms. Raises KeyError for a kernel that is not in `BYTES`."""
         rate = self.ns_per_byte.get(kernel, self.ns_per_byte.get("", 0.0))
         return self.call_us / 1e3 + elements * BYTES[kernel](workers) * rate / 1e6
+
+    def all_ms(self, kernels: Sequence[str], elements: float, workers: int = 1) -> float:
+        """Several kernels, one after the other."""
+        return sum(self.ms(kernel, elements, workers) for kernel in kernels)
 
     def sending_ms(self, exchange: str, nbytes: float) -> float:
         """What an exchange of `EXCHANGES` in which a rank sends so many bytes costs its cores, in ms."""

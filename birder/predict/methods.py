@@ -50,6 +50,11 @@ class Round:
     rank: int = 1
     growth: float = 0.0
 
+    @property
+    def lane(self) -> str:
+        """Where messages are made, of birder/predict/simulation.py."""
+        return "encode" if self.split else "comm"
+
 
 @dataclass(frozen=True)
 class MethodSpec:

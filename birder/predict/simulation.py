@@ -17,11 +17,11 @@ cluster.py, a kernel's in costs.py.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from birder.predict.cluster import NOTHING, Cluster, Transfer
+from birder.predict.cluster import Cluster, Transfer
 from birder.predict.costs import EXCHANGES, Costs
 from birder.predict.methods import MethodSpec, Round, low_rank_numbers
 from birder.predict.timeline import Gradient, Timeline
@@ -40,6 +40,7 @@ BACKWARD = -1
 Stage = tuple[str, float]
 """(lane, ms); without a lane it is a delay. From its first stage on `comm` an item keeps that lane to its end. An item ends
 with the last of its stages, `SEND` included."""
+Send = Callable[[Transfer], None]
 
 
 @dataclass(frozen=True)
@@ -144,48 +145,46 @@ def over(sent: Transfer) -> list[Stage]:
 
 def program(item: Item, round_: Round, method: MethodSpec, cluster: Cluster, costs: Costs, layout: Layout) -> None:
     """Fills in the item's stages and what it sends."""
+
+    def send(sent: Transfer, number_bytes: float = 0) -> None:
+        """A collective, and what it costs a rank's cores where backward is on them. number_bytes: as in `EXCHANGES`."""
+        exchange = EXCHANGES.get(int(number_bytes), "pairwise")
+        sending = costs.sending_ms(exchange, sent.nbytes / cluster.ranks_per_node) if layout.shared else 0.0
+        item.stages += [(SEND, sending), *over(sent)]
+        item.nic_bytes += sent.nbytes
+
     d = float(item.elements)
-    own = d / cluster.parts
-    lane = "encode" if round_.split else "comm"
+    own, by_nodes = d / cluster.parts, method.hierarchical
     if round_.wire == "none":
-        work = sum(costs.ms(k, own) for k in round_.encode)
-        item.stages = [(lane, work)] if work else []
+        if work := costs.all_ms(round_.encode, own):
+            item.stages.append((round_.lane, work))
     elif round_.wire == "onebit":
-        _onebit(item, d, round_, method.hierarchical, cluster, costs, layout)
+        _onebit(item, round_, by_nodes, cluster, costs, send)
     elif round_.wire == "lowrank":
-        _low_rank(item, d, round_, cluster, costs, layout)
+        item.stages.append(("hook", costs.ms("copy", d)))
+        work = costs.all_ms(round_.encode, d)
+        for numbers in zip(*(low_rank_numbers(g.shape, round_.rank) for g in item.gradients)):  # one after the other
+            item.stages.append(("comm", work / 3))
+            send(cluster.all_reduce(4.0 * sum(numbers)), 4)
+        item.stages.append(("comm", 0.0))
     elif round_.layout == "bucket":
-        sent = cluster.all_reduce(round_.nbytes * d)
-        sending = _sending(sent, cluster, costs, layout, round_.nbytes)
         before = 0.0 if cluster.ring else cluster.inside_ms(4 * d, 2) if cluster.nodes > 1 else 0.0
-        work, after = (sum(costs.ms(k, own) for k in part) for part in (round_.encode, round_.decode))
-        item.stages = [("hook", work), ("inside", before), (SEND, sending), *over(sent), ("read", after)]
-        item.nic_bytes = sent.nbytes
+        item.stages += [("hook", costs.all_ms(round_.encode, own)), ("inside", before)]
+        send(cluster.all_reduce(round_.nbytes * d), round_.nbytes)
+        item.stages.append(("read", costs.all_ms(round_.decode, own)))
     else:
         size = round_.nbytes * d * round_.density
-        nodes = method.hierarchical
-        sent = cluster.by_nodes(size) + cluster.by_nodes(size) if nodes else cluster.mean(size)
-        made = sum(costs.ms(k, own) for k in round_.encode) + (cluster.inside_ms(4 * d) if nodes else 0.0)
-        read = sum(costs.ms(k, own * round_.density) for k in round_.decode)
-        item.stages = [
-            ("hook", costs.ms("copy", own)),
-            (lane, made),
-            (SEND, _sending(sent, cluster, costs, layout, round_.nbytes if cluster.ring else 0)),
-            *over(sent),
-            ("comm", read),
-        ]
-        item.nic_bytes = sent.nbytes
+        sent = cluster.by_nodes(size) + cluster.by_nodes(size) if by_nodes else cluster.mean(size)
+        made = costs.all_ms(round_.encode, own) + (cluster.inside_ms(4 * d) if by_nodes else 0.0)
+        item.stages += [("hook", costs.ms("copy", own)), (round_.lane, made)]
+        send(sent, round_.nbytes if cluster.ring else 0)
+        item.stages.append(("comm", costs.all_ms(round_.decode, own * round_.density)))
 
 
-def _onebit(
-    item: Item, d: float, round_: Round, by_nodes: bool, cluster: Cluster, costs: Costs, layout: Layout
-) -> None:
+def _onebit(item: Item, round_: Round, by_nodes: bool, cluster: Cluster, costs: Costs, send: Send) -> None:
+    d = float(item.elements)
     workers, shards = cluster.workers(by_nodes)
     part, bits = d / shards, d / 8
-    chunk = part / workers
-    made = sum(costs.ms(k, part, workers) for k in round_.encode)
-    served = sum(costs.ms(k, chunk, workers) for k in round_.serve)
-    read = sum(costs.ms(k, part, workers) for k in round_.decode)
     if by_nodes:
         first = second = cluster.by_nodes(bits)
         tiny = cluster.by_nodes(8.0)
@@ -194,38 +193,16 @@ def _onebit(
         first, second, tiny = cluster.all_to_all(bits), cluster.all_gather(bits), cluster.all_gather(8.0)
         before = after = 0.0
     scales = over(tiny) * (round_.small // 2)
-    lane = "encode" if round_.split else "comm"
-    own = d / cluster.parts
-    taken = costs.ms("copy", own)
+    taken = costs.ms("copy", d / cluster.parts)
     if round_.screens and "screen" in costs.ns_per_byte:
-        taken += costs.ms("screen", own)
-    two = round_.phases == 2
-    first = first if two else NOTHING
-    sending = _sending(first if two else second, cluster, costs, layout)
-    stages: list[Stage] = [("hook", taken), (lane, before + made)]
-    if two:
-        stages += [(SEND, sending), *over(first), *scales]
-        sending = _sending(second, cluster, costs, layout)
-    item.stages = [*stages, ("comm", served), (SEND, sending), *over(second), *scales, ("comm", after + read)]
-    item.nic_bytes = first.nbytes + second.nbytes
-
-
-def _sending(sent: Transfer, cluster: Cluster, costs: Costs, layout: Layout, number_bytes: float = 0) -> float:
-    """What sending costs a rank's cores, in ms; nothing where backward is elsewhere. number_bytes: as in `EXCHANGES`."""
-    if not layout.shared:
-        return 0.0
-    return costs.sending_ms(EXCHANGES.get(int(number_bytes), "pairwise"), sent.nbytes / cluster.ranks_per_node)
-
-
-def _low_rank(item: Item, d: float, round_: Round, cluster: Cluster, costs: Costs, layout: Layout) -> None:
-    numbers = [low_rank_numbers(g.shape, round_.rank) for g in item.gradients]
-    item.stages = [("hook", costs.ms("copy", d))]
-    work = sum(costs.ms(k, d) for k in round_.encode)
-    for position in range(3):  # uncompressed, P, Q: one after the other
-        sent = cluster.all_reduce(4.0 * sum(n[position] for n in numbers))
-        item.stages += [("comm", work / 3), (SEND, _sending(sent, cluster, costs, layout, 4)), *over(sent)]
-        item.nic_bytes += sent.nbytes
-    item.stages.append(("comm", 0.0))
+        taken += costs.ms("screen", d / cluster.parts)
+    item.stages += [("hook", taken), (round_.lane, before + costs.all_ms(round_.encode, part, workers))]
+    if round_.phases == 2:
+        send(first)
+        item.stages += scales
+    item.stages.append(("comm", costs.all_ms(round_.serve, part / workers, workers)))
+    send(second)
+    item.stages += [*scales, ("comm", after + costs.all_ms(round_.decode, part, workers))]
 
 
 def run(items: Sequence[Item], burst_ms: float = 0.0, backward: Sequence[float] = ()) -> dict[str, float]:
@@ -297,7 +274,7 @@ def simulate(
     """One step, the mean over the kinds of step that the method has."""
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
     workers, _ = cluster.workers(method.hierarchical)
-    update = sum(costs.ms(k, timeline.elements / cluster.parts, workers) for k in method.update)
+    update = costs.all_ms(method.update, timeline.elements / cluster.parts, workers)
     if method.hooked and timeline.update_ms is not None:
         update = timeline.update_ms  # the user's own optimizer
     steps = [(r.share, _step(timeline, cluster, method, r, costs, layout, update)) for r in method.rounds]
