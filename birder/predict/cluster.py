@@ -88,7 +88,7 @@ class Link:
     @property
     def burst_ms(self) -> float:
         """`burst_bytes` in ms of the link's rate."""
-        return self.burst_bytes * 8 / (self.gbps * 1e6)
+        return self._wire(self.burst_bytes)
 
 
 NVLINK = Link(1840.0, 5.0, source="230 GB/s of bus bandwidth, 8 A100 on NVSwitch: an assumption")
@@ -166,11 +166,7 @@ class Cluster:
 
     def all_gather(self, nbytes: float) -> Transfer:
         """(4)"""
-        nodes, ranks, link = self._shape
-        n = nodes * ranks
-        if self.ring:
-            return self._around((n - 1) / n * nbytes, 1, n)
-        return link.exchange(ranks * (nodes - 1) / nodes * nbytes, (n - 1) * ranks, nodes - 1)
+        return self.sharded(nbytes) if self.ring else self.all_to_all(nbytes)
 
     def _around(self, sent: float, times: int, around: int) -> Transfer:
         """`sent` bytes of a NIC in a ring of `around` ranks that is gone through so many times."""
