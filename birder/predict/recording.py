@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +61,12 @@ class Watch:
         self.marks: dict[str, Any] = {}
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.shapes = {name: tuple(p.shape) for name, p in inner.named_parameters() if p.requires_grad}
-        self._handles = [
+        self.handles = [
             p.register_post_accumulate_grad_hook(self._gradient(name))
             for name, p in inner.named_parameters()
             if p.requires_grad
         ]
-        self._handles += [
+        self.handles += [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(lambda *_: self.mark(FORWARD)),
             register_optimizer_step_pre_hook(self._update),
@@ -89,27 +88,22 @@ class Watch:
         """Now, under this name; the last call counts, so that of accumulated gradients the last backward does."""
         self.marks[name] = self.clock.mark()
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[Watch]:
-        """Inside, the hooks are there."""
-        try:
-            yield self
-        finally:
-            for handle in self._handles:
-                handle.remove()
-
 
 def measured(watch: Watch, step: Callable[[], Any], steps: int, warmup: int = WARMUP) -> dict[str, float]:
-    """Runs `warmup` + `steps` steps; medians in ms after each step's start, by name."""
+    """Runs `warmup` + `steps` steps and removes the hooks; medians in ms after each step's start, by name."""
     found: list[dict[str, float]] = []
-    for number in range(warmup + steps):
-        watch.marks.clear()
-        watch.mark(BEGIN)
-        step()
-        watch.mark(END)
-        if number >= warmup:
-            begin = watch.marks[BEGIN]
-            found.append({name: watch.clock.ms(begin, at) for name, at in watch.marks.items()})
+    try:
+        for number in range(warmup + steps):
+            watch.marks.clear()
+            watch.mark(BEGIN)
+            step()
+            watch.mark(END)
+            if number >= warmup:
+                begin = watch.marks[BEGIN]
+                found.append({name: watch.clock.ms(begin, at) for name, at in watch.marks.items()})
+    finally:
+        for handle in watch.handles:
+            handle.remove()
     names = set().union(*found)
     return {name: statistics.median(f[name] for f in found if name in f) for name in names}
 
@@ -161,8 +155,8 @@ def record(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     device = next(ddp_model.parameters()).device
-    with Watch(ddp_model, clock_of(device)).on() as watch:
-        times = measured(watch, step, steps)
+    watch = Watch(ddp_model, clock_of(device))
+    times = measured(watch, step, steps)
     group = ddp_model.process_group
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, times, group=group)

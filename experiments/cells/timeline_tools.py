@@ -150,8 +150,7 @@ def _measured(
         watch.mark(recording.FORWARD)
         value.backward()
 
-    with watch.on():
-        times = recording.measured(watch, step, steps, WARMUP)
+    times = recording.measured(watch, step, steps, WARMUP)
     return replace(recording.assemble(times, watch.shapes, **about), wall_ms=None)  # a whole step is more than this
 
 
