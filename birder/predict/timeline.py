@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ REASON = (
     "8 A100 on NVSwitch: 230 GB/s of bus bandwidth in NCCL's large collectives, an assumption; a reduce-scatter or an "
     "all-gather moves 7/8 of the tensor for each GPU, an all-reduce twice that"
 )
-OPTIONAL = ("source", "command", "note", "update_ms", "wall_ms")
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,10 @@ def parse(content: Any, where: str) -> Timeline:
     """A timeline from the content of its file, checked. Raises ValueError that begins with `where`."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: a timeline is a JSON object")
-    wanted = {"name", "model", "gpu", "precision", "batch_per_gpu", "gpus_per_node", "forward_ms", "step_ms"}
-    wanted |= {"gradients", "intra_node"}
-    if absent := sorted(wanted - set(content)):
+    known = {f.name: f for f in fields(Timeline) if f.init}
+    if absent := sorted(name for name, f in known.items() if f.default is MISSING and name not in content):
         raise ValueError(f"{where} lacks {', '.join(absent)}")
-    if unknown := sorted(set(content) - wanted - set(OPTIONAL)):
+    if unknown := sorted(set(content) - set(known)):
         raise ValueError(f"{where} has the unknown key {unknown[0]}")
     try:
         gradients = tuple(
