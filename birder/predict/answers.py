@@ -14,7 +14,7 @@ from typing import Any
 from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
-from birder.predict.layouts import DDP, TrainingPlan, fits
+from birder.predict.layouts import DDP, TrainingPlan
 from birder.predict.methods import MethodSpec, find
 from birder.predict.table import (
     NEAR,
@@ -102,7 +102,7 @@ class Answer:
         return local if local and others and local.ms * FAR < min(others) else None
 
     def fits(self, name: str) -> bool:
-        return self.gpu is None or name not in self.memory or fits(self.memory[name], self.gpu)
+        return self.gpu is None or self.memory.get(name, 0.0) <= self.gpu.gb
 
     def sentences(self, accuracy: str = "") -> list[str]:
         """The answer. accuracy: what the best method costs there, in words, without a full stop."""

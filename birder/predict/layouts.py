@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from birder.predict.cluster import Cluster, Link
-from birder.predict.gpus import GPU
 from birder.predict.methods import RUN_STEPS, MethodSpec, find, over
 from birder.predict.timeline import Timeline
 
@@ -140,8 +139,3 @@ class TrainingPlan:
 
 
 DDP = TrainingPlan()
-
-
-def fits(gb: float, gpu: GPU) -> bool:
-    """Whether so much fits the GPU's memory."""
-    return gb <= gpu.gb
