@@ -135,17 +135,15 @@ def advise(
     found: list[Any] = [measure_kernels(device)]
     group = ddp_model.process_group
     dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
-    topology = Topology.from_env(dist.get_world_size(group))
-    inside = links.inside or NVLINK
+    topology, gpu = Topology.from_env(dist.get_world_size(group)), device.type == "cuda"
     cluster = Cluster(
         topology.nodes,
         topology.ranks_per_node,
         between=links.between or Link(10.0, 20.0, source="10 Gbit/s, assumed: there is one node here"),
-        inside=inside,
-        ring=device.type == "cuda",
+        inside=links.inside or NVLINK,
+        ring=gpu,
     )
     mb = bucket_mb or 25.0
-    gpu = device.type == "cuda"
     layout = Layout(mb, mb if bucket_mb else FIRST_BUCKET_MB, gpu=gpu, shared=not gpu)
     return Advice(timeline, links, found[0], cluster, layout, _running(ddp_model))
 
