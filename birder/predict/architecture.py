@@ -136,7 +136,7 @@ def count(
             hooks.append(p.register_post_accumulate_grad_hook(lambda _, n=name: ready.__setitem__(n, counter.done)))
     counting = _COUNTER.set(counter)
     try:
-        with _fused_operators(counter), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda t: t), counter:
+        with _fused_operators(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda t: t), counter:
             value = loss()
             forward = counter.done
             value.backward()
@@ -149,7 +149,7 @@ def count(
             module.to(own_dtype)
     if lost := [n for n in shapes if n not in ready]:
         raise ValueError(f"the parameter {lost[0]} gets no gradient")
-    kernels = [GpuKernel(*k) for k in counter.kernels]
+    kernels = counter.kernels
     if dtype is not None:
         kernels, forward, ready = _with_casts(kernels, forward, ready, shapes)
     host = (LAUNCH_US, LAUNCH_US) if compiled else HOST_US
@@ -184,7 +184,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, compiled: bool) -> None:
         super().__init__()
         self.compiled = compiled
-        self.kernels: list[tuple[float, float, str]] = []
+        self.kernels: list[GpuKernel] = []
         self.parameters: set[int] = set()
         self.saved = 0.0
         self.attention_kept = False
@@ -211,7 +211,7 @@ class _Counter(TorchDispatchMode):
 
     def add(self, flops: float, nbytes: float, kind: str) -> None:
         self.group, self.unwritten = set(), set()
-        self.kernels.append((flops, nbytes, kind))
+        self.kernels.append(GpuKernel(flops, nbytes, kind))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -249,11 +249,8 @@ class _Counter(TorchDispatchMode):
         for t in outs:
             self.group.add(self.key(t))
             self.unwritten.add(self.key(t))
-        if fresh:
-            self.kernels.append((0.0, nbytes, ""))
-        else:
-            flops, before, _ = self.kernels[-1]
-            self.kernels[-1] = (flops, before + nbytes, "")
+        before = GpuKernel(0.0, 0.0) if fresh else self.kernels.pop()
+        self.kernels.append(GpuKernel(before.flops, before.nbytes + nbytes))
 
 
 _COUNTER: ContextVar[_Counter] = ContextVar("counter")
@@ -295,12 +292,13 @@ def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager
         return CheckpointPolicy.MUST_SAVE
 
     first, again = create_selective_checkpoint_contexts(policy)
-    return first, _again(again, counter)
+    return first, _again(again)
 
 
 @contextmanager
-def _again(inner: AbstractContextManager[Any], counter: _Counter) -> Iterator[None]:
+def _again(inner: AbstractContextManager[Any]) -> Iterator[None]:
     """Forward's second time under `products_kept`: attention is there already."""
+    counter = _COUNTER.get()
     counter.attention_kept = True
     try:
         with inner:
@@ -334,12 +332,10 @@ class _Attention(torch.autograd.Function):
     """Fused attention: 4 S^2 D operations of each head forward, 2.5 times as many backward, half of both if causal."""
 
     @staticmethod
-    def forward(
-        ctx: Any, counter: _Counter, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        counter, out = _COUNTER.get(), q.new_empty((*q.shape[:-1], v.shape[-1]))
         ctx.save_for_backward(q, k, v, out)
-        ctx.counter, ctx.mask = counter, mask if mask is not None and mask.requires_grad else None
+        ctx.mask = mask if mask is not None and mask.requires_grad else None
         ctx.flops = 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]) / (2 if causal else 1)
         if not counter.attention_kept:
             counter.add(ctx.flops, sum(map(_bytes, (q, k, v, out))), "attention")
@@ -348,13 +344,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out = ctx.saved_tensors
-        ctx.counter.add(2.5 * ctx.flops, 2 * sum(map(_bytes, (q, k, v, out))), "attention")
+        _COUNTER.get().add(2.5 * ctx.flops, 2 * sum(map(_bytes, (q, k, v, out))), "attention")
         mask = None if ctx.mask is None else torch.empty_like(ctx.mask)
-        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), mask, None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), mask, None
 
 
 @contextmanager
-def _fused_operators(counter: _Counter) -> Iterator[None]:
+def _fused_operators() -> Iterator[None]:
     """Operators that the meta device would take apart and a GPU does not. A mode of torch would not see checkpointing's
     second forward."""
 
@@ -367,7 +363,7 @@ def _fused_operators(counter: _Counter) -> Iterator[None]:
         is_causal: bool = False,
         **more: Any,
     ) -> Tensor:
-        return _Attention.apply(counter, query, key, value, attn_mask, is_causal)  # type: ignore[no-any-return,no-untyped-call]
+        return _Attention.apply(query, key, value, attn_mask, is_causal)  # type: ignore[no-any-return,no-untyped-call]
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p else input
