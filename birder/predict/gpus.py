@@ -86,19 +86,10 @@ NVLINK2, NVLINK3, NVLINK4, NVLINK5 = ((gb, "NVLink") for gb in (150.0, 300.0, 45
 PCIE3, PCIE4, PCIE5 = ((gb, "PCIe") for gb in (16.0, 32.0, 64.0))
 
 
-def _gpu(
-    name: str,
-    label: str,
-    peaks: tuple[float, ...],
-    gb_per_s: float,
-    gb: float,
-    inside: tuple[float, str],
-    relative: float = 1.0,
-    attention: float | None = None,
-) -> GPU:
-    """peaks: fp32 and 16 bits; with fp16 alone where there are two, TF32 between them where there are three."""
-    names = {2: ("fp32", "fp16"), 3: ("fp32", "tf32", "bf16", "fp16")}[len(peaks)]
-    return GPU(name, label, dict(zip(names, (*peaks, peaks[-1]))), gb_per_s, gb, *inside, relative, attention)
+def _peaks(*tflops: float) -> dict[str, float]:
+    """By precision. fp32 and 16 bits; with fp16 alone where there are two, TF32 between them where there are three."""
+    names = {2: ("fp32", "fp16"), 3: ("fp32", "tf32", "bf16", "fp16")}[len(tflops)]
+    return dict(zip(names, (*tflops, tflops[-1])))
 
 
 LIMITED = 1.1
@@ -108,29 +99,29 @@ HOT = 0.88
 """At its power limit an H200 holds 755 of 989 TFLOP/s, a B200 1429 of 2250 (ml-engineering, below; at first 834, 1745)."""
 HOPPER = 0.35
 """What FlashAttention-2, torch's, reaches on an H100 (arXiv 2407.08608)."""
-_A100, _H100, _H100_PCIE = (19.5, 156.0, 312.0), (67.0, 495.0, 989.0), (51.0, 378.0, 756.0)
+_A100, _H100, _H100_PCIE = _peaks(19.5, 156.0, 312.0), _peaks(67.0, 495.0, 989.0), _peaks(51.0, 378.0, 756.0)
 GPUS: dict[str, GPU] = {
     g.name: g
     for g in (
-        _gpu("v100-sxm", "V100 SXM 32 GB", (15.7, 125.0), 900, 32, NVLINK2, 0.75),
-        _gpu("v100-sxm-16gb", "V100 SXM 16 GB", (15.7, 125.0), 900, 16, NVLINK2, 0.75),
-        _gpu("v100-pcie", "V100 PCIe 16 GB", (14.0, 112.0), 900, 16, PCIE3, 0.75),
-        _gpu("t4", "T4", (8.1, 65.0), 320, 16, PCIE3),
-        _gpu("a100-sxm-80gb", "A100 SXM 80 GB", _A100, 2039, 80, NVLINK3),
-        _gpu("a100-sxm-40gb", "A100 SXM 40 GB", _A100, 1555, 40, NVLINK3),
-        _gpu("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, PCIE4, 0.96),
-        _gpu("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, PCIE4, 0.96),
-        _gpu("h100-sxm", "H100 SXM", _H100, 3350, 80, NVLINK4, HOT, HOPPER),
-        _gpu("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, PCIE5, HOT, HOPPER),
-        _gpu("h200", "H200", _H100, 4800, 141, NVLINK4, HOT, HOPPER),
-        _gpu("b200", "B200", (75.0, 1125.0, 2250.0), 8000, 180, NVLINK5, 0.73, HOPPER),
-        _gpu("l40s", "L40S", (91.6, 183.0, 362.0), 864, 48, PCIE4),
-        _gpu("l4", "L4", (30.3, 60.0, 121.0), 300, 24, PCIE4),
-        _gpu("a10", "A10", (31.2, 62.5, 125.0), 600, 24, PCIE4),
-        _gpu("a10g", "A10G", (35.0, 35.0, 70.0), 600, 24, PCIE4, LIMITED),
-        _gpu("rtx-3090", "RTX 3090", (35.6, 35.6, 71.0), 936, 24, PCIE4, LIMITED),
-        _gpu("rtx-4090", "RTX 4090", (82.6, 82.6, 165.2), 1008, 24, PCIE4, LIMITED),
-        _gpu("rtx-a6000", "RTX A6000", (38.7, 77.4, 154.8), 768, 48, PCIE4),
+        GPU("v100-sxm", "V100 SXM 32 GB", _peaks(15.7, 125.0), 900, 32, *NVLINK2, 0.75),
+        GPU("v100-sxm-16gb", "V100 SXM 16 GB", _peaks(15.7, 125.0), 900, 16, *NVLINK2, 0.75),
+        GPU("v100-pcie", "V100 PCIe 16 GB", _peaks(14.0, 112.0), 900, 16, *PCIE3, 0.75),
+        GPU("t4", "T4", _peaks(8.1, 65.0), 320, 16, *PCIE3),
+        GPU("a100-sxm-80gb", "A100 SXM 80 GB", _A100, 2039, 80, *NVLINK3),
+        GPU("a100-sxm-40gb", "A100 SXM 40 GB", _A100, 1555, 40, *NVLINK3),
+        GPU("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, *PCIE4, 0.96),
+        GPU("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, *PCIE4, 0.96),
+        GPU("h100-sxm", "H100 SXM", _H100, 3350, 80, *NVLINK4, HOT, HOPPER),
+        GPU("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, *PCIE5, HOT, HOPPER),
+        GPU("h200", "H200", _H100, 4800, 141, *NVLINK4, HOT, HOPPER),
+        GPU("b200", "B200", _peaks(75.0, 1125.0, 2250.0), 8000, 180, *NVLINK5, 0.73, HOPPER),
+        GPU("l40s", "L40S", _peaks(91.6, 183.0, 362.0), 864, 48, *PCIE4),
+        GPU("l4", "L4", _peaks(30.3, 60.0, 121.0), 300, 24, *PCIE4),
+        GPU("a10", "A10", _peaks(31.2, 62.5, 125.0), 600, 24, *PCIE4),
+        GPU("a10g", "A10G", _peaks(35.0, 35.0, 70.0), 600, 24, *PCIE4, LIMITED),
+        GPU("rtx-3090", "RTX 3090", _peaks(35.6, 35.6, 71.0), 936, 24, *PCIE4, LIMITED),
+        GPU("rtx-4090", "RTX 4090", _peaks(82.6, 82.6, 165.2), 1008, 24, *PCIE4, LIMITED),
+        GPU("rtx-a6000", "RTX A6000", _peaks(38.7, 77.4, 154.8), 768, 48, *PCIE4),
     )
 }
 """From the makers' data sheets. The first of a family is meant where no variant is named: A100 is the one with 80 GB and SXM.
