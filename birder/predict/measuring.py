@@ -139,13 +139,15 @@ def measure_kernels(device: torch.device | str = "cpu", elements: int = 2**21, r
         raise ValueError(f"measure_kernels needs 1024 elements and 1 round at least, got {elements} and {rounds}")
     where = torch.device(device)
     elements -= elements % 1024
-    tasks = _tasks(elements, where)
-    flush = torch.zeros(COLD, device=where)
-    rates = {
-        name: _median(task, where, rounds, flush) * 1e6 / (elements * BYTES[name](4)) for name, task in tasks.items()
-    }
-    tiny = _tasks(1024, where)
-    call = statistics.median(_median(task, where, rounds) * 1e3 for task in tiny.values())
+    names = [name for name in KERNELS if where.type != "cuda" or name != "screen"]
+    made, flush = tensors(elements, where), torch.zeros(COLD, device=where)
+
+    def ms(name: str, on: dict[str, Tensor], cold: Tensor | None = None) -> float:
+        return _median(lambda: KERNELS[name](kernels, on), where, rounds, cold)
+
+    rates = {name: ms(name, made, flush) * 1e6 / (elements * BYTES[name](WORKERS)) for name in names}
+    tiny = tensors(1024, where)
+    call = statistics.median(ms(name, tiny) * 1e3 for name in names)
     rates[""] = rates["low_rank"] = rates["eager"]
     rates["unpack_rows"] = rates["eager"]
     return Costs(rates, call, source=f"measured on this {where.type}")
@@ -161,7 +163,16 @@ def _median(task: Callable[[], Any], device: torch.device, rounds: int, flush: T
     return statistics.median(taken)
 
 
-def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+# ---- kernels, and torch's passes next to them --------------------------------------------------------------------------
+
+WORKERS = 4
+"""Workers whose bits a server's kernels take."""
+DRAW: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
+LAW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "scale": 1.0, "eps": 1e-8, "hold": False}
+
+
+def tensors(elements: int, device: torch.device) -> dict[str, Tensor]:
+    """What `KERNELS` work on. elements: a multiple of 8 `WORKERS`."""
     random = torch.Generator(device).manual_seed(0)
 
     def normal() -> Tensor:
@@ -170,51 +181,51 @@ def _tasks(elements: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     def bits(*shape: int) -> Tensor:
         return torch.randint(0, 256, shape, generator=random, device=device, dtype=torch.uint8)
 
-    g, m, p, e = normal(), normal().mul_(0.1), normal(), normal()
-    b, v = m.abs() + 0.1, normal().square_()
-    half = g.to(torch.bfloat16)
-    rows, packed = bits(4, elements // 8), bits(elements // 8)
-    scale = torch.ones((), device=device)
-    messages, results = (bits(4, kernels.message_bytes(size)) for size in (elements, elements // 4))
-    for some in (messages, results):
-        kernels.scales_of(some).fill_(1.0)
-    draw: dict[str, Any] = {"seed": 1, "step": 7, "start": 0}
-    errors = torch.zeros(elements, device=device)
-    law: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "scale": 1.0, "eps": 1e-8, "hold": False}
-    k = kernels
+    made = {"g": normal(), "m": normal().mul_(0.1), "p": normal(), "e": normal()}
+    made |= {"b": made["m"].abs() + 0.1, "v": normal().square_(), "half": made["g"].to(torch.bfloat16)}
+    made |= {"rows": bits(WORKERS, elements // 8), "packed": bits(elements // 8)}
+    made |= {"scale": torch.ones((), device=device), "errors": torch.zeros(elements, device=device)}
+    for name, each in (("messages", elements), ("results", elements // WORKERS)):
+        made[name] = bits(WORKERS, kernels.message_bytes(each))
+        kernels.scales_of(made[name]).fill_(1.0)
+    return made
 
-    def sgdm() -> None:
-        torch._foreach_mul_([m], 0.9)
-        torch._foreach_add_([m], [g])
-        torch._foreach_add_([p], [m], alpha=-1e-9)
 
-    def adam() -> None:
-        torch._foreach_lerp_([m], [g], 0.1)
-        torch._foreach_mul_([v], 0.999)
-        torch._foreach_addcmul_([v], [g], [g], value=1e-3)
-        root = torch._foreach_sqrt([v])
-        torch._foreach_add_(root, 1e-8)
-        torch._foreach_addcdiv_([p], [m], root, value=-1e-9)
+def _sgdm(m: Tensor, g: Tensor, p: Tensor) -> None:
+    torch._foreach_mul_([m], 0.9)
+    torch._foreach_add_([m], [g])
+    torch._foreach_add_([p], [m], alpha=-1e-9)
 
-    return {
-        "encode": lambda: k.encode(g, m, b, beta=0.95, eps=0.0, hold=False, worker=1, **draw),
-        "reduce_bits": lambda: k.reduce_bits(rows, **draw),
-        "modulate_adam": lambda: k.modulate_adam(g, m, v, errors, b, **law),
-        "serve_sigma": lambda: k.serve_sigma(rows, errors, gamma=2.0),
-        "owned": lambda: k.owned(packed, n=4, worker=1, **draw),
-        "apply_bits": lambda: k.apply_bits([p], [0], packed, lr=1e-9, decay=0.0, active=None),
-        "add_momentum": lambda: k.add_momentum(e, g, m, beta=0.9, mask=None),
-        "add_message": lambda: k.add_message(e, g, None),
-        "split_signs": lambda: k.split_signs(e, scale, None),
-        "add_average": lambda: k.add_average(e, messages, None),
-        "write_signs": lambda: k.write_signs(e, results, None),
-        "move_adam": lambda: k.move_adam([p], [m], [v], rate=1e-9, correction=1.0, eps=1e-8, keep=1.0),
-        "copy": lambda: e.copy_(g),
-        "cast": lambda: g.to(torch.bfloat16).div_(4),
-        "widen": lambda: e.copy_(half),
-        "scale": lambda: e.mul_(1.0),
-        **({} if device.type == "cuda" else {"screen": lambda: torch.nan_to_num_(e, nan=0.0, posinf=0.0, neginf=0.0)}),
-        "sgdm": sgdm,
-        "adam": adam,
-        "eager": lambda: torch.add(g, m, out=e),
-    }
+
+def _adam(m: Tensor, g: Tensor, v: Tensor, p: Tensor) -> None:
+    torch._foreach_lerp_([m], [g], 0.1)
+    torch._foreach_mul_([v], 0.999)
+    torch._foreach_addcmul_([v], [g], [g], value=1e-3)
+    root = torch._foreach_sqrt([v])
+    torch._foreach_add_(root, 1e-8)
+    torch._foreach_addcdiv_([p], [m], root, value=-1e-9)
+
+
+KERNELS: dict[str, Callable[[Any, dict[str, Tensor]], object]] = {
+    "encode": lambda k, t: k.encode(t["g"], t["m"], t["b"], beta=0.95, eps=0.0, hold=False, worker=1, **DRAW),
+    "reduce_bits": lambda k, t: k.reduce_bits(t["rows"], **DRAW),
+    "modulate_adam": lambda k, t: k.modulate_adam(t["g"], t["m"], t["v"], t["errors"], t["b"], **LAW),
+    "serve_sigma": lambda k, t: k.serve_sigma(t["rows"], t["errors"], gamma=2.0),
+    "owned": lambda k, t: k.owned(t["packed"], n=WORKERS, worker=1, **DRAW),
+    "apply_bits": lambda k, t: k.apply_bits([t["p"]], [0], t["packed"], lr=1e-9, decay=0.0, active=None),
+    "add_momentum": lambda k, t: k.add_momentum(t["e"], t["g"], t["m"], beta=0.9, mask=None),
+    "add_message": lambda k, t: k.add_message(t["e"], t["g"], None),
+    "split_signs": lambda k, t: k.split_signs(t["e"], t["scale"], None),
+    "add_average": lambda k, t: k.add_average(t["e"], t["messages"], None),
+    "write_signs": lambda k, t: k.write_signs(t["e"], t["results"], None),
+    "move_adam": lambda k, t: k.move_adam([t["p"]], [t["m"]], [t["v"]], rate=1e-9, correction=1.0, eps=1e-8, keep=1.0),
+    "copy": lambda k, t: t["e"].copy_(t["g"]),
+    "cast": lambda k, t: t["g"].to(torch.bfloat16).div_(4),
+    "widen": lambda k, t: t["e"].copy_(t["half"]),
+    "scale": lambda k, t: t["e"].mul_(1.0),
+    "screen": lambda k, t: torch.nan_to_num_(t["e"], nan=0.0, posinf=0.0, neginf=0.0),
+    "sgdm": lambda k, t: _sgdm(t["m"], t["g"], t["p"]),
+    "adam": lambda k, t: _adam(t["m"], t["g"], t["v"], t["p"]),
+    "eager": lambda k, t: torch.add(t["g"], t["m"], out=t["e"]),
+}
+"""One call of each, by the functions of the given module, on `tensors`."""
