@@ -95,7 +95,7 @@ def _measure(
             "all_gather": lambda t=rows: finish(link.all_gather(t[0])),  # type: ignore[misc]
         }
         for name, task in tasks.items():
-            spent = _agreed([_ms(task, device) for _ in range(ROUNDS + 1)][1:], world, device)
+            spent = _agreed([ms_of(task, device) for _ in range(ROUNDS + 1)][1:], world, device)
             medians[name, nbytes] = statistics.median(spent)
             if name == "all_reduce" and nbytes == max(sizes):
                 sent = sharing * 2 * (n - 1) / n * nbytes
@@ -121,7 +121,8 @@ def _agreed(spent: list[float], world: dist.ProcessGroup, device: torch.device) 
     return [float(x) for x in slowest]
 
 
-def _ms(task: Callable[[], Any], device: torch.device) -> float:
+def ms_of(task: Callable[[], Any], device: torch.device) -> float:
+    """What a task takes on its device."""
     clock = clock_of(device)
     began = clock.mark()
     task()
@@ -159,7 +160,7 @@ def _median(task: Callable[[], Any], device: torch.device, rounds: int, flush: T
     for _ in range(rounds):
         if flush is not None:
             flush.fill_(1.0)
-        taken.append(_ms(task, device))
+        taken.append(ms_of(task, device))
     return statistics.median(taken)
 
 

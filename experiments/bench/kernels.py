@@ -9,7 +9,6 @@ moved (docs/kernels.md).
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from birder import kernels
 from birder.kernels import reference
 from birder.predict.costs import BYTES
-from birder.predict.measuring import KERNELS, tensors
+from birder.predict.measuring import KERNELS, ms_of, tensors
 from birder.predict.measuring import WORKERS as WORKERS
 
 ELEMENTS = {"cpu": 2**24, "cuda": 100_000_000}
@@ -81,16 +80,8 @@ def _measure(name: str, made: dict[str, Tensor], elements: int, rounds: int, dev
 
 def _seconds(task: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START)
-        begin.record()
-        task()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
-    began = time.perf_counter()
-    task()
-    return time.perf_counter() - began
+    return ms_of(task, device) / 1000
 
 
 def backend_name(device: torch.device) -> str:
