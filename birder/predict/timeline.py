@@ -131,11 +131,25 @@ def parse(content: Any, where: str) -> Timeline:
             Gradient(str(n), tuple(int(s) for s in shape), float(at)) for n, shape, at in content["gradients"]
         )
         made = Timeline(**{**content, "gradients": gradients, "intra_node": IntraNode(**content["intra_node"])})
+        _check_kinds(made)
+        _check_kinds(made.intra_node)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     if said := problem(made):
         raise ValueError(f"{where}: {said}")
     return made
+
+
+KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+
+
+def _check_kinds(made: Timeline | IntraNode) -> None:
+    """Raises ValueError for a text or a number that is something else."""
+    for f in fields(made):
+        kind, _, optional = str(f.type).partition(" | ")
+        value = getattr(made, f.name)
+        if kind in KINDS and not isinstance(value, KINDS[kind]) and not (optional and value is None):
+            raise ValueError(f"{f.name} must be of type {kind}, not {value!r}")
 
 
 def dump(timeline: Timeline) -> str:
