@@ -74,7 +74,7 @@ class Race:
 
 
 def build(studies: gaps.Studies, results_dir: Path) -> Race | None:
-    """Of the first of `EXPS` with a baseline that has a curve; None where there is none."""
+    """Of the first of `EXPS` with a baseline that has a curve, and with a method that comes to its loss; None without any."""
     tables = {t.first.exp: t for t in gaps.chosen(studies)}
     for table in (tables[exp] for exp in EXPS if exp in tables):
         found = curves.read(table, results_dir)
@@ -90,6 +90,8 @@ def build(studies: gaps.Studies, results_dir: Path) -> Race | None:
                 # By the running mean over seeds.
                 there = (step for step, value in zip(curve.steps, curve.loss, strict=True) if value <= loss)
                 made.append(Reached(r.method, next(there, None), step_ms(r, curve.steps[-1])))
+        if all(m.steps is None for m in made):  # the baseline is none that is predicted
+            continue
         place = GPUS[0], GBPS[0]
         made.sort(key=lambda m: (m.steps is None, m.seconds(place) or 0.0, m.label))
         return Race(table.title, base.label, loss, base.steps[-1], tuple(made))

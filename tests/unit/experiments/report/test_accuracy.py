@@ -378,3 +378,6 @@ def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:
     reached = [m.steps is not None for m in race.methods]
     assert reached == sorted(reached, reverse=True)
     assert time_to_loss.build({}, PUBLISHED) is None
+    # A study whose baseline is none that the predictor knows has no picture.
+    other = [dataclasses.replace(r, method="LAMB fp32", optimizer="LAMB") for r in records if r.method == "AdamW fp32"]
+    assert time_to_loss.build(accuracy_page.studies(other), PUBLISHED) is None
