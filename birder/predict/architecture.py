@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -168,14 +167,12 @@ def _with_casts(
     added = [0.0] * (len(kernels) + 1)
     for name, at in ready.items():
         added[at] += sizes[name]
-    made = [GpuKernel(0.0, sum(sizes.values()))]
-    shifted = list(accumulate((1 if bytes_ else 0 for bytes_ in added), initial=1))
+    made, done = [GpuKernel(0.0, sum(sizes.values()))], []
     for i, nbytes in enumerate(added):
-        if i:
-            made.append(kernels[i - 1])
-        if nbytes:
-            made.append(GpuKernel(0.0, nbytes))
-    return made, forward + 1, {n: at + shifted[at + 1] for n, at in ready.items()}
+        made += kernels[i - 1 : i] if i else []
+        made += [GpuKernel(0.0, nbytes)] if nbytes else []
+        done.append(len(made))
+    return made, forward + 1, {n: done[at] for n, at in ready.items()}
 
 
 class _Counter(TorchDispatchMode):
