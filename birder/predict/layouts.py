@@ -72,7 +72,8 @@ class TrainingPlan:
         if self.sharding == "ddp" and self.accumulation == 1:
             return t
         forward, backward = t.forward_ms, t.step_ms - t.forward_ms
-        gather, scatter = self._gathered(t, cluster, width) if width else (0.0, 0.0)
+        sends = width and self.sharding != "ddp"
+        gather, scatter = self._gathered(t, cluster, width) if sends else (0.0, 0.0)
         longer = max(forward, gather) / forward
         slower = max(backward, gather + scatter) / backward if backward else 1.0
         one = forward * longer + backward * slower
@@ -91,11 +92,9 @@ class TrainingPlan:
 
     def _gathered(self, t: Timeline, cluster: Cluster, width: int) -> tuple[float, float]:
         wide = 2 if t.precision in HALVES else 4
-        if self.sharding == "hsdp" or (self.sharding == "fsdp" and cluster.nodes == 1):
+        if self.sharding == "hsdp":
             return cluster.inside_ms(wide * t.elements), cluster.inside_ms(width * t.elements)
-        if self.sharding == "fsdp":
-            return cluster.sharded(wide * t.elements).ms, cluster.sharded(width * t.elements).ms
-        return 0.0, 0.0
+        return cluster.sharded(wide * t.elements).ms, cluster.sharded(width * t.elements).ms
 
     def between(self, cluster: Cluster) -> Cluster:
         """What the replicas' messages have of the cluster: under HSDP what goes over links inside a node is FSDP's."""
