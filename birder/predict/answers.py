@@ -15,7 +15,7 @@ from birder.predict.cluster import Cluster
 from birder.predict.costs import Costs
 from birder.predict.gpus import GPU
 from birder.predict.layouts import DDP, TrainingPlan
-from birder.predict.methods import MethodSpec, find
+from birder.predict.methods import METHODS, MethodSpec
 from birder.predict.table import (
     NEAR,
     NOT_COMPARED,
@@ -240,8 +240,7 @@ def answer(
 
 
 def _names(methods: Sequence[str] | None, cluster: Cluster, plan: TrainingPlan, local_steps: int | None) -> list[str]:
-    found = plan.choose(methods, cluster)
-    if methods is None and local_steps:
-        found += [m for m in find(["diloco"], cluster.nodes, cluster.ranks_per_node) if plan.on(cluster).takes(m)]
-    kept = [m.name for m in found]
+    kept = [m.name for m in plan.choose(methods, cluster)]
+    if methods is None and local_steps and plan.on(cluster).takes(METHODS["diloco"]):
+        kept.append("diloco")
     return [n for n in ("fp32", "bf16") if n not in kept] + [n for n in kept if n != "none"] + ["none"]
