@@ -23,6 +23,7 @@ from birder.predict.table import (
     Prediction,
     advised,
     aligned,
+    digits,
     no_gain,
     paying,
     predict,
@@ -173,7 +174,7 @@ class Answer:
             saves = ("", "") if r.name == "bf16" else (f"{value} %", f"[{low}, {high}]")
             gb = f"{self.memory[r.name]:.1f}{'' if self.fits(r.name) else ' !'}" if r.name in self.memory else ""
             sent = size(r.step.nic_bytes) if r.step.nic_bytes else "0"
-            return (r.method.label, _ms(r.ms), *saves, sent, gb)
+            return (r.method.label, digits(r.ms), *saves, sent, gb)
 
         head = ("method", "ms/step", "saves", "interval", "NIC/step", "GB/rank")
         return aligned([head, *map(line, self.rows())], left=(0,))
@@ -204,10 +205,6 @@ class Answer:
                 for r in p.rows
             ],
         }
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
 
 
 def answer(

@@ -230,7 +230,7 @@ def decide(p: Prediction) -> tuple[str | None, str]:
         best = min((r for r in p.rows if r.name != "none"), key=lambda r: r.ms, default=None)
         if best is None:
             return None, "nothing was predicted."
-        return best.name, f"{best.method.label} is the fastest: {best.ms:.4g} ms a step."
+        return best.name, f"{best.method.label} is the fastest: {digits(best.ms)} ms a step."
     best, pays = advised((p,))
     why = no_gain(p, best)
     if why:
@@ -245,16 +245,16 @@ def decide(p: Prediction) -> tuple[str | None, str]:
         return "bf16", f"do not compress: {wins}, less than {100 * NEAR:g} % more."
     if pays is None:
         return None, f"not decided: {wins}, which is within what the prediction can tell."
-    return best.name, f"{wins}: {best.ms:.4g} ms a step, the bound is {p['none'].ms:.4g}."
+    return best.name, f"{wins}: {digits(best.ms)} ms a step, the bound is {digits(p['none'].ms)}."
 
 
 def no_gain(p: Prediction, best: PredictedRow | None) -> str | None:
     """Why the best of the compressed methods can gain nothing over bf16; None: it may."""
     bf16, bound = p["bf16"], p["none"]
     if _bounded(p, "bf16"):
-        return f"bf16 is within {100 * NEAR:g} % of the bound ({bf16.step.ms:.4g} against {bound.ms:.4g} ms)"
+        return f"bf16 is within {100 * NEAR:g} % of the bound ({digits(bf16.step.ms)} against {digits(bound.ms)} ms)"
     if best is not None and best.ms > bf16.ms:
-        return f"bf16 takes {bf16.ms:.4g} ms, and no compressed method is faster"
+        return f"bf16 takes {digits(bf16.ms)} ms, and no compressed method is faster"
     return None
 
 
@@ -277,12 +277,12 @@ def cells(p: Prediction) -> list[list[str]]:
     return [
         [
             r.method.label,
-            f"{r.ms:.4g}",
-            f"{r.low:.4g} to {r.high:.4g}",
+            digits(r.ms),
+            f"{digits(r.low)} to {digits(r.high)}",
             *(f"{p.speedup(r.name, base)[0]:.2f}" if p.has(base) else "—" for base in ("fp32", "bf16")),
             size(r.step.nic_bytes),
-            f"{r.step.exposed_ms:.3g}",
-            f"{r.step.update_ms:.3g}",
+            digits(r.step.exposed_ms, 3),
+            digits(r.step.update_ms, 3),
             size(r.state_bytes),
             r.step.waits_for or "—",
         ]
@@ -316,10 +316,15 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int], rule: bool = Fal
 def size(nbytes: float) -> str:
     """1.5 MB, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
+        if nbytes < 999.5 or unit == "GB":
             break
         nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"
+    return f"{digits(nbytes, 3)} {unit}"
+
+
+def digits(value: float, count: int = 4) -> str:
+    """A number of so many digits, or whole where it has more before the point: never with an exponent."""
+    return f"{value:.0f}" if value >= 10**count - 0.5 else f"{value:.{count}g}"
 
 
 def crossover(

@@ -10,6 +10,7 @@ import pytest
 
 from birder.predict import Cluster, Costs, Timeline, TrainingPlan, answer, crossover, measure_kernels, predict, sweep
 from birder.predict.layouts import STATE
+from birder.predict.table import size
 from birder.predict.timeline import read
 from tests.helpers import ROOT
 from tests.unit.birder.predict.test_predict import link
@@ -54,6 +55,13 @@ def test_what_a_measured_step_took_above_its_prediction_is_in_every_method_that_
     assert same <= before
     # What was not simulated is no reason to compress.
     assert predict(bert(), Cluster(8, 8, link(800.0)), beyond_ms=30.0).sentence.startswith("do not compress")
+
+
+def test_long_steps_are_shown_without_exponents() -> None:
+    slow = predict(bert(), Cluster(8, 8, link(0.1)))
+    assert slow["fp32"].ms > 1e4
+    assert "e+" not in str(slow)
+    assert [size(nbytes) for nbytes in (999.4, 999.6, 1.5e6, 2e12)] == ["999 B", "1 kB", "1.5 MB", "2000 GB"]
 
 
 def test_the_table_names_every_row_and_ends_with_the_sentence() -> None:
