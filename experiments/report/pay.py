@@ -56,23 +56,19 @@ class Choice:
     gbps: tuple[float, ...] = (1, 5, 10, 25, 100, 400)
 
 
-def data(choice: Choice | None = None, lost: Mapping[str, float] | None = None) -> dict[str, Any]:
+def data(choice: Choice = Choice(), lost: Mapping[str, float] | None = None) -> dict[str, Any]:
     """JSON's types. lost: as of birder.predict.answers.Answer.
 
     cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the low ends of their savings, then the
     high ones. compressed: places of compressed methods. lost: of each method, 1 where no study is known.
     gb[model][batch]: of a rank, with bf16 DDP.
     """
-    choice, lost = choice or Choice(), lost or {}
-    cells, gb = [], []
+    cells, gb, lost = [], [], lost or {}
     for model in choice.models:
         works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
         cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
-        a100 = [w.timeline(gpus.find("a100")) for w in works]
-        some = Cluster(2, 8, Link(10.0))
-        gb.append(
-            [round(DDP.memory_gb(t, some, METHODS["bf16"], w.saved_bytes), 1) for t, w in zip(a100, works, strict=True)]
-        )
+        a100, some = gpus.find("a100"), Cluster(2, 8, Link(10.0))
+        gb.append([round(DDP.memory_gb(w.timeline(a100), some, METHODS["bf16"], w.saved_bytes), 1) for w in works])
     return {
         "models": [m.label for m in choice.models],
         "names": [m.name.partition(":")[2] for m in choice.models],
