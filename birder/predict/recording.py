@@ -60,21 +60,15 @@ class Watch:
         self.batch = 0
         self.marks: dict[str, Any] = {}
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self.shapes = {name: tuple(p.shape) for name, p in inner.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self.shapes = {name: tuple(p.shape) for name, p in trained.items()}
         self.handles = [
-            p.register_post_accumulate_grad_hook(self._gradient(name))
-            for name, p in inner.named_parameters()
-            if p.requires_grad
-        ]
-        self.handles += [
+            *(p.register_post_accumulate_grad_hook(lambda _, n=name: self.mark(n)) for name, p in trained.items()),
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(lambda *_: self.mark(FORWARD)),
             register_optimizer_step_pre_hook(self._update),
             register_optimizer_step_post_hook(lambda *_: self.mark(UPDATED)),
         ]
-
-    def _gradient(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self.mark(name)
 
     def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
