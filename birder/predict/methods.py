@@ -5,6 +5,7 @@ Names: those of the optimizers and of torch's hooks. A method with `_hierarchica
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -316,9 +317,7 @@ def every(method: MethodSpec, steps: int) -> MethodSpec:
 
 def low_rank_numbers(shape: tuple[int, ...], rank: int) -> tuple[int, int, int]:
     """How many numbers PowerSGD all-reduces for a tensor: uncompressed, P, Q."""
-    rows, columns = (shape[0] if shape else 1), 1
-    for size in shape[1:]:
-        columns *= size
+    rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
     r = min(rows, columns, rank)
     if (rows + columns) * r * LOW_RANK_RATE < rows * columns:
         return 0, rows * r, columns * r
