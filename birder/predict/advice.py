@@ -65,7 +65,7 @@ class Advice:
     @property
     def here(self) -> Prediction:
         """The prediction for the cluster that it was measured on."""
-        return predict(self.timeline, self.cluster, None, self.costs, self.layout, self.beyond_ms)
+        return self.at()
 
     def at(
         self,
