@@ -55,11 +55,8 @@ def measure_link(
     device = _device(world)
     found: dict[str, Link | None] = {"between": None, "inside": None}
     times: list[tuple[str, str, int, float]] = []
-    parts = {
-        "inside": [[ranks[n * local + i] for i in range(local)] for n in range(topology.nodes)],
-        "between": [[ranks[n * local + i] for n in range(topology.nodes)] for i in range(local)],
-    }
-    for where, members in parts.items():
+    by_node = [ranks[first : first + local] for first in range(0, len(ranks), local)]
+    for where, members in (("inside", by_node), ("between", list(map(list, zip(*by_node))))):
         if len(members[0]) > 1:
             own = part(world, members[mine // local if where == "inside" else mine % local])
             link, sharing = Collectives(own, topology, ByteCounter()), local if where == "between" else 1
