@@ -50,14 +50,7 @@ def check_structure(raw: dict[str, Any]) -> None:
     raw: a configuration whose references (${...}) are not resolved.
     """
     for prefix, model, values in _parts(raw):
-        for error in _errors(model, values):
-            key, field = _at(model, error["loc"])
-            kind = error["type"]
-            is_section = field is not None and section_of(field.annotation) is not None
-            if kind == "extra_forbidden" or kind == "invalid_key":
-                raise unknown(_join(prefix, *error["loc"]), keys_of(raw))
-            if kind == "missing" or (is_section and not str(error["input"]).startswith("${")):
-                raise _error(prefix, key, field, error, values)
+        check_section(model, values, prefix, keys_of(raw), structure_only=True)
 
 
 def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, Any]) -> None:
@@ -78,24 +71,26 @@ def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, An
 def check(config: dict[str, Any]) -> None:
     """Raises UserError for the first mistake in a resolved configuration."""
     for prefix, model, values in _parts(config):
-        check_section(model, values, prefix, lambda: keys_of(config))
+        check_section(model, values, prefix, keys_of(config))
 
 
 def check_section(
-    model: type[BaseModel], values: Any, prefix: str = "", known: Callable[[], Sequence[str]] | None = None
+    model: type[BaseModel], values: Any, prefix: str = "", known: Sequence[str] = (), structure_only: bool = False
 ) -> None:
     """Raises UserError for the first mistake in `values`, which stand under the key `prefix`.
 
-    known: the keys there are, for suggestions; None: those of the schema.
+    known: the keys there are, for suggestions; empty: those of the schema. structure_only: as `check_structure`.
     """
     errors = _errors(model, values)
     for error in errors:
         key, field = _at(model, error["loc"])
-        same = [e for e in errors if _at(model, e["loc"])[0] == key]
         if error["type"] in ("extra_forbidden", "invalid_key"):
-            names = known() if known is not None else [_join(prefix, *path) for path, _ in fields(model)]
-            raise unknown(_join(prefix, *error["loc"]), names)
-        raise _error(prefix, key, field, error, values, same)
+            raise unknown(_join(prefix, *error["loc"]), known or [_join(prefix, *path) for path, _ in fields(model)])
+        is_section = field is not None and section_of(field.annotation) is not None
+        is_value = is_section and not str(error["input"]).startswith("${")  # which may refer to a section
+        if error["type"] == "missing" or is_value or not structure_only:
+            same = [e for e in errors if _at(model, e["loc"])[0] == key]
+            raise _error(prefix, key, field, error, values, same)
 
 
 def keys_of(config: dict[str, Any]) -> list[str]:
@@ -206,7 +201,7 @@ def _errors(model: type[BaseModel], values: Any) -> list[Any]:
 
 
 def _error(
-    prefix: str, path: tuple[str, ...], field: FieldInfo | None, error: Any, values: Any, same: Sequence[Any] = ()
+    prefix: str, path: tuple[str, ...], field: FieldInfo | None, error: Any, values: Any, same: Sequence[Any]
 ) -> UserError:
     key = _join(prefix, *path)
     if error["type"] == "missing":
@@ -225,7 +220,7 @@ def _error(
         return UserError(f"{shown(_join(prefix, *free))[1:-1]} must be {kind}, not {shown(value)}")
     if field is None:
         return UserError(f"{key or 'the configuration'} must hold keys with values, not {shown(value)}")
-    return _wrong(key, field, same or [error], value)
+    return _wrong(key, field, same, value)
 
 
 def _wrong(key: str, field: FieldInfo, errors: Sequence[Any], value: Any) -> UserError:
