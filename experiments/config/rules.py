@@ -43,15 +43,11 @@ def check_hook(config: dict[str, Any]) -> None:
         raise UserError(f"{ask} would keep an overflow in its error for ever: set train.precision=bf16 or fp32")
 
 
-def check_sharded(config: dict[str, Any]) -> None:
-    """Raises UserError where a resolved configuration asks for FSDP2 with what does not go with it."""
-    if config["comm"]["topology"] == "hsdp" and config["train"]["precision"] == "fp16":
-        raise UserError("comm.topology=hsdp has no GradScaler: set train.precision=bf16 or fp32")
-
-
-def check_products(config: dict[str, Any]) -> None:
-    """Raises UserError where a resolved configuration asks for kernels that its precision never calls."""
+def check_precision(config: dict[str, Any]) -> None:
+    """Raises UserError where a resolved configuration asks for a precision with what does not go with it."""
     train = config["train"]
+    if config["comm"]["topology"] == "hsdp" and train["precision"] == "fp16":
+        raise UserError("comm.topology=hsdp has no GradScaler: set train.precision=bf16 or fp32")
     if train["bf16_matmul"] != "native" and train["precision"] != "bf16":
         raise UserError(
             f"train.bf16_matmul={train['bf16_matmul']} goes with train.precision=bf16, not {train['precision']}"
